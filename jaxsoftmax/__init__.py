@@ -1,0 +1,8 @@
+"""Softmax for JAX on NVIDIA GPUs: over logits, in attention, in a loss, over a sharded vocabulary."""
+
+from jaxsoftmax import online
+from jaxsoftmax.dispatch import explain
+from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
+
+__all__ = ["explain", "log_softmax", "logsumexp", "online", "softmax"]
+__version__ = "0.1.0.dev0"

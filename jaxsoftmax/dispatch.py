@@ -1,0 +1,186 @@
+"""Which implementation of an op runs, and why another does not.
+
+When a primitive of an op is lowered for a platform, `choose` walks the op's implementations, the preferred first, and takes
+the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
+
+An implementation is a module with a function for each primitive, of the same name and signature as the reference's in
+`xla.py`, and
+
+    unsupported(primitive, target, *avals, **params) -> str | None
+
+which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
+None where it can. Such modules load when first asked.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+
+# op: implementation: module; the preferred implementation first, the reference last.
+implementations: dict[str, dict[str, str]] = {
+    "softmax": {"xla": "jaxsoftmax.ops.softmax.xla"},
+}
+
+# Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.
+platforms: dict[str, tuple[str, ...]] = {"mosaic": ("cuda",), "triton": ("cuda",)}
+
+_KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is lowered for: a platform, and the compute capability of its GPUs, `(9, 0)` for Hopper, on CUDA."""
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which implementation runs one call of a primitive, and why the preferred ones do not.
+
+    Attributes:
+      primitive: the name of the primitive, such as `softmax` or `softmax_jacobian`.
+      operands: its operands' types, such as `float32[8,128]`.
+      implementation: the name of the implementation that runs.
+      refusals: pairs of the name of an implementation that does not run and its reason.
+    """
+
+    primitive: str
+    operands: tuple[str, ...]
+    implementation: str
+    refusals: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation(Sequence[Decision]):
+    """What `explain` found: a sequence of decisions that prints as a table."""
+
+    platform: str
+    decisions: tuple[Decision, ...]
+
+    def __getitem__(self, index):
+        return self.decisions[index]
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def __str__(self) -> str:
+        if not self.decisions:
+            return f"on {self.platform}: no jaxsoftmax op"
+        rows = [(d.primitive, ", ".join(d.operands), d.implementation) for d in self.decisions]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"on {self.platform}:"]
+        for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
+            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """Which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
+
+    `f` is traced and lowered, never run. Derivatives show where `f` takes them, as in `explain(jax.grad(loss), x)`. An op that
+    a jitted function inside `f` holds shows once, however often that is called. Arrays that are sharded over several devices
+    are judged by their whole shape.
+
+    Args:
+      f: a function of arrays that can be jitted.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s of any shapes and dtypes.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; it need not be there. The default is JAX's default backend.
+      **kwargs: more arguments of `f`.
+
+    Returns:
+      A sequence of `Decision`s, in the order of the ops, that prints as a table.
+
+    Raises:
+      ValueError: `platform` is none of those.
+      NotImplementedError: `f` forces an implementation that cannot run.
+    """
+    name = jax.default_backend() if platform is None else platform
+    name = {"gpu": "cuda"}.get(name, name)
+    if name not in _KNOWN_PLATFORMS:
+        raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {platform!r}")
+
+    def fresh(*args, **kwargs):  # a new function, so that no cached lowering is reused
+        return f(*args, **kwargs)
+
+    with _recorded() as decisions:
+        jax.jit(fresh).trace(*args, **kwargs).lower(lowering_platforms=(name,))
+    return Explanation(name, tuple(decisions))
+
+
+_record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", default=None)
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Decision]]:
+    decisions: list[Decision] = []
+    token = _record.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _record.reset(token)
+
+
+def check_implementation(op: str, name: str | None) -> None:
+    """Raises ValueError unless `name` is None or an implementation of `op`."""
+    if name is not None and name not in implementations[op]:
+        allowed = ", ".join(map(repr, implementations[op]))
+        raise ValueError(f"{op}: implementation must be None or one of {allowed}, got {name!r}")
+
+
+def choose(
+    op: str, primitive: str, target: Target, forced: str | None, params: dict[str, Any], avals: Sequence[Any]
+) -> ModuleType:
+    """The implementation that runs `primitive` of `op` on operands of types `avals`, None where one is absent.
+
+    Raises:
+      NotImplementedError: `forced` names an implementation that cannot, with its reason.
+    """
+    refusals: list[tuple[str, str]] = []
+    for name, module_name in implementations[op].items():
+        reason = _refusal(name, module_name, primitive, target, forced, params, avals)
+        if reason is None:
+            if (record := _record.get()) is not None:
+                types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals if a is not None)
+                record.append(Decision(primitive, types, name, tuple(refusals)))
+            return importlib.import_module(module_name)
+        if name == forced:
+            raise NotImplementedError(f"{op}: implementation={forced!r} cannot run {primitive}: {reason}")
+        refusals.append((name, reason))
+    raise AssertionError(f"no implementation of {op} runs {primitive}: {refusals}")
+
+
+def _refusal(name, module_name, primitive, target, forced, params, avals) -> str | None:
+    if forced is not None and name != forced:
+        return f"implementation={forced!r} was asked for"
+    if name == "xla":
+        return None
+    if target.platform not in platforms.get(name, _KNOWN_PLATFORMS):
+        return f"it runs on {' and '.join(platforms[name])}, not on {target.platform}"
+    if any(not isinstance(size, int) for a in avals if a is not None for size in a.shape):
+        return "shapes must be known while lowering, and these are symbolic"
+    return importlib.import_module(module_name).unsupported(primitive, target, *avals, **params)
+
+
+def target_for(platform: str) -> Target:
+    """The target of lowering for a platform: the GPU at hand, else Hopper."""
+    if platform != "cuda":
+        return Target(platform)
+    try:
+        major, minor = jax.devices("cuda")[0].compute_capability.split(".")
+    except RuntimeError:
+        return Target(platform, (9, 0))
+    return Target(platform, (int(major), int(minor)))

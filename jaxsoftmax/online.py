@@ -1,0 +1,153 @@
+"""Online softmax as a monoid.
+
+A `State` stands for a set of scores that have been seen:
+
+    m = max(scores),   d = sum(exp(scores - m)),   o = sum(exp(scores - m) * values)
+
+(`o` only where values ride along, as in attention.) What softmax needs is a function of this state alone: its denominator
+is `d` once the maximum is `m`, log-sum-exp is `m + log(d)`, and attention's output is `o / d`.
+
+Two sets are joined by rescaling both states to the larger maximum and adding:
+
+    m = max(a.m, b.m),   d = a.d * exp(a.m - m) + b.d * exp(b.m - m),   o likewise.
+
+This `merge` is associative and commutative, and `identity`, the state of no scores, is `(-inf, 0, 0)`. So the scores of a
+row may be cut anywhere and merged in any order, at any level: between lanes, warps, blocks, key blocks of attention,
+splits of a huge row, or devices. The naive softmax subtracts no maximum and overflows; the safe one reads the row once for
+the maximum and once more for the sum; the online one needs a single read, because the sum so far can be rescaled when the
+maximum grows.
+
+    state = identity(shape)            no scores yet
+    state = push(state, block)         one more block of scores; equals merge(state, lift(block))
+    state = merge(state, other)        another split of the same rows
+    state = finish(state)              (log-sum-exp, 1, the weighted mean of the values)
+
+A finished state is again a state, of the same scores, with `d = 1`. Attention over a prefix that many requests share can
+therefore be computed once, kept as `(lse, o)`, and merged with the attention over each request's own suffix:
+
+>>> import jax, jax.numpy as jnp
+>>> keys = jax.random.split(jax.random.key(0), 5)
+>>> query = jax.random.normal(keys[0], (4, 8))  # four requests, head size 8
+>>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
+>>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
+>>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
+>>> own = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
+>>> own = jax.tree.map(lambda a: a[:, 0], own)
+>>> output = finish(merge(shared, own)).o
+>>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
+>>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
+>>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
+>>> bool(jnp.allclose(output, whole, atol=1e-5))
+True
+
+Infinite scores obey the laws too: a set of nothing but `-inf` has the state `(-inf, 0, 0)` of the identity, one that holds
+`+inf` has `m = d = +inf`. A NaN score makes the state NaN. Everything here is plain `jax.numpy` on whole blocks and runs in
+float32 or float64 wherever that does: in `jit`, in a Pallas kernel, in `lax.reduce`, in `shard_map`.
+
+Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["State", "finish", "identity", "lift", "merge", "push"]
+
+
+class State(NamedTuple):
+    """The scores of each row seen so far.
+
+    Attributes:
+      m: maximum of the scores, `[*rows]`.
+      d: sum of `exp(score - m)`, `[*rows]`.
+      o: sum of `exp(score - m) * value`, `[*rows, value_size]`, or None where no values ride along.
+    """
+
+    m: jax.Array
+    d: jax.Array
+    o: jax.Array | None = None
+
+
+def identity(rows: tuple[int, ...], value_size: int | None = None, dtype: jax.typing.DTypeLike = jnp.float32) -> State:
+    """The state of no scores at all, for an array of rows; with `value_size`, for scores that carry values."""
+    o = None if value_size is None else jnp.zeros((*rows, value_size), dtype)
+    return State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), o)
+
+
+def lift(scores: jax.Array, values: jax.Array | None = None, *, axis: int | tuple[int, ...] = -1) -> State:
+    """The state of one block of scores.
+
+    Args:
+      scores: `[*rows, block]`, float32 or float64. Scores of `-inf` are scores that are not there. The block may lie
+        along other axes, or several, when no values ride along.
+      values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows.
+      axis: the axis or axes of `scores` that are the block; the last, if there are values.
+
+    Returns:
+      A `State` with the scores' shape without `axis`.
+    """
+    m = jnp.max(scores, axis, initial=-jnp.inf)
+    return State(m, *_sums(scores, values, m, axis))
+
+
+def push(state: State, scores: jax.Array, values: jax.Array | None = None, *, axis: int | tuple[int, ...] = -1) -> State:
+    """`merge(state, lift(scores, values, axis=axis))`, with one rescaling instead of two: the step of a hot loop."""
+    m = jnp.maximum(state.m, jnp.max(scores, axis, initial=-jnp.inf))
+    d, o = _sums(scores, values, m, axis)
+    old = _rescale(state, m)
+    return State(m, old.d + d, _added(old.o, o))
+
+
+def merge(a: State, b: State) -> State:
+    """The state of the scores of both: associative, commutative, and with `identity` as its neutral element."""
+    m = jnp.maximum(a.m, b.m)
+    a, b = _rescale(a, m), _rescale(b, m)
+    return State(m, a.d + b.d, _added(a.o, b.o))
+
+
+def finish(state: State) -> State:
+    """`(log-sum-exp, 1, the mean of the values weighted with softmax)`: a state of the same scores.
+
+    Rows without a score, or with none above `-inf`, get `-inf` and a mean of zero.
+    """
+    o = state.o
+    if o is not None:
+        o = o / _over_values(jnp.where(state.d == 0, 1, state.d), o)
+    return State(state.m + jnp.log(state.d), jnp.ones_like(state.d), o)
+
+
+def _sums(scores: jax.Array, values: jax.Array | None, m: jax.Array, axis: int | tuple[int, ...]):
+    """The sums of `exp(scores - m)` and of the values with these weights."""
+    axes = tuple(a % scores.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    kept = tuple(a for a in range(scores.ndim) if a not in axes)
+    weights = jnp.exp(scores - lax.broadcast_in_dim(shift(m), scores.shape, kept))
+    d = jnp.sum(weights, axes)
+    if values is None:
+        return d, None
+    return d, jnp.matmul(weights, values, precision=lax.Precision.HIGHEST, preferred_element_type=weights.dtype)
+
+
+def _rescale(state: State, m: jax.Array) -> State:
+    """The same scores, relative to a maximum `m` that is at least their own."""
+    factor = jnp.exp(state.m - shift(m))
+    return State(m, state.d * factor, None if state.o is None else state.o * _over_values(factor, state.o))
+
+
+def _added(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    if a is None and b is None:
+        return None
+    if a is None or b is None:
+        raise ValueError("online: of two states that are merged, both or neither must carry values")
+    return a + b
+
+
+def shift(m: jax.Array) -> jax.Array:
+    """What to subtract from scores whose maximum is `m`: 0 for an infinite one, where `m - m` would be NaN."""
+    return jnp.where(jnp.abs(m) < jnp.inf, m, jnp.zeros_like(m))
+
+
+def _over_values(row: jax.Array, o: jax.Array) -> jax.Array:
+    """A figure for each row, repeated for each of its values."""
+    return lax.broadcast_in_dim(row, o.shape, tuple(range(row.ndim)))

@@ -1,0 +1,216 @@
+"""The softmax family, with the signatures and edge cases of `jax.nn`."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoftmax import dispatch
+from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax.ops.softmax import primitive
+
+Axis = int | Sequence[int] | None
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`, computed without overflow.
+
+    Arithmetic is float32 inside, whatever the dtypes of `x` and of the result, or float64 where one of them is. It may be
+    differentiated, any number of times and in both modes, in `x` and in `scale`.
+
+    Args:
+      x: array of any shape, of a floating, complex or integer dtype. Integers become float32 first (as in `jnp.exp`).
+      axis: the axis or axes that sum to 1; None for all. It counts in the shape to which `x` and `where` broadcast.
+      where: boolean, broadcast against `x` (also `x` against it): the entries that take part. The others give 0, and what `x`
+        holds there, NaN too, has no effect.
+      scale: a number that multiplies `x`, such as `1 / sqrt(head_dim)`; a traced scalar as well. None for 1.
+      dtype: of the result, floating; None for that of `x`. The conversion costs no pass over memory.
+      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+
+    Returns:
+      An array of the broadcast shape of `x` and `where`. As with `jax.nn.softmax`, a row of nothing but `-inf`, and one that
+      holds `+inf` or NaN, is NaN; one without an entry in `where` is 0; an empty array stays empty.
+
+    Raises:
+      TypeError: `x` is bool or no array, `where` is not boolean, `scale` is not real, `dtype` is not floating.
+      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is not scalar, no such
+        `implementation`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+    args, params = _arguments("softmax", x, axis, where, scale, dtype, implementation)
+    return primitive.softmax(*args, **params)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The logarithm of softmax, `(s - m) - log(sum(exp(s - m)))` with `s = scale * x` and `m = max(s)` along `axis`.
+
+    Arguments, shapes, dtypes and errors are those of `softmax`. Entries outside `where` give `-inf`. As with
+    `jax.nn.log_softmax`, a row of nothing but `-inf`, and one that holds `+inf` or NaN, is NaN.
+    """
+    args, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation)
+    return primitive.log_softmax(*args, **params)
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`log(sum(b * exp(a)))` along `axis`, computed without overflow.
+
+    Arithmetic is float32 inside, or float64 where `a` is.
+
+    Args:
+      a: array of any shape, of a floating, complex, integer or bool dtype.
+      axis: the axis or axes that are summed; None for all. It counts in the shape to which `a` and `where` broadcast.
+      b: factors, broadcast against `a`; None for 1. Real ones may be negative.
+      keepdims: whether the summed axes stay, with size 1.
+      return_sign: whether to return the sign of the sum too; without it, a negative sum gives NaN.
+      where: boolean, broadcast against `a`: the entries that take part.
+      implementation: as for `softmax`. Calls with `b` or `return_sign` are left to `jax.nn.logsumexp`, in float32.
+
+    Returns:
+      An array without `axis`, of the dtype of `a` (integers and bool: float32); with `return_sign`, a pair of it and the sign.
+      The sum of nothing is `-inf`, and so is that of nothing but `-inf`; with a `+inf` among them, `+inf`; with a NaN, NaN.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `softmax`.
+    """
+    if b is not None or return_sign:
+        return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
+    (a, where, _), params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
+    lse = primitive.logsumexp(a, where, None, **params)
+    return lse if keepdims else lax.squeeze(lse, params["axes"])
+
+
+def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
+    if implementation not in (None, "xla"):
+        dispatch.check_implementation("softmax", implementation)
+        raise NotImplementedError(
+            f"logsumexp: implementation={implementation!r} takes neither b nor return_sign; only 'xla' does"
+        )
+    if b is not None:
+        b = _array("logsumexp", "b", b)
+        try:
+            shape = lax.broadcast_shapes(np.shape(a), b.shape)
+        except ValueError:
+            raise ValueError(f"logsumexp: b of shape {b.shape} does not broadcast with a of shape {np.shape(a)}") from None
+        a = jnp.broadcast_to(_array("logsumexp", "a", a), shape)
+    (a, where, _), params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
+    acc = accumulator(a.dtype, *(() if b is None else (b.dtype,)))
+    if b is not None:
+        b = _leading_axes(b.astype(acc), a.ndim)
+    out = jax.nn.logsumexp(a.astype(acc), params["axes"], b, keepdims, return_sign, where)
+    narrow = a.dtype if acc == accumulator(a.dtype) else acc
+    return (out[0].astype(out[0].dtype if narrow.kind == "c" else narrow), out[1]) if return_sign else out.astype(narrow)
+
+
+def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[list[Any], dict[str, Any]]:
+    """The checked operands of a primitive, aligned, and its parameters."""
+    dispatch.check_implementation("softmax", implementation)
+    x = _array(op, name, x)
+    if x.dtype == np.bool_ and op != "logsumexp":
+        raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")
+    if x.dtype.kind in "biu":
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
+    if where is not None:
+        x, where = _masked(op, name, x, where)
+    axes = _axes(op, axis, x.ndim)
+    dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
+    if scale is not None:
+        scale = _scalar(op, "scale", scale, accumulator(x.dtype, dtype))
+        scale = lax.expand_dims(scale, range(x.ndim))
+    return [x, where, scale], {"axes": axes, "dtype": dtype, "implementation": implementation}
+
+
+def _array(op: str, name: str, value: Any) -> jax.Array:
+    """`value` as an array of numbers."""
+    array_like = isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    if not array_like and not hasattr(value, "__jax_array__"):
+        raise TypeError(f"{op}: {name} must be an array or a number, got {type(value).__name__}")
+    array = jnp.asarray(value)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+        raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {array.dtype}")
+    return array
+
+
+def _masked(op: str, name: str, x: jax.Array, where: Any) -> tuple[jax.Array, jax.Array]:
+    """`x` broadcast with `where`, and `where` with as many axes."""
+    where = _array(op, "where", where)
+    if where.dtype != np.bool_:
+        raise TypeError(f"{op}: where must be boolean, got {where.dtype}")
+    try:
+        shape = lax.broadcast_shapes(x.shape, where.shape)
+    except ValueError:
+        raise ValueError(f"{op}: where must broadcast with {name}, got shapes {where.shape} and {x.shape}") from None
+    return (x if x.shape == shape else jnp.broadcast_to(x, shape)), _leading_axes(where, len(shape))
+
+
+def _leading_axes(array: jax.Array, ndim: int) -> jax.Array:
+    return lax.expand_dims(array, range(ndim - array.ndim))
+
+
+def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """`axis` as a sorted tuple of axes from 0."""
+    if axis is None:
+        return tuple(range(ndim))
+    try:
+        given = tuple(operator.index(a) for a in (axis if isinstance(axis, Iterable) else (axis,)))
+    except TypeError:
+        raise TypeError(f"{op}: axis must be an int, a sequence of ints or None, got {axis!r}") from None
+    for a in given:
+        if not -ndim <= a < ndim:
+            allowed = f"{-ndim} to {ndim - 1}" if ndim else "none but () and None"
+            raise ValueError(f"{op}: axis {a} is out of range for {ndim} dimensions, allowed are {allowed}")
+    axes = tuple(sorted(a % ndim for a in given))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{op}: axis must not be repeated, got {axis!r} for {ndim} dimensions")
+    return axes
+
+
+def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
+    try:
+        result = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: dtype must be a floating dtype, got {dtype!r}") from error
+    kind = jnp.complexfloating if x.dtype.kind == "c" else jnp.floating
+    if not jnp.issubdtype(result, kind):
+        raise TypeError(f"{op}: dtype must be {kind.__name__} for an array of {x.dtype}, got {result}")
+    return result
+
+
+def _scalar(op: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
+    value = _array(op, name, value)
+    if value.dtype.kind in "bc":
+        raise TypeError(f"{op}: {name} must be a real number, got {value.dtype}")
+    if value.shape:
+        raise ValueError(f"{op}: {name} must be a scalar, got an array of shape {value.shape}")
+    return value.astype(np.finfo(dtype).dtype)  # real, where the scores are complex

@@ -1,0 +1,113 @@
+"""The reference: every primitive of the softmax family in plain `jax.numpy`, on every platform.
+
+It defines what is right, so that other implementations may be held against it, and it is the one that runs where no kernel
+does. Arithmetic is float32, or float64 and complex where the operands are.
+
+Operands are aligned: all have the same number of axes. `x`, `y` and the tangents or cotangents of the same shape are whole;
+`m`, `d`, `lse` and theirs have size 1 along `axes`; `where` and `scale` may have size 1 anywhere. `where` and `scale` may be
+None. `axis_name` names the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax.dtypes import accumulator
+
+
+def softmax(x, where, scale, *, axes, dtype, axis_name=()):
+    """`exp(s - max s) / sum(exp(s - max s))` of the scores `s = scale * x`."""
+    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
+    weights = jnp.exp(scores - _max(scores, axes, axis_name))
+    y = weights / _sum(weights, axes, axis_name)
+    return _where(where, y, 0).astype(dtype)
+
+
+def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
+    """`(s - m) - log d`, and the state `(m, d)` if asked for."""
+    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
+    m = _max(scores, axes, axis_name)
+    if where is not None:  # a row with nothing to see would save d = NaN
+        m = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+    shifted = scores - m
+    d = _sum(jnp.exp(shifted), axes, axis_name)
+    out = _where(where, shifted - jnp.log(d), -jnp.inf).astype(dtype)
+    return [out, m, d] if return_state else [out]
+
+
+def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
+    """`m + log d`, and the state `(m, d)` if asked for."""
+    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
+    m = online.shift(_max(scores, axes, axis_name))
+    d = _sum(jnp.exp(scores - m), axes, axis_name)
+    lse = (m + jnp.log(d)).astype(dtype)
+    return [lse, m, d] if return_state else [lse]
+
+
+def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=()):
+    """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric."""
+    acc = accumulator(y.dtype, t.dtype, dtype)
+    y, t = y.astype(acc), _scaled(t.astype(acc), scale)
+    seen = y != 0  # elsewhere the result is 0, whatever t holds
+    return _where(seen, y * (t - _sum(y * _where(seen, t, 0), axes, axis_name)), 0).astype(dtype)
+
+
+def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
+    p, t = _weights(x, m, d, where, scale), _tangent(t, m, scale, scale_tangent)
+    return _where(where, t - _sum(p * _where(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
+
+
+def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`c - p * sum(c)`, the transpose of `log_softmax_jvp`."""
+    p, c = _weights(x, m, d, where, scale), _where(where, _tangent(c, m, scale, scale_tangent), 0)
+    return _where(where, c - p * _sum(c, axes, axis_name), 0).astype(dtype)
+
+
+def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`sum(p * t)`: the tangent of log-sum-exp."""
+    p, t = _weights(x, m, d, where, scale), _tangent(t, m, scale, scale_tangent)
+    return _sum(p * _where(p != 0, t, 0), axes, axis_name).astype(dtype)
+
+
+def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`p * c`, the transpose of `logsumexp_jvp`."""
+    del axes, axis_name  # the sum over the row is in the state
+    return _where(where, _weights(x, m, d, where, scale) * _tangent(c, m, scale, scale_tangent), 0).astype(dtype)
+
+
+def _scores(x, where, scale, acc) -> jax.Array:
+    """What goes through the exponential: `scale * x`, and `-inf` for what is masked."""
+    return _where(where, _scaled(x.astype(acc), scale), -jnp.inf)
+
+
+def _weights(x, m, d, where, scale) -> jax.Array:
+    """The softmax weights, from the saved state."""
+    if where is not None:
+        x = _where(where, x, 0)  # before the exponential, so that its derivative cannot be NaN
+        d = _where(d != 0, d, 1)  # a row with nothing to see
+    return jnp.exp(_scores(x, where, scale, m.dtype) - online.shift(m)) / d
+
+
+def _tangent(t, m, scale, scale_tangent) -> jax.Array:
+    t = t.astype(m.dtype)
+    return _scaled(t, scale) if scale_tangent else t
+
+
+def _scaled(values, scale):
+    return values if scale is None else values * scale.astype(values.dtype)
+
+
+def _max(scores, axes, axis_name):
+    m = jnp.max(scores, axes, keepdims=True, initial=-jnp.inf)
+    return lax.pmax(m, axis_name) if axis_name else m
+
+
+def _sum(values, axes, axis_name):
+    total = jnp.sum(values, axes, keepdims=True)
+    return lax.psum(total, axis_name) if axis_name else total
+
+
+def _where(where, values, otherwise):
+    return values if where is None else jnp.where(where, values, jnp.full_like(values, otherwise))

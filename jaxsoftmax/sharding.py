@@ -1,0 +1,125 @@
+"""Sharded operands: each device runs its own rows, and nothing is gathered.
+
+On meshes with explicit axes the shardings are known while tracing, and an op's primitive is lowered inside a `shard_map`. On
+automatic ones they are known to the compiler, which asks back through `custom_partitioning`. The reference needs neither, as
+XLA partitions it.
+"""
+
+import functools
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def vary_alike(operands: list[Any]) -> list[Any]:
+    """The operands, all varying over the same manual mesh axes, as one primitive wants them in a `shard_map`."""
+    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
+    union = frozenset().union(*varying)
+    return [
+        operand if axes == union else lax.pcast(operand, tuple(sorted(union - axes)), to="varying")
+        for operand, axes in zip(operands, varying, strict=True)
+    ]
+
+
+def has_explicit_axes(aval: Any) -> bool:
+    """Whether the type of an array says how it is sharded."""
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
+
+
+def require_devices(primitive: Primitive) -> None:
+    """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs and JAX has no public way for."""
+    from jax._src.dispatch import prim_requires_devices_during_lowering
+
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether what is lowered in `ctx`, a lowering rule's context, runs on parts of its arrays on several devices."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "manual_axes"):  # inside a shard_map
+        return set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return axes.num_devices != 1
+
+
+def partitioned(function: Callable[..., Any], ctx: Any, axes: Sequence[int]) -> Callable[..., Any]:
+    """`function` of aligned operands, run on shards.
+
+    `function(*shards, axis_name=...)` gets the mesh axes over which the operands' `axes` are sharded, usually none.
+    """
+    mesh = next((a.sharding.mesh for a in ctx.avals_in if has_explicit_axes(a)), None)
+    if mesh is None:
+        return _on_automatic_axes(function, axes)
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if AxisType.Auto in mesh.axis_types:
+        function = _on_automatic_axes(function, axes)
+    return _on_explicit_axes(function, axes, mesh, explicit, ctx.avals_in, ctx.avals_out)
+
+
+def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
+    dims = _dims([(a.shape, a.sharding.spec) for a in avals_in])
+    specs_in, specs_out = [_spec(dims, a.shape) for a in avals_in], [_spec(dims, a.shape) for a in avals_out]
+    local = functools.partial(function, axis_name=_names(dims, axes))
+    mapped = jax.shard_map(
+        lambda *operands: jax.tree.leaves(local(*operands)),
+        mesh=mesh,
+        in_specs=tuple(specs_in),
+        out_specs=specs_out,
+        axis_names=explicit,
+        check_vma=False,
+    )
+
+    def call(*operands):
+        shards = [jax.sharding.reshard(o, NamedSharding(mesh, s)) for o, s in zip(operands, specs_in, strict=True)]
+        results = mapped(*shards)
+        return results if len(results) > 1 else results[0]
+
+    return call
+
+
+def _on_automatic_axes(function, axes):
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    call = custom_partitioning(functools.partial(function, axis_name=()))
+
+    def partition(mesh, operands, results):
+        dims = _dims([(a.shape, a.sharding.spec) for a in operands])
+        specs_in = tuple(NamedSharding(mesh, _spec(dims, a.shape)) for a in operands)
+        specs_out = jax.tree.map(lambda a: NamedSharding(mesh, _spec(dims, a.shape)), results)
+        return mesh, functools.partial(function, axis_name=_names(dims, axes)), specs_out, specs_in
+
+    def rule(mesh, operands, results):
+        del mesh
+        return f"{', '.join(_factors(operands, 0))} -> {', '.join(_factors(results, len(operands)))}"
+
+    call.def_partition(partition, sharding_rule=rule)
+    return call
+
+
+def _dims(operands):
+    """How each axis is sharded: as in the first operand that is sharded along it."""
+    rank = len(operands[0][0])
+    specs = [tuple(spec) + (None,) * (rank - len(spec)) for _, spec in operands]
+    return tuple(next((s[axis] for s in specs if s[axis] is not None), None) for axis in range(rank))
+
+
+def _spec(dims, shape):
+    return PartitionSpec(*(None if size == 1 else dim for dim, size in zip(dims, shape, strict=True)))
+
+
+def _names(dims, axes):
+    """The mesh axes over which `axes` are sharded."""
+    found = [dims[axis] for axis in axes if dims[axis] is not None]
+    return tuple(name for dim in found for name in (dim if isinstance(dim, tuple) else (dim,)))
+
+
+def _factors(types, first):
+    """Shardy's names of the axes of each array: shared along an axis, and one of its own where the size is 1."""
+    letters = string.ascii_lowercase
+    for index, kind in enumerate(types):
+        sizes = kind.shape
+        yield " ".join(f"{letters[axis]}{first + index}" if size == 1 else letters[axis] for axis, size in enumerate(sizes))
