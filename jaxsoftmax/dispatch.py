@@ -134,11 +134,11 @@ def _recorded() -> Iterator[list[Decision]]:
         _record.reset(token)
 
 
-def check_implementation(op: str, name: str | None) -> None:
-    """Raises ValueError unless `name` is None or an implementation of `op`."""
+def check_implementation(op: str, function: str, name: str | None) -> None:
+    """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
     if name is not None and name not in implementations[op]:
         allowed = ", ".join(map(repr, implementations[op]))
-        raise ValueError(f"{op}: implementation must be None or one of {allowed}, got {name!r}")
+        raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
 
 
 def choose(

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,32 @@ def log_softmax(
     return primitive.log_softmax(*args, **params)
 
 
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -113,7 +139,7 @@ def logsumexp(
 
 def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     if implementation not in (None, "xla"):
-        dispatch.check_implementation("softmax", implementation)
+        dispatch.check_implementation("softmax", "logsumexp", implementation)
         raise NotImplementedError(
             f"logsumexp: implementation={implementation!r} takes neither b nor return_sign; only 'xla' does"
         )
@@ -135,7 +161,7 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
 
 def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[list[Any], dict[str, Any]]:
     """The checked operands of a primitive, aligned, and its parameters."""
-    dispatch.check_implementation("softmax", implementation)
+    dispatch.check_implementation("softmax", op, implementation)
     x = _array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
         raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")
@@ -153,13 +179,19 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
 
 def _array(op: str, name: str, value: Any) -> jax.Array:
     """`value` as an array of numbers."""
-    array_like = isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-    if not array_like and not hasattr(value, "__jax_array__"):
-        raise TypeError(f"{op}: {name} must be an array or a number, got {type(value).__name__}")
-    array = jnp.asarray(value)
-    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
-        raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {array.dtype}")
-    return array
+    if not isinstance(value, jax.Array):
+        if not isinstance(value, np.ndarray | np.generic | bool | int | float | complex) and not hasattr(
+            value, "__jax_array__"
+        ):
+            raise TypeError(f"{op}: {name} must be an array or a number, got {type(value).__name__}")
+        try:
+            value = jnp.asarray(value)
+        except TypeError:  # strings, objects, dates
+            dtype = getattr(value, "dtype", None)
+            raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {dtype}") from None
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
+        raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {value.dtype}")
+    return value
 
 
 def _masked(op: str, name: str, x: jax.Array, where: Any) -> tuple[jax.Array, jax.Array]:

@@ -84,23 +84,18 @@ def _batch(primitive, name, operands, dims, *, present, axes, **params):
     return out, [at] * len(out) if primitive.multiple_results else at
 
 
-def _scores_tangent(dx, dscale, x, where, scale):
+def _scores_tangent(dx, dscale, x, scale):
     """The tangent of `scale * x` from those of `x` and `scale`, and whether the kernel still has to multiply with `scale`."""
-    if type(dscale) is ad.Zero or dscale is None:
+    if dscale is None or type(dscale) is ad.Zero:
         return dx, True
-    acc = dscale.dtype
-    seen = jnp.isfinite(x) if where is None else jnp.isfinite(x) & where
-    tangent = dscale * jnp.where(seen, x, jnp.zeros_like(x)).astype(acc)
-    if type(dx) is not ad.Zero:
-        tangent = tangent + dx.astype(acc) * scale
-    return tangent, False
+    return xla.scores_tangent(x, scale, None if type(dx) is ad.Zero else dx, dscale), False
 
 
 def _softmax_jvp(primals, tangents, *, present, axes, dtype, implementation):
     (x, where, scale), (dx, _, dscale) = unpack(present, primals), unpack(present, tangents)
     params = {"axes": axes, "dtype": dtype, "implementation": implementation}
     y = softmax(x, where, scale, **params)
-    t, scaled = _scores_tangent(dx, dscale, x, where, scale)
+    t, scaled = _scores_tangent(dx, dscale, x, scale)
     if type(t) is ad.Zero:
         return y, _zero(y)
     return y, bind(softmax_jacobian_p, y, t, scale if scaled else None, **params)
@@ -111,7 +106,7 @@ def _log_jvp(op, primals, tangents, *, present, return_state, **params):
     op_p, tangent_p = (log_softmax_p, log_softmax_jvp_p) if op == "log_softmax" else (logsumexp_p, logsumexp_jvp_p)
     (x, where, scale), (dx, _, dscale) = unpack(present, primals), unpack(present, tangents)
     out, m, d = bind(op_p, x, where, scale, return_state=True, **params)
-    t, scaled = _scores_tangent(dx, dscale, x, where, scale)
+    t, scaled = _scores_tangent(dx, dscale, x, scale)
     primals_out = [out, m, d] if return_state else [out]
     if type(t) is ad.Zero:
         return primals_out, [_zero(p) for p in primals_out]

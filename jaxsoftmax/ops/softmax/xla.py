@@ -5,7 +5,8 @@ does. Arithmetic is float32, or float64 and complex where the operands are.
 
 Operands are aligned: all have the same number of axes. `x`, `y` and the tangents or cotangents of the same shape are whole;
 `m`, `d`, `lse` and theirs have size 1 along `axes`; `where` and `scale` may have size 1 anywhere. `where` and `scale` may be
-None. `axis_name` names the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
+None. The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name`
+names the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
 """
 
 import jax
@@ -18,30 +19,31 @@ from jaxsoftmax.dtypes import accumulator
 
 def softmax(x, where, scale, *, axes, dtype, axis_name=()):
     """`exp(s - max s) / sum(exp(s - max s))` of the scores `s = scale * x`."""
-    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
-    weights = jnp.exp(scores - _max(scores, axes, axis_name))
+    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
+    m = _max(directed, axes, axis_name)
+    weights = jnp.exp(_exponent(directed - m, where, scale))
     y = weights / _sum(weights, axes, axis_name)
     return _where(where, y, 0).astype(dtype)
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
-    """`(s - m) - log d`, and the state `(m, d)` if asked for."""
-    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
-    m = _max(scores, axes, axis_name)
+    """`(s - max s) - log d`, and the state `(m, d)` if asked for."""
+    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
+    m = _max(directed, axes, axis_name)
     if where is not None:  # a row with nothing to see would save d = NaN
-        m = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
-    shifted = scores - m
-    d = _sum(jnp.exp(shifted), axes, axis_name)
-    out = _where(where, shifted - jnp.log(d), -jnp.inf).astype(dtype)
+        m = _where(m != -jnp.inf, m, 0)
+    exponent = _exponent(directed - m, where, scale)
+    d = _sum(jnp.exp(exponent), axes, axis_name)
+    out = _where(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
-    """`m + log d`, and the state `(m, d)` if asked for."""
-    scores = _scores(x, where, scale, accumulator(x.dtype, dtype))
-    m = online.shift(_max(scores, axes, axis_name))
-    d = _sum(jnp.exp(scores - m), axes, axis_name)
-    lse = (m + jnp.log(d)).astype(dtype)
+    """`max s + log d`, and the state `(m, d)` if asked for."""
+    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
+    m = online.shift(_max(directed, axes, axis_name))
+    d = _sum(jnp.exp(_exponent(directed - m, where, scale)), axes, axis_name)
+    lse = (_exponent(m, None, scale) + jnp.log(d)).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
 
@@ -77,17 +79,48 @@ def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_
     return _where(where, _weights(x, m, d, where, scale) * _tangent(c, m, scale, scale_tangent), 0).astype(dtype)
 
 
-def _scores(x, where, scale, acc) -> jax.Array:
-    """What goes through the exponential: `scale * x`, and `-inf` for what is masked."""
-    return _where(where, _scaled(x.astype(acc), scale), -jnp.inf)
+def scores_tangent(x, scale, dx, dscale):
+    """The tangent of `scale * x`, either part of which may be None; an infinite score does not move."""
+    parts = []
+    if dx is not None:
+        parts.append(_scaled(dx if scale is None else dx.astype(scale.dtype), scale))
+    if dscale is not None:
+        parts.append(dscale * _where(jnp.isfinite(x), x, 0).astype(dscale.dtype))
+    return sum(parts[1:], start=parts[0])
+
+
+# Scores are never formed: x * scale would be rounded before the maximum is subtracted, and large ones lose their differences.
+
+
+def _directed(x, where, scale, acc) -> jax.Array:
+    """`x` in the direction in which the scores grow, and `-inf` for what is masked."""
+    x = x.astype(acc)
+    return _where(where, x if scale is None else x * jnp.sign(scale).astype(acc), -jnp.inf)
+
+
+def _exponent(shifted, where, scale) -> jax.Array:
+    """`s - max s` of what was directed and shifted by its maximum."""
+    return _where(where, _scaled(shifted, None if scale is None else jnp.abs(scale)), -jnp.inf)
+
+
+@jax.custom_jvp
+def _saved_exponent(x, m, scale) -> jax.Array:
+    """`s - max s` with the saved maximum, which counts as a constant."""
+    return _exponent(_directed(x, None, scale, m.dtype) - online.shift(m), None, scale)
+
+
+@_saved_exponent.defjvp
+def _saved_exponent_jvp(primals, tangents):
+    (x, m, scale), (dx, _, dscale) = primals, tangents
+    out = _saved_exponent(x, m, scale)
+    return out, scores_tangent(x, scale, dx, dscale).astype(out.dtype)
 
 
 def _weights(x, m, d, where, scale) -> jax.Array:
     """The softmax weights, from the saved state."""
     if where is not None:
-        x = _where(where, x, 0)  # before the exponential, so that its derivative cannot be NaN
         d = _where(d != 0, d, 1)  # a row with nothing to see
-    return jnp.exp(_scores(x, where, scale, m.dtype) - online.shift(m)) / d
+    return jnp.exp(_where(where, _saved_exponent(_where(where, x, 0), m, scale), -jnp.inf)) / d
 
 
 def _tangent(t, m, scale, scale_tangent) -> jax.Array:

@@ -1,0 +1,72 @@
+"""The one table of implementations, dtypes, shapes, axes and hurtful inputs over which the softmax family is tested."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxsoftmax import dispatch, explain
+
+OPS = ("softmax", "log_softmax", "logsumexp")
+DTYPES = ("float32", "bfloat16", "float16")
+
+# A kernel is tested by being listed in `dispatch`: natively, where its platform is.
+IMPLEMENTATIONS = [
+    pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in dispatch.platforms.get(name, ()) else [])
+    for name in dispatch.implementations["softmax"]
+]
+
+SHAPES = [
+    ((3, 1), -1),
+    ((2, 127), -1),
+    ((2, 128), -1),
+    ((3, 129), -1),
+    ((4, 1000), -1),
+    ((2, 4097), -1),
+    ((4097, 2), 0),
+    ((3, 5, 7), (0, 2)),
+    ((3, 5, 7), None),
+    ((2, 3, 4, 5), 1),
+    ((6,), 0),
+    ((), ()),
+    ((3, 4), ()),
+    ((0, 5), -1),
+    ((5, 0), -1),
+]
+
+
+def ident(value) -> str:
+    return str(value).replace(" ", "")
+
+
+def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
+    """Arrays that are not uniformly random, rounded to `dtype`."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal(shape)
+    largest = float(ml_dtypes.finfo(jnp.dtype(dtype)).max)
+    far = min(1e6, largest / 2)
+    sparse = rng.random(shape) < 0.3
+    arrays = {
+        "normal": normal,
+        "wide": 30 * normal,
+        "outliers": np.where(rng.random(shape) < 0.02, 1e3, normal),
+        "offset of 1e4": 1e4 + normal,
+        "offset of 1e6": far + normal * (far / 1e6),
+        "equal": np.full(shape, 0.3),
+        "some -inf": np.where(sparse, -np.inf, normal),
+        "all -inf": np.full(shape, -np.inf),
+        "one +inf": np.where(np.arange(normal.size).reshape(shape) == normal.size // 2, np.inf, normal),
+        "one NaN": np.where(np.arange(normal.size).reshape(shape) == normal.size // 3, np.nan, normal),
+        "extremes": np.where(sparse, -largest, largest),
+    }
+    return {name: np.asarray(array, dtype=jnp.dtype(dtype)) for name, array in arrays.items()}
+
+
+def assert_ran(implementation: str, f, *args) -> None:
+    """Fails unless every op in `f(*args)` runs on `implementation`; skips with the kernel's own reason where it refuses."""
+    try:
+        explanation = explain(f, *args)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    assert len(explanation) > 0
+    assert {decision.implementation for decision in explanation} == {implementation}, str(explanation)

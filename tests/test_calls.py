@@ -1,0 +1,214 @@
+"""What a call costs, and what a wrong one says."""
+
+import functools
+import subprocess
+import sys
+import time
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+
+X = np.zeros((2, 3), np.float32)
+
+
+class Tag:
+    """Something that is no array."""
+
+
+BAD = [
+    # arguments, error, and what its message must name
+    ({"axis": 2}, ValueError, ["axis 2", "2 dimensions", "-2 to 1"]),
+    ({"axis": -3}, ValueError, ["axis -3", "-2 to 1"]),
+    ({"axis": (0, 0)}, ValueError, ["axis", "repeated", "(0, 0)"]),
+    ({"axis": (0, -2)}, ValueError, ["axis", "repeated", "(0, -2)"]),
+    ({"axis": 1.0}, TypeError, ["axis", "1.0", "int"]),
+    ({"axis": "last"}, TypeError, ["axis", "'last'", "int"]),
+    ({"where": np.ones((2, 3), np.int32)}, TypeError, ["where", "boolean", "int32"]),
+    ({"where": np.ones((2, 3), np.float32)}, TypeError, ["where", "boolean", "float32"]),
+    ({"where": np.ones((4,), bool)}, ValueError, ["where", "(4,)", "(2, 3)", "broadcast"]),
+    ({"where": [True, False, True]}, TypeError, ["where", "list"]),
+    ({"implementation": "cuda"}, ValueError, ["implementation", "'cuda'", "'xla'", "None"]),
+]
+BAD_SOFTMAX = [
+    ({"scale": np.ones(3, np.float32)}, ValueError, ["scale", "scalar", "(3,)"]),
+    ({"scale": np.ones((1, 1), np.float32)}, ValueError, ["scale", "scalar", "(1, 1)"]),
+    ({"scale": True}, TypeError, ["scale", "real", "bool"]),
+    ({"scale": 1j}, TypeError, ["scale", "real", "complex"]),
+    ({"scale": "big"}, TypeError, ["scale", "str"]),
+    ({"dtype": jnp.int32}, TypeError, ["dtype", "floating", "int32"]),
+    ({"dtype": "half of it"}, TypeError, ["dtype", "floating", "half of it"]),
+    ({"dtype": jnp.complex64}, TypeError, ["dtype", "floating", "complex64"]),
+]
+
+
+def check(name, x, arguments, error, words):
+    for f in (getattr(jaxsoftmax, name), jax.jit(functools.partial(getattr(jaxsoftmax, name), **arguments))):
+        with pytest.raises(error) as raised:
+            f(x, **({} if f is not getattr(jaxsoftmax, name) else arguments))
+        assert str(raised.value).startswith(f"{name}:")
+        for word in words:
+            assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD, ids=cases.ident)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_bad_arguments_are_named(name, arguments, error, words):
+    check(name, X, arguments, error, words)
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD_SOFTMAX, ids=cases.ident)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_bad_scales_and_dtypes_are_named(name, arguments, error, words):
+    check(name, X, arguments, error, words)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [([1.0, 2.0], ["list"]), (None, ["NoneType"]), ("text", ["str"]), (Tag(), ["Tag"]), (np.array(["a"]), ["<U1"])],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_what_is_no_array_of_numbers(name, x, words):
+    with pytest.raises(TypeError) as raised:
+        getattr(jaxsoftmax, name)(x)
+    for word in [f"{name}: {'a' if name == 'logsumexp' else 'x'} must be", *words]:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_bool_is_refused(name):
+    check(name, np.ones((2, 3), bool), {}, TypeError, ["x must be", "bool"])
+
+
+def test_keys_are_refused():
+    with pytest.raises(TypeError, match="x must be an array of numbers"):
+        jaxsoftmax.softmax(jax.random.split(jax.random.key(0), 3))
+
+
+def test_no_axis_of_a_scalar():
+    check("softmax", 3.0, {"axis": -1}, ValueError, ["axis -1", "0 dimensions"])
+
+
+def test_factors_that_do_not_broadcast():
+    with pytest.raises(ValueError, match=r"logsumexp: b of shape \(4,\) does not broadcast with a of shape \(2, 3\)"):
+        jaxsoftmax.logsumexp(X, b=np.ones(4, np.float32))
+    with pytest.raises(TypeError, match="b must be an array or a number, got list"):
+        jaxsoftmax.logsumexp(X, b=[1.0])
+    with pytest.raises(ValueError, match="implementation must be None or one of 'xla', got 'cuda'"):
+        jaxsoftmax.logsumexp(X, b=np.float32(1), implementation="cuda")
+
+
+def test_explain_knows_the_platforms():
+    with pytest.raises(ValueError, match="platform must be one of cpu, cuda, rocm, tpu, got 'xpu'"):
+        jaxsoftmax.explain(jaxsoftmax.softmax, X, platform="xpu")
+    for platform, name in (("gpu", "cuda"), ("tpu", "tpu"), (None, {"gpu": "cuda"}.get(jax.default_backend(), "cpu"))):
+        assert jaxsoftmax.explain(jaxsoftmax.softmax, X, platform=platform).platform == name
+
+
+def test_explain_finds_every_op_in_order():
+    @jax.jit
+    def attend(x):
+        return jaxsoftmax.softmax(x) @ x.T
+
+    def f(x):
+        y = jax.lax.fori_loop(0, 3, lambda _, c: jaxsoftmax.log_softmax(c), attend(x))
+        return jnp.sum(jaxsoftmax.logsumexp(y, axis=-1))
+
+    found = jaxsoftmax.explain(f, jax.ShapeDtypeStruct((5, 3), jnp.float32), platform="cpu")
+    assert [d.primitive for d in found] == ["softmax", "log_softmax", "logsumexp"]
+    assert [d.operands for d in found] == [("float32[5,3]",), ("float32[5,5]",), ("float32[5,5]",)]
+    assert len(jaxsoftmax.explain(jax.grad(f), X, platform="cuda")) > 3
+    again = jaxsoftmax.explain(f, jax.ShapeDtypeStruct((5, 3), jnp.float32), platform="cpu")
+    assert again == found, "a lowering that is cached must be explained too"
+    assert str(found).splitlines()[0] == "on cpu:"
+    assert "softmax" in str(found)
+    assert "-> xla" in str(found)
+    assert str(jaxsoftmax.explain(jnp.sum, X, platform="cpu")) == "on cpu: no jaxsoftmax op"
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_eager_calls_compile_once_for_a_shape(name):
+    f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+    x = jnp.ones((3, 11), jnp.float32)
+    jax.block_until_ready(f(x))
+    with jax.log_compiles(), _compilations() as compiled:
+        for _ in range(3):
+            f(x + 1)
+            f(np.ones((3, 11), np.float32))
+    assert not [message for message in compiled if name in message]
+
+
+def _compilations():
+    import contextlib
+    import logging
+
+    @contextlib.contextmanager
+    def listen():
+        messages = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logger = logging.getLogger("jax")
+        logger.addHandler(handler)
+        propagate, logger.propagate = logger.propagate, False
+        try:
+            yield messages
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+
+    return listen()
+
+
+def test_compilations_would_be_seen():
+    """The listener of the test above hears a shape that is new."""
+    with jax.log_compiles(), _compilations() as compiled:
+        jaxsoftmax.softmax(jnp.ones((3, 12), jnp.float32))
+    assert [message for message in compiled if "softmax" in message]
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_an_eager_call_costs_at_most_half_more_than_one_of_jax_nn_softmax(name):
+    x = jnp.ones((4, 16), jnp.float32)
+    ours, theirs = functools.partial(getattr(jaxsoftmax, name), axis=-1), jax.nn.softmax
+
+    def seconds(f):
+        start = time.perf_counter()
+        for _ in range(50):
+            f(x)
+        return time.perf_counter() - start
+
+    for f in (ours, theirs):
+        jax.block_until_ready(f(x))
+    best = [min(seconds(f) for _ in range(15)) for f in (ours, theirs)]
+    assert best[0] <= 1.5 * best[1]
+
+
+def test_what_turns_into_an_array_is_one():
+    class Parameter:
+        dtype = np.dtype(np.float32)
+
+        def __jax_array__(self):
+            return jnp.arange(3.0, dtype=jnp.float32)
+
+    np.testing.assert_array_equal(jaxsoftmax.softmax(Parameter()), jaxsoftmax.softmax(np.arange(3, dtype=np.float32)))
+
+
+def test_import_adds_little_to_that_of_jax():
+    script = (
+        "import time, jax; start = time.perf_counter(); import jaxsoftmax; print(time.perf_counter() - start);"
+        "import sys; print([m for m in ('flax', 'triton', 'jax_triton', 'jax.experimental.mosaic') if m in sys.modules])"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(2)]
+    lines = [run.stdout.split("\n") for run in runs]
+    assert min(float(first) for first, *_ in lines) <= 0.3
+    assert lines[0][1] == "[]"
+
+
+def test_public_names_have_docstrings():
+    for name in jaxsoftmax.__all__:
+        assert len(getattr(jaxsoftmax, name).__doc__) > 80

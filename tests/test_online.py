@@ -1,0 +1,192 @@
+"""The laws of the monoid, against float64, on any split of a row."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax.online import State, finish, identity, lift, merge, push
+
+laws = settings(max_examples=80, deadline=None, derandomize=True)
+
+finite = st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False) | st.floats(
+    -100, 100, width=32, allow_subnormal=False
+)
+scores = st.one_of(finite, finite, st.just(-np.inf))
+
+
+def blocks(elements=scores, max_size=12):
+    """Blocks of scores of two rows, with values of size 3."""
+    return st.integers(0, max_size).flatmap(
+        lambda n: st.tuples(
+            hnp.arrays(np.float32, (2, n), elements=elements),
+            hnp.arrays(np.float32, (n, 3), elements=st.floats(-10, 10, width=32)),
+        )
+    )
+
+
+def truth(scores, values):
+    """(m, d, o) in float64."""
+    scores, values = np.asarray(scores, np.float64), np.asarray(values, np.float64)
+    m = np.max(scores, -1, initial=-np.inf)
+    with np.errstate(all="ignore"):
+        weights = np.exp(scores - np.where(np.isfinite(m), m, 0)[:, None])
+        return m, weights.sum(-1), weights @ values
+
+
+def assert_is(state: State, m, d, o=None):
+    np.testing.assert_array_equal(state.m, np.asarray(m, np.float32))
+    np.testing.assert_allclose(state.d, d, rtol=2e-6, atol=1e-37)
+    if state.o is not None:
+        largest = np.maximum(d, 1e-30)[:, None] * 10  # values are at most 10
+        np.testing.assert_allclose(state.o / largest, o / largest, atol=3e-6)
+
+
+def assert_same(a: State, b: State):
+    assert_is(a, *(np.asarray(leaf, np.float64) for leaf in b))
+
+
+def joined(*parts):
+    return np.concatenate([p[0] for p in parts], 1), np.concatenate([p[1] for p in parts], 0)
+
+
+@laws
+@given(blocks())
+def test_lift_is_the_state_of_its_scores(block):
+    assert_is(lift(*block), *truth(*block))
+
+
+@laws
+@given(blocks())
+def test_identity_is_neutral(block):
+    state = lift(*block)
+    nothing = identity((2,), 3)
+    for merged in (merge(state, nothing), merge(nothing, state)):
+        jax.tree.map(np.testing.assert_array_equal, merged, state)
+    assert_is(merge(nothing, nothing), *truth(np.zeros((2, 0)), np.zeros((0, 3))))
+
+
+@laws
+@given(blocks(), blocks())
+def test_merge_is_commutative_bit_for_bit(a, b):
+    jax.tree.map(np.testing.assert_array_equal, merge(lift(*a), lift(*b)), merge(lift(*b), lift(*a)))
+
+
+@laws
+@given(blocks(), blocks(), blocks())
+def test_merge_is_associative(a, b, c):
+    left, right = merge(merge(lift(*a), lift(*b)), lift(*c)), merge(lift(*a), merge(lift(*b), lift(*c)))
+    assert_same(left, right)
+    assert_is(left, *truth(*joined(a, b, c)))
+
+
+@laws
+@given(blocks(), blocks())
+def test_push_equals_merge_with_the_lifted_block(a, b):
+    assert_same(push(lift(*a), *b), merge(lift(*a), lift(*b)))
+
+
+@laws
+@given(blocks(max_size=40), st.lists(st.integers(0, 40), max_size=5), st.randoms(use_true_random=False))
+def test_any_split_in_any_order_gives_the_state_of_the_row(block, cuts, random):
+    cuts = sorted(min(cut, block[0].shape[1]) for cut in cuts)
+    parts = list(zip(np.split(block[0], cuts, 1), np.split(block[1], cuts, 0), strict=True))
+    random.shuffle(parts)
+    pushed = identity((2,), 3)
+    for part in parts:
+        pushed = push(pushed, *part)
+    assert_is(pushed, *truth(*block))
+    states = [lift(*part) for part in parts]
+    while len(states) > 1:  # as a tree, as lanes and warps merge
+        states = [merge(*pair) for pair in zip(states[::2], states[1::2], strict=False)] + states[len(states) // 2 * 2 :]
+    assert_is(states[0], *truth(*block))
+
+
+@laws
+@given(blocks(st.floats(-50, 50, width=32) | st.just(-np.inf)), blocks(st.floats(-50, 50, width=32) | st.just(-np.inf)))
+def test_a_finished_state_is_a_state(a, b):
+    m, d, o = truth(*joined(a, b))
+    with np.errstate(divide="ignore"):
+        lse, mean = np.where(d > 0, m + np.log(d), -np.inf), o / np.where(d > 0, d, 1)[:, None]
+    whole = finish(merge(lift(*a), lift(*b)))
+    for state in (whole, finish(merge(finish(lift(*a)), lift(*b))), finish(merge(finish(lift(*a)), finish(lift(*b))))):
+        np.testing.assert_allclose(state.m, lse, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(state.d, 1)
+        np.testing.assert_allclose(state.o, mean, atol=2e-4)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), finish(state), state)
+
+
+@laws
+@given(blocks(st.sampled_from([np.inf, -np.inf, 3e38, -3e38, 0.0, 1.0])), blocks(st.sampled_from([np.inf, -np.inf, 2.0])))
+def test_infinite_scores_obey_the_laws(a, b):
+    a, b, both = a[0], b[0], np.concatenate([a[0], b[0]], 1)
+    state, m = merge(lift(a), lift(b)), np.max(both, -1, initial=-np.inf)
+    assert_is(state, m, truth(both, np.zeros((both.shape[1], 3)))[1])
+    assert_is(push(lift(a), b), m, np.asarray(state.d, np.float64))
+    np.testing.assert_array_equal(np.isposinf(finish(state).m), np.isposinf(m))
+    np.testing.assert_array_equal(np.isneginf(finish(state).m), np.isneginf(m))
+
+
+def test_nan_stays_nan():
+    state = lift(jnp.array([[1.0, jnp.nan]]))
+    for other in (identity((1,)), lift(jnp.array([[jnp.inf]])), lift(jnp.array([[-jnp.inf]]))):
+        assert np.isnan(merge(state, other).d).all()
+        assert np.isnan(finish(merge(other, state)).m).all()
+
+
+def test_values_ride_along_in_both_states_or_neither():
+    with pytest.raises(ValueError, match="both or neither"):
+        merge(identity((2,)), identity((2,), 3))
+    with pytest.raises(ValueError, match="both or neither"):
+        push(identity((2,), 3), jnp.zeros((2, 4)))
+
+
+def test_several_axes():
+    x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    state = lift(x, axis=(0, -1))
+    flat = np.moveaxis(x, 1, 0).reshape(4, 15)
+    np.testing.assert_array_equal(state.m, flat.max(1))
+    np.testing.assert_allclose(state.d, np.exp(flat - flat.max(1, keepdims=True)).sum(1), rtol=1e-6)
+
+
+def test_in_lax_reduce_scan_and_vmap():
+    x = jnp.asarray(10 * np.random.default_rng(0).standard_normal((6, 64)), jnp.float32)
+    expected = np.asarray(jax.nn.logsumexp(x, axis=-1))
+    m, d = lax.reduce(
+        (x, jnp.ones_like(x)),
+        tuple(identity(()))[:2],
+        lambda a, b: tuple(merge(State(*a), State(*b)))[:2],
+        (1,),
+    )
+    np.testing.assert_allclose(m + jnp.log(d), expected, rtol=1e-6)
+    scanned, _ = lax.scan(lambda s, block: (push(s, block), None), identity((6,)), x.reshape(6, 8, 8).swapaxes(0, 1))
+    np.testing.assert_allclose(finish(scanned).m, expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(lambda row: finish(lift(row)).m)(x), expected, rtol=1e-6)
+
+
+def test_over_devices():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
+    mesh = jax.make_mesh((8,), ("d",), devices=jax.devices("cpu"))
+
+    def local(block):
+        states = lax.all_gather(lift(block), "d")
+        total, _ = lax.scan(lambda total, state: (merge(total, state), None), identity((4,)), states)
+        return finish(total).m
+
+    over_devices = jax.shard_map(local, mesh=mesh, in_specs=jax.P(None, "d"), out_specs=jax.P(), check_vma=False)
+    with jax.set_mesh(mesh):
+        lse = jax.jit(over_devices)(jax.device_put(x, jax.P(None, "d")))
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+
+
+def test_example_of_the_docstring():
+    results = doctest.testmod(online)
+    assert results.attempted > 5
+    assert results.failed == 0

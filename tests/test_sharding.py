@@ -1,0 +1,143 @@
+"""Sharded arrays stay where they are: on automatic and explicit meshes, inside shard_map, and without devices at hand."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+
+NAMES = pytest.mark.parametrize("name", cases.OPS)
+MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def make_mesh(kind, shape=(4, 2), names=("data", "model")):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices("cpu"))
+
+
+def array(shape, spec, mesh, seed=0):
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return x, jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def spec_of(result, ndim):
+    return (*result.sharding.spec, *(None,) * (ndim - len(result.sharding.spec)))
+
+
+def value_and_gradient(name, **options):
+    f = functools.partial(getattr(jaxsoftmax, name), axis=-1, **options)
+    return lambda x, *args: (f(x, *args), jax.grad(lambda x: jnp.sum(jnp.sin(f(x, *args))))(x))
+
+
+def assert_same(actual, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+@MESHES
+@NAMES
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(("data", "model")), P(None, "data")], ids=str)
+def test_batch_axes_stay_sharded_and_nothing_is_gathered(name, kind, spec):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 8, 33), spec, mesh)
+        f = jax.jit(value_and_gradient(name))
+        compiled = f.lower(sharded).compile()
+        for collective in ("all-gather", "all-to-all", "collective-permute"):
+            assert collective not in compiled.as_text()
+        y, gradient = compiled(sharded)
+        padded = (*spec, *(None,) * (3 - len(spec)))
+        assert spec_of(y, y.ndim) == padded[: y.ndim]
+        assert spec_of(gradient, 3) == padded
+    assert_same((y, gradient), value_and_gradient(name)(x))
+
+
+@MESHES
+@NAMES
+def test_sharded_softmax_axis_is_not_gathered(name, kind):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 64), P("data", "model"), mesh)
+        compiled = jax.jit(value_and_gradient(name)).lower(sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        assert "all-reduce" in compiled.as_text()
+        actual = compiled(sharded)
+    assert_same(actual, value_and_gradient(name)(x))
+
+
+@MESHES
+@NAMES
+def test_masks_of_other_shardings(name, kind):
+    mesh = make_mesh(kind)
+    where = np.random.default_rng(1).random((1, 8, 33)) < 0.7
+    where[..., 0] = True
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 8, 33), P("data", "model"), mesh)
+        for spec in (P(), P(None, "model")):
+            mask = jax.device_put(where, NamedSharding(mesh, spec))
+            f = jax.jit(lambda x, where: value_and_gradient(name, where=where)(x))
+            assert "all-gather" not in f.lower(sharded, mask).compile().as_text()
+            actual = f(sharded, mask)
+            assert spec_of(actual[1], 3) == ("data", "model", None)
+            y, gradient = value_and_gradient(name, where=where)(x)
+            np.testing.assert_allclose(actual[0], y, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(np.where(where, actual[1], 0), np.where(where, gradient, 0), rtol=1e-5, atol=1e-6)
+
+
+@MESHES
+@NAMES
+def test_eager_calls_and_vmap_keep_the_sharding(name, kind):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 6, 33), P("data"), mesh)
+        f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+        y = f(sharded)
+        assert spec_of(y, y.ndim)[0] == "data"
+        over_data = jax.jit(jax.vmap(f))(sharded)
+        assert spec_of(over_data, over_data.ndim)[0] == "data"
+        over_heads = jax.jit(jax.vmap(f, in_axes=1, out_axes=1))(sharded)
+        assert spec_of(over_heads, over_heads.ndim)[0] == "data"
+    expected = f(x)
+    for actual in (y, over_data, over_heads):
+        assert_same(actual, expected)
+
+
+@NAMES
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("manual", [("data", "model"), ("data",)], ids=str)
+def test_inside_shard_map(name, check_vma, manual):
+    mesh = make_mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 8, 33), P("data"), mesh)
+        where = np.random.default_rng(1).random((1, 8, 33)) < 0.7  # replicated: it does not vary as x does
+        where[..., 0] = True
+        local = lambda x: value_and_gradient(name, where=where)(x)  # noqa: E731
+        f = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), axis_names=set(manual), check_vma=check_vma))
+        assert "all-gather" not in f.lower(sharded).compile().as_text()
+        assert_same(f(sharded), local(x))
+
+
+def test_a_scale_that_does_not_vary_gets_the_gradient_of_all_shards():
+    mesh = make_mesh(AxisType.Explicit)
+    weights = np.random.default_rng(1).standard_normal((8, 33)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 33), P("data"), mesh)
+        mapped = jax.shard_map(
+            lambda x, scale: jaxsoftmax.softmax(x, scale=scale), in_specs=(P("data"), P()), out_specs=P("data")
+        )
+        gradient = jax.jit(jax.grad(lambda scale, x: jnp.sum(mapped(x, scale) * weights)))(jnp.float32(0.7), sharded)
+    expected = jax.grad(lambda scale: jnp.sum(jaxsoftmax.softmax(x, scale=scale) * weights))(jnp.float32(0.7))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+@NAMES
+def test_lowering_for_a_mesh_without_devices(name):
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        x = jax.ShapeDtypeStruct((8, 33), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        traced = jax.jit(value_and_gradient(name)).trace(x)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,311 @@
+"""Values, edge cases and first derivatives of softmax, log_softmax and logsumexp, against float64 and against jax.nn."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+
+TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax, "logsumexp": oracle.logsumexp}
+
+
+def op(name, implementation=None, **kwargs):
+    return functools.partial(getattr(jaxsoftmax, name), implementation=implementation, **kwargs)
+
+
+@pytest.mark.parametrize(("shape", "axis"), cases.SHAPES, ids=cases.ident)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_values_of_every_input_are_within_the_budget(implementation, name, dtype, shape, axis):
+    f = jax.jit(op(name, implementation, axis=axis))
+    arrays = cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"])
+    for kind, x in arrays.items():
+        y = f(x)
+        assert y.dtype == x.dtype
+        assert oracle.error(y, TRUTH[name](x, axis)) <= 1, kind
+
+
+@pytest.mark.parametrize("scale", [0.125, -3.0, 0.0, 1e3], ids=cases.ident)
+@pytest.mark.parametrize(("dtype", "result"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_scale_and_result_dtype(implementation, name, dtype, result, scale):
+    f = jax.jit(op(name, implementation, scale=scale, dtype=result))
+    arrays = cases.inputs((4, 257), dtype)
+    cases.assert_ran(implementation, f, arrays["normal"])
+    kinds = ["normal", "wide", "offset of 1e4", "offset of 1e6", "equal"] + (["some -inf"] if scale > 0 else [])
+    if name == "softmax":  # a logarithm that fits float32 only after scaling is -inf
+        kinds.append("extremes")
+    for kind in kinds:
+        y = f(arrays[kind])
+        assert y.dtype == jnp.dtype(result)
+        assert oracle.error(y, TRUTH[name](arrays[kind], -1, scale=scale)) <= 1, kind
+
+
+WHERE_SHAPES = [
+    ((2, 3, 4, 33), (2, 3, 4, 33)),
+    ((2, 3, 4, 33), (1, 1, 4, 33)),
+    ((2, 3, 4, 33), (2, 1, 1, 33)),
+    ((2, 3, 4, 33), (4, 1)),
+    ((2, 3, 4, 33), (33,)),
+    ((2, 3, 4, 33), ()),
+    ((33,), (4, 33)),  # x is broadcast
+    ((5, 1, 33), (4, 1)),  # both are
+]
+
+
+@pytest.mark.parametrize(("shape", "mask_shape"), WHERE_SHAPES, ids=cases.ident)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_where(implementation, name, dtype, shape, mask_shape):
+    rng = np.random.default_rng(0)
+    where = rng.random(mask_shape) < 0.5
+    if where.ndim == 4:
+        where[0, 0, 0] = False  # a row with nothing to see
+    f = jax.jit(lambda x, where: op(name, implementation, axis=-1)(x, where=where))
+    arrays = cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"], where)
+    for kind in ("normal", "offset of 1e4", "some -inf", "extremes"):
+        x = arrays[kind].copy()
+        truth = TRUTH[name](x, -1, where)
+        if where.shape == x.shape:
+            x[~where] = np.nan  # what is masked may hold anything
+        assert oracle.error(f(x, where), truth) <= 1, kind
+    nothing = np.zeros_like(where)
+    expected = {"softmax": 0.0, "log_softmax": -np.inf, "logsumexp": -np.inf}[name]
+    np.testing.assert_array_equal(oracle.to64(f(arrays["one NaN"], nothing)), expected)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3], ids=cases.ident)
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_tangents_and_cotangents_are_within_the_budget(implementation, name, scale, masked, dtype):
+    if name == "logsumexp" and scale is not None:
+        pytest.skip("logsumexp has no scale, as in jax.nn")
+    rng = np.random.default_rng(1)
+    shape = (6, 130)
+    where = rng.random(shape) < 0.6 if masked else None
+    options = {} if name == "logsumexp" else {"scale": scale}
+    f = op(name, implementation, axis=-1, where=where, **options)
+    tangent = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,))[1])
+    cotangent = jax.jit(lambda x, c: jax.vjp(f, x)[1](c)[0])
+    t = rng.standard_normal(shape).astype(jnp.dtype(dtype))
+    c = t[:, 0] if name == "logsumexp" else t
+    arrays = cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, tangent, arrays["normal"], t)
+    cases.assert_ran(implementation, cotangent, arrays["normal"], c)
+    for kind in ("normal", "wide", "offset of 1e4", "outliers", "some -inf", "equal"):
+        x = arrays[kind]
+        if name == "softmax":
+            forward = backward = oracle.softmax_derivative(x, t, -1, where, scale, saved=dtype)
+        elif name == "log_softmax":
+            forward = oracle.log_softmax_tangent(x, t, -1, where, scale)
+            backward = oracle.log_softmax_cotangent(x, t, -1, where, scale)
+        else:
+            forward = oracle.logsumexp_tangent(x, t, -1, where)
+            backward = oracle.logsumexp_cotangent(x, c, -1, where)
+        if where is not None:
+            x, t_in = np.where(where, x, np.asarray(np.nan, x.dtype)), np.where(where, t, np.asarray(np.nan, t.dtype))
+        else:
+            t_in = t
+        assert oracle.error(tangent(x, t_in), forward) <= 1, kind
+        assert oracle.error(cotangent(x, c if name == "logsumexp" else t_in), backward) <= 1, kind
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradient_of_scale(name):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 33)), jnp.float32)
+    x = x.at[0, 3].set(-jnp.inf)
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal((4, 33)), jnp.float32).at[0, 3].set(0)
+
+    def loss(f, x, scale):
+        y = f(x, scale)
+        return jnp.sum(jnp.where(jnp.isfinite(y), weights * y, 0))
+
+    ours = functools.partial(loss, lambda x, scale: getattr(jaxsoftmax, name)(x, scale=scale))
+    finite = jnp.where(jnp.isfinite(x), x, -1e30)
+    theirs = functools.partial(loss, lambda x, scale: getattr(jax.nn, name)(x * scale))
+    for scale in (0.7, 2.0):
+        actual, expected = jax.grad(ours, (0, 1))(x, scale), jax.grad(theirs, (0, 1))(finite, scale)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual[1], expected[1], rtol=1e-4, atol=1e-5)
+        numeric = (ours(x, scale + 1e-2) - ours(x, scale - 1e-2)) / 2e-2
+        np.testing.assert_allclose(actual[1], numeric, rtol=1e-2, atol=1e-2)
+
+
+EDGES = {
+    "all -inf": np.array([[-np.inf, -np.inf], [0.0, 1.0]], np.float32),
+    "+inf": np.array([[np.inf, 1.0], [0.0, 1.0]], np.float32),
+    "-inf and +inf": np.array([[np.inf, -np.inf]], np.float32),
+    "NaN": np.array([[np.nan, 1.0], [2.0, 3.0]], np.float32),
+    "one column": np.array([[5.0], [-np.inf], [np.nan]], np.float32),
+    "no rows": np.zeros((0, 3), np.float32),
+    "no columns": np.zeros((3, 0), np.float32),
+    "int8": np.array([[1, 2, 3]], np.int8),
+    "int32": np.array([[1, 2, 3]], np.int32),
+    "uint8": np.array([[3, 3, 3]], np.uint8),
+    "float16": np.array([[1, 2, 3]], np.float16),
+    "complex": np.array([[1 + 2j, 0.5 - 1j]], np.complex64),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # jax.nn casts -inf to integers
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_edge_cases_are_those_of_jax_nn(name, edge):
+    x = EDGES[edge]
+    for axis in (-1, 0, None, (0, 1), ()):
+        actual, expected = getattr(jaxsoftmax, name)(x, axis), getattr(jax.nn, name)(x, axis)
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_allclose(actual, expected, rtol=2e-3 if edge == "float16" else 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_edge_cases_of_where_are_those_of_jax_nn(name):
+    x = np.array([[1.0, -np.inf, np.nan], [-np.inf, -np.inf, np.inf], [np.nan, 2.0, 3.0]], np.float32)
+    for where in (x > 0, ~np.isnan(x), np.zeros_like(x, bool), np.array([[True], [False], [True]]), np.array(False)):
+        where = np.broadcast_to(where, x.shape)  # jax.nn raises on rank promotion
+        for axis in (-1, 0, None):
+            actual, expected = (getattr(module, name)(x, axis, where=where) for module in (jaxsoftmax, jax.nn))
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_scalars_and_numbers():
+    assert jaxsoftmax.softmax(3.0, axis=None) == 1
+    assert jaxsoftmax.log_softmax(3, axis=()) == 0
+    assert jaxsoftmax.logsumexp(3) == 3
+    assert jaxsoftmax.logsumexp(np.array([True, False])).dtype == jnp.float32
+    np.testing.assert_allclose(jaxsoftmax.logsumexp(np.array([True, False])), np.log(np.e + 1), rtol=1e-6)
+
+
+def test_integers_do_not_wrap():
+    x = np.array([-100, 100, 127], np.int8)
+    np.testing.assert_allclose(jaxsoftmax.softmax(x), jax.nn.softmax(x.astype(np.float32)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", cases.OPS)
+def test_float8_is_computed_in_float32(name, dtype):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), dtype)
+    y = getattr(jaxsoftmax, name)(x, axis=-1)
+    assert y.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(y, getattr(jax.nn, name)(x.astype(jnp.float32), axis=-1).astype(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # jax.nn casts -inf to integers
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", cases.OPS)
+def test_float64_is_computed_in_float64(name):
+    x = 1e3 + np.random.default_rng(0).standard_normal((4, 1000))
+    t = np.random.default_rng(1).standard_normal((4, 1000))
+    f = op(name, axis=-1)
+    y = f(x)
+    assert y.dtype == np.float64
+    np.testing.assert_allclose(y, TRUTH[name](x, -1).value, rtol=1e-12)
+    truth = {"softmax": oracle.softmax_derivative, "log_softmax": oracle.log_softmax_tangent}
+    expected = truth.get(name, oracle.logsumexp_tangent)(x, t, -1).value
+    np.testing.assert_allclose(jax.jvp(f, (x,), (t,))[1], expected, rtol=1e-9, atol=1e-13)
+    assert getattr(jaxsoftmax, name)(np.arange(3)).dtype == getattr(jax.nn, name)(np.arange(3)).dtype
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_float64_result_of_float32(name):
+    x = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+    f = op(name, dtype=np.float64, scale=1.5)
+    np.testing.assert_allclose(f(x), TRUTH[name](x, -1, scale=1.5).value, rtol=1e-13, atol=1e-13)
+    (gradient,) = jax.vjp(f, x)[1](x.astype(np.float64))
+    assert gradient.dtype == np.float32
+
+
+def test_logsumexp_with_factors_and_sign():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((4, 33)).astype(np.float32), rng.standard_normal((4, 33)).astype(np.float32)
+    where = rng.random((4, 33)) < 0.7
+    for options in (
+        {"axis": -1},
+        {"axis": 0, "keepdims": True},
+        {"axis": None, "return_sign": True},
+        {"axis": -1, "where": where},
+    ):
+        actual, expected = jaxsoftmax.logsumexp(a, b=b, **options), jax.nn.logsumexp(a, b=b, **options)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6),
+        jaxsoftmax.logsumexp(a, return_sign=True),
+        jax.nn.logsumexp(a, return_sign=True),
+    )
+    half = jaxsoftmax.logsumexp(a.astype(np.float16), axis=-1, b=np.float16(2))
+    assert half.dtype == np.float16
+    truth = np.log(2 * np.sum(np.exp(a.astype(np.float16).astype(np.float64)), -1))
+    np.testing.assert_allclose(half, truth, rtol=5e-4)
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_bits_repeat_and_do_not_depend_on_other_rows(implementation, name):
+    x = cases.inputs((64, 1000), "float32")["wide"]
+    f = op(name, implementation, axis=-1)
+    cases.assert_ran(implementation, f, x)
+    y = np.asarray(f(x))
+    np.testing.assert_array_equal(y, f(x))
+    if implementation == "xla":
+        return  # XLA sums in an order that depends on how many rows there are, for jax.nn as well
+    np.testing.assert_array_equal(y[5:12], f(x[5:12]))
+    np.testing.assert_array_equal(y[5:6], f(x[5:6]))
+
+
+@st.composite
+def calls(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=4)))
+    axes = draw(st.sets(st.integers(0, len(shape) - 1))) if shape else set()
+    axis = draw(st.sampled_from([None, tuple(axes), tuple(a - len(shape) for a in axes)]))
+    mask = draw(st.none() | st.just([d if draw(st.booleans()) else 1 for d in shape]))
+    scale = draw(st.none() | st.sampled_from([0.5, -2.0, 1.0]))
+    return shape, axis, mask, scale, draw(st.sampled_from(cases.DTYPES)), draw(st.sampled_from(cases.DTYPES))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(call=calls(), name=st.sampled_from(cases.OPS), seed=st.integers(0, 2**16))
+def test_random_combinations_of_features(call, name, seed):
+    shape, axis, mask, scale, dtype, result = call
+    rng = np.random.default_rng(seed)
+    x = (3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+    where = None if mask is None else rng.random(mask) < 0.6
+    if name == "logsumexp":
+        options, truth, result = {}, oracle.logsumexp(x, axis, where), dtype
+    else:
+        options, truth = {"scale": scale, "dtype": result}, TRUTH[name](x, axis, where, scale)
+    y = getattr(jaxsoftmax, name)(x, axis, where=where, **options)
+    assert y.dtype == jnp.dtype(result)
+    assert oracle.error(y, truth) <= 1
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    columns=st.integers(1, 300),
+    shift=st.floats(-1e4, 1e4),
+    spread=st.floats(0, 50),
+    seed=st.integers(0, 2**16),
+)
+def test_laws_of_softmax(columns, shift, spread, seed):
+    x = (shift + spread * np.random.default_rng(seed).standard_normal((2, columns))).astype(np.float32)
+    y = np.asarray(jaxsoftmax.softmax(x), np.float64)
+    np.testing.assert_allclose(y.sum(-1), 1, rtol=1e-5)
+    assert np.all((y >= 0) & (y <= 1))
+    np.testing.assert_array_equal(np.argmax(x, -1), np.argmax(np.where(x == x.max(-1, keepdims=True), 2, y), -1))
+    order = np.random.default_rng(seed).permutation(columns)
+    np.testing.assert_allclose(jaxsoftmax.softmax(x[:, order]), y[:, order], rtol=1e-5, atol=1e-37)
+    np.testing.assert_allclose(np.exp(np.asarray(jaxsoftmax.log_softmax(x), np.float64)), y, rtol=1e-3, atol=1e-30)

@@ -1,0 +1,282 @@
+"""Every transformation of JAX, in any nesting, against the same one of jax.nn in float64."""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+
+import jaxsoftmax
+
+SHAPE = (3, 7)
+NAMES = pytest.mark.parametrize("name", cases.OPS)
+
+
+def x32(shape=SHAPE, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def pair(name, **options):
+    """Our op and that of jax.nn, with a nonlinear and not symmetric function on top."""
+    weights = np.random.default_rng(9).standard_normal(SHAPE)
+
+    def make(module):
+        def f(x):
+            y = getattr(module, name)(x, axis=-1, **options)
+            w = jnp.asarray(weights[:, 0] if name == "logsumexp" else weights, x.dtype)[..., : y.shape[-1]]
+            return jnp.sin(y) * w
+
+        return f
+
+    return make(jaxsoftmax), make(jax.nn)
+
+
+def assert_agree(ours, theirs, *args, tolerance=2e-5):
+    """`ours` in float32 against `theirs` in float64."""
+    actual = ours(*args)
+    with jax.enable_x64(True):
+        expected = theirs(*jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), actual, expected)
+
+
+def total(f):
+    return lambda x: jnp.sum(f(x))
+
+
+def pushforward(f):
+    return lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1]
+
+
+def pullback(f):
+    return lambda x: jax.vjp(f, x)[1](f(x))[0]
+
+
+def linearized(f):
+    return lambda x: jax.linearize(f, x)[1](jnp.cos(x))
+
+
+def scanned(f):
+    def g(x):
+        _, ys = jax.lax.scan(lambda carry, _: (carry + 0.1, f(carry)), x, None, length=3)
+        return ys
+
+    return g
+
+
+def saved_nothing(f):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+
+
+ONCE = {
+    "jit": jax.jit,
+    "jvp": pushforward,
+    "vjp": pullback,
+    "grad": lambda f: jax.grad(total(f)),
+    "linearize": linearized,
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "checkpoint": saved_nothing,
+    "scan": scanned,
+    "hessian": lambda f: jax.hessian(total(f)),
+}
+
+
+@NAMES
+@pytest.mark.parametrize("transformation", ONCE)
+def test_once(name, transformation):
+    ours, theirs = pair(name)
+    assert_agree(ONCE[transformation](ours), ONCE[transformation](theirs), x32())
+
+
+@NAMES
+@pytest.mark.parametrize(
+    ("outer", "inner"), list(itertools.product(["jvp", "vjp", "grad", "linearize", "scan", "checkpoint"], repeat=2))
+)
+def test_twice(name, outer, inner):
+    ours, theirs = pair(name)
+    both = [ONCE[outer](ONCE[inner](f)) for f in (ours, theirs)]
+    assert_agree(jax.jit(both[0]), jax.jit(both[1]), x32(), tolerance=1e-4)
+
+
+@NAMES
+@pytest.mark.parametrize("chain", [("jacfwd", "jacrev"), ("jacrev", "jacfwd"), ("jacrev", "jacrev"), ("jacfwd", "jacfwd")])
+def test_second_order_in_every_mode(name, chain):
+    ours, theirs = pair(name)
+    nested = [ONCE[chain[0]](ONCE[chain[1]](total(f))) for f in (ours, theirs)]
+    assert_agree(*nested, x32(), tolerance=1e-4)
+
+
+@NAMES
+def test_third_order(name):
+    ours, theirs = pair(name)
+    third = [jax.jacfwd(jax.jacrev(jax.grad(lambda x, f=f: jnp.sum(f(x))))) for f in (ours, theirs)]
+    assert_agree(*third, x32(), tolerance=1e-3)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    chain=st.lists(st.sampled_from(["jit", "jvp", "vjp", "grad", "linearize", "checkpoint", "scan"]), min_size=2, max_size=4),
+    name=st.sampled_from(cases.OPS),
+)
+def test_any_nesting(chain, name):
+    ours, theirs = pair(name)
+    for transformation in chain:
+        ours, theirs = ONCE[transformation](ours), ONCE[transformation](theirs)
+    # each derivative may grow what is rounded; the check is that the nesting is right
+    assert_agree(jax.jit(ours), jax.jit(theirs), x32(), tolerance=5e-3)
+
+
+@NAMES
+@pytest.mark.parametrize("batch_axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("inner", [None, "vjp", "jvp", "hessian"])
+def test_vmap_over_any_axis(name, batch_axis, inner):
+    x = x32((4, *SHAPE))
+    fs = [f if inner is None else ONCE[inner](f) for f in pair(name)]
+    batched = jnp.moveaxis(x, 0, batch_axis)
+    assert_agree(*[jax.jit(jax.vmap(f, in_axes=batch_axis)) for f in fs], batched, tolerance=1e-4)
+
+
+@NAMES
+def test_vmap_along_the_softmax_axis_of_the_batch_equals_a_loop(name):
+    x = x32((5, 16, 128))
+    f = functools.partial(getattr(jaxsoftmax, name), axis=0)
+    looped = np.stack([f(row) for row in x])
+    np.testing.assert_allclose(jax.vmap(f)(x), looped, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "batched", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)], ids=str
+)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_vmap_of_each_operand_alone(name, batched):
+    x, scale = x32((4, *SHAPE)), jnp.asarray([0.5, -1.0, 2.0, 3.0], jnp.float32)
+    where = np.random.default_rng(1).random((4, *SHAPE)) < 0.7
+    where[..., 0] = True
+    args = [a if b else a[0] for a, b in zip((x, where, scale), batched, strict=True)]
+    axes = tuple(0 if b else None for b in batched)
+
+    def f(x, where, scale):
+        return getattr(jaxsoftmax, name)(x, where=where, scale=scale)
+
+    def gradients(x, where, scale):
+        def loss(x, scale):
+            y = f(x, where, scale)
+            return jnp.sum(jnp.where(where, jnp.sin(y), 0))
+
+        return jax.grad(loss, (0, 1))(x, scale)
+
+    for g in (f, gradients):
+        rows = [g(*[a[i] if b else a for a, b in zip(args, batched, strict=True)]) for i in range(4)]
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+        actual = jax.vmap(g, in_axes=axes)(*args)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), actual, expected)
+
+
+@NAMES
+def test_vmap_of_tangents_alone(name):
+    """As jacfwd and jacrev do: many tangents at one point."""
+    f, x, ts = functools.partial(getattr(jaxsoftmax, name), axis=-1), x32(), x32((5, *SHAPE), 3)
+    push = lambda t: jax.jvp(f, (x,), (t,))[1]  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(push)(ts), np.stack([push(t) for t in ts]), rtol=1e-5, atol=1e-6)
+
+
+@NAMES
+def test_masked_derivatives_of_second_order_are_finite(name):
+    """NaN behind the mask, a row with nothing to see, and -inf stay harmless in every order."""
+    where = np.random.default_rng(1).random(SHAPE) < 0.7
+    where[0], where[1, 0] = False, True
+    x = np.where(where, np.asarray(x32()), np.nan).astype(np.float32)
+    clean = np.where(where, x, 0).astype(np.float32)
+
+    def loss(x):
+        y = getattr(jaxsoftmax, name)(x, axis=-1, where=where)
+        return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y), 0))
+
+    for derivative in (jax.grad(loss), jax.hessian(loss), jax.jacrev(jax.grad(loss))):
+        dirty = np.asarray(derivative(x))
+        assert np.all(np.isfinite(dirty))
+        np.testing.assert_array_equal(dirty, derivative(clean))
+        assert np.all(dirty[~where] == 0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("scale", [0.7, -1.3, 0.0])
+def test_derivatives_of_scale_of_second_order(name, scale):
+    weights = np.random.default_rng(2).standard_normal(SHAPE)
+
+    def ours(x, scale):
+        y = getattr(jaxsoftmax, name)(x, scale=scale)
+        return jnp.sum(jnp.sin(y) * jnp.asarray(weights, x.dtype))
+
+    def theirs(x, scale):
+        y = getattr(jax.nn, name)(x * scale)
+        return jnp.sum(jnp.sin(y) * jnp.asarray(weights, x.dtype))
+
+    s = jnp.float32(scale)
+    for order in (
+        lambda f: jax.grad(f, (0, 1)),
+        lambda f: jax.hessian(f, (0, 1)),
+        lambda f: jax.jacrev(jax.grad(f, 1), (0, 1)),
+    ):
+        assert_agree(order(ours), order(theirs), x32(), s, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_dtypes_of_derivatives(name):
+    x = x32().astype(jnp.bfloat16)
+    f = functools.partial(getattr(jaxsoftmax, name), dtype=jnp.float32, scale=0.5)
+    y, pull = jax.vjp(f, x)
+    (gradient,) = pull(y)
+    assert (y.dtype, gradient.dtype) == (jnp.float32, jnp.bfloat16)
+    y, tangent = jax.jvp(f, (x,), (x,))
+    assert (y.dtype, tangent.dtype) == (jnp.float32, jnp.float32)
+    assert jax.hessian(lambda x: jnp.sum(f(x) ** 2))(x).dtype == jnp.bfloat16
+
+
+@NAMES
+def test_control_flow(name):
+    f, x = functools.partial(getattr(jaxsoftmax, name), axis=-1), x32()
+    expected = np.asarray(f(x))
+    in_cond = jax.jit(lambda x: jax.lax.cond(x[0, 0] < 9, f, lambda x: jnp.zeros(expected.shape), x))
+    np.testing.assert_allclose(in_cond(x), expected, rtol=1e-6)
+    in_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, carry: f(x), jnp.zeros(expected.shape)))
+    np.testing.assert_allclose(in_loop(x), expected, rtol=1e-6)
+    with jax.disable_jit():
+        np.testing.assert_allclose(f(x), expected, rtol=1e-6)
+
+
+@NAMES
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("cpu", "cuda"), ("cpu", "tpu", "cuda")], ids=str)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export(name, platforms, symbolic):
+    f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+
+    def both(x):
+        return f(x), jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
+    shape = export.symbolic_shape("rows, columns") if symbolic else SHAPE
+    exported = export.export(jax.jit(both), platforms=platforms)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert exported.platforms == platforms
+    if "cpu" in platforms:
+        with jax.default_device(jax.devices("cpu")[0]):
+            x = x32((5, 9) if symbolic else SHAPE)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), exported.call(x), both(x))
+
+
+def test_derivative_of_an_exported_function():
+    f = jax.jit(lambda x: jnp.sum(jaxsoftmax.softmax(x) ** 2))
+    exported = export.export(f)(jax.ShapeDtypeStruct(SHAPE, jnp.float32))
+    np.testing.assert_allclose(jax.grad(exported.call)(x32()), jax.grad(f)(x32()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_check_grads(op):
+    from jax.test_util import check_grads
+
+    check_grads(getattr(jaxsoftmax, op), (x32(),), order=2, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
