@@ -37,7 +37,7 @@ therefore be computed once, kept as `(lse, o)`, and merged with the attention ov
 >>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
 >>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
 >>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
->>> bool(jnp.allclose(output, whole, atol=1e-5))
+>>> bool(jnp.allclose(output, whole, atol=1e-2))  # a GPU may multiply in TF32
 True
 
 Infinite scores obey the laws too: a set of nothing but `-inf` has the state `(-inf, 0, 0)` of the identity, one that holds
