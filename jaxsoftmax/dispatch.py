@@ -92,8 +92,8 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     """Which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
 
     `f` is traced and lowered, never run. Derivatives show where `f` takes them, as in `explain(jax.grad(loss), x)`. An op that
-    a jitted function inside `f` holds shows once, however often that is called. Arrays that are sharded over several devices
-    are judged by their whole shape.
+    a jitted function inside `f` holds shows once, however often that is called. Arrays that are sharded over explicit mesh
+    axes show as shards, those on automatic ones, which only the compiler knows, whole.
 
     Args:
       f: a function of arrays that can be jitted.
@@ -142,34 +142,48 @@ def check_implementation(op: str, function: str, name: str | None) -> None:
 
 
 def choose(
-    op: str, primitive: str, target: Target, forced: str | None, params: dict[str, Any], avals: Sequence[Any]
-) -> ModuleType:
+    op: str,
+    primitive: str,
+    target: Target,
+    forced: str | None,
+    params: dict[str, Any],
+    avals: Sequence[Any],
+    obstacle: str | None = None,
+) -> tuple[ModuleType, Decision]:
     """The implementation that runs `primitive` of `op` on operands of types `avals`, None where one is absent.
+
+    `obstacle` is a reason, if there is one, that leaves the reference alone.
 
     Raises:
       NotImplementedError: `forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
     for name, module_name in implementations[op].items():
-        reason = _refusal(name, module_name, primitive, target, forced, params, avals)
+        reason = _refusal(name, module_name, primitive, target, forced, params, avals, obstacle)
         if reason is None:
-            if (record := _record.get()) is not None:
-                types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals if a is not None)
-                record.append(Decision(primitive, types, name, tuple(refusals)))
-            return importlib.import_module(module_name)
+            types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals if a is not None)
+            return importlib.import_module(module_name), Decision(primitive, types, name, tuple(refusals))
         if name == forced:
             raise NotImplementedError(f"{op}: implementation={forced!r} cannot run {primitive}: {reason}")
         refusals.append((name, reason))
     raise AssertionError(f"no implementation of {op} runs {primitive}: {refusals}")
 
 
-def _refusal(name, module_name, primitive, target, forced, params, avals) -> str | None:
+def record(decision: Decision) -> None:
+    """Shows `decision` to the `explain` that is under way, if one is."""
+    if (decisions := _record.get()) is not None:
+        decisions.append(decision)
+
+
+def _refusal(name, module_name, primitive, target, forced, params, avals, obstacle) -> str | None:
     if forced is not None and name != forced:
         return f"implementation={forced!r} was asked for"
     if name == "xla":
         return None
     if target.platform not in platforms.get(name, _KNOWN_PLATFORMS):
         return f"it runs on {' and '.join(platforms[name])}, not on {target.platform}"
+    if obstacle is not None:
+        return obstacle
     if any(not isinstance(size, int) for a in avals if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
     return importlib.import_module(module_name).unsupported(primitive, target, *avals, **params)

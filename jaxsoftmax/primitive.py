@@ -65,17 +65,22 @@ def _lower(op: str, primitive: Primitive, platform: str | None, ctx, *operands, 
     """The lowering rule for `platform`, or for every platform without a rule of its own."""
     target = dispatch.target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     choose = functools.partial(dispatch.choose, op, primitive.name, target, implementation, params)
+    reference = importlib.import_module(dispatch.implementations[op]["xla"])
 
     def run(module, *operands, **more):
         return getattr(module, primitive.name)(*unpack(present, operands), **params, **more)
 
     def on_shard(*operands, axis_name):
-        if axis_name:  # the softmax axis itself is sharded: only the reference merges over devices
-            return run(importlib.import_module(dispatch.implementations[op]["xla"]), *operands, axis_name=axis_name)
-        return run(choose(unpack(present, [jax.typeof(operand) for operand in operands])), *operands)
+        obstacle = None
+        if axis_name:
+            obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
+        module, decision = choose(unpack(present, [jax.typeof(operand) for operand in operands]), obstacle)
+        dispatch.record(decision)
+        return run(module, *operands, **({"axis_name": axis_name} if module is reference else {}))
 
-    module = choose(unpack(present, ctx.avals_in))
-    if module.__name__ == dispatch.implementations[op]["xla"] or not sharding.is_partitioned(ctx):
+    module, decision = choose(unpack(present, ctx.avals_in), sharding.obstacle(ctx))
+    if module is reference or not sharding.is_partitioned(ctx):
+        dispatch.record(decision)
         function = functools.partial(run, module)
     else:
         function = sharding.partitioned(on_shard, ctx, params["axes"])

@@ -1,11 +1,12 @@
 """Sharded operands: each device runs its own rows, and nothing is gathered.
 
-On meshes with explicit axes the shardings are known while tracing, and an op's primitive is lowered inside a `shard_map`. On
-automatic ones they are known to the compiler, which asks back through `custom_partitioning`. The reference needs neither, as
-XLA partitions it.
+On meshes with explicit axes only, the shardings are known while tracing, and an op's primitive is lowered inside a
+`shard_map`. On the others the compiler knows them, and asks back through `custom_partitioning`. The reference needs neither,
+as XLA partitions it.
 """
 
 import functools
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Primitive
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def vary_alike(operands: list[Any]) -> list[Any]:
@@ -46,17 +47,29 @@ def is_partitioned(ctx: Any) -> bool:
     return axes.num_devices != 1
 
 
+def obstacle(ctx: Any) -> str | None:
+    """Why what is lowered in `ctx` can be left to XLA only, or None."""
+    inside_shard_map = bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
+    if inside_shard_map and is_partitioned(ctx) and _explicit_mesh(ctx) is None:
+        return "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
+    return None
+
+
+def _explicit_mesh(ctx: Any) -> Any:
+    """The mesh of the operands, if their types say all about how they are sharded."""
+    mesh = next((a.sharding.mesh for a in ctx.avals_in if has_explicit_axes(a)), None)
+    return None if mesh is None or AxisType.Auto in mesh.axis_types else mesh
+
+
 def partitioned(function: Callable[..., Any], ctx: Any, axes: Sequence[int]) -> Callable[..., Any]:
     """`function` of aligned operands, run on shards.
 
     `function(*shards, axis_name=...)` gets the mesh axes over which the operands' `axes` are sharded, usually none.
     """
-    mesh = next((a.sharding.mesh for a in ctx.avals_in if has_explicit_axes(a)), None)
+    mesh = _explicit_mesh(ctx)
     if mesh is None:
         return _on_automatic_axes(function, axes)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    if AxisType.Auto in mesh.axis_types:
-        function = _on_automatic_axes(function, axes)
     return _on_explicit_axes(function, axes, mesh, explicit, ctx.avals_in, ctx.avals_out)
 
 
@@ -84,13 +97,22 @@ def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
 def _on_automatic_axes(function, axes):
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    call = custom_partitioning(functools.partial(function, axis_name=()))
+    call = custom_partitioning(lambda *operands: function(*operands, axis_name=()))  # it takes no keywords
 
     def partition(mesh, operands, results):
-        dims = _dims([(a.shape, a.sharding.spec) for a in operands])
+        dims = list(_dims([(a.shape, a.sharding.spec) for a in operands]))
+        for axis in axes:  # the last shard of an uneven axis is padded, and padding has no place in its maximum and sum
+            shards = math.prod(mesh.shape[name] for name in _names(dims, [axis]))
+            if max(a.shape[axis] for a in operands) % shards:
+                dims[axis] = None
         specs_in = tuple(NamedSharding(mesh, _spec(dims, a.shape)) for a in operands)
         specs_out = jax.tree.map(lambda a: NamedSharding(mesh, _spec(dims, a.shape)), results)
-        return mesh, functools.partial(function, axis_name=_names(dims, axes)), specs_out, specs_in
+
+        def on_shard(*shards):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # shards have no sharding, whatever mesh the user set
+                return function(*shards, axis_name=_names(dims, axes))
+
+        return mesh, on_shard, specs_out, specs_in
 
     def rule(mesh, operands, results):
         del mesh

@@ -1,0 +1,103 @@
+"""What tests of Pallas kernels need: to plug one in, to lower it without a GPU, to interpret it, and to know that it ran."""
+
+import contextlib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+
+import jaxsoftmax.primitive
+from jaxsoftmax import dispatch, sharding
+
+# The name of a Mosaic GPU kernel in the module that its custom call carries along; the other name there is the dialect's.
+_KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
+
+
+@contextlib.contextmanager
+def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[None]:
+    """Makes `module` the preferred implementation of `op`, on `platforms`, as if it were released, and takes it out again."""
+    definitions = importlib.import_module(f"jaxsoftmax.ops.{op}.primitive")
+    primitives = {value for value in vars(definitions).values() if isinstance(value, Primitive)}
+    added = primitives - prim_requires_devices_during_lowering
+    table = {name: module, **dispatch.implementations[op]}
+    with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
+        for primitive in primitives:
+            sharding.require_devices(primitive)
+        forget_lowerings()
+        try:
+            yield
+        finally:
+            prim_requires_devices_during_lowering.difference_update(added)
+            forget_lowerings()
+
+
+def forget_lowerings() -> None:
+    """Which implementation runs is settled while lowering, and JAX keeps what it has lowered."""
+    jax.clear_caches()
+    jaxsoftmax.primitive._compiled.cache_clear()
+
+
+def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:
+    """The StableHLO of `f(*avals)` for CUDA, GPU or not; fails unless its Mosaic kernels are `kernels`, by name, in order."""
+    text = jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    if kernels is not None:
+        assert kernel_names(text) == kernels
+    return text
+
+
+def kernel_names(stablehlo: str) -> list[str]:
+    """The names of the Mosaic kernels in a program, in order."""
+    names = _KERNEL.findall(stablehlo)
+    assert len(names) == stablehlo.count("custom_call @mosaic_gpu"), "a Mosaic kernel whose name is not found"
+    return names
+
+
+def assert_ran(what: dispatch.Explanation | str, implementation: str) -> None:
+    """Fails unless all that was explained, or every kernel in a StableHLO text and at least one, is of `implementation`."""
+    if isinstance(what, str):
+        names = kernel_names(what)
+        assert names, "there is no Mosaic kernel in this program"
+        assert all(name.endswith(f"_{implementation}") for name in names), names
+    else:
+        assert len(what) > 0, str(what)
+        assert {decision.implementation for decision in what} == {implementation}, str(what)
+
+
+def interpreted(f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)` with its Pallas kernels interpreted on the CPU; fails if none is, or if one of them has a data race."""
+    states = []
+    new_state = gpu_callbacks.GPURaceDetectionState
+
+    def recorded(**kwargs):  # JAX keeps the races of the last kernel only
+        states.append(new_state(**kwargs))
+        return states[-1]
+
+    cpu = jax.devices("cpu")[0]
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", recorded), jax.default_device(cpu):
+        try:
+            with plgpu.force_gpu_interpret_mode(params):
+                results = jax.block_until_ready(f(*args))
+        finally:
+            gpu_callbacks.reset_gpu_interpret_mode_state()  # after an error no kernel could be interpreted any more
+    assert states, "no kernel was interpreted"
+    assert not any(state.races_found for state in states), "a kernel has a data race: its output above says where"
+    return results
+
+
+def missing(major: int) -> str | None:
+    """What a test lacks that runs kernels for compute capability `major`.x: the reason to skip it, or None."""
+    try:
+        capability = jax.devices("cuda")[0].compute_capability
+    except RuntimeError:
+        return f"needs an NVIDIA GPU of compute capability {major}.x, and JAX sees none"
+    if capability.split(".")[0] != str(major):
+        return f"needs an NVIDIA GPU of compute capability {major}.x, and this one has {capability}"
+    return None

@@ -1,0 +1,138 @@
+"""What the documents say is what the code does."""
+
+import contextlib
+import io
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import dispatch, explain
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+HEADER = "| implementation | op | platforms | dtypes |"
+PLATFORMS = {"cpu", "cuda", "rocm", "tpu"}
+SHAPE = (128, 1024)  # one that every implementation takes
+
+
+def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
+    """The rows of README's table: implementation, op, platforms, dtypes."""
+    _, _, table = README.partition(HEADER + "\n")
+    rows = []
+    for line in table.splitlines()[1:]:  # after the line of dashes
+        if not line.startswith("|"):
+            break
+        implementation, op, platforms, dtypes = (cell.split() for cell in line.strip("|").split("|"))
+        rows.append((implementation[0], op[0], platforms, dtypes))
+    return rows
+
+
+ROWS = support_matrix()
+DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
+
+
+def folder(op: str) -> str:
+    """The folder of a public function: `softmax` for `logsumexp`."""
+    return getattr(jaxsoftmax, op).__module__.split(".")[-2]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+@pytest.mark.usefixtures("x64")
+def test_the_support_matrix_is_what_dispatch_says(row):
+    name, op, platforms, dtypes = row
+    assert set(platforms) <= PLATFORMS
+
+    def forced(x):
+        return getattr(jaxsoftmax, op)(x, implementation=name)
+
+    for platform in PLATFORMS:
+        for dtype in DTYPES:
+            x = jax.ShapeDtypeStruct(SHAPE, dtype)
+            if platform in platforms and dtype in dtypes:
+                found = explain(forced, x, platform=platform)
+                assert [(d.primitive, d.implementation) for d in found] == [(op, name)], (platform, dtype)
+            else:
+                with pytest.raises((TypeError, NotImplementedError), match=op):
+                    explain(forced, x, platform=platform)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] == "xla"], ids=lambda row: row[1])
+@pytest.mark.usefixtures("x64")
+def test_every_dtype_of_the_support_matrix_runs(row):
+    _, op, _, dtypes = row
+    for dtype in dtypes:
+        x = jnp.ones(SHAPE, dtype)
+        y = getattr(jaxsoftmax, op)(x, axis=-1)
+        assert y.shape == (SHAPE[:1] if op == "logsumexp" else SHAPE), dtype
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        assert y.dtype == (x.dtype if inexact else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32), dtype
+        assert jnp.isfinite(y.astype(jnp.complex64)).all(), dtype
+
+
+def test_the_support_matrix_lists_every_implementation_and_op_once():
+    ops = [name for name in jaxsoftmax.__all__ if name not in ("explain", "online")]
+    expected = [(name, op) for op in ops for name in dispatch.implementations[folder(op)]]
+    assert sorted((name, op) for name, op, *_ in ROWS) == sorted(expected)
+
+
+@pytest.mark.parametrize("op", dispatch.implementations)
+def test_the_files_of_an_op_are_its_implementations(op):
+    stems = {path.stem for path in (ROOT / "jaxsoftmax" / "ops" / op).glob("*.py")}
+    assert stems - {"api", "primitive", "__init__"} == set(dispatch.implementations[op])
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/design.md"])
+def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    namespace, printed = {}, ""
+    for language, text in blocks:
+        if language == "python":
+            assert not printed, f"{document} does not show {printed!r}"
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile(text, document, "exec"), namespace)
+            printed = output.getvalue()
+        elif language == "text":
+            assert text == printed
+            printed = ""
+    assert not printed, f"{document} does not show {printed!r}"
+
+
+@pytest.mark.parametrize("command", ["uv run examples/train_tiny_lm.py", "uv run pytest"])
+def test_the_two_commands(command):
+    assert f"    pip install uv && {command}\n" in README
+    script = command.split()[-1]
+    assert script == "pytest" or (ROOT / script).is_file()
+
+
+def test_the_extras_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"cuda12", "cuda13"} <= set(extras)
+    assert "uv run --extra cuda13 " in README
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md"):
+        here = ROOT / document
+        for link in re.findall(r"\]\(([^)]+)\)", here.read_text()):
+            if link.startswith("https://"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (here.parent / path) if path else here
+            assert target.exists(), (document, link)
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in anchors, (document, link)
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    unreleased, newest = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:2]
+    assert unreleased == "Unreleased"
+    assert newest == project["version"] == jaxsoftmax.__version__
