@@ -1,0 +1,576 @@
+"""Train a small transformer language model over bytes, with jaxsoftmax inside its attention.
+
+    uv run examples/train_tiny_lm.py                    # about a minute and a half on two CPU cores
+    uv run examples/train_tiny_lm.py --softmax jax      # the same run through jax.nn.softmax
+    uv run examples/train_tiny_lm.py --resume           # go on after Ctrl-C, with identical results
+
+The default text is the documentation that CPython ships (pydoc_data.topics), each paragraph once. The last tenth of the
+text is held out: no step trains on it, and its loss in bits per byte stands beside that of a trigram model fitted to
+the same training part. The loss curve, the results and the checkpoint go to --out.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import jaxsoftmax
+
+VOCABULARY = 256
+HELD_OUT_SHARE = 0.1
+HELD_OUT_LIMIT = 2**16  # bytes of the held-out part that an evaluation reads: all of it for the default text
+STEPS_PER_CALL = 10
+# What a run's numbers follow from, so what a resumed run must share with the run that it continues.
+RECORDED = ("steps", "batch", "context", "width", "heads", "layers", "lr", "seed", "softmax", "eval_every")
+# Makes a GPU add in a fixed order, so that a seed fixes the result there too; a CPU always does.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+Softmax = Callable[[jax.Array, jax.Array, float], jax.Array]
+
+
+class InputError(Exception):
+    """Something that the user gave cannot be used; the message is the one line to show."""
+
+
+# The two ways to turn scores into attention weights: `where` is False for the keys that a query must not see.
+
+
+def jaxsoftmax_weights(scores: jax.Array, where: jax.Array, scale: float) -> jax.Array:
+    return jaxsoftmax.softmax(scores, axis=-1, where=where, scale=scale)
+
+
+def jax_weights(scores: jax.Array, where: jax.Array, scale: float) -> jax.Array:
+    return jax.nn.softmax(scores * scale, axis=-1, where=where)
+
+
+SOFTMAXES: dict[str, Softmax] = {"jaxsoftmax": jaxsoftmax_weights, "jax": jax_weights}
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions: turns each pair of features of (batch, head, time, feature) by an angle growing with time."""
+    half = x.shape[-1] // 2
+    speeds = 1000.0 ** (-np.arange(half, dtype=np.float32) / half)
+    angles = np.arange(x.shape[2], dtype=np.float32)[:, None] * speeds[None, :]
+    cosine, sine = jnp.cos(angles)[None, None], jnp.sin(angles)[None, None]
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, width: int, heads: int, softmax: Softmax, rngs: nnx.Rngs):
+        self.heads = heads
+        self.softmax = softmax
+        self.inputs = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.output = nnx.Linear(width, width, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, width = x.shape
+        per_head = self.inputs(x).reshape(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = per_head.transpose(2, 0, 3, 1, 4)
+        scores = rotate(query) @ rotate(key).swapaxes(-1, -2)
+        causal = jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))
+        weights = self.softmax(scores, causal, (width // self.heads) ** -0.5)
+        return self.output((weights @ value).swapaxes(1, 2).reshape(batch, length, width))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, width: int, heads: int, softmax: Softmax, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = Attention(width, heads, softmax, rngs)
+        self.hidden_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.hidden = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.output = nnx.Linear(4 * width, width, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.output(jnp.square(nnx.relu(self.hidden(self.hidden_norm(x)))))
+
+
+class LanguageModel(nnx.Module):
+    """Bytes (batch, time) in, logits of the next byte (batch, time, 256) out."""
+
+    def __init__(self, width: int, heads: int, layers: int, softmax: Softmax, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, softmax, rngs) for _ in range(layers)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding(tokens.astype(jnp.int32))
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.attend(self.norm(x))
+
+
+class Trigram:
+    """A byte trigram model with interpolated Kneser-Ney smoothing: the classical model to beat."""
+
+    def __init__(self, text: np.ndarray):
+        first, second, third = (text[i : len(text) - 2 + i].astype(np.int64) for i in range(3))
+        codes = (first * VOCABULARY + second) * VOCABULARY + third
+        counts = np.bincount(codes, minlength=VOCABULARY**3).reshape((VOCABULARY,) * 3).astype(np.uint32)
+        # The shorter contexts count in how many different surroundings a byte was seen, not how often.
+        self.levels = [self._level(c) for c in ((counts > 0).any(0).sum(0), (counts > 0).sum(0), counts)]
+
+    @staticmethod
+    def _level(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+        once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+        discount = min(max(once / max(once + 2 * twice, 1), 0.1), 0.9)
+        return counts, counts.sum(-1), (counts > 0).sum(-1), discount
+
+    def probability(self, first: np.ndarray, second: np.ndarray, third: np.ndarray) -> np.ndarray:
+        """The probability that `third` follows `first` and `second`, element by element."""
+        probability = np.full(np.shape(third), 1 / VOCABULARY)
+        for (counts, totals, kinds, discount), context in zip(self.levels, [(), (second,), (first, second)], strict=True):
+            seen = np.maximum(counts[(*context, third)] - discount, 0.0)
+            total = totals[context]
+            mixed = (seen + discount * kinds[context] * probability) / np.maximum(total, 1)
+            probability = np.where(total > 0, mixed, probability)
+        return probability
+
+    def bits_per_byte(self, text: np.ndarray) -> float:
+        """Mean over the bytes of `text` from the third on."""
+        return float(-np.log2(self.probability(text[:-2], text[1:-1], text[2:])).mean())
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes; each batch follows from the seed and `step` alone."""
+
+    step: jax.Array
+    params: nnx.State
+    optimizer: optax.OptState
+    losses: jax.Array  # of each step so far, in nats
+
+
+class Run(NamedTuple):
+    """The first state of a run, and its compiled functions."""
+
+    state: TrainState
+    train: Callable[[TrainState, jax.Array, int], TrainState]  # (state, text, stop): steps until `stop`
+    evaluate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array]
+    sample: Callable[[nnx.State, jax.Array], jax.Array]
+
+
+class Data(NamedTuple):
+    """The two parts of the text, and what the trigram model of the one makes of the other."""
+
+    training: np.ndarray
+    held_out: np.ndarray
+    trigram_bits: float
+
+
+def default_text() -> bytes:
+    """CPython's own documentation. A paragraph that several topics repeat is kept once: none is both read and held out."""
+    from pydoc_data.topics import topics
+
+    paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    return "\n\n".join(dict.fromkeys(paragraphs)).encode()
+
+
+def load_text(path: Path | None, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """The training part and the held-out part, as bytes."""
+    name = "the default text" if path is None else f"text file {path}"
+    try:
+        text = np.frombuffer(default_text() if path is None else path.read_bytes(), np.uint8)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte in it
+        raise InputError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+    if not text.size:
+        raise InputError(f"{name} is empty")
+    held_out = int(text.size * HELD_OUT_SHARE)
+    parts = text[: text.size - held_out], text[text.size - held_out :]
+    needed = max(context, 2) + 1
+    for part, kind in zip(parts, ("training", "held-out"), strict=True):
+        if part.size < needed:
+            raise InputError(
+                f"{name} is too short: its {kind} part has {part.size} bytes, and --context {context} needs {needed}"
+            )
+    return parts
+
+
+def learning_rate(step: jax.Array, peak: float, steps: int) -> jax.Array:
+    """A short rise to `peak`, then a straight fall to almost zero at the last step."""
+    done = step.astype(jnp.float32)
+    return peak * jnp.minimum((done + 1.0) / max(1, min(50, steps // 10)), 1.0 - done / steps)
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    schedule = partial(learning_rate, peak=args.lr, steps=args.steps)
+    matrices = partial(jax.tree.map, lambda param: param.ndim > 1)
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
+
+
+def make_run(args: argparse.Namespace) -> Run:
+    """Builds the model and compiles nothing yet."""
+    init_key, data_key, sample_key = jax.random.split(jax.random.key(args.seed), 3)
+    model = LanguageModel(args.width, args.heads, args.layers, SOFTMAXES[args.softmax], nnx.Rngs(init_key))
+    graph, params = nnx.split(model)
+    optimizer = make_optimizer(args)
+
+    def predict(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params)(tokens)
+
+    def loss(params: nnx.State, windows: jax.Array) -> jax.Array:
+        return cross_entropy(predict(params, windows[:, :-1]), windows[:, 1:]).mean()
+
+    def step(text: jax.Array, state: TrainState) -> TrainState:
+        key = jax.random.fold_in(data_key, state.step)
+        starts = jax.random.randint(key, (args.batch, 1), 0, text.size - args.context)
+        windows = text[starts + jnp.arange(args.context + 1)[None, :]]
+        value, gradient = jax.value_and_grad(loss)(state.params, windows)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, optimizer_state, state.losses.at[state.step].set(value))
+
+    # The bounds are no constants, so that one program serves every count of steps: a program per count could round
+    # differently, and a resumed run, which stops elsewhere, would drift from the run that it continues.
+    @partial(jax.jit, donate_argnums=0, compiler_options=DETERMINISTIC)
+    def train(state: TrainState, text: jax.Array, stop: int) -> TrainState:
+        return jax.lax.fori_loop(state.step, stop, lambda _, state: step(text, state), state)
+
+    @partial(jax.jit, compiler_options=DETERMINISTIC)
+    def evaluate(params: nnx.State, windows: jax.Array, scored: jax.Array) -> jax.Array:
+        def batch_loss(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+            windows, scored = batch
+            return jnp.where(scored, cross_entropy(predict(params, windows[:, :-1]), windows[:, 1:]), 0.0).sum()
+
+        return jax.lax.map(batch_loss, (windows, scored))
+
+    @partial(jax.jit, compiler_options=DETERMINISTIC)
+    def sample(params: nnx.State, prompt: jax.Array) -> jax.Array:
+        def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            token = jax.random.categorical(key, predict(params, window[None])[0, -1]).astype(window.dtype)
+            return jnp.append(window[1:], token), token
+
+        return jax.lax.scan(next_byte, prompt, jax.random.split(sample_key, args.sample_length))[1]
+
+    state = TrainState(jnp.int32(0), params, optimizer.init(params), jnp.zeros(args.steps, jnp.float32))
+    return Run(state, train, evaluate, sample)
+
+
+def held_out_windows(text: np.ndarray, context: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Batches of overlapping windows, and which of their targets to score.
+
+    Each byte from the third on is scored once (a trigram model has nothing to say about the first two), all but those
+    of the first window with at least half a context before them.
+    """
+    last = len(text) - context - 1
+    starts = np.append(np.arange(0, last, max(1, context // 2)), last)
+    targets = starts[:, None] + np.arange(1, context + 1)[None, :]
+    scored = targets > np.append(1, targets[:-1, -1])[:, None]
+    windows = text[starts[:, None] + np.arange(context + 1)[None, :]]
+    padding = ((0, -len(starts) % batch), (0, 0))
+    windows, scored = np.pad(windows, padding), np.pad(scored, padding)
+    return windows.reshape(-1, batch, context + 1), scored.reshape(-1, batch, context)
+
+
+# A checkpoint is a directory save_<number>: the arrays, written by orbax, and record.json, with the settings, the held-out
+# history and the digest of each file. It gets its name when it is complete, and only then does the one before it go: there
+# is a whole checkpoint at every moment, and a run that starts over in an old --out keeps the old one until it has its own.
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Complete checkpoints, the newest last."""
+    saves = [path for path in out.glob("checkpoints/save_*") if path.name.removeprefix("save_").isdecimal()]
+    return sorted(saves, key=lambda path: int(path.name.removeprefix("save_")))
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def table(state: TrainState) -> dict[str, jax.Array]:
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> None:
+    older = checkpoints(out)
+    number = 1 + (int(older[-1].name.removeprefix("save_")) if older else 0)
+    unfinished = out.absolute() / "checkpoints" / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, table(state)))
+    record = {**record, "files": file_digests(unfinished / "arrays")}
+    (unfinished / "record.json").write_text(json.dumps({**record, "digest": record_digest(record)}, indent=1) + "\n")
+    unfinished.rename(unfinished.with_name(f"save_{number}"))
+    for path in older:
+        shutil.rmtree(path)
+
+
+def read_record(save: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of a checkpoint, once it and the files beside it are as they were saved, and it has these settings."""
+    record = json.loads((save / "record.json").read_text())
+    if record.pop("digest") != record_digest(record):
+        raise ValueError("record.json has changed")
+    saved, files = record["settings"], file_digests(save / "arrays")
+    differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
+    if differing:
+        changes = "; ".join(f"{name} was {saved.get(name)}, now {settings.get(name)}" for name in differing)
+        raise InputError(f"--resume: {save} is of another run: {changes}")
+    for name, expected in record.pop("files").items():
+        if files.get(name) != expected:
+            raise ValueError(f"arrays/{name} {'has changed' if name in files else 'is missing'}")
+    return record
+
+
+def restore_checkpoint(out: Path, state: TrainState, settings: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    """The state of the newest checkpoint, laid out as `state`, and its record."""
+    saves = checkpoints(out)
+    if not saves:
+        raise InputError(f"--resume: no checkpoint in {out}")
+    try:
+        record = read_record(saves[-1], settings)
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(saves[-1].absolute() / "arrays")
+    except InputError:
+        raise
+    except Exception as error:  # whatever a mangled file makes the readers raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"--resume: checkpoint {saves[-1]} is damaged ({reason})") from error
+    fresh = table(state)
+    for name in {**arrays, **fresh}:
+        # Checked here: what orbax is given a shape or a type for, it may cut or cast to fit.
+        saved, asked = (f"{x[name].dtype}{list(x[name].shape)}" if name in x else "absent" for x in (arrays, fresh))
+        if saved != asked:
+            raise InputError(f"--resume: {name} is {saved} in checkpoint {saves[-1]}, and this program has it {asked}")
+    return jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(arrays[name]) for name in fresh]), record
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into an event, so that the steps under way end; a second Ctrl-C acts at once."""
+    event = threading.Event()
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is not signal.default_int_handler:
+        yield event
+        return
+
+    def handle(*_: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def train(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> TrainState:
+    """Trains to the last step and adds to the record's held-out history; after a Ctrl-C, saves and raises."""
+    text = jnp.asarray(data.training)
+    windows, scored = map(jnp.asarray, held_out_windows(data.held_out, args.context, args.batch))
+    step, trained, seconds = int(state.step), 0, 0.0
+    bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=0.5, dynamic_ncols=True)
+    with bar, deferred_interrupt() as interrupted:
+        while step < args.steps:
+            began = time.perf_counter()
+            marks = (STEPS_PER_CALL, args.eval_every, args.checkpoint_every)
+            stop = min(args.steps, *(step + every - step % every for every in marks))
+            state = run.train(state, text, stop)
+            loss = float(np.asarray(state.losses)[stop - 1])
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at step {stop}: try a smaller --lr")
+            trained, seconds = trained + stop - step, seconds + time.perf_counter() - began
+            speed = trained * args.batch * args.context / seconds
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(stop - step)
+            step = stop
+            if step % args.eval_every == 0 or step == args.steps:
+                nats = np.asarray(run.evaluate(state.params, windows, scored), np.float64).sum()
+                bits = float(nats / int(scored.sum()) / math.log(2))
+                record["held_out"].append([step, bits])
+                bar.write(f"step {step}: held out {bits:.3f} bits/byte (trigram {data.trigram_bits:.3f})", file=sys.stdout)
+            if step % args.checkpoint_every == 0 or step == args.steps or interrupted.is_set():
+                save_checkpoint(args.out, state, record)
+            if interrupted.is_set():
+                raise KeyboardInterrupt(f" after step {step}; --resume continues from there")
+    return state
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block succeeds."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plot_losses(path: Path, losses: np.ndarray, held_out: list[list[float]], trigram_bits: float) -> None:
+    """The loss curve as PNG, in bits per byte."""
+    span = max(1, min(20, len(losses) // 10))
+    smooth = np.convolve(losses / math.log(2), np.full(span, 1 / span), mode="valid")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")  # no pyplot: needs no display, and leaves no state behind
+    axes = figure.add_subplot()
+    axes.plot(np.arange(span, len(losses) + 1), smooth, label=f"training (mean of {span} steps)", alpha=0.7)
+    axes.plot(*np.transpose(held_out), marker="o", label="held out")
+    axes.axhline(trigram_bits, color="gray", linestyle="--", label="trigram, held out")
+    axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level language model")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replaced(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def readable(text: np.ndarray) -> str:
+    """Bytes as text for the terminal, with a mark for what it cannot show."""
+    decoded = text.tobytes().decode("utf-8", errors="replace")
+    shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, errors="replace").decode(encoding)
+
+
+def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> None:
+    """Prints the result and a sample, and writes the loss curve and the numbers."""
+    losses = np.asarray(state.losses)
+    bits = record["held_out"][-1][1]
+    prompt = data.held_out[: args.context]
+    sample = np.asarray(run.sample(state.params, jnp.asarray(prompt)))
+    print(f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {data.trigram_bits:.3f} bits/byte")
+    print(f"sample, after {args.context} held-out bytes that end in {readable(prompt[-30:])!r}:\n{readable(sample)}")
+    results = {
+        "settings": record["settings"],
+        "held_out_bits_per_byte": bits,
+        "trigram_bits_per_byte": data.trigram_bits,
+        "held_out_history": record["held_out"],
+        "training_losses_nats": losses.tolist(),
+        "sample": sample.tobytes().decode("utf-8", errors="replace"),
+    }
+    plot_losses(args.out / "loss.png", losses, record["held_out"], data.trigram_bits)
+    with replaced(args.out / "results.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {args.out / 'loss.png'} and {args.out / 'results.json'}")
+
+
+def positive(kind: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'number' if kind is float else 'integer'}")
+        return value
+
+    return parse
+
+
+def seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 4294967295")
+    return int(text)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    description = "Train a small transformer language model over bytes, with jaxsoftmax inside its attention."
+    codes = "Exit codes: 0 done, 1 cannot go on, 2 bad input (nothing was written), 130 interrupted (--resume goes on)."
+    parser = Parser(description=description, epilog=codes)
+
+    def add(name: str, default: object, text: str, **options: Any) -> None:
+        parser.add_argument(name, default=default, help=f"{text} (default: %(default)s)", **options)
+
+    whole, number = positive(int), positive(float)
+    text_help = "train on this file instead of CPython's documentation; its last tenth is held out, scored up to 64 KiB"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=text_help)
+    add("--steps", 1000, "optimizer steps", type=whole)
+    add("--batch", 16, "windows of text in a step", type=whole)
+    add("--context", 128, "bytes that the model sees at once", type=whole)
+    add("--width", 128, "features of each byte inside the model", type=whole)
+    add("--heads", 4, "attention heads; must divide the width into even parts", type=whole)
+    add("--layers", 4, "transformer layers", type=whole)
+    add("--lr", 5e-3, "highest learning rate", type=number)
+    add("--seed", 0, "fixes the run, from the first parameters to the sample", type=seed)
+    add("--softmax", "jaxsoftmax", "what computes the attention weights", choices=SOFTMAXES)
+    add("--eval-every", 100, "steps between held-out evaluations", type=whole, metavar="STEPS")
+    add("--checkpoint-every", 200, "steps between checkpoints", type=whole, metavar="STEPS")
+    add("--sample-length", 400, "bytes to generate at the end", type=whole, metavar="BYTES")
+    out_help = "where the results go; a run already there stays until the new one has a checkpoint and results of its own"
+    add("--out", Path("runs/tiny_lm"), out_help, type=Path, metavar="DIR")
+    resume_help = "continue from the checkpoint in --out, bit for bit; give the other options as in the first run"
+    parser.add_argument("--resume", action="store_true", help=resume_help)
+    args = parser.parse_args(argv)
+    if args.width % args.heads or args.width // args.heads % 2:
+        raise InputError(f"--heads {args.heads} does not divide --width {args.width} into equal, even parts")
+    if args.out.exists() and not args.out.is_dir():
+        raise InputError(f"--out {args.out} is not a directory")
+    return args
+
+
+def train_and_report(args: argparse.Namespace) -> None:
+    training, held_out = load_text(args.text, args.context)
+    text_digest = hashlib.sha256(training.tobytes() + held_out.tobytes()).hexdigest()
+    settings = {name: getattr(args, name) for name in RECORDED}
+    settings["text"] = f"{training.size + held_out.size} bytes with SHA-256 {text_digest[:16]}"
+    run = make_run(args)
+    state, record = run.state, {"settings": settings, "held_out": []}
+    if args.resume:
+        state, record = restore_checkpoint(args.out, state, settings)
+    try:
+        (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot use --out {args.out}: {error.strerror}") from error
+    held_out = held_out[:HELD_OUT_LIMIT]
+    data = Data(training, held_out, Trigram(training).bits_per_byte(held_out))
+    report(args, run, train(args, run, state, record, data), record, data)
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells each of its steps there
+    try:
+        train_and_report(parse_arguments(argv))
+    except InputError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, FloatingPointError) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print(f"{Path(__file__).name}: interrupted{interrupt}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

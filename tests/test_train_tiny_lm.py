@@ -1,0 +1,451 @@
+"""The language-model example: it learns, repeats itself, resumes bit for bit, and turns bad input away untouched."""
+
+import importlib.util
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
+# The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
+SMALL = {
+    "--steps": 44,
+    "--batch": 8,
+    "--context": 32,
+    "--width": 32,
+    "--heads": 2,
+    "--layers": 1,
+    "--lr": 0.01,
+    "--eval-every": 12,
+    "--checkpoint-every": 15,
+    "--sample-length": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_tiny_lm", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_tiny_lm"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_tiny_lm"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    # optax corrects Adam's bias with float ** int32, which strict promotion refuses; the ranks stay strict.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    pick = random.Random(0).choice
+    lines = []
+    for _ in range(300):
+        lines.append(f"the {pick(['cat', 'dog'])} {pick(['sees', 'chases'])} the {pick(['mouse', 'bird'])}.\n")
+    path = tmp_path_factory.mktemp("text") / "animals.txt"
+    path.write_text("".join(lines))
+    return path
+
+
+def arguments(text, out, *more, **changes):
+    options = SMALL | {"--text": text, "--out": out} | {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    return [str(part) for option in options.items() for part in option] + list(more)
+
+
+@pytest.fixture(scope="module")
+def finished(example, text, tmp_path_factory):
+    """The directory of one uninterrupted run; tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert example.main(arguments(text, out)) == 0
+    return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def snapshot(directory):
+    return {path.relative_to(directory): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+def results(out):
+    return json.loads((out / "results.json").read_text())
+
+
+def saved_arrays(out):
+    (save,) = (out / "checkpoints").glob("save_*")
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(save.absolute() / "arrays")
+
+
+def assert_same_run(left, right):
+    assert results(left) == results(right)
+    arrays, others = saved_arrays(left), saved_arrays(right)
+    assert arrays.keys() == others.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name, strict=True)
+
+
+def refused(example, capfd, *args):
+    """The one line on standard error of a run that must be turned away."""
+    capfd.readouterr()
+    assert example.main(list(args)) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("train_tiny_lm.py: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_learns_more_than_byte_frequencies(finished, text):
+    result = results(finished)
+    losses = np.asarray(result["training_losses_nats"])
+    assert losses.shape == (44,)
+    assert losses[0] > math.log(256) * 0.8
+    assert losses[-5:].mean() < 0.5 * losses[:5].mean()
+    assert [step for step, _ in result["held_out_history"]] == [12, 24, 36, 44]
+    contents = text.read_bytes()
+    training, held_out = contents[: -(len(contents) // 10)], contents[-(len(contents) // 10) :]
+    frequencies = Counter(training)
+    unigram = -sum(math.log2(frequencies[byte] / len(training)) for byte in held_out) / len(held_out)
+    assert result["held_out_bits_per_byte"] == result["held_out_history"][-1][1] < 0.8 * unigram
+    assert 0 < result["trigram_bits_per_byte"] < unigram
+
+
+def test_draws_the_curve(finished):
+    picture = matplotlib.image.imread(finished / "loss.png")
+    assert min(picture.shape[:2]) > 300
+    assert picture[..., :3].std() > 0.05
+    assert {path.name for path in finished.iterdir()} == {"checkpoints", "loss.png", "results.json"}
+
+
+def test_the_seed_fixes_the_run(example, text, finished, tmp_path, capfd):
+    assert example.main(arguments(text, tmp_path / "again")) == 0
+    assert_same_run(finished, tmp_path / "again")
+    printed = capfd.readouterr()
+    result = results(finished)
+    assert len(result["sample"]) == 40
+    assert example.readable(np.frombuffer(result["sample"].encode(), np.uint8)) in printed.out
+    bits, trigram = result["held_out_bits_per_byte"], result["trigram_bits_per_byte"]
+    assert f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {trigram:.3f} bits/byte" in printed.out
+    assert "loss " in printed.err
+    assert "tokens/s" in printed.err
+    assert example.main(arguments(text, tmp_path / "other", seed=1, steps=2, sample_length=1)) == 0
+    assert results(tmp_path / "other")["training_losses_nats"][0] != result["training_losses_nats"][0]
+
+
+def test_agrees_with_jax(example, text, finished, tmp_path):
+    assert example.main(arguments(text, tmp_path / "jax", softmax="jax")) == 0
+    ours, theirs = (results(out)["training_losses_nats"] for out in (finished, tmp_path / "jax"))
+    np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-2)
+
+
+@pytest.fixture
+def interrupting(example, monkeypatch):
+    """Presses Ctrl-C during the given call of the compiled steps."""
+    made = example.make_run
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt_in(call):
+        calls = iter(range(1, 1000))
+
+        def make_run(args):
+            run = made(args)
+
+            def train(*inputs):
+                if next(calls) == call:
+                    signal.raise_signal(signal.SIGINT)
+                return run.train(*inputs)
+
+            return run._replace(train=train)
+
+        monkeypatch.setattr(example, "make_run", make_run)
+
+    yield interrupt_in
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_resumes_bit_for_bit(example, text, finished, tmp_path, capfd, interrupting):
+    out = tmp_path / "run"
+    # Calls of the steps end at 10, 12, 15, 20, ...; so 20 is where neither an evaluation nor a checkpoint is due.
+    interrupting(4)
+    assert example.main(arguments(text, out)) == 130
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == "train_tiny_lm.py: interrupted after step 20; --resume continues from there"
+    assert not (out / "results.json").exists()
+    assert int(saved_arrays(out)["step"]) == 20
+    interrupting(3)  # the resumed run in turn, which ends calls at 24, 30, 36
+    assert example.main(arguments(text, out, "--resume", checkpoint_every=100)) == 130
+    assert "after step 36;" in capfd.readouterr().err
+    interrupting(0)
+    assert example.main(arguments(text, out, "--resume")) == 0
+    assert_same_run(finished, out)
+    assert (out / "loss.png").read_bytes() == (finished / "loss.png").read_bytes()
+
+
+def test_resuming_a_finished_run_changes_no_result(example, text, finished, copied):
+    assert example.main(arguments(text, copied, "--resume")) == 0
+    assert_same_run(finished, copied)
+
+
+def test_starting_over_keeps_the_old_run_until_it_has_its_own(example, text, finished, copied, monkeypatch, capfd):
+    before = snapshot(copied)
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "save", fails)
+        assert example.main(arguments(text, copied, steps=2)) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "train_tiny_lm.py: interrupted"
+    after = snapshot(copied)
+    assert after.keys() - before.keys() <= {Path("checkpoints/unfinished")}
+    assert before.items() <= after.items()
+    with monkeypatch.context() as patch:  # an error while the curve is written leaves the old one whole
+        patch.setattr(example.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        assert example.main(arguments(text, copied, steps=2)) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "train_tiny_lm.py: error: disk full"
+    for name in ("loss.png", "results.json"):
+        assert (copied / name).read_bytes() == (finished / name).read_bytes()
+    assert example.main(arguments(text, copied, steps=2)) == 0
+    assert len(results(copied)["training_losses_nats"]) == 2
+    assert {path.name for path in copied.iterdir()} == {"checkpoints", "loss.png", "results.json"}
+    assert len(list((copied / "checkpoints").iterdir())) == 1
+
+
+def test_divergence_is_an_error(example, text, tmp_path, capfd):
+    assert example.main(arguments(text, tmp_path / "run", lr=1e30)) == 1
+    assert "try a smaller --lr" in capfd.readouterr().err.splitlines()[-1]
+
+
+def kneser_ney(training, first, second, third):
+    """Interpolated Kneser-Ney, from its definition and without arrays."""
+
+    def smoothed(counts, context, byte, shorter):
+        values = list(counts.values())
+        once, twice = values.count(1), values.count(2)
+        discount = min(max(once / (once + 2 * twice) if once else 0.0, 0.1), 0.9)
+        followers = {gram[-1]: count for gram, count in counts.items() if gram[:-1] == context}
+        if not followers:
+            return shorter
+        freed = discount * len(followers)
+        return (max(followers.get(byte, 0) - discount, 0) + freed * shorter) / sum(followers.values())
+
+    trigrams = Counter(zip(training, training[1:], training[2:], strict=False))
+    pairs = Counter(gram[1:] for gram in trigrams)
+    singles = Counter(gram[1:] for gram in pairs)
+    probability = smoothed(singles, (), third, 1 / 256)
+    probability = smoothed(pairs, (second,), third, probability)
+    return smoothed(trigrams, (first, second), third, probability)
+
+
+@pytest.mark.parametrize("training", [b"abracadabra, abracadabra! abcabcabd \xff\x00", b"ababababab", b"xyz", b"xy"])
+def test_trigram_baseline(example, training):
+    held_out = b"abra cadabra \xfe\xff abd"
+    model = example.Trigram(np.frombuffer(training, np.uint8))
+    expected = [kneser_ney(training, *gram) for gram in zip(held_out, held_out[1:], held_out[2:], strict=False)]
+    assert model.bits_per_byte(np.frombuffer(held_out, np.uint8)) == pytest.approx(-np.log2(expected).mean(), rel=1e-12)
+    everything = np.arange(256)
+    for first, second in (b"ab", b"a!", b"zz", b"br"):
+        probabilities = model.probability(np.full(256, first), np.full(256, second), everything)
+        assert probabilities.min() > 0
+        assert probabilities.sum() == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "batch"), [(100, 8, 4), (9, 8, 4), (10, 8, 1), (57, 7, 3), (30, 1, 8), (101, 2, 5)]
+)
+def test_held_out_windows_score_each_byte_once(example, size, context, batch):
+    held_out = np.random.default_rng(0).permutation(size).astype(np.uint8)  # every byte is another: it tells its place
+    windows, scored = example.held_out_windows(held_out, context, batch)
+    assert windows.shape == (*scored.shape[:2], context + 1)
+    assert windows.shape[1] == batch
+    np.testing.assert_array_equal(np.sort(windows[..., 1:][scored]), np.sort(held_out[2:]))
+    place = {int(byte): index for index, byte in enumerate(held_out)}
+    for window, targets in zip(windows.reshape(-1, context + 1), scored.reshape(-1, context), strict=True):
+        start = place[int(window[0])]
+        if targets.any():
+            np.testing.assert_array_equal(window, held_out[start : start + context + 1])
+            assert start == 0 or np.flatnonzero(targets)[0] >= context // 2 - 1
+
+
+def test_default_text_is_the_documentation_each_paragraph_once(example):
+    text = example.default_text()
+    assert text == example.default_text()
+    assert len(text) > 300_000
+    paragraphs = text.split(b"\n\n")
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        *[(f"--{name}", value, f"--{name}") for name in ("steps", "batch", "width", "lr") for value in ("0", "-1", "x")],
+        *[(f"--{name}", "0", f"--{name}") for name in ("context", "heads", "layers", "eval-every", "checkpoint-every")],
+        ("--sample-length", "0", "--sample-length"),
+        ("--steps", "1.5", "'1.5'"),
+        ("--lr", "nan", "--lr"),
+        ("--lr", "inf", "--lr"),
+        ("--seed", "-1", "--seed"),
+        ("--seed", str(2**32), "--seed"),
+        ("--softmax", "exp", "'exp'"),
+        ("--unknown", "1", "--unknown"),
+        ("--heads", "3", "--heads 3 does not divide --width 32"),
+        ("--heads", "32", "even parts"),
+        ("--context", "9000", "training part has"),
+        ("--context", "1000", "held-out part has"),
+    ],
+)
+def test_bad_options_are_refused(example, text, finished, tmp_path, capfd, option, value, named):
+    assert named in refused(example, capfd, *arguments(text, tmp_path / "out"), option, value)
+    assert list(tmp_path.iterdir()) == []
+    before = snapshot(finished)
+    refused(example, capfd, *arguments(text, finished), option, value)
+    assert snapshot(finished) == before
+
+
+def test_bad_texts_are_refused(example, tmp_path, capfd):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "empty").touch()
+    (texts / "short").write_bytes(b"x" * 200)
+    (texts / "locked").write_bytes(b"x" * 9999)
+    (texts / "locked").chmod(0)
+    cases = {
+        "missing": "No such file",
+        "empty": "is empty",
+        "short": "its held-out part has 20 bytes, and --context 32 needs 33",
+    }
+    cases |= {".": "Is a directory", "nu\0ll": "null"}
+    if not os.access(texts / "locked", os.R_OK):  # root may read it all the same
+        cases["locked"] = "Permission denied"
+    for name, complaint in cases.items():
+        error = refused(example, capfd, *arguments(texts / name, tmp_path / "out"))
+        assert complaint in error
+        assert str(texts / name).split("\0")[0] in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_output_is_refused(example, text, tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert f"{tmp_path / 'file'} is not a directory" in refused(example, capfd, *arguments(text, tmp_path / "file"))
+    assert "Not a directory" in refused(example, capfd, *arguments(text, tmp_path / "file" / "below"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_resuming_nothing_is_refused(example, text, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert f"no checkpoint in {out}" in refused(example, capfd, *arguments(text, out, "--resume"))
+    assert not out.exists()
+    out.mkdir()
+    assert f"no checkpoint in {out}" in refused(example, capfd, *arguments(text, out, "--resume"))
+    assert list(out.iterdir()) == []
+
+
+def test_resuming_another_run_is_refused(example, text, finished, tmp_path, capfd):
+    before = snapshot(finished)
+    changes = {"steps": 50, "batch": 4, "context": 16, "width": 16, "heads": 4, "layers": 2, "lr": 0.02, "eval_every": 9}
+    changes |= {"seed": 7, "softmax": "jax"}
+    error = refused(example, capfd, *arguments(text, finished, "--resume", **changes))
+    before_changes = SMALL | {"--seed": 0, "--softmax": "jaxsoftmax"}
+    for name, value in changes.items():
+        assert f"{name} was {before_changes['--' + name.replace('_', '-')]}, now {value}" in error
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes().replace(b"mouse", b"moose"))
+    assert "text was " in refused(example, capfd, *arguments(other, finished, "--resume"))
+    assert snapshot(finished) == before
+
+
+def largest(save):
+    return max((path for path in save.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda save: cut(largest(save)), "has changed"),
+        (lambda save: flip(largest(save)), "has changed"),
+        (lambda save: largest(save).unlink(), "is missing"),
+        (lambda save: shutil.rmtree(save / "arrays"), "is missing"),
+        (lambda save: cut(save / "record.json"), "JSONDecodeError"),
+        (lambda save: (save / "record.json").write_text("{}"), "KeyError"),
+        (lambda save: flip(save / "record.json"), ""),
+        (lambda save: (save / "record.json").unlink(), "No such file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(example, text, copied, capfd, damage, complaint):
+    (save,) = (copied / "checkpoints").iterdir()
+    damage(save)
+    before = snapshot(copied)
+    error = refused(example, capfd, *arguments(text, copied, "--resume"))
+    assert f"checkpoint {save} is damaged" in error
+    assert complaint in error
+    assert snapshot(copied) == before
+
+
+def test_a_checkpoint_of_other_arrays_is_refused(example, text, copied, capfd, monkeypatch):
+    wider = example.LanguageModel
+    monkeypatch.setattr(example, "LanguageModel", lambda width, *rest, **named: wider(2 * width, *rest, **named))
+    before = snapshot(copied)
+    error = refused(example, capfd, *arguments(text, copied, "--resume"))
+    assert "embedding" in error or "kernel" in error or "scale" in error
+    assert "is float32[" in error
+    assert "this program has it float32[" in error
+    assert snapshot(copied) == before
+
+
+def run_script(*args, cwd):
+    return subprocess.run([sys.executable, SCRIPT, *args], cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_command_line(text, tmp_path):
+    shutil.copy(text, tmp_path / "own.txt")
+    options = arguments("own.txt", "runs/tiny_lm", steps=3, sample_length=5)
+    options = [part for part in options if part not in ("--out", "runs/tiny_lm")]  # the default, below where it is run
+    done = run_script(*options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held out: " in done.stdout
+    assert (tmp_path / "runs/tiny_lm/loss.png").is_file()
+    noise = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and "/3 [" not in line]
+    assert noise == []
+
+
+@pytest.mark.slow
+def test_default_run(tmp_path):
+    began = time.monotonic()
+    done = run_script(cwd=tmp_path)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    result = results(tmp_path / "runs/tiny_lm")
+    assert result["held_out_bits_per_byte"] < 2.5
+    assert result["held_out_bits_per_byte"] < result["trigram_bits_per_byte"]
+    assert seconds < 240
