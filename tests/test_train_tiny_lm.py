@@ -424,7 +424,9 @@ def test_a_checkpoint_of_other_arrays_is_refused(example, text, copied, capfd, m
 
 
 def run_script(*args, cwd):
-    return subprocess.run([sys.executable, SCRIPT, *args], cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+    source = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])}  # if not installed
+    command = [sys.executable, SCRIPT, *args]
+    return subprocess.run(command, cwd=cwd, env=os.environ | source, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_command_line(text, tmp_path):
