@@ -259,6 +259,25 @@ def test_logsumexp_with_factors_and_sign():
     np.testing.assert_allclose(half, truth, rtol=5e-4)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "complex64", "bool"])
+@pytest.mark.parametrize("factor", [None, 2.0, 2, np.float32(2), np.ones(3, np.int32), np.ones(3, np.complex64)], ids=repr)
+def test_dtypes_of_logsumexp_with_factors_are_those_of_jax_nn(dtype, factor):
+    a = jnp.ones((2, 3), dtype)
+    actual = jaxsoftmax.logsumexp(a, axis=-1, b=factor, return_sign=True)
+    if np.ndim(factor) == 1:
+        factor = factor[None]  # jax.nn raises on rank promotion
+    expected = jax.numpy_dtype_promotion("standard")(jax.nn.logsumexp)(a, axis=-1, b=factor, return_sign=True)
+    assert [x.dtype for x in actual] == [x.dtype for x in expected]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2), actual, expected)
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_narrow_integers_become_floating(name):
+    for dtype in (jnp.int4, jnp.uint4):
+        y = getattr(jaxsoftmax, name)(jnp.asarray([0, 3, 7], dtype), axis=-1)
+        np.testing.assert_allclose(y, TRUTH[name](np.array([0.0, 3.0, 7.0]), -1).value, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", cases.OPS)
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_bits_repeat_and_do_not_depend_on_other_rows(implementation, name):

@@ -424,9 +424,10 @@ def test_a_checkpoint_of_other_arrays_is_refused(example, text, copied, capfd, m
 
 
 def run_script(*args, cwd):
-    source = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])}  # if not installed
+    # By default JAX takes most of a GPU for itself, and the process of these tests has done so.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, SCRIPT, *args]
-    return subprocess.run(command, cwd=cwd, env=os.environ | source, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_command_line(text, tmp_path):

@@ -143,20 +143,24 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
         raise NotImplementedError(
             f"logsumexp: implementation={implementation!r} takes neither b nor return_sign; only 'xla' does"
         )
+    a = _array("logsumexp", "a", a)
     if b is not None:
         b = _array("logsumexp", "b", b)
         try:
-            shape = lax.broadcast_shapes(np.shape(a), b.shape)
+            a = jnp.broadcast_to(a, lax.broadcast_shapes(a.shape, b.shape))
         except ValueError:
-            raise ValueError(f"logsumexp: b of shape {b.shape} does not broadcast with a of shape {np.shape(a)}") from None
-        a = jnp.broadcast_to(_array("logsumexp", "a", a), shape)
+            raise ValueError(f"logsumexp: b of shape {b.shape} does not broadcast with a of shape {a.shape}") from None
     (a, where, _), params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
-    acc = accumulator(a.dtype, *(() if b is None else (b.dtype,)))
-    if b is not None:
-        b = _leading_axes(b.astype(acc), a.ndim)
-    out = jax.nn.logsumexp(a.astype(acc), params["axes"], b, keepdims, return_sign, where)
-    narrow = a.dtype if acc == accumulator(a.dtype) else acc
-    return (out[0].astype(out[0].dtype if narrow.kind == "c" else narrow), out[1]) if return_sign else out.astype(narrow)
+    operands = [a] if b is None else [a, _leading_axes(b, a.ndim)]
+
+    def call(a, b=None):
+        return jax.nn.logsumexp(a, params["axes"], b, keepdims, return_sign, where)
+
+    acc = accumulator(*(operand.dtype for operand in operands))
+    with jax.numpy_dtype_promotion("standard"):
+        types = jax.eval_shape(call, *operands)
+    results = call(*(operand.astype(acc) for operand in operands))
+    return jax.tree.map(lambda result, kind: result.astype(kind.dtype), results, types)
 
 
 def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[list[Any], dict[str, Any]]:
@@ -165,7 +169,7 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     x = _array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
         raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")
-    if x.dtype.kind in "biu":
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if where is not None:
         x, where = _masked(op, name, x, where)
