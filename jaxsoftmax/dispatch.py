@@ -99,7 +99,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       f: a function of arrays that can be jitted.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s of any shapes and dtypes.
       platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; it need not be there. The default is JAX's default backend.
-      **kwargs: more arguments of `f`.
+      **kwargs: more arguments of `f`, which are not traced: options such as `axis`.
 
     Returns:
       A sequence of `Decision`s, in the order of the ops, that prints as a table.
@@ -111,13 +111,13 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     name = jax.default_backend() if platform is None else platform
     name = {"gpu": "cuda"}.get(name, name)
     if name not in _KNOWN_PLATFORMS:
-        raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {platform!r}")
+        raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {name!r}")
 
-    def fresh(*args, **kwargs):  # a new function, so that no cached lowering is reused
+    def fresh(*args):  # a new function, so that no cached lowering is reused
         return f(*args, **kwargs)
 
     with _recorded() as decisions:
-        jax.jit(fresh).trace(*args, **kwargs).lower(lowering_platforms=(name,))
+        jax.jit(fresh).trace(*args).lower(lowering_platforms=(name,))
     return Explanation(name, tuple(decisions))
 
 
@@ -136,7 +136,7 @@ def _recorded() -> Iterator[list[Decision]]:
 
 def check_implementation(op: str, function: str, name: str | None) -> None:
     """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
-    if name is not None and name not in implementations[op]:
+    if name is not None and (not isinstance(name, str) or name not in implementations[op]):
         allowed = ", ".join(map(repr, implementations[op]))
         raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
 

@@ -47,6 +47,7 @@ float32 or float64 wherever that does: in `jit`, in a Pallas kernel, in `lax.red
 Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -120,7 +121,9 @@ def finish(state: State) -> State:
 
 def _sums(scores: jax.Array, values: jax.Array | None, m: jax.Array, axis: int | tuple[int, ...]):
     """The sums of `exp(scores - m)` and of the values with these weights."""
-    axes = tuple(a % scores.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    axes = tuple(a % scores.ndim for a in (axis if isinstance(axis, tuple) else (operator.index(axis),)))
+    if values is not None and axes != (scores.ndim - 1,):
+        raise ValueError(f"online: with values the block must be the last axis of the scores, got axis {axis}")
     kept = tuple(a for a in range(scores.ndim) if a not in axes)
     weights = jnp.exp(scores - lax.broadcast_in_dim(shift(m), scores.shape, kept))
     d = jnp.sum(weights, axes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 
 from jaxsoftmax import dispatch, sharding
 
@@ -23,7 +23,7 @@ def define(op: str, name: str, abstract_eval: Callable[..., Any], *, multiple_re
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(functools.partial(_run, primitive))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     for platform in (None, "cuda"):
         mlir.register_lowering(primitive, functools.partial(_lower, op, primitive, platform), platform=platform)
     if len(dispatch.implementations[op]) > 1:
@@ -35,30 +35,13 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Binds `primitive` to aligned operands, of which some may be None."""
     present = tuple(operand is not None for operand in operands)
     given = sharding.vary_alike([operand for operand in operands if operand is not None])
-    return primitive.bind(*given, present=present, **params)
+    return primitive.bind(*sharding.shard_alike(given), present=present, **params)
 
 
 def unpack(present: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
     """The operands with None where one is absent."""
     given = iter(operands)
     return [next(given) if there else None for there in present]
-
-
-def _run(primitive: Primitive, *operands, **params):
-    compiled = _compiled(primitive, **params)
-    if jax.config.jax_disable_jit:
-        with jax.disable_jit(False):  # what is not compiled would end up here again
-            return compiled(*operands)
-    return compiled(*operands)
-
-
-@functools.cache
-def _compiled(primitive: Primitive, **params):
-    def call(*operands):
-        return primitive.bind(*operands, **params)
-
-    call.__name__ = call.__qualname__ = primitive.name
-    return jax.jit(call)
 
 
 def _lower(op: str, primitive: Primitive, platform: str | None, ctx, *operands, present, implementation, **params):

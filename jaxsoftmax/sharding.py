@@ -27,6 +27,20 @@ def vary_alike(operands: list[Any]) -> list[Any]:
     ]
 
 
+def shard_alike(operands: list[Any]) -> list[Any]:
+    """The operands, on explicit mesh axes sharded as the first one that is sharded along an axis: nothing is gathered."""
+    types = [jax.typeof(operand) for operand in operands]
+    mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
+    if mesh is None:
+        return operands
+    dims = _dims([(t.shape, t.sharding.spec) for t in types])
+    specs = [_spec(dims, t.shape) for t in types]
+    return [
+        operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, t, spec in zip(operands, types, specs, strict=True)
+    ]
+
+
 def has_explicit_axes(aval: Any) -> bool:
     """Whether the type of an array says how it is sharded."""
     return AxisType.Explicit in aval.sharding.mesh.axis_types
@@ -87,8 +101,7 @@ def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
     )
 
     def call(*operands):
-        shards = [jax.sharding.reshard(o, NamedSharding(mesh, s)) for o, s in zip(operands, specs_in, strict=True)]
-        results = mapped(*shards)
+        results = mapped(*operands)
         return results if len(results) > 1 else results[0]
 
     return call

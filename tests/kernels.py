@@ -13,7 +13,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 
-import jaxsoftmax.primitive
 from jaxsoftmax import dispatch, sharding
 
 # The name of a Mosaic GPU kernel in the module that its custom call carries along; the other name there is the dialect's.
@@ -41,7 +40,6 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
 def forget_lowerings() -> None:
     """Which implementation runs is settled while lowering, and JAX keeps what it has lowered."""
     jax.clear_caches()
-    jaxsoftmax.primitive._compiled.cache_clear()
 
 
 def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:

@@ -90,6 +90,30 @@ def test_masks_of_other_shardings(name, kind):
 
 @MESHES
 @NAMES
+def test_operands_of_unlike_shardings(name, kind):
+    """Masks, constants and batch axes that are whole beside an array that is sharded."""
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 8, 16), P("data", "model"), mesh)
+
+        def masked(x):
+            return value_and_gradient(name, where=jnp.tril(jnp.ones((8, 8, 16), bool)))(x)
+
+        def constant_tangent(x):
+            f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+            return jax.jvp(f, (x,), (jnp.ones((8, 8, 16)),))[1]
+
+        rows = jax.vmap(jax.grad(lambda row: jnp.sum(jnp.sin(getattr(jaxsoftmax, name)(row, axis=-1)))))
+        hessians = jax.vmap(jax.vmap(jax.hessian(lambda row: jnp.sum(jnp.sin(getattr(jaxsoftmax, name)(row, axis=-1))))))
+        results = [jax.jit(f)(sharded) for f in (masked, constant_tangent, rows, hessians)]
+        for f in (masked, rows):
+            assert "all-gather" not in jax.jit(f).lower(sharded).compile().as_text()
+    for actual, f in zip(results, (masked, constant_tangent, rows, hessians), strict=True):
+        assert_same(actual, f(x))
+
+
+@MESHES
+@NAMES
 def test_eager_calls_and_vmap_keep_the_sharding(name, kind):
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):

@@ -228,6 +228,55 @@ def test_derivatives_of_scale_of_second_order(name, scale):
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_nan_behind_a_mask_spares_the_derivatives_of_scale(name):
+    where, x = np.array([True, True, True, False]), jnp.asarray([1.0, 2.0, 0.5, np.nan], jnp.float32)
+    clean = jnp.where(where, x, 3)
+
+    def loss(x, scale):
+        y = getattr(jaxsoftmax, name)(x, where=where, scale=scale)
+        return jnp.sum(jnp.where(where, y, 0) * y)  # its cotangent is NaN or infinite behind the mask
+
+    for derivative in (jax.grad(loss, 1), jax.jacrev(jax.grad(loss, 0), 1), jax.jacfwd(jax.grad(loss, 0), 1)):
+        actual, expected = derivative(x, jnp.float32(0.7)), derivative(clean, jnp.float32(0.7))
+        assert np.all(np.isfinite(actual))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_complex_derivatives(name):
+    z, c = jnp.asarray([1 + 1j, 0.2 - 0.3j, 0.2 + 0j]), jnp.asarray([1, 2 - 1j, 0.5j])
+
+    def theirs(z, scale):
+        weights = jnp.exp(z * scale)
+        y = weights / jnp.sum(weights)
+        return y if name == "softmax" else jnp.log(y)
+
+    def ours(z, scale):
+        return getattr(jaxsoftmax, name)(z, scale=scale)
+
+    for scale in (-0.5, 1.3):
+        pulled, pushed, second = [], [], []
+        for f in (ours, theirs):
+            pulled.append(jax.vjp(f, z, scale)[1](c))
+            pushed.append(jax.jvp(f, (z, scale), (c, 0.3))[1])
+            second.append(jax.jvp(lambda z, scale=scale, f=f: jax.vjp(f, z, scale)[1](c), (z,), (c,))[1])
+        for pair_of_results in (pulled, pushed, second):
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), *pair_of_results)
+
+
+def test_debug_nans_names_the_op():
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="softmax"):
+        jaxsoftmax.softmax(jnp.full(3, -jnp.inf))
+
+
+@NAMES
+def test_no_tracer_leaks(name):
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda x: jnp.sum(getattr(jaxsoftmax, name)(x, axis=-1))))(x32((3, 5)))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_dtypes_of_derivatives(name):
     x = x32().astype(jnp.bfloat16)
     f = functools.partial(getattr(jaxsoftmax, name), dtype=jnp.float32, scale=0.5)

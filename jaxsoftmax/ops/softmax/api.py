@@ -176,8 +176,7 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     axes = _axes(op, axis, x.ndim)
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
-        scale = _scalar(op, "scale", scale, accumulator(x.dtype, dtype))
-        scale = lax.expand_dims(scale, range(x.ndim))
+        scale = _scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
     return [x, where, scale], {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
@@ -243,10 +242,13 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
     return result
 
 
-def _scalar(op: str, name: str, value: Any, dtype: np.dtype) -> jax.Array:
-    value = _array(op, name, value)
-    if value.dtype.kind in "bc":
-        raise TypeError(f"{op}: {name} must be a real number, got {value.dtype}")
-    if value.shape:
-        raise ValueError(f"{op}: {name} must be a scalar, got an array of shape {value.shape}")
-    return value.astype(np.finfo(dtype).dtype)  # real, where the scores are complex
+def _scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
+    """`scale` with as many axes as the scores, and real where they are complex."""
+    if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
+        return np.full((1,) * ndim, scale, np.finfo(dtype).dtype)
+    scale = _array(op, "scale", scale)
+    if scale.dtype == np.bool_ or jnp.issubdtype(scale.dtype, jnp.complexfloating):
+        raise TypeError(f"{op}: scale must be a real number, got {scale.dtype}")
+    if scale.shape:
+        raise ValueError(f"{op}: scale must be a scalar, got an array of shape {scale.shape}")
+    return lax.expand_dims(scale.astype(np.finfo(dtype).dtype), range(ndim))

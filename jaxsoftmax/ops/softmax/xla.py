@@ -50,27 +50,27 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
 def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=()):
     """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric."""
     acc = accumulator(y.dtype, t.dtype, dtype)
-    y, t = y.astype(acc), _scaled(t.astype(acc), scale)
-    seen = y != 0  # elsewhere the result is 0, whatever t holds
-    return _where(seen, y * (t - _sum(y * _where(seen, t, 0), axes, axis_name)), 0).astype(dtype)
+    y, seen = y.astype(acc), y != 0  # elsewhere the result is 0, whatever t holds
+    t = _scaled(_where(seen, t.astype(acc), 0), scale)
+    return _where(seen, y * (t - _sum(y * t, axes, axis_name)), 0).astype(dtype)
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
-    p, t = _weights(x, m, d, where, scale), _tangent(t, m, scale, scale_tangent)
+    p, t = _weights(x, m, d, where, scale), _tangent(_where(where, t, 0), m, scale, scale_tangent)
     return _where(where, t - _sum(p * _where(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
 def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`c - p * sum(c)`, the transpose of `log_softmax_jvp`."""
-    p, c = _weights(x, m, d, where, scale), _where(where, _tangent(c, m, scale, scale_tangent), 0)
+    p, c = _weights(x, m, d, where, scale), _tangent(_where(where, c, 0), m, scale, scale_tangent)
     return _where(where, c - p * _sum(c, axes, axis_name), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`sum(p * t)`: the tangent of log-sum-exp."""
-    p, t = _weights(x, m, d, where, scale), _tangent(t, m, scale, scale_tangent)
-    return _sum(p * _where(p != 0, t, 0), axes, axis_name).astype(dtype)
+    p = _weights(x, m, d, where, scale)
+    return _sum(p * _tangent(_where(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
 
 
 def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
@@ -83,9 +83,10 @@ def scores_tangent(x, scale, dx, dscale):
     """The tangent of `scale * x`, either part of which may be None; an infinite score does not move."""
     parts = []
     if dx is not None:
-        parts.append(_scaled(dx if scale is None else dx.astype(scale.dtype), scale))
+        parts.append(_scaled(dx if scale is None else dx.astype(accumulator(dx.dtype, scale.dtype)), scale))
     if dscale is not None:
-        parts.append(dscale * _where(jnp.isfinite(x), x, 0).astype(dscale.dtype))
+        acc = accumulator(x.dtype, dscale.dtype)
+        parts.append(dscale.astype(acc) * _where(jnp.isfinite(x), x, 0).astype(acc))
     return sum(parts[1:], start=parts[0])
 
 
