@@ -424,8 +424,12 @@ def test_a_checkpoint_of_other_arrays_is_refused(example, text, copied, capfd, m
 
 
 def run_script(*args, cwd):
-    # By default JAX takes most of a GPU for itself, and the process of these tests has done so.
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = os.environ | {
+        # By default JAX takes most of a GPU for itself, and the process of these tests has done so.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # The package may not be installed, only in the folder where the tests run.
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, SCRIPT, *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
