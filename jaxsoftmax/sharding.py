@@ -33,7 +33,7 @@ def shard_alike(operands: list[Any]) -> list[Any]:
     mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
     if mesh is None:
         return operands
-    dims = _dims([(t.shape, t.sharding.spec) for t in types])
+    dims = _dims(types)
     specs = [_spec(dims, t.shape) for t in types]
     return [
         operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
@@ -88,7 +88,7 @@ def partitioned(function: Callable[..., Any], ctx: Any, axes: Sequence[int]) -> 
 
 
 def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
-    dims = _dims([(a.shape, a.sharding.spec) for a in avals_in])
+    dims = _dims(avals_in)
     specs_in, specs_out = [_spec(dims, a.shape) for a in avals_in], [_spec(dims, a.shape) for a in avals_out]
     local = functools.partial(function, axis_name=_names(dims, axes))
     mapped = jax.shard_map(
@@ -113,7 +113,7 @@ def _on_automatic_axes(function, axes):
     call = custom_partitioning(lambda *operands: function(*operands, axis_name=()))  # it takes no keywords
 
     def partition(mesh, operands, results):
-        dims = list(_dims([(a.shape, a.sharding.spec) for a in operands]))
+        dims = list(_dims(operands))
         for axis in axes:  # the last shard of an uneven axis is padded, and padding has no place in its maximum and sum
             shards = math.prod(mesh.shape[name] for name in _names(dims, [axis]))
             if max(a.shape[axis] for a in operands) % shards:
@@ -135,11 +135,10 @@ def _on_automatic_axes(function, axes):
     return call
 
 
-def _dims(operands):
-    """How each axis is sharded: as in the first operand that is sharded along it."""
-    rank = len(operands[0][0])
-    specs = [tuple(spec) + (None,) * (rank - len(spec)) for _, spec in operands]
-    return tuple(next((s[axis] for s in specs if s[axis] is not None), None) for axis in range(rank))
+def _dims(arrays):
+    """How each axis is sharded: as in the first array that is sharded along it."""
+    specs = [(*a.sharding.spec, *(None,) * (len(a.shape) - len(a.sharding.spec))) for a in arrays]
+    return tuple(next((dim for dim in along if dim is not None), None) for along in zip(*specs, strict=True))
 
 
 def _spec(dims, shape):
@@ -154,7 +153,6 @@ def _names(dims, axes):
 
 def _factors(types, first):
     """Shardy's names of the axes of each array: shared along an axis, and one of its own where the size is 1."""
-    letters = string.ascii_lowercase
-    for index, kind in enumerate(types):
-        sizes = kind.shape
-        yield " ".join(f"{letters[axis]}{first + index}" if size == 1 else letters[axis] for axis, size in enumerate(sizes))
+    for index, kind in enumerate(types, first):
+        letters = zip(string.ascii_lowercase, kind.shape, strict=False)
+        yield " ".join(f"{letter}{index}" if size == 1 else letter for letter, size in letters)

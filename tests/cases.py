@@ -68,5 +68,10 @@ def assert_ran(implementation: str, f, *args) -> None:
         explanation = explain(f, *args)
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
-    assert len(explanation) > 0
+    assert_all_run_on(implementation, explanation)
+
+
+def assert_all_run_on(implementation: str, explanation: dispatch.Explanation) -> None:
+    """Fails unless there is an op, and every one runs on `implementation`."""
+    assert len(explanation) > 0, str(explanation)
     assert {decision.implementation for decision in explanation} == {implementation}, str(explanation)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import cases
 import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -64,8 +65,7 @@ def assert_ran(what: dispatch.Explanation | str, implementation: str) -> None:
         assert names, "there is no Mosaic kernel in this program"
         assert all(name.endswith(f"_{implementation}") for name in names), names
     else:
-        assert len(what) > 0, str(what)
-        assert {decision.implementation for decision in what} == {implementation}, str(what)
+        cases.assert_all_run_on(implementation, what)
 
 
 def interpreted(f: Callable[..., Any], *args: Any) -> Any:
