@@ -44,17 +44,22 @@ Infinite scores obey the laws too: a set of nothing but `-inf` has the state `(-
 `+inf` has `m = d = +inf`. A NaN score makes the state NaN. Everything here is plain `jax.numpy` on whole blocks and runs in
 float32 or float64 wherever that does: in `jit`, in a Pallas kernel, in `lax.reduce`, in `shard_map`.
 
+With `scale`, which must not be negative, the scores are `scale` times what is given: `m` is the maximum before scaling, and
+`d` the sum of `exp(scale * (given - m))`. That is exact where `scale * given` would lose the differences of large scores.
+
 Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
 """
 
+import functools
 import operator
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["State", "finish", "identity", "lift", "merge", "push"]
+__all__ = ["State", "finish", "identity", "lift", "merge", "merge_along", "push", "weights"]
 
 
 class State(NamedTuple):
@@ -77,35 +82,59 @@ def identity(rows: tuple[int, ...], value_size: int | None = None, dtype: jax.ty
     return State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), o)
 
 
-def lift(scores: jax.Array, values: jax.Array | None = None, *, axis: int | tuple[int, ...] = -1) -> State:
+def lift(
+    scores: jax.Array | Iterable[jax.Array],
+    values: jax.Array | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    scale: jax.Array | None = None,
+) -> State:
     """The state of one block of scores.
 
     Args:
-      scores: `[*rows, block]`, float32 or float64. Scores of `-inf` are scores that are not there. The block may lie
-        along other axes, or several, when no values ride along.
-      values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows.
+      scores: `[*rows, block]`, float32 or float64, or several such arrays of one shape. Scores of `-inf` are scores that are
+        not there. The block may lie along other axes, or several, when no values ride along.
+      values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows; for one array of scores.
       axis: the axis or axes of `scores` that are the block; the last, if there are values.
+      scale: None, a scalar or `[*rows]`, not negative, in the dtype of the scores.
 
     Returns:
       A `State` with the scores' shape without `axis`.
     """
-    m = jnp.max(scores, axis, initial=-jnp.inf)
-    return State(m, *_sums(scores, values, m, axis))
+    parts = _parts(scores)
+    m = _max(parts, axis)
+    return State(m, *_sums(parts, values, m, axis, scale))
 
 
-def push(state: State, scores: jax.Array, values: jax.Array | None = None, *, axis: int | tuple[int, ...] = -1) -> State:
-    """`merge(state, lift(scores, values, axis=axis))`, with one rescaling instead of two: the step of a hot loop."""
-    m = jnp.maximum(state.m, jnp.max(scores, axis, initial=-jnp.inf))
-    d, o = _sums(scores, values, m, axis)
-    old = _rescale(state, m)
+def push(
+    state: State,
+    scores: jax.Array | Iterable[jax.Array],
+    values: jax.Array | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    scale: jax.Array | None = None,
+) -> State:
+    """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop."""
+    parts = _parts(scores)
+    m = jnp.maximum(state.m, _max(parts, axis))
+    d, o = _sums(parts, values, m, axis, scale)
+    old = _rescale(state, m, scale)
     return State(m, old.d + d, _added(old.o, o))
 
 
-def merge(a: State, b: State) -> State:
+def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
     """The state of the scores of both: associative, commutative, and with `identity` as its neutral element."""
     m = jnp.maximum(a.m, b.m)
-    a, b = _rescale(a, m), _rescale(b, m)
+    a, b = _rescale(a, m, scale), _rescale(b, m, scale)
     return State(m, a.d + b.d, _added(a.o, b.o))
+
+
+def merge_along(states: State, axis: int, *, scale: jax.Array | None = None) -> State:
+    """The state of all scores of the states that are stacked along `axis` of the rows; no values may ride along."""
+    if states.o is not None:
+        raise ValueError("online: merge_along takes states without values")
+    m = jnp.max(states.m, axis, initial=-jnp.inf)
+    return State(m, jnp.sum(states.d * weights(states.m, m, axis=axis, scale=scale), axis))
 
 
 def finish(state: State) -> State:
@@ -119,22 +148,55 @@ def finish(state: State) -> State:
     return State(state.m + jnp.log(state.d), jnp.ones_like(state.d), o)
 
 
-def _sums(scores: jax.Array, values: jax.Array | None, m: jax.Array, axis: int | tuple[int, ...]):
-    """The sums of `exp(scores - m)` and of the values with these weights."""
-    axes = tuple(a % scores.ndim for a in (axis if isinstance(axis, tuple) else (operator.index(axis),)))
-    if values is not None and axes != (scores.ndim - 1,):
-        raise ValueError(f"online: with values the block must be the last axis of the scores, got axis {axis}")
-    kept = tuple(a for a in range(scores.ndim) if a not in axes)
-    weights = jnp.exp(scores - lax.broadcast_in_dim(shift(m), scores.shape, kept))
-    d = jnp.sum(weights, axes)
+def weights(scores: jax.Array, m: jax.Array, *, axis: int | tuple[int, ...] = -1, scale: jax.Array | None = None) -> jax.Array:
+    """`exp(scale * (scores - m))`: what each score adds to `d` of a state whose maximum is `m`; 0 for a score of `-inf`."""
+    axes = _axes(axis, scores.ndim)
+    exponent = scores - _along(shift(m), scores, axes)
+    if scale is not None:  # 0 * -inf would be NaN
+        scaled = exponent * _along(scale, scores, axes)
+        exponent = jnp.where(exponent == -jnp.inf, exponent, scaled)
+    return jnp.exp(exponent)
+
+
+def _along(row: jax.Array, like: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A figure for each row, or one for all, repeated along `axes`."""
+    kept = tuple(axis for axis in range(like.ndim) if axis not in axes)
+    return lax.broadcast_in_dim(row, like.shape, kept if row.ndim else ())
+
+
+def _axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    return tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (operator.index(axis),)))
+
+
+def _parts(scores: jax.Array | Iterable[jax.Array]) -> list[jax.Array]:
+    return [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+
+
+def _max(parts: list[jax.Array], axis: int | tuple[int, ...]) -> jax.Array:
+    return jnp.max(functools.reduce(jnp.maximum, parts), axis, initial=-jnp.inf)
+
+
+def _sums(
+    parts: list[jax.Array],
+    values: jax.Array | None,
+    m: jax.Array,
+    axis: int | tuple[int, ...],
+    scale: jax.Array | None,
+):
+    """The sums of the weights and of the values with these weights."""
+    axes = _axes(axis, parts[0].ndim)
+    if values is not None and (axes != (parts[0].ndim - 1,) or len(parts) > 1):
+        raise ValueError(f"online: with values the block must be the last axis of one array of scores, got axis {axis}")
+    weight = functools.reduce(jnp.add, (weights(part, m, axis=axis, scale=scale) for part in parts))
+    d = jnp.sum(weight, axes)
     if values is None:
         return d, None
-    return d, jnp.matmul(weights, values, precision=lax.Precision.HIGHEST, preferred_element_type=weights.dtype)
+    return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)
 
 
-def _rescale(state: State, m: jax.Array) -> State:
+def _rescale(state: State, m: jax.Array, scale: jax.Array | None) -> State:
     """The same scores, relative to a maximum `m` that is at least their own."""
-    factor = jnp.exp(state.m - shift(m))
+    factor = weights(state.m, m, axis=(), scale=scale)
     return State(m, state.d * factor, None if state.o is None else state.o * _over_values(factor, state.o))
 
 
