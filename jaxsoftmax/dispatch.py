@@ -9,7 +9,17 @@ An implementation is a module with a function for each primitive, of the same na
     unsupported(primitive, target, *avals, **params) -> str | None
 
 which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
-None where it can. Such modules load when first asked.
+None where it can. It may have
+
+    unprofitable(primitive, target, fused, *avals, **params) -> str | None
+
+too, which says why the reference is expected to be faster although the kernel can run. `fused` tells for each operand (False
+where one is absent) whether XLA would compute it together with its own softmax, so that the kernel is what makes it be written
+to memory and read back. It is not asked where an implementation was forced.
+
+A kernel gets the operands that are as large as the scores as they were before a cast from float16 or bfloat16 to float32: the
+cast is exact, and a kernel computes in float32 anyway. Results have the dtype that the parameter `dtype` says. Such modules
+load when first asked.
 """
 
 import importlib
@@ -47,9 +57,9 @@ class Decision:
 
     Attributes:
       primitive: the name of the primitive, such as `softmax` or `softmax_jacobian`.
-      operands: its operands' types, such as `float32[8,128]`.
+      operands: the types of what the implementation gets, such as `float32[8,128]`; kernels get what a cast to float32 widens.
       implementation: the name of the implementation that runs.
-      refusals: pairs of the name of an implementation that does not run and its reason.
+      refusals: pairs of the name of an implementation that does not run and why: it cannot, or it would not pay.
     """
 
     primitive: str
@@ -148,20 +158,24 @@ def choose(
     forced: str | None,
     params: dict[str, Any],
     avals: Sequence[Any],
+    narrow: Sequence[Any],
+    fused: Sequence[bool],
     obstacle: str | None = None,
 ) -> tuple[ModuleType, Decision]:
     """The implementation that runs `primitive` of `op` on operands of types `avals`, None where one is absent.
 
-    `obstacle` is a reason, if there is one, that leaves the reference alone.
+    `narrow` are the types before casts to float32, which kernels get; `fused` says which operands XLA would fuse with the
+    reference. `obstacle` is a reason, if there is one, that leaves the reference alone.
 
     Raises:
       NotImplementedError: `forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
     for name, module_name in implementations[op].items():
-        reason = _refusal(name, module_name, primitive, target, forced, params, avals, obstacle)
+        reason = _refusal(name, module_name, primitive, target, forced, params, narrow, fused, obstacle)
         if reason is None:
-            types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals if a is not None)
+            given = avals if name == "xla" else narrow
+            types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given if a is not None)
             return importlib.import_module(module_name), Decision(primitive, types, name, tuple(refusals))
         if name == forced:
             raise NotImplementedError(f"{op}: implementation={forced!r} cannot run {primitive}: {reason}")
@@ -175,7 +189,7 @@ def record(decision: Decision) -> None:
         decisions.append(decision)
 
 
-def _refusal(name, module_name, primitive, target, forced, params, avals, obstacle) -> str | None:
+def _refusal(name, module_name, primitive, target, forced, params, avals, fused, obstacle) -> str | None:
     if forced is not None and name != forced:
         return f"implementation={forced!r} was asked for"
     if name == "xla":
@@ -186,7 +200,11 @@ def _refusal(name, module_name, primitive, target, forced, params, avals, obstac
         return obstacle
     if any(not isinstance(size, int) for a in avals if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
-    return importlib.import_module(module_name).unsupported(primitive, target, *avals, **params)
+    module = importlib.import_module(module_name)
+    reason = module.unsupported(primitive, target, *avals, **params)
+    if reason is None and forced is None and hasattr(module, "unprofitable"):
+        return module.unprofitable(primitive, target, tuple(fused), *avals, **params)
+    return reason
 
 
 def target_for(platform: str) -> Target:

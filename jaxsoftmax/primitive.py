@@ -15,26 +15,56 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from jaxsoftmax import dispatch, sharding
+from jaxsoftmax import dispatch, fusion, sharding
+
+# The same primitive for operands whose types leave no axis to the compiler: one that needs no devices while lowering.
+_deviceless: dict[Primitive, Primitive] = {}
 
 
-def define(op: str, name: str, abstract_eval: Callable[..., Any], *, multiple_results: bool = False) -> Primitive:
-    """A primitive of `op`, for which `dispatch` finds the implementation while it is lowered."""
+def define(
+    op: str, name: str, abstract_eval: Callable[..., Any], *, whole: Sequence[int] = (), multiple_results: bool = False
+) -> Primitive:
+    """A primitive of `op`, for which `dispatch` finds the implementation while it is lowered.
+
+    `whole` are the operands, by index, that are as large as the scores. It matters where those come from: kernels get them
+    as they were before a cast to float32, and are told which ones XLA would not write to memory.
+    """
+
+    def types_of_chosen(*avals, fused, dtypes, **params):
+        del fused
+        return abstract_eval(*(aval.update(dtype=dtype) for aval, dtype in zip(avals, dtypes, strict=True)), **params)
+
+    chosen = _primitive(name, types_of_chosen, multiple_results)
+    for platform in (None, "cuda"):
+        mlir.register_lowering(chosen, functools.partial(_lower_chosen, op, chosen, platform), platform=platform)
+    primitive, deviceless = (_primitive(name, abstract_eval, multiple_results) for _ in range(2))
+    for each in (primitive, deviceless):  # a rule that JAX caches does not see what produces its operands
+        mlir.register_lowering(each, functools.partial(_lower, chosen, whole), cacheable=False)
+    _deviceless[primitive] = deviceless
+    if len(dispatch.implementations[op]) > 1:
+        sharding.require_devices(primitive)
+    return primitive
+
+
+def _primitive(name, abstract_eval, multiple_results):
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(abstract_eval)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    for platform in (None, "cuda"):
-        mlir.register_lowering(primitive, functools.partial(_lower, op, primitive, platform), platform=platform)
-    if len(dispatch.implementations[op]) > 1:
-        sharding.require_devices(primitive)
     return primitive
+
+
+def set_rule(rules: Any, primitive: Primitive, rule: Any) -> None:
+    """Gives `primitive` its rule in a table of JAX, such as `jax.interpreters.ad.primitive_jvps`."""
+    rules[primitive] = rules[_deviceless[primitive]] = rule
 
 
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Binds `primitive` to aligned operands, of which some may be None."""
     present = tuple(operand is not None for operand in operands)
     given = sharding.vary_alike([operand for operand in operands if operand is not None])
+    if any(sharding.is_settled(jax.typeof(operand)) for operand in given):
+        primitive = _deviceless[primitive]
     return primitive.bind(*sharding.shard_alike(given), present=present, **params)
 
 
@@ -44,24 +74,51 @@ def unpack(present: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
     return [next(given) if there else None for there in present]
 
 
-def _lower(op: str, primitive: Primitive, platform: str | None, ctx, *operands, present, implementation, **params):
-    """The lowering rule for `platform`, or for every platform without a rule of its own."""
+def _lower(chosen: Primitive, whole, ctx, *operands, present, **params):
+    """The lowering rule that sees what produces the operands: it goes on with the operands before casts to float32."""
+    sources, fused = unpack(present, operands), [False] * len(present)
+    for index in whole:
+        if (source := fusion.widened_from(sources[index])) is not None:
+            sources[index] = source
+        fused[index] = fusion.is_fused(sources[index], ctx.module_context.symbol_table)
+    given = [source for source in sources if source is not None]
+    params |= {"present": present, "fused": tuple(fused), "dtypes": tuple(aval.dtype for aval in ctx.avals_in)}
+    ctx = ctx.replace(avals_in=[_with_dtype_of(source, a) for a, source in zip(ctx.avals_in, given, strict=True)])
+    return mlir.lower_fun(functools.partial(chosen.bind, **params), multiple_results=chosen.multiple_results)(ctx, *given)
+
+
+def _with_dtype_of(source, aval):
+    narrow = fusion.narrow_dtype(source)
+    return aval if narrow is None else aval.update(dtype=jax.numpy.dtype(narrow))
+
+
+def _lower_chosen(op, primitive, platform, ctx, *operands, present, implementation, fused, dtypes, **params):
+    """The lowering rule for `platform`, or for every platform without a rule of its own, which chooses the implementation.
+
+    `dtypes` are those after casts to float32: the reference gets the operands so.
+    """
     target = dispatch.target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
-    choose = functools.partial(dispatch.choose, op, primitive.name, target, implementation, params)
     reference = importlib.import_module(dispatch.implementations[op]["xla"])
 
+    def choose(types, obstacle):
+        wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, dtypes, strict=True)]
+        wide, narrow = unpack(present, wide), unpack(present, types)
+        return dispatch.choose(op, primitive.name, target, implementation, params, wide, narrow, fused, obstacle)
+
     def run(module, *operands, **more):
+        if module is reference:
+            operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
         return getattr(module, primitive.name)(*unpack(present, operands), **params, **more)
 
     def on_shard(*operands, axis_name):
         obstacle = None
         if axis_name:
             obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
-        module, decision = choose(unpack(present, [jax.typeof(operand) for operand in operands]), obstacle)
+        module, decision = choose([jax.typeof(operand) for operand in operands], obstacle)
         dispatch.record(decision)
         return run(module, *operands, **({"axis_name": axis_name} if module is reference else {}))
 
-    module, decision = choose(unpack(present, ctx.avals_in), sharding.obstacle(ctx))
+    module, decision = choose(ctx.avals_in, sharding.obstacle(ctx))
     if module is reference or not sharding.is_partitioned(ctx):
         dispatch.record(decision)
         function = functools.partial(run, module)

@@ -46,6 +46,12 @@ def has_explicit_axes(aval: Any) -> bool:
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
+def is_settled(aval: Any) -> bool:
+    """Whether an array's mesh leaves nothing to the compiler: its axes are explicit, or manual in a `shard_map`."""
+    kinds = aval.sharding.mesh.axis_types
+    return bool(kinds) and AxisType.Auto not in kinds
+
+
 def require_devices(primitive: Primitive) -> None:
     """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs and JAX has no public way for."""
     from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -63,9 +69,12 @@ def is_partitioned(ctx: Any) -> bool:
 
 def obstacle(ctx: Any) -> str | None:
     """Why what is lowered in `ctx` can be left to XLA only, or None."""
-    inside_shard_map = bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
-    if inside_shard_map and is_partitioned(ctx) and _explicit_mesh(ctx) is None:
+    if not is_partitioned(ctx) or _explicit_mesh(ctx) is not None:
+        return None
+    if getattr(ctx.module_context.axis_context, "manual_axes", ()):
         return "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
+    if ctx.module_context.lowering_parameters.for_export:
+        return "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
     return None
 
 

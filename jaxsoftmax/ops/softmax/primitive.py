@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching
 
 from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.softmax import xla
-from jaxsoftmax.primitive import bind, define, unpack
+from jaxsoftmax.primitive import bind, define, set_rule, unpack
 from jaxsoftmax.sharding import has_explicit_axes
 
 # How many operands come before the optional ones, `where` and `scale`.
@@ -156,28 +156,29 @@ def _replaced(operands, new: dict[int, Any]):
     return [new.get(index, operand) for index, operand in enumerate(operands)]
 
 
-def _define(name, *, multiple_results=False):
-    p = define("softmax", name, functools.partial(_types, name), multiple_results=multiple_results)
-    batching.primitive_batchers[p] = functools.partial(_batch, p, name)
+def _define(name, *whole, multiple_results=False):
+    p = define("softmax", name, functools.partial(_types, name), whole=whole, multiple_results=multiple_results)
+    set_rule(batching.primitive_batchers, p, functools.partial(_batch, p, name))
     return p
 
 
-def _define_map(name, linear, transposed):
-    p = _define(name)
-    ad.primitive_jvps[p] = functools.partial(_map_jvp, p, name, linear)
-    ad.primitive_transposes[p] = functools.partial(_map_transpose, transposed, linear)
+def _define_map(name, *whole, linear, transposed):
+    p = _define(name, *whole)
+    set_rule(ad.primitive_jvps, p, functools.partial(_map_jvp, p, name, linear))
+    set_rule(ad.primitive_transposes, p, functools.partial(_map_transpose, transposed, linear))
     return p
 
 
-softmax_p = _define("softmax")
-log_softmax_p = _define("log_softmax", multiple_results=True)
-logsumexp_p = _define("logsumexp", multiple_results=True)
-ad.primitive_jvps[softmax_p] = _softmax_jvp
-ad.primitive_jvps[log_softmax_p] = functools.partial(_log_jvp, "log_softmax")
-ad.primitive_jvps[logsumexp_p] = functools.partial(_log_jvp, "logsumexp")
+# The numbers say which operands are as large as the scores: x or y, and the (co)tangent unless it belongs to rows.
+softmax_p = _define("softmax", 0)
+log_softmax_p = _define("log_softmax", 0, multiple_results=True)
+logsumexp_p = _define("logsumexp", 0, multiple_results=True)
+set_rule(ad.primitive_jvps, softmax_p, _softmax_jvp)
+set_rule(ad.primitive_jvps, log_softmax_p, functools.partial(_log_jvp, "log_softmax"))
+set_rule(ad.primitive_jvps, logsumexp_p, functools.partial(_log_jvp, "logsumexp"))
 
-softmax_jacobian_p = _define_map("softmax_jacobian", 1, lambda: softmax_jacobian_p)
-log_softmax_jvp_p = _define_map("log_softmax_jvp", 3, lambda: log_softmax_vjp_p)
-log_softmax_vjp_p = _define_map("log_softmax_vjp", 3, lambda: log_softmax_jvp_p)
-logsumexp_jvp_p = _define_map("logsumexp_jvp", 3, lambda: logsumexp_vjp_p)
-logsumexp_vjp_p = _define_map("logsumexp_vjp", 3, lambda: logsumexp_jvp_p)
+softmax_jacobian_p = _define_map("softmax_jacobian", 0, 1, linear=1, transposed=lambda: softmax_jacobian_p)
+log_softmax_jvp_p = _define_map("log_softmax_jvp", 0, 3, linear=3, transposed=lambda: log_softmax_vjp_p)
+log_softmax_vjp_p = _define_map("log_softmax_vjp", 0, 3, linear=3, transposed=lambda: log_softmax_jvp_p)
+logsumexp_jvp_p = _define_map("logsumexp_jvp", 0, 3, linear=3, transposed=lambda: logsumexp_vjp_p)
+logsumexp_vjp_p = _define_map("logsumexp_vjp", 0, linear=3, transposed=lambda: logsumexp_jvp_p)

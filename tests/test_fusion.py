@@ -1,0 +1,312 @@
+"""What a kernel is told of its operands: where they come from, and that they are given as they were before a cast."""
+
+import functools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax import explain, log_softmax, logsumexp, softmax
+from jaxsoftmax.ops.softmax import xla
+
+B, F = jnp.bfloat16, jnp.float32
+
+
+class Noting(types.ModuleType):
+    """The reference under another name, which notes what it is told, and says that fused operands do not pay if `picky`."""
+
+    def __init__(self):
+        super().__init__("noting_softmax")
+        self.told, self.ran, self.picky, self.unsupported_dtypes = [], [], False, ()
+
+    def unsupported(self, primitive, target, *avals, **params):
+        found = [a.dtype.name for a in avals if a is not None and a.dtype.name in self.unsupported_dtypes]
+        return f"it does not take {found[0]}" if found else None
+
+    def unprofitable(self, primitive, target, fused, *avals, **params):
+        assert len(fused) == len(avals)
+        self.told.append((primitive, fused, tuple(a and a.dtype.name for a in avals)))
+        return "XLA fuses what produces its operand" if self.picky and any(fused) else None
+
+    def __getattr__(self, name):
+        reference = getattr(xla, name)
+
+        def run(*operands, **params):
+            self.ran.append((name, tuple(operand.dtype.name for operand in operands if operand is not None)))
+            return reference(*operands, **params)
+
+        return run
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    module = Noting()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with kernels.plugged_in("softmax", "noting", module.__name__, "cpu", "cuda"):
+        yield module
+
+
+def shape(*sizes, dtype=B):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+X, W, ROW, MASK = shape(8, 128), shape(128, 128), shape(128), shape(8, 128, dtype=jnp.bool)
+HEADS = shape(2, 16, 4, 8)
+
+
+def scaled_products(q):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, q) * B(0.125)
+
+
+def causal(q):
+    return jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scaled_products(q), B(-1e9))
+
+
+def dropped(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, B(0))
+
+
+def scanned(x):
+    return lax.scan(lambda c, _: (softmax(c.astype(F)).astype(B), None), x, length=3)[0]
+
+
+def barred(x):
+    return lax.optimization_barrier(x * B(2))
+
+
+@jax.custom_jvp
+def doubled(x):
+    return x * B(2)
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), tangents[0] * B(2)))
+
+# What the scores are computed from, and whether XLA would fuse that with its own softmax.
+PRODUCERS = {
+    "argument": (lambda x: x, [X], False),
+    "constant": (lambda: np.ones((8, 128), np.float32), [], False),
+    "scale and bias": (lambda x, b: x * B(0.3) + b[None], [X, ROW], True),
+    "where": (lambda x, m: jnp.where(m, x, B(-1e9)), [X, MASK], True),
+    "relu": (jax.nn.relu, [X], True),
+    "gelu": (jax.nn.gelu, [X], True),
+    "softplus": (jax.nn.softplus, [X], True),
+    "clip": (lambda x: jnp.clip(x, B(-1), B(1)), [X], True),
+    "custom_jvp": (doubled, [X], True),
+    "dropout": (dropped, [X], True),
+    "iota": (lambda: lax.broadcasted_iota(F, (8, 128), 1), [], True),
+    "broadcast": (lambda b: jnp.broadcast_to(b, (8, 128)), [ROW], True),
+    "slice": (lambda x: x[:, :100], [X], True),
+    "narrowing cast": (lambda x: x.astype(B), [shape(8, 128, dtype=F)], True),
+    "cast of integers": (lambda x: x.astype(F), [shape(8, 128, dtype=jnp.int8)], True),
+    "axis of size 1": (lambda b: b[None], [ROW], False),
+    "reshape": (lambda x: x.reshape(4, 256), [X], False),
+    "reshape of a sum": (lambda x: (x + x).reshape(4, 256), [X], True),
+    "transpose": (lambda x: x.T, [X], False),
+    "concatenate": (lambda x: jnp.concatenate([x, x]), [X], False),
+    "gather": (lambda x, i: x[i], [X, shape(4, dtype=jnp.int32)], False),
+    "reduce": (lambda x: x.sum(-1), [X], False),  # in float32, then narrowed
+    "reduced, then in use": (lambda x: x - x.max(-1, keepdims=True), [X], True),
+    "sorted": (jnp.sort, [X], False),
+    "barrier": (barred, [X], False),
+    # XLA makes what comes after the product a part of it
+    "product": (lambda x, w: x @ w, [X, W], False),
+    "product, scale and bias": (lambda x, w, b: (x @ w) * B(0.3) + b[None], [X, W, ROW], False),
+    "relu of product and bias": (lambda x, w, b: jax.nn.relu(x @ w + b[None]), [X, W, ROW], False),
+    "capped product": (lambda x, w: jnp.tanh(x @ w / B(30)) * B(30), [X, W], False),
+    "narrowed product": (lambda x, w: jnp.dot(x, w, preferred_element_type=F).astype(B), [X, W], False),
+    "scaled attention": (scaled_products, [HEADS], False),
+    # but not this
+    "masked attention": (causal, [HEADS], True),
+    "widened product, scaled": (lambda x, w: (x @ w).astype(F) * F(0.3), [X, W], True),
+    "scaled by a product": (lambda x, w, b: x * (w @ b)[None], [X, W, ROW], True),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_it_is_known_whether_xla_would_fuse_the_operand(noting, name):
+    scores, avals, expected = PRODUCERS[name]
+    for platform in ("cpu", "cuda"):
+        noting.told.clear()
+        explain(lambda *args: softmax(scores(*args)), *avals, platform=platform)
+        assert [fused for _, fused, _ in noting.told] == [(expected, False, False)]
+
+
+WRAPPED = {
+    "vmap": (jax.vmap(lambda x: softmax(x * B(2))), True),
+    "checkpoint": (jax.checkpoint(lambda x: softmax(x * B(2))), True),
+    "scan": (scanned, False),
+    "a sum in a scan": (lambda x: lax.scan(lambda c, _: (softmax(c + c), None), x, length=3)[0], True),
+    "a jitted function around": (lambda x: jax.jit(lambda x: softmax(x * B(2)))(x), True),
+    "a jitted function's argument": (lambda x: jax.jit(softmax)(x * B(2)), False),  # its caller is out of sight
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_it_is_known_inside_transformations(noting, name):
+    f, expected = WRAPPED[name]
+    explain(f, X)
+    assert [fused[0] for _, fused, _ in noting.told] == [expected]
+
+
+def test_many_paths_to_the_same_producer_are_walked_once(noting):
+    def f(x):
+        for _ in range(200):
+            x = x * x
+        return softmax(x)
+
+    explain(f, X)
+    assert [fused[0] for _, fused, _ in noting.told] == [True]
+
+
+def test_masks_scales_and_states_are_not_looked_at(noting):
+    def f(x, s):
+        return jax.grad(lambda x: jnp.sum(log_softmax(x, where=x > B(0), scale=s * F(2)) * B(2)).astype(F))(x)
+
+    explain(f, X, shape(dtype=F))
+    assert [(name, fused) for name, fused, _ in noting.told] == [
+        ("log_softmax", (False, False, False)),
+        ("log_softmax_vjp", (False, False, False, True, False, False)),
+    ]
+
+
+# Casts.
+
+CASTS = {
+    "cast": lambda x: x.astype(F),
+    "reshaped": lambda x: x.astype(F).reshape(4, 256),
+    "transposed": lambda x: x.astype(F).T,
+    "cut": lambda x: x.astype(F)[1:, :100],
+    "broadcast": lambda x: jnp.broadcast_to(x.astype(F), (2, 8, 128)),
+    "of a sum": lambda x: (x + x).astype(F),
+}
+
+
+def sample(dtype, sizes=(8, 128), seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(sizes), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("op", [softmax, log_softmax, logsumexp])
+def test_a_kernel_gets_the_scores_before_the_cast(noting, op, name, dtype):
+    def f(x):
+        return op(CASTS[name](x), axis=-1)
+
+    (decision,) = explain(f, shape(8, 128, dtype=dtype))
+    assert decision.operands[0].startswith(f"{dtype}[")
+    x = sample(dtype)
+    actual = jax.jit(f)(x)
+    assert noting.ran[-1][1] == (dtype,)
+    assert actual.dtype == F
+    np.testing.assert_allclose(actual, op(CASTS[name](x), axis=-1, implementation="xla"), rtol=1e-6)
+
+
+def test_no_other_cast_is_taken_back(noting):
+    for source, result in [("float32", "bfloat16"), ("int8", "float32"), ("float16", "bfloat16")]:
+        (decision,) = explain(lambda x, result=result: softmax(x.astype(result)), shape(8, 128, dtype=source))
+        assert decision.operands == (f"{result}[8,128]",)
+
+
+@pytest.mark.parametrize("op", [softmax, log_softmax, logsumexp])
+def test_derivatives_get_operands_before_casts_and_give_the_same_dtypes(noting, op):
+    def gradient(x, c, **options):
+        y, vjp = jax.vjp(lambda x: op(x.astype(F), axis=-1, **options), x)
+        return y, *vjp(c.astype(F))
+
+    x, c = sample("bfloat16"), sample("float16", jax.eval_shape(functools.partial(op, axis=-1), X).shape, 1)
+    assert "bfloat16[8,128]" in explain(gradient, x, c)[1].operands or op is softmax
+    actual, expected = jax.jit(gradient)(x, c), jax.jit(functools.partial(gradient, implementation="xla"))(x, c)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(actual[1].astype(F), expected[1].astype(F), rtol=1e-2, atol=1e-6)
+    assert [a.dtype for a in actual] == [F, B]
+    name, dtypes = noting.ran[-1]
+    assert (name, dtypes) == {
+        softmax: ("softmax_jacobian", ("float32", "float16")),
+        log_softmax: ("log_softmax_vjp", ("bfloat16", "float32", "float32", "float16")),
+        logsumexp: ("logsumexp_vjp", ("bfloat16", "float32", "float32", "float32")),  # c belongs to rows
+    }[op]
+
+
+# What is made of it.
+
+
+def test_what_does_not_pay_is_left_to_the_reference_with_the_reason(noting):
+    noting.picky = True
+    both = explain(lambda x: (softmax(x.astype(F)), softmax((x + x).astype(F))), X)
+    assert [(d.implementation, d.operands) for d in both] == [("noting", ("bfloat16[8,128]",)), ("xla", ("float32[8,128]",))]
+    assert both[1].refusals == (("noting", "XLA fuses what produces its operand"),)
+    assert "not noting: XLA fuses what produces its operand" in str(both)
+
+
+def test_a_forced_implementation_is_not_asked_whether_it_pays(noting):
+    noting.picky = True
+    (decision,) = explain(lambda x: softmax(x + x, implementation="noting"), X)
+    assert (decision.implementation, noting.told) == ("noting", [])
+
+
+def test_a_kernel_that_refuses_what_was_cast_is_not_asked_again(noting):
+    noting.unsupported_dtypes = ("bfloat16",)
+    (decision,) = explain(lambda x: softmax(x.astype(F)), X)
+    assert (decision.implementation, decision.operands) == ("xla", ("float32[8,128]",))
+    assert decision.refusals == (("noting", "it does not take bfloat16"),)
+
+
+def test_a_real_kernel_reads_the_narrow_scores():
+    with kernels.plugged_in("softmax", "probe", "probe", "cuda"):
+        text = kernels.lowered_for_cuda(lambda x: softmax(x.astype(F)), shape(64, 128), kernels=["softmax_forward_probe"])
+    (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert "(tensor<64x128xbf16>" in call
+    assert "-> tensor<64x128xf32>" in call
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")], ids=" and ".join)
+def test_export(noting, platforms):
+    x = sample("bfloat16")
+    exported = jax.export.export(jax.jit(lambda x: softmax((x + x).astype(F))), platforms=platforms)(x)
+    assert set(noting.told) == {("softmax", (True, False, False), ("bfloat16", None, None))}
+    with jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_allclose(exported.call(x), jax.nn.softmax((x + x).astype(F)), rtol=1e-6)
+
+
+# Shards.
+
+MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+@MESHES
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
+def test_shards(noting, kind, spec, constrained):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(sample("bfloat16"), NamedSharding(mesh, spec))
+        place = jax.sharding.reshard if kind == AxisType.Explicit else lax.with_sharding_constraint
+
+        def f(x):
+            wide = (x + x).astype(F)
+            return softmax(place(wide, NamedSharding(mesh, spec)) if constrained else wide)
+
+        compiled = jax.jit(f).lower(x).compile()
+        y = compiled(x)
+    np.testing.assert_allclose(y, jax.nn.softmax(np.asarray(x, np.float32) * 2), rtol=1e-5)
+    assert y.dtype == F
+    assert set(noting.told) <= {("softmax", (True, False, False), ("bfloat16", None, None))}
+    assert {dtypes for _, dtypes in noting.ran} <= {("bfloat16",)}
+    assert bool(noting.ran) == (spec == P("data") or kind == AxisType.Auto)  # a sharded axis is the reference's
+    assert "all-gather" not in str(compiled.as_text())
+
+
+def test_a_shard_map_that_the_user_writes(noting):
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(sample("bfloat16"), NamedSharding(mesh, P("data")))
+        mapped = jax.shard_map(lambda x: softmax((x + x).astype(F)), in_specs=P("data"), out_specs=P("data"))
+        np.testing.assert_allclose(jax.jit(mapped)(x), jax.nn.softmax((x + x).astype(F)), rtol=1e-5)
+    assert noting.told == [("softmax", (True, False, False), ("bfloat16", None, None))]
