@@ -34,7 +34,7 @@ import jax
 
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
-    "softmax": {"xla": "jaxsoftmax.ops.softmax.xla"},
+    "softmax": {"mosaic": "jaxsoftmax.ops.softmax.mosaic", "xla": "jaxsoftmax.ops.softmax.xla"},
 }
 
 # Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.

@@ -22,11 +22,11 @@ _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
 
 @contextlib.contextmanager
 def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[None]:
-    """Makes `module` the preferred implementation of `op`, on `platforms`, as if it were released, and takes it out again."""
+    """Makes `module` the one implementation of `op` beside the reference, on `platforms`, and takes it out again."""
     definitions = importlib.import_module(f"jaxsoftmax.ops.{op}.primitive")
     primitives = {value for value in vars(definitions).values() if isinstance(value, Primitive)}
     added = primitives - prim_requires_devices_during_lowering
-    table = {name: module, **dispatch.implementations[op]}
+    table = {name: module, "xla": dispatch.implementations[op]["xla"]}
     with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
         for primitive in primitives:
             sharding.require_devices(primitive)

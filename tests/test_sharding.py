@@ -1,10 +1,12 @@
 """Sharded arrays stay where they are: on automatic and explicit meshes, inside shard_map, and without devices at hand."""
 
+import contextlib
 import functools
 
 import cases
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -162,6 +164,32 @@ def test_a_scale_that_does_not_vary_gets_the_gradient_of_all_shards():
 def test_lowering_for_a_mesh_without_devices(name):
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.sharding.use_abstract_mesh(mesh):
-        x = jax.ShapeDtypeStruct((8, 33), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-        traced = jax.jit(value_and_gradient(name)).trace(x)
-        assert traced.lower(lowering_platforms=("cuda",)).as_text()
+        x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        text = jax.jit(value_and_gradient(name)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    kernels.assert_ran(text, "mosaic")
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=["auto", "both"])
+def test_with_a_kernel_listed_automatic_axes_need_devices_unless_all_are_manual(kinds):
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
+    with kernels.plugged_in("softmax", "probe", "probe", "cuda"), jax.sharding.use_abstract_mesh(mesh):
+        x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match="AbstractMesh cannot be used"):
+            jax.jit(jaxsoftmax.softmax).trace(x).lower(lowering_platforms=("cuda",))
+        mapped = jax.shard_map(jaxsoftmax.softmax, in_specs=P("data"), out_specs=P("data"))
+        text = jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert kernels.kernel_names(text) == ["softmax_forward_probe"]
+
+
+@MESHES
+def test_export_from_a_mesh_of_several_devices_holds_the_kernel_where_shards_are_known(kind):
+    mesh = make_mesh(kind)
+    with kernels.plugged_in("softmax", "probe", "probe", "cuda"), jax.set_mesh(mesh):
+        _, sharded = array((64, 128), P("data"), mesh)
+        exported = jax.export.export(jax.jit(jaxsoftmax.softmax), platforms=["cuda"])(sharded)
+        names = kernels.kernel_names(exported.mlir_module())
+        assert names == (["softmax_forward_probe"] if kind == AxisType.Explicit else [])
+        if kind == AxisType.Auto:
+            forced = jax.jit(functools.partial(jaxsoftmax.softmax, implementation="probe"))
+            with pytest.raises(NotImplementedError, match="the compiler has to ask back, which an exported program cannot"):
+                jax.export.export(forced, platforms=["cuda"])(sharded)

@@ -1,0 +1,466 @@
+"""The few building blocks that Pallas on Mosaic GPU lacks, in PTX, each once.
+
+Pallas loads and stores whole tiles of an array. The rows of a softmax may have any length and number, and any alignment that
+follows from them. `RowTile` says which thread of a block holds which elements of which rows, for arrays that end inside it:
+loads give `fill` beyond the end, and stores leave out what lies there. Nothing outside of an array is touched.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+WARP = 32
+WARPS = 4  # of a warpgroup
+
+_SPLAT = plgpu.Layout.WG_SPLAT(())
+
+
+def block_barrier() -> None:
+    """Waits for all warpgroups of the block; what they wrote to shared memory is then visible."""
+    _barrier("bar.sync 0;")
+
+
+def warp_barrier() -> None:
+    """Waits for the lanes of the warp; the compiler loads from shared memory again what it has loaded before."""
+    _barrier("bar.warp.sync 0xffffffff;")
+
+
+def cluster_arrive() -> None:
+    """Says that this block has started, without waiting: first half of what must precede `push_to_cluster`."""
+    _barrier("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_wait() -> None:
+    """Waits until all blocks of the cluster have arrived: their shared memory is there from then on."""
+    _barrier("barrier.cluster.wait.aligned;")
+
+
+def cluster_barrier() -> None:
+    """Waits for all blocks of the cluster; what they wrote to shared memory, also to that of others, is then visible."""
+    _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def _barrier(ptx: str) -> None:
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+    barrier()
+
+
+def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> None:
+    """Stores a float32 of each warp to `ref[index + warp]` in the shared memory of all blocks of the cluster.
+
+    Args:
+      ref: one-dimensional, in shared memory, at the same address in all blocks.
+      index: scalar int32, where this warpgroup's four values go.
+      values: `[4]`, one for each warp of the warpgroup.
+      layout: of `values`, in every lane of the warp.
+      blocks: of the cluster, at most 16; one lane stores to each.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, layout))
+    def push(_, ref, index, values):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
+        entry = arith.muli(arith.addi(index.registers.item(), warp), constant(4))
+        here = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), entry)
+        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, lane, result_types=i32)
+        value = llvm.extractelement(values.registers.flat[0], constant(0))
+        one_each = _compare("ult", lane, constant(blocks))
+        utils.inline_ptx("st.shared::cluster.f32 [$0], $1;", there, value, predicate=one_each, has_side_effects=True)
+
+    push(ref, index, values)
+
+
+def tiled(tiles, warp_dims, lane_dims) -> Any:
+    """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
+    layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def replicated(size: int) -> Any:
+    """The layout of a few values, a power of two and at most 32, all of which each warp holds."""
+    copies = WARP // size
+    lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
+    return tiled(((size,), (1,)), (plgpu.Replicated(WARPS),), lanes)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """How the threads of a block, or of a cluster of blocks, hold rows of an array.
+
+    A row of `cols` elements is cut into vectors. The threads that share a row take turns: thread p has the vectors p, p +
+    `sharers`, and so on. Up to 32 threads are lanes of a warp, and a block is one warpgroup with many rows; else they are all
+    threads of a block, or of a cluster, which has one row. With each turn a warpgroup holds one more array of `shape`: part of
+    its rows, or of the shares that its four warps have of one.
+
+    Vectors start where the array is aligned to them. If `vector` does not divide `cols`, that is up to `vector - 1` elements
+    before the row; the first and the last vector of the row then hold `fill` where they are not of the row.
+
+    Attributes:
+      cols: elements of a row.
+      vector: consecutive elements that a thread loads at once, a power of two. One row a block, or a divisor of `cols`.
+      threads: threads of a block that share a row, a power of two to 32, or a multiple of 128.
+      repeats: rows of a block for each group of threads; 1 where the block has one row.
+      blocks: blocks of a cluster that share a row; 1 where a block has many rows.
+    """
+
+    cols: int
+    vector: int
+    threads: int
+    repeats: int = 1
+    blocks: int = 1
+
+    @property
+    def whole_block(self) -> bool:
+        """Whether all of the block shares one row."""
+        return self.threads > WARP
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a block."""
+        return max(1, self.threads // (WARP * WARPS))
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a warp that share a row."""
+        return min(self.threads, WARP)
+
+    @property
+    def sharers(self) -> int:
+        """Threads that share a row, in all blocks."""
+        return self.threads * self.blocks
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return 1 if self.whole_block else WARPS * (WARP // self.lanes) * self.repeats
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows start where vectors do."""
+        return self.cols % self.vector == 0
+
+    @property
+    def turns(self) -> int:
+        """Vectors of a row that a thread holds, the last of which may lie beyond the end."""
+        touched = self.cols // self.vector + (0 if self.aligned else 2)
+        return -(-touched // self.sharers)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a warpgroup holds with each turn: rows, or warps, by elements."""
+        return (WARPS if self.whole_block else self.rows), self.lanes * self.vector
+
+    @cached_property
+    def layout(self) -> Any:
+        """Where the elements of `shape` are: in vectors, a row in lanes of one warp."""
+        rows = WARP // self.lanes
+        width = self.lanes * self.vector
+        return tiled(((WARPS * rows, width), (rows, width), (self.vector,)), (-5,), (-3, -2))
+
+    @cached_property
+    def row_layout(self) -> Any:
+        """The layout of a value for each of the rows, or warps, in every lane that shares it."""
+        return self.layout.reduce(1)
+
+    def exact(self, rows: int) -> bool:
+        """Whether arrays of `rows` rows end where a tile does."""
+        return rows % self.rows == 0 and self.cols == self.turns * self.vector * self.sharers
+
+    def load(self, ref, row, rows: int, *, dtype, fill: float = 0, source_row=None) -> list[jax.Array]:
+        """The tile of `ref`, `[*, cols]` in global memory, whose first row is `row`: `turns` arrays of `shape` and `dtype`.
+
+        Args:
+          ref: the array. A bool one is loaded as int8.
+          row: scalar int32.
+          rows: how many rows the tiles cover in all. Those at and after it are `fill`.
+          dtype: of what is loaded.
+          fill: what lies beyond the end.
+          source_row: None, or a function of a row, an int32 MLIR value, to the row of `ref` that is loaded for it. The vectors
+            must be aligned then.
+        """
+        kind = plgpu.ShapeDtypeStruct(self.shape, dtype, layout=self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT), return_type=[kind] * self.turns)
+        def load(_, ref, row):
+            layout = self.layout.to_mgpu()
+            register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
+            bits = int(np.array(fill, dtype).view(f"u{dtype.itemsize}")) * (0x10001 if dtype.itemsize == 2 else 1)
+            starts = list(self._starts(ref, row.registers.item(), rows, dtype.itemsize, source_row))
+            is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+            return [
+                _array([self._vector(turn, start).load(register, bits) for start in starts], layout, self.shape, is_signed)
+                for turn in range(self.turns)
+            ]
+
+        return load(ref, row)
+
+    def store(self, ref, row, rows: int, turn: int, values: jax.Array) -> None:
+        """Stores the array of one turn to the rows of `ref` from `row` on that are below `rows`."""
+        itemsize = values.dtype.itemsize
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, self.layout))
+        def store(_, ref, row, values):
+            starts = self._starts(ref, row.registers.item(), rows, itemsize)
+            for register, start in zip(values.registers.reshape(-1), starts, strict=True):
+                self._vector(turn, start).store(register)
+
+        store(ref, row, values)
+
+    def inside(self, row, rows: int) -> list[jax.Array]:
+        """For each turn, whether each element is one of a row: int8, 1 or 0."""
+        kind = plgpu.ShapeDtypeStruct(self.shape, jnp.int8, layout=self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(_SPLAT,), return_type=[kind] * self.turns)
+        def inside(_, row):
+            layout = self.layout.to_mgpu()
+            register = layout.registers_element_type(ir.IntegerType.get_signless(8))
+            starts = list(self._starts(None, row.registers.item(), rows, 1))
+            return [
+                _array([self._vector(turn, start).touched(register) for start in starts], layout, self.shape, True)
+                for turn in range(self.turns)
+            ]
+
+        return inside(row)
+
+    def load_row(self, ref, row, rows: int, *, dtype) -> jax.Array:
+        """A value for each of the tile's rows from `ref`, `[rows]` of `dtype`; 0 for those at and after `rows`."""
+        shape = self.shape[:1]
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), _SPLAT),
+            return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=self.row_layout),
+        )
+        def load(_, ref, row):
+            layout = self.row_layout.to_mgpu()
+            register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
+            entries = self._row_entries(ref, row.registers.item(), rows, dtype.itemsize)
+            return _array([entry.load(register, 0) for entry in entries], layout, shape, None)
+
+        return load(ref, row)
+
+    def store_row(self, ref, row, rows: int, values: jax.Array) -> None:
+        """Stores a value for each of the tile's rows that are below `rows` to `ref`, `[rows]`."""
+        itemsize = values.dtype.itemsize
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, self.row_layout))
+        def store(_, ref, row, values):
+            first = _compare("eq", arith.remui(utils.thread_idx(), constant(self.lanes)), constant(0))
+            entries = self._row_entries(ref, row.registers.item(), rows, itemsize)
+            for register, entry in zip(values.registers.reshape(-1), entries, strict=True):
+                _Vector(entry.address, 0, itemsize, _both(first, entry.inside)).store(register)
+
+        store(ref, row, values)
+
+    def _starts(self, ref, row, rows, itemsize, source_row=None):
+        """Where this thread's vectors of each of its rows start."""
+        position = utils.thread_idx() if self.whole_block else arith.remui(utils.thread_idx(), constant(self.lanes))
+        if self.blocks > 1:
+            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
+            position = arith.addi(position, arith.muli(rank, constant(self.threads)))
+        element = arith.muli(position, constant(self.vector))
+        for own_row, inside in self._own_rows(row, rows):
+            array_row = own_row if source_row is None else source_row(own_row)
+            start = arith.addi(arith.muli(_i64(array_row), _i64(self.cols)), _i64(element))
+            in_row = element
+            if not self.aligned:
+                before = arith.remui(start, _i64(self.vector))
+                start = arith.subi(start, before)
+                in_row = arith.subi(element, arith.trunci(element.type, before))
+            base = _i64(0) if ref is None else _address(ref)
+            yield _Start(arith.addi(base, arith.muli(start, _i64(itemsize))), in_row, itemsize, inside)
+
+    def _vector(self, turn, start):
+        """The vector that a thread has with this turn."""
+        skipped = turn * self.sharers * self.vector
+        offset = skipped * start.itemsize
+        ends_inside = skipped + self.sharers * self.vector <= self.cols  # for all threads
+        if self.aligned:
+            inside = start.inside
+            if not ends_inside:
+                inside = _both(inside, _compare("slt", start.element, constant(self.cols - skipped)))
+            return _Vector(start.address, offset, start.itemsize, inside)
+        if turn > 0 and ends_inside:
+            return _Vector(start.address, offset, start.itemsize, None)
+        elements = [arith.addi(start.element, constant(skipped + q)) for q in range(self.vector)]
+        own = [
+            _both(_compare("sge", element, constant(0)), _compare("slt", element, constant(self.cols))) for element in elements
+        ]
+        whole = _both(own[0], own[-1])
+        partial = arith.xori(whole, functools.reduce(arith.ori, own))
+        return _Vector(start.address, offset, start.itemsize, whole, partial, own)
+
+    def _row_entries(self, ref, row, rows, itemsize):
+        for own_row, inside in self._own_rows(row, rows):
+            yield _Vector(arith.addi(_address(ref), arith.muli(_i64(own_row), _i64(itemsize))), 0, itemsize, inside)
+
+    def _own_rows(self, row, rows):
+        """The rows of which this thread holds elements, and whether they are below `rows`, None if always."""
+        if self.whole_block:
+            yield row, None
+            return
+        own = arith.addi(row, arith.divui(utils.thread_idx(), constant(self.lanes)))
+        for i in range(self.repeats):
+            here = arith.addi(own, constant(i * WARPS * (WARP // self.lanes)))
+            yield here, (None if rows % self.rows == 0 else _compare("ult", here, constant(rows)))
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a thread's vectors of one row start: an address, the element of the row there, and whether it is a row at all."""
+
+    address: ir.Value
+    element: ir.Value
+    itemsize: int
+    inside: ir.Value | None
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """Consecutive elements in global memory, those of a register.
+
+    Attributes:
+      address: an int64 MLIR value.
+      offset: bytes from there to the first element, a constant that becomes a part of the instruction.
+      itemsize: bytes of an element.
+      inside: whether to touch all of it; None if always.
+      partial: whether to touch a part of it; None if never.
+      own: for each element, whether it is of that part.
+    """
+
+    address: ir.Value
+    offset: int
+    itemsize: int
+    inside: ir.Value | None
+    partial: ir.Value | None = None
+    own: Sequence[Any] = ()
+
+    def load(self, register, bits):
+        """A register of type `register`, with `bits` in each of its words where nothing is to be touched."""
+        words = _words(register)
+        if self.partial is None:
+            return vector.bitcast(register, _load(self.address, self.offset, self.inside, words, bits))
+        branch: Any = scf.IfOp(self.partial, [words], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
+            loaded = llvm.mlir_undef(elements)
+            for q, own in enumerate(self.own):
+                one = ir.VectorType.get((1,), elements.element_type)
+                element = _load(self.address, self.offset + q * self.itemsize, own, one, bits)
+                loaded = llvm.insertelement(loaded, llvm.extractelement(element, constant(0)), constant(q))
+            scf.yield_([vector.bitcast(words, loaded)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([_load(self.address, self.offset, self.inside, words, bits)])
+        return vector.bitcast(register, branch.results[0])
+
+    def touched(self, register):
+        """A register of int8: 1 for the elements that are to be touched, 0 for the others."""
+        ones, zeros = utils.c(1, register), utils.c(0, register)
+        if self.partial is not None:
+            for q, own in enumerate(self.own):
+                one = arith.extui(register.element_type, own)
+                zeros = llvm.insertelement(zeros, one, constant(q))
+            return zeros
+        return ones if self.inside is None else arith.select(self.inside, ones, zeros)
+
+    def store(self, register):
+        """Stores a register."""
+        _store(self.address, self.offset, self.inside, vector.bitcast(_words(register.type), register))
+        if self.partial is None:
+            return
+        with utils.when(self.partial):
+            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
+            values = vector.bitcast(elements, register)
+            for q, own in enumerate(self.own):
+                one = llvm.mlir_undef(ir.VectorType.get((1,), elements.element_type))
+                one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
+                _store(self.address, self.offset + q * self.itemsize, own, one)
+
+
+def _load(address, offset, inside, words, bits):
+    """A vector `words` from global memory, or `bits` in each word."""
+    count, word = words.shape[0], words.element_type
+    held = _held(word)
+    results = [f"${k}" for k in range(count)]
+    ptx = f"ld.global.{_list(word, results)}, [${count}+{offset}];"
+    operands = [address]
+    if inside is not None:
+        fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
+        ptx = f"{fills} @${count + 1} {ptx}"
+        operands.append(inside)
+    loaded = llvm.mlir_undef(words)
+    for k, value in enumerate(utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)):
+        value = value if held == word else arith.trunci(word, value)
+        loaded = llvm.insertelement(loaded, value, constant(k))
+    return loaded
+
+
+def _store(address, offset, inside, words):
+    """Stores a vector of words to global memory."""
+    count = words.type.shape[0]
+    values = [llvm.extractelement(words, constant(k)) for k in range(count)]
+    kind, names = _list(words.type.element_type, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+    utils.inline_ptx(f"st.global.{kind} [$0+{offset}], {names};", address, *values, predicate=inside, has_side_effects=True)
+
+
+def _words(register):
+    """The type in which PTX moves a vector of type `register`: words of 32 bits, or one of 16 or 8."""
+    bits = math.prod(register.shape) * utils.bitwidth(register.element_type)
+    width = min(32, bits)
+    return ir.VectorType.get((bits // width,), ir.IntegerType.get_signless(width))
+
+
+def _array(registers, layout, shape, is_signed):
+    """A Mosaic GPU array of these registers."""
+    array = np.empty(len(registers), object)
+    array[:] = registers
+    array = array.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
+
+
+def _held(word):
+    """The type of the PTX register that holds a word: there is none of 8 bits."""
+    return ir.IntegerType.get_signless(max(16, word.width))
+
+
+def _list(word, names: list[str]) -> str:
+    """The type and the operands of a load or store of several words: `v4.b32 {$0, $1, $2, $3}`."""
+    kind = f"b{word.width}"
+    return f"{kind} {names[0]}" if len(names) == 1 else f"v{len(names)}.{kind} {{{', '.join(names)}}}"
+
+
+def _address(ref):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+
+
+def constant(value: int) -> Any:
+    """An int32 MLIR constant."""
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _i64(value):
+    kind = ir.IntegerType.get_signless(64)
+    return utils.c(value, kind) if isinstance(value, int) else arith.extui(kind, value)
+
+
+def _compare(kind: str, a, b):
+    return arith.cmpi(getattr(arith.CmpIPredicate, kind), a, b)
+
+
+def _both(a, b):
+    return b if a is None else a if b is None else arith.andi(a, b)
