@@ -1,0 +1,1 @@
+"""Measures jaxsoftmax and its peers on a GPU; see `python -m benchmarks --help`."""

@@ -1,0 +1,185 @@
+"""Measures jaxsoftmax and its peers on the GPU that JAX sees, and holds the result files to the bars.
+
+python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
+python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
+python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
+python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib
+"""
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import bars, clock, harness, plot, results, softmax
+from benchmarks.cells import OURS, Cell
+
+SUITES: dict[str, Callable[[], list[Cell]]] = {"softmax": softmax.cells}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 1 if a bar is missed or our op is wrong, 2 for what cannot be done."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    _refuse_what_does_not_go_together(parser, options)
+    try:
+        if options.self_test:
+            return _self_test()
+        if options.check:
+            return _check(options)
+        if options.plot:
+            return _plot(options)
+        return _list_or_measure(options)
+    except (argparse.ArgumentTypeError, ValueError, OSError) as problem:
+        return _fail(str(problem))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("suite", nargs="?", choices=SUITES, help="what to measure; with --check and --plot, all by default")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--list", action="store_true", help="print the cells, and measure nothing")
+    modes.add_argument("--check", action="store_true", help="hold the newest run of each result file to bars.toml")
+    modes.add_argument("--plot", action="store_true", help="draw the newest run of each result file")
+    modes.add_argument("--self-test", action="store_true", help="compare the two ways to time, on a copy of 1 GiB")
+    parser.add_argument(
+        "--only", type=_pattern, metavar="REGEX", help="a part of the cells: matched in 'op pass dtype shape options'"
+    )
+    parser.add_argument("--peers", type=_names, metavar="A,B", help="the peers to measure, of those that are installed")
+    parser.add_argument("--commit", type=_word, metavar="HASH", help="the commit that is measured, where git cannot tell")
+    parser.add_argument("--gpu", metavar="NAME", help="the folder to check or draw, such as h200; all by default")
+    parser.add_argument(
+        "--out", type=Path, default=results.FOLDER, metavar="DIR", help="where result files are; default: benchmarks/results"
+    )
+    return parser
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as problem:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {problem}") from None
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no commit")
+    return text
+
+
+def _refuse_what_does_not_go_together(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    measuring = not (options.list or options.check or options.plot or options.self_test)
+    allowed = {
+        "--only": measuring or options.list,
+        "--peers": measuring,
+        "--commit": measuring,
+        "--gpu": options.check or options.plot,
+    }
+    for name, is_allowed in allowed.items():
+        if getattr(options, name.removeprefix("--")) is not None and not is_allowed:
+            parser.error(f"argument {name}: has no meaning here")
+    if (measuring or options.list) and options.suite is None:
+        parser.error(f"argument suite: choose from {', '.join(SUITES)}")
+    if options.self_test and options.suite is not None:
+        parser.error("argument suite: has no meaning with --self-test")
+
+
+def _list_or_measure(options: argparse.Namespace) -> int:
+    cells = SUITES[options.suite]()
+    peers = {contender.name for cell in cells for contender in cell.contenders} - {OURS}
+    if options.peers is not None and (unknown := options.peers - peers):
+        return _fail(f"argument --peers: no {', '.join(sorted(unknown))}; choose from {', '.join(sorted(peers))}")
+    if options.only is not None:
+        cells = _part(cells, options.only)
+        if not cells:
+            return _fail(f"argument --only: no cell matches {options.only.pattern!r}; see --list")
+    if options.list:
+        for cell in cells:
+            print(f"{cell.name:58} {', '.join(dict.fromkeys(contender.name for contender in cell.contenders))}")
+        return 0
+    return _measure(options, cells)
+
+
+def _part(cells: list[Cell], only: re.Pattern[str]) -> list[Cell]:
+    """The cells that match, and the copies of their dtypes."""
+    chosen = [cell for cell in cells if only.search(cell.name)]
+    dtypes = {cell.dtype for cell in chosen}
+    return [cell for cell in cells if cell in chosen or (cell.op == "copy" and cell.dtype in dtypes)]
+
+
+def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
+    gpu = harness.gpu_name()
+    if gpu is None:
+        return _fail("JAX sees no GPU, and there is nothing to measure without one")
+    commit = options.commit or harness.commit()
+    if commit is None:
+        return _fail("argument --commit: needed, as this is no git checkout")
+    path = results.path_for(options.out, gpu, options.suite)
+    if path.exists():
+        results.read(path)
+    run = harness.Run(gpu, commit, functools.partial(results.append, path), peers=options.peers)
+    run.measure(cells)
+    print(f"appended to {path}")
+    for problem in run.problems:
+        print(f"not recorded: {problem}", file=sys.stderr)
+    return 1 if run.problems else 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    status = 0
+    for suite in _suites(options):
+        for path in _files(options, suite):
+            run = results.newest(results.read(path))
+            count, found = bars.misses(bars.load(suite), SUITES[suite](), run)
+            print(f"{path}: run {run[0].run if run else 'none'}, {len(found)} of {count} bars missed")
+            if found:
+                status = 1
+                print(bars.table(found))
+    return status
+
+
+def _plot(options: argparse.Namespace) -> int:
+    for suite in _suites(options):
+        for path in _files(options, suite):
+            for figure in plot.draw(results.newest(results.read(path)), path.parent):
+                print(figure)
+    return 0
+
+
+def _suites(options: argparse.Namespace) -> list[str]:
+    return list(SUITES) if options.suite is None else [options.suite]
+
+
+def _files(options: argparse.Namespace, suite: str) -> list[Path]:
+    """The result files of a suite."""
+    if options.gpu is not None:
+        path = options.out / options.gpu / f"{suite}.csv"
+        if not path.exists():
+            raise argparse.ArgumentTypeError(f"argument --gpu: there is no {path}")
+        return [path]
+    paths = sorted(options.out.glob(f"*/{suite}.csv"))
+    if not paths:
+        raise argparse.ArgumentTypeError(f"argument --out: no {suite}.csv in a folder of {options.out}")
+    return paths
+
+
+def _self_test() -> int:
+    if harness.gpu_name() is None:
+        return _fail("JAX sees no GPU, and there is nothing to time without one")
+    print(clock.self_test())
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What is measured: a cell is one call on one shape and dtype, and its contenders are the ways to compute it."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+OURS = "ours"  # the row that it becomes names the implementation that ran
+IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
+YARDSTICKS = frozenset({"copy", "sum"})  # measured for their bandwidth: their rows have no error
+FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
+
+Truth = Callable[..., Sequence[Any]]
+
+
+def torch() -> Any:
+    """The module, which need not be installed and is slow to load."""
+    return importlib.import_module("torch")
+
+
+def unchanged(*inputs: Any) -> tuple[Any, ...]:
+    """The inputs as they are."""
+    return inputs
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a cell.
+
+    Attributes:
+      name: `OURS` or that of the peer. Contenders of one name are variants, of which the fastest is recorded.
+      build: makes the measured function; one of JAX is jitted afterwards.
+      prepare: turns a cell's inputs into the function's arguments, outside of what is measured.
+      framework: whose function it is.
+      needs: the modules that must be installed.
+      truth: as for `Cell`, where it differs from the cell's.
+    """
+
+    name: str
+    build: Callable[[], Callable[..., Any]]
+    prepare: Callable[..., tuple[Any, ...]] = unchanged
+    framework: Literal["jax", "torch"] = "jax"
+    needs: tuple[str, ...] = ()
+    truth: Truth | None = None
+
+    def missing(self) -> str | None:
+        """Why it cannot take part on this machine, or None."""
+        for module in self.needs:
+            if importlib.util.find_spec(module) is None:
+                return f"{module}: not installed"
+        if self.framework == "torch" and not torch().cuda.is_available():
+            return "torch: sees no GPU"
+        return None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the measurements, for every contender.
+
+    Attributes:
+      op, pass_, dtype, shape, options: as in the result files.
+      bytes: those that have to be read and written.
+      inputs: from a key and whether they should hurt, the input arrays, rows along all axes but the last.
+      contenders: who computes it.
+      truth: from some rows of the inputs in NumPy, the `oracle.Truth` of each output.
+      shared: how many of the inputs, at the end, are the same for all rows.
+      flops: the arithmetic, where that is the limit; 0 where it is not counted.
+    """
+
+    op: str
+    pass_: str
+    dtype: str
+    shape: tuple[int, ...]
+    options: str
+    bytes: int
+    inputs: Callable[[Any, bool], tuple[Any, ...]]
+    contenders: tuple[Contender, ...]
+    truth: Truth
+    shared: int = 0
+    flops: int = 0
+
+    @property
+    def shape_text(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def name(self) -> str:
+        """Such as `softmax forward float32 32768x4096 where=full`."""
+        return " ".join(filter(None, (self.op, self.pass_, self.dtype, self.shape_text, self.options)))
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The shape of its rows."""
+        return self.shape[:-1]
+
+    @property
+    def rows(self) -> int:
+        return int(np.prod(self.lead))

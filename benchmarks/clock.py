@@ -1,0 +1,115 @@
+"""How long the kernels of a call run on the GPU.
+
+Functions of JAX and of torch are timed alike, by CUPTI, which reports the run time of every kernel in the process, so that
+neither launches nor gaps count. It does not report plain memory copies: torch's `copy_`, and whatever else of torch it should
+not see, is timed by CUDA events around a CUDA graph of the same calls, and a function of JAX that runs no kernel is refused.
+"""
+
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from benchmarks.cells import torch
+
+Arguments = Sequence[tuple[Any, ...]]
+
+
+class Clock(Protocol):
+    """Times `calls` calls of `function`, each with the next of `arguments`, in microseconds a call."""
+
+    def __call__(self, function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float: ...
+
+
+def kernel_clock(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float:
+    """A `Clock` of the GPU's kernels.
+
+    Raises:
+      RuntimeError: the calls ran no kernels, or not the same number each.
+    """
+    us = cupti_us(function, arguments, calls, framework)
+    if us is not None:
+        return us
+    if framework == "jax":
+        raise RuntimeError("it runs no kernel (a plain memory copy is none)")
+    return graph_us(function, arguments, calls)
+
+
+def wall_clock(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float:
+    """A `Clock` that needs no GPU, for tests of the harness."""
+    start = time.perf_counter()
+    _run(function, arguments, calls, framework)
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def cupti_us(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float | None:
+    """Microseconds a call by CUPTI, which the test harness of Mosaic GPU brings along; None if it sees no kernel."""
+    cupti = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
+    synchronize(framework)
+    cupti._cupti_init()
+    try:
+        _run(function, arguments, calls, framework)
+    finally:
+        kernels = cupti._cupti_get_timings(False)  # CUPTI stays attached
+    if len(kernels) % calls:
+        raise RuntimeError(f"{calls} calls ran {len(kernels)} kernels: not the same number each")
+    return 1e3 * sum(milliseconds for _, milliseconds in kernels) / calls if kernels else None
+
+
+def graph_us(function: Callable[..., Any], arguments: Arguments, calls: int) -> float:
+    """Microseconds a call by CUDA events around a CUDA graph of all calls."""
+    graph = torch().cuda.CUDAGraph()
+    torch().cuda.synchronize()
+    with torch().cuda.graph(graph, capture_error_mode="thread_local"):
+        for args in itertools.islice(itertools.cycle(arguments), calls):
+            function(*args)
+    graph.replay()
+    start, end = torch().cuda.Event(enable_timing=True), torch().cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch().cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / calls
+
+
+def synchronize(framework: str, result: Any = None) -> None:
+    """Waits for `result` of JAX, or for all that torch has under way."""
+    if framework == "torch":
+        torch().cuda.synchronize()
+    else:
+        jax.block_until_ready(result)
+
+
+def _run(function, arguments, calls, framework) -> None:
+    result = None
+    for args in itertools.islice(itertools.cycle(arguments), calls):
+        result = function(*args)
+    synchronize(framework, result)
+
+
+def self_test() -> str:
+    """Both ways to time, side by side, on passes of torch and JAX over 1 GiB."""
+    source = torch().ones(2**28, device="cuda")
+    target = torch().empty_like(source)
+    array = jax.numpy.ones(2**28, jax.numpy.float32)
+    scale = jax.jit(lambda x: x * 1.5)
+    contenders = {
+        "torch copy_": (lambda: target.copy_(source), "torch"),
+        "torch mul": (lambda: torch().mul(source, 1.5, out=target), "torch"),
+        "jax x * 1.5": (lambda: scale(array), "jax"),
+    }
+    lines = [f"{'1 GiB read, 1 GiB written':26} {'CUPTI, us':>12} {'CUDA events, us':>16}"]
+    for name, (function, framework) in contenders.items():
+        synchronize(framework, function())
+        by_cupti = [cupti_us(function, [()], 10, framework) for _ in range(5)]
+        seen = [us for us in by_cupti if us is not None]
+        cupti = f"{statistics.median(seen):.1f}" if seen else "not seen"
+        events = "-"
+        if framework == "torch":
+            events = f"{statistics.median(graph_us(function, [()], 10) for _ in range(5)):.1f}"
+        lines.append(f"{name:26} {cupti:>12} {events:>16}")
+    return "\n".join(lines)

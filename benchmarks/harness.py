@@ -1,0 +1,231 @@
+"""Measures cells: every contender is built, checked, and timed in turns with the others."""
+
+import datetime
+import math
+import os
+import statistics
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import check
+from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender
+from benchmarks.clock import Clock, kernel_clock, synchronize
+from benchmarks.results import Row
+from jaxsoftmax import explain
+
+_GROSS = 0.1  # the relative error from which on a peer computes something else
+_HEADER = f"{'cell':58} {'implementation':16} {'us':>10} {'GB/s':>7} {'of copy':>8} {'error':>9}"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together."""
+
+    rounds: int = 5
+    calls: int = 10
+    cache: int = 4 * 50 * 2**20  # four times the L2 cache of an H200
+    most_buffers: int = 64
+
+    def buffers(self, cell: Cell) -> int:
+        if cell.pass_ == FIRST_CALL:
+            return 1
+        return max(1, min(self.most_buffers, math.ceil(self.cache / cell.bytes)))
+
+
+@dataclass
+class Entrant:
+    """A contender that takes part: its function, the arguments of each call, what was found, and its times."""
+
+    contender: Contender
+    function: Callable[..., Any]
+    arguments: list[tuple[Any, ...]]
+    implementation: str
+    error: float | None
+    times: list[float] = field(default_factory=list)
+
+
+class Run:
+    """One process's measurements of a suite.
+
+    Attributes:
+      problems: what is wrong with our own op, and was not recorded for that.
+    """
+
+    def __init__(
+        self,
+        gpu: str,
+        commit: str,
+        write: Callable[[Row], None],
+        *,
+        clock: Clock = kernel_clock,
+        effort: Effort | None = None,
+        peers: frozenset[str] | None = None,
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ):
+        """Every row goes to `write` as soon as it is measured; `peers` are those that take part, None for all."""
+        self.problems: list[str] = []
+        self._gpu, self._commit, self._write, self._clock, self._peers, self._say = gpu, commit, write, clock, peers, say
+        self._effort = effort or Effort()
+        self._id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+        self._copy_speed: dict[str, float] = {}
+        self._named: set[str] = set()
+
+    def measure(self, cells: Iterable[Cell]) -> None:
+        """Measures cells in their order; copies come before what is compared with them."""
+        start = time.perf_counter()
+        self._say(f"run {self._id} on {self._gpu}, jax {jax.__version__}, commit {self._commit}\n{_HEADER}")
+        for cell in cells:
+            self._measure(cell)
+        self._say(f"{time.perf_counter() - start:.0f} s")
+
+    def _measure(self, cell: Cell) -> None:
+        key = jax.random.key(0)
+        inputs = [cell.inputs(jax.random.fold_in(key, buffer), False) for buffer in range(self._effort.buffers(cell))]
+        jax.block_until_ready(inputs)
+        entrants = [self._enter(cell, contender, inputs) for contender in cell.contenders if self._takes_part(contender)]
+        entrants = [entrant for entrant in entrants if entrant is not None]
+        if cell.pass_ != FIRST_CALL:
+            self._time(cell, entrants)
+        fastest: dict[str, Entrant] = {}
+        for entrant in sorted((e for e in entrants if e.times), key=lambda e: statistics.median(e.times)):
+            fastest.setdefault(entrant.implementation, entrant)
+        for entrant in entrants:
+            if fastest.get(entrant.implementation) is entrant:
+                self._record(cell, entrant)
+
+    def _takes_part(self, contender: Contender) -> bool:
+        if contender.name not in (OURS, "copy") and self._peers is not None and contender.name not in self._peers:
+            return False
+        missing = contender.missing()
+        if missing is not None:
+            own = contender.name == missing.split(":")[0]
+            self._say_once(f"{missing}, left out" if own else f"{missing}, its {contender.name} left out")
+        return missing is None
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._named:
+            self._named.add(line)
+            self._say(line)
+
+    def _enter(self, cell: Cell, contender: Contender, inputs: list[tuple[Any, ...]]) -> Entrant | None:
+        """The contender with its values checked; None, and why, if it is not to be timed."""
+        try:
+            return self._checked(cell, contender, inputs)
+        except Exception as problem:  # whatever a library raises is the reason to leave it out
+            return self._leave_out(cell, contender, f"{type(problem).__name__}: {problem}".splitlines()[0][:200])
+
+    def _leave_out(self, cell: Cell, contender: Contender, reason: str) -> None:
+        self._say(f"{cell.name}: {contender.name} left out: {reason}")
+        if contender.name == OURS:
+            self.problems.append(f"{cell.name}: {reason}")
+
+    def _checked(self, cell: Cell, contender: Contender, inputs: list[tuple[Any, ...]]) -> Entrant | None:
+        arguments = [contender.prepare(*buffer) for buffer in inputs]
+        synchronize(contender.framework, arguments)
+        times = []
+        if cell.pass_ == FIRST_CALL:
+            jax.clear_caches()
+        start = time.perf_counter()
+        function = contender.build()
+        if contender.framework == "jax":
+            function = jax.jit(function)
+        output = function(*arguments[0])
+        synchronize(contender.framework, output)
+        if cell.pass_ == FIRST_CALL:
+            times.append(1e6 * (time.perf_counter() - start))
+        error, relative = check.errors(cell, contender, inputs[0], output)
+        implementation = contender.name if contender.name != OURS else _implementation(contender, arguments[0])
+        found = []
+        if contender.name != OURS and not relative <= _GROSS:
+            found.append(f"its relative error is {relative:.2g}")
+        if contender.name == OURS and cell.pass_ != FIRST_CALL:
+            found += check.differing_bits(cell, contender, function, inputs[0], output, kernels="xla" not in implementation)
+        del output
+        if contender.name not in YARDSTICKS:
+            hurtful = cell.inputs(jax.random.key(1), True)
+            error = max(error, check.errors(cell, contender, hurtful, function(*contender.prepare(*hurtful)))[0])
+        if contender.name == OURS and not error <= 1:
+            found.append(f"its error is {error:.3g} times the budget")
+        if found:
+            return self._leave_out(cell, contender, "; ".join(found))
+        recorded = None if contender.name in YARDSTICKS else error
+        return Entrant(contender, function, arguments, implementation, recorded, times)
+
+    def _time(self, cell: Cell, entrants: list[Entrant]) -> None:
+        """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""
+        for entrant in entrants:
+            for arguments in entrant.arguments:
+                synchronize(entrant.contender.framework, entrant.function(*arguments))
+        for _ in range(self._effort.rounds):
+            for entrant in list(entrants):
+                calls = max(self._effort.calls, len(entrant.arguments))
+                framework = entrant.contender.framework
+                try:
+                    entrant.times.append(self._clock(entrant.function, entrant.arguments, calls, framework))
+                except Exception as problem:
+                    entrants.remove(entrant)
+                    reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+                    self._leave_out(cell, entrant.contender, f"not timed ({framework}), {reason}")
+
+    def _record(self, cell: Cell, entrant: Entrant) -> None:
+        us = statistics.median(entrant.times)
+        if cell.op == "copy":
+            self._copy_speed[cell.dtype] = cell.bytes / us
+        copy_speed = self._copy_speed.get(cell.dtype)
+        row = Row(
+            run=self._id,
+            date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            gpu=self._gpu,
+            jax=jax.__version__,
+            commit=self._commit,
+            op=cell.op,
+            pass_=cell.pass_,
+            dtype=cell.dtype,
+            shape=cell.shape_text,
+            options=cell.options,
+            implementation=entrant.implementation,
+            us=us,
+            bytes=cell.bytes,
+            flops=cell.flops,
+            copy_share=cell.bytes / us / copy_speed if cell.bytes and copy_speed else None,
+            error=entrant.error,
+        )
+        self._write(row)
+        share = "" if row.copy_share is None else f"{row.copy_share:.3f}"
+        error = "" if row.error is None else f"{row.error:.3g}"
+        self._say(f"{cell.name:58} {row.implementation:16} {us:10.2f} {row.speed / 1e3:7.0f} {share:>8} {error:>9}")
+
+
+def _implementation(contender: Contender, arguments: tuple[Any, ...]) -> str:
+    """The implementations that run in a call of ours, as `explain` names them."""
+    explanation = explain(contender.build(), *arguments)
+    return "+".join(dict.fromkeys(decision.implementation for decision in explanation))
+
+
+def gpu_name() -> str | None:
+    """The name of the GPU that JAX sees, or None."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch lives on the same GPU
+    try:
+        return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+    except (AssertionError, RuntimeError):  # JAX was told to use one that is not there
+        return None
+
+
+def commit() -> str | None:
+    """The short hash of the checkout, with `-dirty` if the package differs from it; None outside of a checkout."""
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", "jaxsoftmax") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

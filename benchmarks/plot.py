@@ -1,0 +1,125 @@
+"""Draws result files: bandwidth against columns, and accuracy beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import is_ours
+from benchmarks.results import Row
+
+FIGURES = (("softmax", "forward"), ("softmax", "backward"), ("log_softmax", "forward"), ("logsumexp", "forward"))
+
+_GREY = "#80868f"  # readable on white and on black, as are the others
+_COLOURS = {
+    "mosaic": "#e8590c",
+    "triton": "#c2255c",
+    "xla": "#0c9c7c",
+    "jax.nn": "#3b82f6",
+    "torch": "#2f9e44",
+    "torch.compile": "#a855f7",
+    "quack": "#d19a00",
+    "sum": _GREY,
+    "copy": _GREY,
+}
+_STYLE = {
+    "font.size": 9,
+    "text.color": _GREY,
+    "axes.edgecolor": _GREY,
+    "axes.labelcolor": _GREY,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.color": _GREY,
+    "grid.linewidth": 0.6,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "svg.hashsalt": "jaxsoftmax",
+}
+
+
+def draw(run: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws the figures for which the run has rows, as `<op>_<pass>.svg` in `folder`; returns their paths."""
+    paths = []
+    for op, pass_ in FIGURES:
+        rows = [row for row in run if (row.op, row.pass_, row.options) == (op, pass_, "") and _large(row)]
+        dtypes = [dtype for dtype in ("float32", "bfloat16") if any(row.dtype == dtype for row in rows)]
+        if dtypes:
+            copies = {row.dtype: row for row in run if row.op == "copy"}
+            paths.append(_figure(folder / f"{op}_{pass_}.svg", op, pass_, rows, dtypes, copies))
+    return paths
+
+
+def _large(row: Row) -> bool:
+    """Whether a row is of the size at which columns are compared, and not one of the small arrays."""
+    return row.bytes >= 2**27
+
+
+def _columns(row: Row) -> int:
+    return int(row.shape.rsplit("x", 1)[1])
+
+
+def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str], copies: dict[str, Row]) -> Path:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.5 + 2.9 * len(dtypes)), layout="constrained")
+        panels = figure.subplots(len(dtypes), 2, squeeze=False, sharex=True)
+        for (speed, accuracy), dtype in zip(panels, dtypes, strict=True):
+            _panel(speed, accuracy, [row for row in rows if row.dtype == dtype])
+            speed.set(title=dtype, ylabel="GB/s", ylim=(0, None))
+            accuracy.set(title=dtype, ylabel="largest error / budget", yscale="log")
+            if dtype in copies:
+                speed.axhline(copies[dtype].speed / 1e3, color=_GREY, linestyle="--", linewidth=1.2, label="copy")
+            accuracy.axhline(1, color=_GREY, linestyle="--", linewidth=1.2, label="budget")
+            low, high = accuracy.get_ylim()
+            accuracy.set_ylim(min(low, 0.1), max(high, 10))
+        for axis in panels.flat:
+            axis.minorticks_off()
+        for axis in panels[-1]:
+            axis.set_xlabel("columns")
+        entries: dict[str, Any] = {}
+        for axis in panels.flat:
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                entries.setdefault(label, handle)
+        entries["copy, budget"] = entries.pop("budget")
+        entries.pop("copy", None)
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), frameon=False)
+        newest = rows[-1]
+        figure.suptitle(f"{op} {pass_}, {newest.gpu}, jax {newest.jax}, {newest.commit}")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    return path
+
+
+def _panel(speed: Any, accuracy: Any, rows: list[Row]) -> None:
+    """A line for each implementation through the powers of two; other counts are hollow marks beside it."""
+    by_name = {name: [row for row in rows if row.implementation == name] for name in {row.implementation for row in rows}}
+    for axis, what in ((speed, lambda row: row.speed / 1e3), (accuracy, lambda row: row.error)):
+        for name in sorted(by_name, key=lambda name: list(_COLOURS).index(_main(name))):
+            ours = is_ours(by_name[name][0])
+            look = {"color": _COLOURS[_main(name)], "marker": "o", "markersize": 4, "zorder": 3 if ours else 2}
+            points = sorted((_columns(row), what(row)) for row in by_name[name] if _can_be_drawn(what(row)))
+            line = [point for point in points if _is_power(point[0])]
+            odd = [point for point in points if not _is_power(point[0])]
+            axis.plot(*_transposed(line), **look, label=name, linewidth=2.2 if ours else 1.2)
+            axis.plot(*_transposed(odd), **look, linestyle="", markerfacecolor="none")
+        powers = sorted({_columns(row) for row in rows if _is_power(_columns(row))})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(powers, [f"{count // 1024}K" if count >= 1024 else str(count) for count in powers])
+
+
+def _main(implementation: str) -> str:
+    return implementation.split("+")[0]
+
+
+def _is_power(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+def _can_be_drawn(value: float | None) -> bool:
+    return value is not None and 0 < value < float("inf")
+
+
+def _transposed(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

@@ -1,0 +1,128 @@
+"""The result files: `<folder>/<gpu>/<suite>.csv`, one row a measurement, new runs below old ones."""
+
+import csv
+import io
+import os
+import re
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+      run: one for all that one process measured; only rows of one run are compared.
+      date: when it was measured, UTC.
+      gpu, jax, commit: the GPU's name, the version of JAX, the commit of jaxsoftmax.
+      op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
+        `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock.
+      implementation: what ran, ours or a peer.
+      us: microseconds; of all kernels of a call, the median of five rounds.
+      bytes: those that have to be read and written; 0 where they do not matter.
+      flops: the arithmetic, where that is the limit; 0 where it is not counted.
+      copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
+      error: the largest fraction of the error budget used; None for yardsticks.
+    """
+
+    run: str
+    date: str
+    gpu: str
+    jax: str
+    commit: str
+    op: str
+    pass_: str
+    dtype: str
+    shape: str
+    options: str
+    implementation: str
+    us: float
+    bytes: int
+    flops: int
+    copy_share: float | None
+    error: float | None
+
+    @property
+    def speed(self) -> float:
+        """Bytes a microsecond."""
+        return self.bytes / self.us
+
+    @property
+    def cell(self) -> tuple[str, ...]:
+        return self.op, self.pass_, self.dtype, self.shape, self.options
+
+
+COLUMNS = tuple(field.name.rstrip("_") for field in fields(Row))
+
+
+def path_for(folder: Path, gpu: str, suite: str) -> Path:
+    """The result file of a suite on a GPU of this name: 'NVIDIA H200' is `h200`."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-") / f"{suite}.csv"
+
+
+def append(path: Path, *rows: Row) -> None:
+    """Adds rows, all or none, in one write.
+
+    Raises:
+      ValueError: the file has other columns, or ends inside a row.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [] if path.exists() and _check(path) else [COLUMNS]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([*lines, *map(_format, rows)])
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, text.getvalue().encode())
+    finally:
+        os.close(file)
+
+
+def read(path: Path) -> list[Row]:
+    """All rows, the oldest first.
+
+    Raises:
+      ValueError: the file has other columns, ends inside a row, or holds a row that cannot be read; with its line.
+    """
+    _check(path)
+    with path.open(newline="") as file:
+        return [_parse(path, line, record) for line, record in enumerate(csv.DictReader(file), start=2)]
+
+
+def newest(rows: list[Row]) -> list[Row]:
+    """The rows of the run that was appended last."""
+    return [row for row in rows if row.run == rows[-1].run]
+
+
+def _check(path: Path) -> bool:
+    """Whether there is anything in the file; raises if it is no result file."""
+    text = path.read_text()
+    if text and text.splitlines()[0] != ",".join(COLUMNS):
+        raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
+    if text and not text.endswith("\n"):
+        raise ValueError(f"{path}: the last row is not complete; complete or remove it")
+    return bool(text)
+
+
+def _format(row: Row) -> list[str]:
+    *names, us, bytes_, flops, copy_share, error = astuple(row)
+    return [
+        *names,
+        f"{us:.3f}",
+        str(bytes_),
+        str(flops),
+        "" if copy_share is None else f"{copy_share:.4f}",
+        "" if error is None else f"{error:.4g}",
+    ]
+
+
+def _parse(path: Path, line: int, record: dict[str, str]) -> Row:
+    try:
+        *names, us, bytes_, flops, copy_share, error = (record[column] for column in COLUMNS)
+        values: list[Any] = [*names, float(us), int(bytes_), int(flops)]
+        return Row(*values, *(float(text) if text else None for text in (copy_share, error)))
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{path}, line {line}: {problem}") from None

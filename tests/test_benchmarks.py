@@ -1,0 +1,420 @@
+"""The benchmarks: result files, bars, the command line, and that no speed is recorded of what is wrong."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from benchmarks import bars, check, harness, results, softmax
+from benchmarks.__main__ import main
+from benchmarks.cells import OURS, Contender
+from benchmarks.clock import wall_clock
+
+CELLS = {cell.name: cell for cell in softmax.cells()}
+QUICK = harness.Effort(rounds=1, calls=1, cache=0)
+GPU = "NVIDIA H200"
+
+
+def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
+    """A row that moves 4 bytes a nanosecond."""
+    return results.Row(
+        run=run,
+        date="2026-11-20T12:00:00Z",
+        gpu=GPU,
+        jax="0.11.2",
+        commit="abc1234",
+        op=cell.op,
+        pass_=cell.pass_,
+        dtype=cell.dtype,
+        shape=cell.shape_text,
+        options=cell.options,
+        implementation=implementation,
+        us=us or max(round(cell.bytes / 4e6, 3), 1.0),
+        bytes=cell.bytes,
+        flops=0,
+        copy_share=1.0,
+        error=error,
+    )
+
+
+def a_full_run(**changes):
+    """Rows of every cell and contender that no bar is missed by."""
+    rows = []
+    for cell in CELLS.values():
+        for name in dict.fromkeys(contender.name for contender in cell.contenders):
+            rows.append(a_row(cell, "mosaic" if name == OURS else name, **changes))
+    return rows
+
+
+def written(folder, rows):
+    path = results.path_for(folder, GPU, "softmax")
+    results.append(path, *rows)
+    return path
+
+
+def name_of(row):
+    return " ".join(filter(None, row.cell))
+
+
+def tiny(pattern, **changes):
+    """A cell on a few rows, the only one whose name has `pattern`."""
+    (cell,) = [cell for cell in softmax.cells(2**14) if pattern in cell.name]
+    return dataclasses.replace(cell, **changes)
+
+
+def measured(*cells, **options):
+    """A run of cells on whatever device there is, its rows, and what it says."""
+    rows, lines = [], []
+    run = harness.Run(GPU, "abc1234", rows.append, say=lines.append, **{"clock": wall_clock, "effort": QUICK, **options})
+    run.measure(cells)
+    return run, rows, "\n".join(lines)
+
+
+# Result files.
+
+
+def test_rows_are_appended_and_read_back(tmp_path):
+    cell = CELLS["softmax forward float32 32768x4096"]
+    first = [a_row(cell), a_row(cell, "sum", error=None)]
+    second = [dataclasses.replace(a_row(cell, "jax.nn", run="2", us=123.457), copy_share=None)]
+    path = written(tmp_path, first)
+    before = path.read_bytes()
+    assert written(tmp_path, second) == path == tmp_path / "h200" / "softmax.csv"
+    assert path.read_bytes().startswith(before)
+    assert results.read(path) == first + second
+    assert results.newest(results.read(path)) == second
+
+
+def test_columns():
+    assert ",".join(results.COLUMNS) == (
+        "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "folder"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), ("NVIDIA GB200", "gb200")]
+)
+def test_folder_of_a_gpu(tmp_path, gpu, folder):
+    assert results.path_for(tmp_path, gpu, "softmax") == tmp_path / folder / "softmax.csv"
+
+
+def test_a_file_that_ends_inside_a_row_is_refused(tmp_path):
+    path = written(tmp_path, a_full_run()[:3])
+    path.write_text(path.read_text()[:-5])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="the last row is not complete"):
+        results.read(path)
+    with pytest.raises(ValueError, match="the last row is not complete"):
+        written(tmp_path, a_full_run()[:1])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("old", "new", "match"), [("run,", "walk,", "columns"), (",mosaic,", ",mosaic,x", "line 2")])
+def test_a_file_that_is_no_result_file_is_refused(tmp_path, old, new, match):
+    path = written(tmp_path, [a_row(CELLS["softmax forward float32 32768x4096"])])
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=match):
+        results.read(path)
+
+
+def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    whole, cut = tiny("copy forward float32"), tiny("softmax forward float32 1024x512")
+    path = results.path_for(tmp_path, GPU, "softmax")
+    run = harness.Run(GPU, "abc", lambda row: results.append(path, row), clock=wall_clock, effort=QUICK, say=lambda line: None)
+    with pytest.raises(KeyboardInterrupt):
+        run.measure([whole, dataclasses.replace(cut, inputs=interrupted)])
+    assert [row.op for row in results.read(path)] == ["copy"]
+
+
+# Bars.
+
+
+def test_every_bar_matches_cells():
+    loaded = bars.load("softmax")
+    assert loaded
+    for bar in loaded:
+        held = [cell for cell in CELLS.values() if bar.holds_for(cell)]
+        seen = {
+            "op": {cell.op for cell in held},
+            "pass": {cell.pass_ for cell in held},
+            "dtype": {cell.dtype for cell in held},
+            "shape": {cell.shape_text for cell in held},
+            "options": {cell.options for cell in held},
+        }
+        assert held, bar
+        for name, allowed in bar.filters.items():
+            assert allowed is None or set(allowed) == seen[name], f"{bar}: {name}"
+        for cell in held:
+            names = {contender.name for contender in cell.contenders} | {"copy"}
+            assert bar.peer is None or bar.peer in names, f"{bar}: {cell.name}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ('op = "softmax"', "needs one of"),
+        ("error_at_most = 1\ncols = [64]", "nothing unknown"),
+        ("ratio_at_least = 0.9", "needs a peer"),
+        ('error_at_most = 1\npeer = "copy"', "takes no peer"),
+        ('error_at_most = "1"', "positive number"),
+    ],
+)
+def test_bars_that_are_not_valid(tmp_path, entry, match):
+    path = tmp_path / "bars.toml"
+    path.write_text(f"[[softmax]]\n{entry}\n")
+    with pytest.raises(ValueError, match=rf"\[\[softmax\]\] number 1.*{match}"):
+        bars.load("softmax", path)
+
+
+def test_check_passes(tmp_path, capsys):
+    written(tmp_path, a_full_run())
+    assert main(["--check", "--out", str(tmp_path)]) == 0
+    assert " 0 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "found"),
+    [
+        ("softmax forward float32 32768x4096", {"us": 1000.0}, "0.2684"),
+        ("softmax forward float16 32x512", {"us": 1.04}, "1.04"),
+        ("softmax forward float32 32768x4096", {"error": 1.5}, "1.5"),
+        ("softmax first_call float32 32768x4096", {"us": 3e6}, "3e+06"),
+        ("logsumexp forward bfloat16 32768x4096", {"us": 100.0}, "0.6711"),
+        ("softmax forward bfloat16 32768x4096 fused=1", {"implementation": "torch"}, "not measured"),
+    ],
+)
+def test_check_fails(tmp_path, capsys, name, change, found):
+    rows = [
+        dataclasses.replace(row, **change)
+        if " ".join(filter(None, row.cell)) == name and row.implementation == "mosaic"
+        else row
+        for row in a_full_run()
+    ]
+    written(tmp_path, rows)
+    assert main(["softmax", "--check", "--gpu", "h200", "--out", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(name + " ")]
+    assert lines
+    assert any(line.endswith(f"  {found}") for line in lines), lines
+
+
+def test_check_takes_the_newest_run_alone(tmp_path, capsys):
+    written(tmp_path, [*a_full_run(), a_row(CELLS["softmax forward float32 32768x4096"], run="2")])
+    assert main(["--check", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "run 2" in out
+    assert "copy not measured" in out
+    assert "log_softmax forward float32 32768x4096" in out
+
+
+def test_check_without_results(tmp_path, capsys):
+    assert main(["--check", "--out", str(tmp_path)]) == 2
+    assert main(["--check", "--gpu", "h100", "--out", str(tmp_path)]) == 2
+    assert "--gpu" in capsys.readouterr().err
+
+
+# The command line.
+
+
+def test_list(capsys):
+    assert main(["softmax", "--list", "--only", "^logsumexp forward bfloat16 32768x4096"]) == 0
+    copy, logsumexp = capsys.readouterr().out.splitlines()
+    assert copy.startswith("copy forward bfloat16")
+    assert logsumexp.endswith(" ours, jax.nn, torch, sum")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "suite"),
+        (["attention_of_the_audience"], "suite"),
+        (["softmax", "--only", "("], "--only"),
+        (["softmax", "--only", "no such cell"], "--only"),
+        (["softmax", "--peers", "jax.nn,numpy"], "--peers"),
+        (["softmax", "--commit", "a b"], "--commit"),
+        (["softmax", "--gpu", "h200"], "--gpu"),
+        (["--check", "--only", "softmax"], "--only"),
+        (["--check", "--peers", "torch"], "--peers"),
+        (["--check", "--plot"], "--plot"),
+        (["softmax", "--self-test"], "suite"),
+    ],
+)
+def test_bad_arguments(arguments, named, capsys):
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert f"argument {named}" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert main(["softmax", "--out", str(tmp_path)]) == 2
+    assert main(["--self-test"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+# Measuring.
+
+
+def test_a_run_records_ours_and_peers_beside_the_copy():
+    run, rows, said = measured(tiny("copy forward float32"), tiny("softmax forward float32 1024x512"))
+    assert not run.problems
+    assert [row.op for row in rows] == ["copy", "softmax", "softmax"]
+    copy, ours, peer = rows
+    assert copy.copy_share == 1
+    assert copy.error is None
+    assert bars.is_ours(ours)
+    assert 0 < ours.error <= 1
+    assert peer.implementation == "jax.nn"
+    assert peer.copy_share == pytest.approx(peer.speed / copy.speed)
+    assert len({row.run for row in rows}) == 1
+    assert "quack: not installed, left out" in said or "quack" in {row.implementation for row in rows}
+
+
+@pytest.mark.parametrize("name", ["first_call float32 4x4096 grad=1", "logsumexp backward float32 16x1024", "fused=1"])
+def test_cells_of_other_kinds_run(name):
+    run, rows, _ = measured(tiny(name))
+    assert not run.problems
+    assert all(row.error <= 1 for row in rows if bars.is_ours(row))
+    assert any(bars.is_ours(row) for row in rows)
+
+
+@pytest.mark.slow
+def test_every_cell_runs():
+    cells = softmax.cells(2**16)
+    run, rows, said = measured(*cells)
+    assert not run.problems
+    assert {
+        (row.op, row.pass_, row.dtype, row.shape, row.options) for row in rows if bars.is_ours(row) or row.op == "copy"
+    } == {(cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options) for cell in cells}
+    assert not [line for line in said.splitlines() if "left out" in line and "not installed" not in line]
+
+
+WRONG = {
+    "values": (lambda x: jaxsoftmax.softmax(x) * 1.01, "times the budget"),
+    "shape": (lambda x: jaxsoftmax.softmax(x)[:, :-1], "AssertionError"),
+    "extremes": (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), -1, keepdims=True), "times the budget"),
+    "raises": (lambda x: jaxsoftmax.softmax(x, implementation="none"), "ValueError"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_result_is_not_recorded(kind):
+    wrong, reason = WRONG[kind]
+    cell = tiny("softmax forward float32 1024x512")
+    run, rows, said = measured(dataclasses.replace(cell, contenders=(Contender(OURS, lambda: wrong), cell.contenders[1])))
+    assert [row.implementation for row in rows] == ["jax.nn"]
+    (problem,) = run.problems
+    assert problem.startswith(cell.name)
+    assert reason in problem
+    assert problem.split(": ", 1)[1] in said
+
+
+def test_a_peer_is_left_out_only_if_grossly_wrong():
+    peers = (
+        Contender("torch", lambda: lambda x: jax.nn.softmax(x) * 1.01),
+        Contender("quack", lambda: lambda x: jax.nn.softmax(x) * 1.5),
+    )
+    run, rows, said = measured(tiny("softmax forward float32 1024x512", contenders=peers))
+    assert not run.problems
+    assert [row.implementation for row in rows] == ["torch"]
+    assert rows[0].error > 1
+    assert "quack left out: its relative error is 0.5" in said
+
+
+def test_other_bits_are_found():
+    cell = tiny("softmax forward float32 1024x512")
+    inputs = cell.inputs(jax.random.key(0), False)
+    contender = cell.contenders[0]
+    calls = itertools.count()
+
+    def found(function, kernels=True):
+        return check.differing_bits(cell, contender, function, inputs, function(*inputs), kernels=kernels)
+
+    assert found(lambda x: 2 * x) == []
+    assert found(lambda x: 0 * x / 0) == []  # NaN is the same as NaN
+    assert "a second call gives other bits" in found(lambda x: x + next(calls))
+    assert found(lambda x: x + int(x.shape[0] == 3)) == ["rows have other bits where there are only 3"]
+    assert found(lambda x: x + int(x.shape[0] == 3), kernels=False) == []
+
+
+def test_times_are_medians_of_interleaved_rounds_and_the_fastest_variant_counts():
+    def variant(name, factor):
+        return Contender(name, lambda: lambda x: x * jnp.asarray(factor, x.dtype))
+
+    order = []
+    times = {1.0: iter([5.0, 9.0, 4.0]), 1.001: iter([3.0, 100.0, 1.0]), 1.002: iter([7.0, 7.0, 7.0])}
+
+    def clock(function, arguments, calls, framework):
+        factor = round(float(function(jnp.ones(1, "float32"))[0]), 3)
+        order.append(factor)
+        assert (calls, len(arguments), framework) == (10, 1, "jax")
+        return next(times[factor])
+
+    cell = tiny("copy forward float32", contenders=(variant("copy", 1.0), variant("copy", 1.001), variant("sum", 1.002)))
+    _, rows, _ = measured(cell, clock=clock, effort=harness.Effort(rounds=3, cache=0))
+    assert order == [1.0, 1.001, 1.002] * 3
+    assert [(row.implementation, row.us) for row in rows] == [("copy", 3.0), ("sum", 7.0)]
+
+
+def test_buffers_rotate_where_they_would_fit_in_cache():
+    seen = []
+
+    def clock(function, arguments, calls, framework):
+        seen.append((calls, len({np.asarray(x).tobytes() for (x,) in arguments})))
+        return 1.0
+
+    measured(tiny("softmax forward float16 32x512"), clock=clock, effort=harness.Effort(rounds=1), peers=frozenset())
+    assert seen == [(64, 64)]
+    assert harness.Effort().buffers(CELLS["softmax forward float32 32768x4096"]) == 1
+
+
+def test_peers_can_be_chosen():
+    _, rows, _ = measured(tiny("softmax forward float32 1024x512"), peers=frozenset({"torch"}))
+    assert "jax.nn" not in {row.implementation for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_element"),
+    [
+        ("copy forward bfloat16 32768x4096", 4),
+        ("softmax forward float32 32768x4096", 8),
+        ("log_softmax forward bfloat16 32768x4096", 4),
+        ("logsumexp forward float32 32768x4096", 4),
+        ("logsumexp backward bfloat16 32768x4096 mode=vjp", 4),
+        ("softmax backward float32 32768x4096", 12),
+        ("log_softmax backward bfloat16 32768x4096 mode=jvp", 6),
+        ("log_softmax forward+backward float32 32768x4096", 20),
+        ("softmax forward float32 16384x8192 where=full", 9),
+        ("softmax forward bfloat16 4x8x2048x2048 where=1x1xTxS", 4),
+        ("softmax forward bfloat16 32768x4096 out=float32 scale=0.125", 6),
+        ("softmax forward bfloat16 32768x4096 fused=1", 4),
+        ("softmax first_call float32 32768x4096", 0),
+    ],
+)
+def test_bytes(name, bytes_per_element):
+    assert CELLS[name].bytes == bytes_per_element * 2**27
+
+
+def test_cells_have_names_of_their_own_and_options_in_order():
+    assert len(CELLS) == len(softmax.cells())
+    for cell in CELLS.values():
+        assert cell.options.split() == sorted(cell.options.split())
+
+
+def test_plots_are_drawn(tmp_path, capsys):
+    written(tmp_path, a_full_run())
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    drawn = sorted((tmp_path / "h200").glob("*.svg"))
+    assert [str(path) for path in drawn] == sorted(capsys.readouterr().out.split())
+    assert "softmax_forward.svg" in {path.name for path in drawn}
+    assert all(path.read_text().startswith("<?xml") for path in drawn)
