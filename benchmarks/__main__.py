@@ -141,6 +141,9 @@ def _check(options: argparse.Namespace) -> int:
             if found:
                 status = 1
                 print(bars.table(found))
+            if any(row.commit.endswith("-dirty") for row in run):
+                status = 1
+                print("it measured what no commit holds")
     return status
 
 

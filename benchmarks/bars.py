@@ -8,6 +8,8 @@ or left out for any; and one limit:
     us_at_most       the time of ours in microseconds
     error_at_most    the error of ours
 
+and `implementation` if ours must be one: a speed that another one reaches does not count.
+
 The peer's row is that of the same cell; that of `copy` is the copy of the same dtype.
 """
 
@@ -34,6 +36,7 @@ class Bar:
     limit: str
     value: float
     peer: str | None = None
+    implementation: str | None = None
 
     def holds_for(self, cell: Cell) -> bool:
         actual = {
@@ -71,7 +74,9 @@ def load(suite: str, path: Path = FILE) -> list[Bar]:
 def _bar(where: str, entry: dict[str, Any]) -> Bar:
     filters = {name: entry.pop(name, None) for name in FILTERS}
     filters = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in filters.items()}
-    peer = entry.pop("peer", None)
+    peer, implementation = entry.pop("peer", None), entry.pop("implementation", None)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"{where}: implementation must be one of {', '.join(sorted(IMPLEMENTATIONS))}, got {implementation!r}")
     if len(entry) != 1 or not entry.keys() <= set(LIMITS):
         raise ValueError(f"{where}: needs one of {', '.join(LIMITS)} and nothing unknown, got {', '.join(entry) or 'none'}")
     ((limit, value),) = entry.items()
@@ -79,7 +84,7 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
         raise ValueError(f"{where}: {limit} must be a positive number, got {value!r}")
     if (limit in AGAINST_PEER) != (peer is not None):
         raise ValueError(f"{where}: {limit} {'needs a' if peer is None else 'takes no'} peer")
-    return Bar(filters, limit, float(value), peer)
+    return Bar(filters, limit, float(value), peer, implementation)
 
 
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
@@ -100,6 +105,8 @@ def _miss(bar: Bar, cell: Cell, run: Sequence[Row]) -> Miss | None:
     if not own:
         return Miss(cell.name, str(bar), "not measured")
     ours = own[-1]
+    if bar.implementation not in (None, ours.implementation):
+        return Miss(cell.name, str(bar), f"on {ours.implementation}, not on {bar.implementation}")
     if bar.limit == "us_at_most":
         return _beyond(bar, cell, ours.us, ours.us <= bar.value)
     if bar.limit == "error_at_most":

@@ -20,15 +20,17 @@ oracle = importlib.import_module("oracle")
 
 FEW_ROWS = (1, 3)
 _RANDOM_ROWS = 64
+_ROWS_AT_ENDS = 20
 
 
 def errors(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any) -> tuple[float, float]:
-    """On some rows, the first and the last among them: the largest fraction of the budget used, and the relative error.
+    """On some rows, the first and the last ones among them: the largest fraction of the budget used, and the relative error.
 
     The relative error is that of the vector of all finite values, by its norm; infinite where one is wrongly not finite.
     """
     random = np.random.default_rng(0).integers(cell.rows, size=_RANDOM_ROWS)
-    index = np.unravel_index(np.unique([0, cell.rows - 1, *random]), cell.lead)
+    ends = np.arange(min(_ROWS_AT_ENDS, cell.rows))
+    index = np.unravel_index(np.unique([*ends, *(cell.rows - 1 - ends), *random]), cell.lead)
     own = len(inputs) - cell.shared
     rows = [np.asarray(_rows(array, index) if at < own else array) for at, array in enumerate(inputs)]
     truths = (contender.truth or cell.truth)(*rows)

@@ -1,6 +1,7 @@
 """The cells of softmax, log_softmax and logsumexp.
 
-Unless said otherwise an array has 2^27 elements. `bytes` counts each input that has as many elements as `x`, and each such
+Unless said otherwise an array has 2^27 elements; smaller ones stay in the GPU's cache, as they would between the layers of a
+model. `bytes` counts each input that has as many elements as `x`, and each such
 output, once, and no other; for `forward+backward`, those of the two passes together.
 """
 
@@ -21,7 +22,7 @@ from benchmarks.check import oracle
 ELEMENTS = 2**27
 POWERS = tuple(2**n for n in range(6, 16))
 ODD = (100, 127, 1000, 10001)
-BACKWARD = (64, 128, 256, 1024, 4096, 16384, 32768, 1000)
+BACKWARD = (64, 128, 256, 1024, 4096, 8192, 16384, 32768, 1000)
 COMPILED_BY_TORCH = (64, 256, 1024, 4096, 16384, 32768)
 DTYPES = ("float32", "bfloat16")
 
@@ -42,6 +43,7 @@ def cells(elements: int = ELEMENTS) -> list[Cell]:
         _converted("bfloat16", "float32", _shape(elements, 4096)),
         _converted("float32", "bfloat16", _shape(elements, 4096)),
         _fused(_shape(elements, 4096)),
+        _cast(_shape(elements, 4096)),
     ]
 
 
@@ -275,6 +277,15 @@ def _backward(elements: int) -> Iterator[Cell]:
                 contenders=(*_ours_and_jax_nn(_pullback("log_softmax")), _torch_backward("log_softmax")),
                 truth=lambda x, c: [oracle.log_softmax_cotangent(x, c)],
             )
+            if shape[1] in (4096, 32768):
+                yield make(
+                    "logsumexp",
+                    options="mode=jvp",
+                    bytes=2 * size,
+                    inputs=both,
+                    contenders=_ours_and_jax_nn(_pushforward("logsumexp")),
+                    truth=lambda x, t: [oracle.logsumexp_tangent(x, t, -1)],
+                )
             yield make(
                 "logsumexp",
                 options="mode=vjp",
@@ -326,16 +337,18 @@ def _masked(elements: int) -> Iterator[Cell]:
         yield _with_mask(dtype, heads, "1x1xTxS", lambda _: jnp.tri(*heads[2:], dtype=bool)[None, None], 0)
 
 
-def _with_mask(dtype, shape, word, mask: Callable[[Any], Any], mask_bytes: int) -> Cell:
+def _with_mask(dtype, shape, word, mask: Callable[[Any], Any], mask_bytes: int, pass_: str = "forward") -> Cell:
     return Cell(
         "softmax",
-        "forward",
+        pass_,
         dtype,
         shape,
         f"where={word}",
-        2 * _size(shape, dtype) + mask_bytes,
+        0 if pass_ == FIRST_CALL else 2 * _size(shape, dtype) + mask_bytes,
         lambda key, hurtful: (_scores(key, shape, dtype, hurtful), mask(key)),
-        _ours_and_jax_nn(lambda module: {"build": lambda: lambda x, where: module.softmax(x, -1, where)}),
+        _ours_and_jax_nn(lambda module: {"build": lambda: lambda x, where: module.softmax(x, -1, where)})[
+            : 1 if pass_ == FIRST_CALL else 2
+        ],
         lambda x, where: [oracle.softmax(x, -1, where)],
     )
 
@@ -395,13 +408,31 @@ def _fused(shape: tuple[int, int]) -> Cell:
     )
 
 
+def _cast(shape: tuple[int, int]) -> Cell:
+    """What models write to compute in float32: a cast before and one after."""
+
+    def make(module):
+        return {"build": lambda: lambda x: module.softmax(x.astype(jnp.float32), axis=-1).astype(jnp.bfloat16)}
+
+    size, inputs = _size(shape, "bfloat16"), _one(shape, "bfloat16")
+    return Cell(
+        "softmax",
+        "forward",
+        "bfloat16",
+        shape,
+        "cast=1",
+        2 * size,
+        inputs,
+        _ours_and_jax_nn(make),
+        lambda x: [oracle.softmax(x)],
+    )
+
+
 def _first_calls(elements: int) -> Iterator[Cell]:
-    """Fresh programs of softmax, and of its gradient; the very first also loads the modules of the kernels."""
-
-    def gradient():
-        return jax.grad(lambda x, c: jnp.sum(jaxsoftmax.softmax(x) * c, dtype=jnp.float32))
-
+    """Fresh programs of softmax, with a mask, and with its gradient; the very first also loads the modules of the kernels."""
     for dtype in DTYPES:
+        masked = _shape(elements, 10001)
+        yield _with_mask(dtype, masked, "full", functools.partial(_random_mask, shape=masked), 0, FIRST_CALL)
         for shape in (_shape(elements, cols) for cols in (4096, 32768)):
             make = functools.partial(Cell, "softmax", FIRST_CALL, dtype, shape, bytes=0)
             yield make(
@@ -410,9 +441,15 @@ def _first_calls(elements: int) -> Iterator[Cell]:
                 contenders=(Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x)),),
                 truth=lambda x: [oracle.softmax(x)],
             )
-            yield make(
-                options="grad=1",
-                inputs=_with_direction(shape, dtype),
-                contenders=(Contender(OURS, gradient),),
-                truth=functools.partial(_derivative_of_softmax, dtype),
+        for shape in (_shape(elements // 2, cols) for cols in (4096, 32768)):  # of which no kernel is compiled yet
+            yield Cell(
+                "softmax",
+                FIRST_CALL,
+                dtype,
+                shape,
+                "grad=1",
+                0,
+                _with_direction(shape, dtype),
+                (Contender(OURS, **_pullback_with_value("softmax")(jaxsoftmax)),),
+                functools.partial(_value_and_cotangent, "softmax", dtype),
             )

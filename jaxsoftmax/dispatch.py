@@ -11,11 +11,11 @@ An implementation is a module with a function for each primitive, of the same na
 which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
 None where it can. It may have
 
-    unprofitable(primitive, target, fused, *avals, **params) -> str | None
+    unprofitable(primitive, target, fused, cast, *avals, **params) -> str | None
 
 too, which says why the reference is expected to be faster although the kernel can run. `fused` tells for each operand (False
 where one is absent) whether XLA would compute it together with its own softmax, so that the kernel is what makes it be written
-to memory and read back. It is not asked where an implementation was forced.
+to memory and read back; `cast`, whether it was cast to float32. It is not asked where an implementation was forced.
 
 A kernel gets the operands that are as large as the scores as they were before a cast from float16 or bfloat16 to float32: the
 cast is exact, and a kernel computes in float32 anyway. Results have the dtype that the parameter `dtype` says. Such modules
@@ -172,7 +172,7 @@ def choose(
     """
     refusals: list[tuple[str, str]] = []
     for name, module_name in implementations[op].items():
-        reason = _refusal(name, module_name, primitive, target, forced, params, narrow, fused, obstacle)
+        reason = _refusal(name, module_name, primitive, target, forced, params, avals, narrow, fused, obstacle)
         if reason is None:
             given = avals if name == "xla" else narrow
             types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given if a is not None)
@@ -189,7 +189,7 @@ def record(decision: Decision) -> None:
         decisions.append(decision)
 
 
-def _refusal(name, module_name, primitive, target, forced, params, avals, fused, obstacle) -> str | None:
+def _refusal(name, module_name, primitive, target, forced, params, wide, avals, fused, obstacle) -> str | None:
     if forced is not None and name != forced:
         return f"implementation={forced!r} was asked for"
     if name == "xla":
@@ -203,7 +203,8 @@ def _refusal(name, module_name, primitive, target, forced, params, avals, fused,
     module = importlib.import_module(module_name)
     reason = module.unsupported(primitive, target, *avals, **params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
-        return module.unprofitable(primitive, target, tuple(fused), *avals, **params)
+        cast = tuple(a is not None and a.dtype != before.dtype for a, before in zip(wide, avals, strict=True))
+        return module.unprofitable(primitive, target, tuple(fused), cast, *avals, **params)
     return reason
 
 

@@ -93,8 +93,29 @@ def _producer(value, functions, calls) -> tuple[Any, tuple[Any, ...]]:
             value, calls = end.operands[value.result_number], (*calls, operation)
         elif operation is not None and _is_free(operation):
             value = operation.operands[0]
+        elif operation is not None and (factor := _beside_one(operation)) is not None:
+            value = factor
         else:
             return operation, calls
+
+
+def _beside_one(operation) -> Any:
+    """What is multiplied with 1, a product that XLA leaves out, or None: the cotangent of a sum is all ones."""
+    if operation.name != "stablehlo.multiply":
+        return None
+    left, right = operation.operands
+    return left if _is_one(right) else right if _is_one(left) else None
+
+
+def _is_one(value) -> bool:
+    """Whether all elements are the constant 1."""
+    operation = _operation(value)
+    while operation is not None and operation.name in _MOVES | {"stablehlo.convert"}:
+        operation = _operation(operation.operands[0])
+    if operation is None or operation.name != "stablehlo.constant":
+        return False
+    values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
+    return values.is_splat and str(values.get_splat_value()).split(" : ")[0] == "1.000000e+00"
 
 
 def _is_free(operation) -> bool:

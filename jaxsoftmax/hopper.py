@@ -32,11 +32,6 @@ def block_barrier() -> None:
     _barrier("bar.sync 0;")
 
 
-def warp_barrier() -> None:
-    """Waits for the lanes of the warp; the compiler loads from shared memory again what it has loaded before."""
-    _barrier("bar.warp.sync 0xffffffff;")
-
-
 def cluster_arrive() -> None:
     """Says that this block has started, without waiting: first half of what must precede `push_to_cluster`."""
     _barrier("barrier.cluster.arrive.relaxed.aligned;")
@@ -78,7 +73,8 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> 
         warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
         entry = arith.muli(arith.addi(index.registers.item(), warp), constant(4))
         here = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), entry)
-        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, lane, result_types=i32)
+        rank = arith.remui(lane, constant(blocks))
+        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, rank, result_types=i32)
         value = llvm.extractelement(values.registers.flat[0], constant(0))
         one_each = _compare("ult", lane, constant(blocks))
         utils.inline_ptx("st.shared::cluster.f32 [$0], $1;", there, value, predicate=one_each, has_side_effects=True)
@@ -146,6 +142,11 @@ class RowTile:
         return self.threads * self.blocks
 
     @property
+    def warps(self) -> int:
+        """Warps that share a row of a whole block, in all blocks."""
+        return WARPS * self.warpgroups * self.blocks
+
+    @property
     def rows(self) -> int:
         """Rows of a block."""
         return 1 if self.whole_block else WARPS * (WARP // self.lanes) * self.repeats
@@ -181,6 +182,10 @@ class RowTile:
     def exact(self, rows: int) -> bool:
         """Whether arrays of `rows` rows end where a tile does."""
         return rows % self.rows == 0 and self.cols == self.turns * self.vector * self.sharers
+
+    def view(self, rows: int) -> tuple[int, ...]:
+        """The shape of an array that ends where a tile does: what a warpgroup has with a turn is an entry, or a slice."""
+        return (rows * self.turns * self.blocks * self.warpgroups, *self.shape) if self.whole_block else (rows, self.cols)
 
     def load(self, ref, row, rows: int, *, dtype, fill: float = 0, source_row=None) -> list[jax.Array]:
         """The tile of `ref`, `[*, cols]` in global memory, whose first row is `row`: `turns` arrays of `shape` and `dtype`.

@@ -77,10 +77,12 @@ def unpack(present: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
 def _lower(chosen: Primitive, whole, ctx, *operands, present, **params):
     """The lowering rule that sees what produces the operands: it goes on with the operands before casts to float32."""
     sources, fused = unpack(present, operands), [False] * len(present)
-    for index in whole:
-        if (source := fusion.widened_from(sources[index])) is not None:
+    avals = unpack(present, ctx.avals_in)
+    for index, aval in enumerate(avals):
+        if index in whole and (source := fusion.widened_from(sources[index])) is not None:
             sources[index] = source
-        fused[index] = fusion.is_fused(sources[index], ctx.module_context.symbol_table)
+        if index in whole or (aval is not None and aval.dtype == bool and aval.shape == avals[0].shape):  # a whole mask
+            fused[index] = fusion.is_fused(sources[index], ctx.module_context.symbol_table)
     given = [source for source in sources if source is not None]
     params |= {"present": present, "fused": tuple(fused), "dtypes": tuple(aval.dtype for aval in ctx.avals_in)}
     ctx = ctx.replace(avals_in=[_with_dtype_of(source, a) for a, source in zip(ctx.avals_in, given, strict=True)])

@@ -30,8 +30,8 @@ class Noting(types.ModuleType):
         found = [a.dtype.name for a in avals if a is not None and a.dtype.name in self.unsupported_dtypes]
         return f"it does not take {found[0]}" if found else None
 
-    def unprofitable(self, primitive, target, fused, *avals, **params):
-        assert len(fused) == len(avals)
+    def unprofitable(self, primitive, target, fused, cast, *avals, **params):
+        assert len(fused) == len(cast) == len(avals)
         self.told.append((primitive, fused, tuple(a and a.dtype.name for a in avals)))
         return "XLA fuses what produces its operand" if self.picky and any(fused) else None
 
@@ -165,15 +165,23 @@ def test_many_paths_to_the_same_producer_are_walked_once(noting):
     assert [fused[0] for _, fused, _ in noting.told] == [True]
 
 
-def test_masks_scales_and_states_are_not_looked_at(noting):
+@pytest.mark.parametrize(("rows", "whole"), [(8, True), (1, False)])
+def test_whole_masks_are_looked_at_but_not_scales_and_states(noting, rows, whole):
     def f(x, s):
-        return jax.grad(lambda x: jnp.sum(log_softmax(x, where=x > B(0), scale=s * F(2)) * B(2)).astype(F))(x)
+        where = x[:rows] > B(0)
+        return jax.grad(lambda x: jnp.sum(log_softmax(x, where=where, scale=s * F(2)) * B(2)).astype(F))(x)
 
     explain(f, X, shape(dtype=F))
     assert [(name, fused) for name, fused, _ in noting.told] == [
-        ("log_softmax", (False, False, False)),
-        ("log_softmax_vjp", (False, False, False, True, False, False)),
+        ("log_softmax", (False, whole, False)),
+        ("log_softmax_vjp", (False, False, False, True, whole, False)),
     ]
+
+
+@pytest.mark.parametrize(("loss", "computed"), [(jnp.sum, False), (jnp.mean, True)])
+def test_a_cotangent_times_one_is_in_memory(noting, loss, computed):
+    explain(jax.grad(lambda x, c: loss(softmax(x) * c).astype(F)), X, X)
+    assert [(name, fused[1]) for name, fused, _ in noting.told] == [("softmax", False), ("softmax_jacobian", computed)]
 
 
 # Casts.
