@@ -69,7 +69,7 @@ class Tile:
     layout: RowTile
     unroll: int
     scratch: Any  # [2, warps] float32 in shared memory, where warps share a row
-    barriers: Sequence[Any]  # of the bulk copies of each operand, one for each turn
+    barriers: list[Any]  # of the bulk copies that are under way, of each operand one for each turn
     inside: Callable[..., Any]  # a function of a turn: whether its elements are of a row, None if all are
 
     def along(self, row):
@@ -82,8 +82,11 @@ class Tile:
             return online.lift(map(scores, range(self.layout.turns)), scale=scale)
         identity = online.identity(self.layout.shape[:1])
         start = [plgpu.layout_cast(part, self.layout.row_layout) for part in (identity.m, identity.d)]
-        state = self._fold(lambda turns, *state: online.push(State(*state), map(scores, turns), scale=scale), start)
-        return State(*state)
+
+        def push(turns, *state):
+            return online.push(State(*state), map(scores, turns), scale=scale)[:2]
+
+        return State(*self._fold(push, start))
 
     def sum(self, values):
         """The sums of the rows."""
@@ -107,20 +110,21 @@ class Tile:
             for turn in range(self.layout.turns):
                 step(turn)
         else:
-            self._fold(lambda turns: [step(turn) for turn in turns][:0], [], wait=False)
+            self._fold(lambda turns: [step(turn) for turn in turns][:0], [])
 
-    def _fold(self, step, start, wait=True):
-        """Folds `step(turns, *carry)` over all turns in a loop; the first time it waits for the copies of each turn."""
-        turns, unroll = self.layout.turns, self.unroll
+    def _fold(self, step, start):
+        """Folds `step(turns, *carry)` over all turns in a loop. The first loop waits for the copies of each turn."""
+        arriving = list(self.barriers)
+        self.barriers.clear()
 
         def iteration(i, carry):
-            group = [i * unroll + k for k in range(unroll)]
-            for barrier in self.barriers if wait else ():
-                for turn in group:
+            turns = [i * self.unroll + k for k in range(self.unroll)]
+            for barrier in arriving:
+                for turn in turns:
                     plgpu.barrier_wait(barrier.at[turn])
-            return tuple(part for part in step(group, *carry) if part is not None)
+            return tuple(step(turns, *carry))
 
-        return lax.fori_loop(0, turns // unroll, iteration, tuple(start))
+        return lax.fori_loop(0, self.layout.turns // self.unroll, iteration, tuple(start))
 
     def _exchange(self, *parts):
         """What all warps have that share the row."""

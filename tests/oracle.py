@@ -135,7 +135,7 @@ def logsumexp_tangent(x, t, axis=None, where=None) -> Truth:
 def logsumexp_cotangent(x, c, axis=None, where=None) -> Truth:
     r = rows(x, axis, where)
     c = np.expand_dims(to64(c), r.axes)
-    return Truth(r.y * c, (8 + 3 * r.distance) * EPS * r.y * np.abs(c) + TINY)
+    return Truth(r.y * c, (8 + 3 * r.distance) * EPS * r.y * np.abs(c) + TINY * np.maximum(1, np.abs(c)))  # y may be flushed
 
 
 def _seen(r: Rows, t, scale):

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax.online import State, finish, identity, lift, merge, push
+from jaxsoftmax.online import State, finish, identity, lift, merge, merge_along, push, weights
 
 laws = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -154,6 +154,152 @@ def test_several_axes():
     flat = np.moveaxis(x, 1, 0).reshape(4, 15)
     np.testing.assert_array_equal(state.m, flat.max(1))
     np.testing.assert_allclose(state.d, np.exp(flat - flat.max(1, keepdims=True)).sum(1), rtol=1e-6)
+
+
+def parts(elements=scores, size=5):
+    """Several arrays of scores of two rows, of one shape."""
+    one = hnp.arrays(np.float32, (2, size), elements=elements)
+    return st.lists(one, min_size=1, max_size=4)
+
+
+@laws
+@given(parts(), blocks())
+def test_several_parts_are_one_block(several, before):
+    whole = np.concatenate(several, 1)
+    m, d, _ = truth(whole, np.zeros((whole.shape[1], 3)))
+    for given_parts in (several, tuple(several), iter(several)):
+        assert_is(lift(given_parts), m, d)
+    state = lift(before[0])
+    assert_same(push(state, several), push(state, whole))
+    assert_same(push(state, iter(several)), merge(state, lift(whole)))
+    stacked = lift([part[:, :, None] for part in several], axis=(1, 2))
+    assert_is(stacked, m, d)
+
+
+@laws
+@given(st.lists(blocks(), min_size=0, max_size=6), st.booleans())
+def test_merge_along_equals_folding_merge(several, first):
+    states = [lift(block) for block, _ in several]
+    folded = identity((2,))
+    for state in states:
+        folded = merge(folded, state)
+    axis = 0 if first else 1
+    stacked = [
+        np.stack([state[i] for state in states], axis) if states else np.zeros((0, 2)[:: 1 if first else -1]) for i in (0, 1)
+    ]
+    stacked = State(*(jnp.asarray(leaf, jnp.float32) for leaf in stacked))
+    assert_same(merge_along(stacked, axis), folded)
+    assert_same(merge_along(stacked, axis - 2), folded)
+
+
+def test_merge_along_takes_no_values():
+    with pytest.raises(ValueError, match="merge_along takes states without values"):
+        merge_along(identity((3, 2), 4), 0)
+
+
+def test_several_parts_carry_no_values():
+    with pytest.raises(ValueError, match="with values the block must be the last axis of one array"):
+        lift([jnp.zeros((2, 3)), jnp.zeros((2, 3))], jnp.zeros((6, 4)))
+
+
+def scaled_truth(scores, scale):
+    """(m, d) in float64: the maximum before scaling, and the sum of `exp(scale * (scores - m))` of scores above -inf."""
+    scores, scale = np.asarray(scores, np.float64), np.asarray(scale, np.float64).reshape(-1, 1)
+    m = np.max(scores, -1, initial=-np.inf)
+    with np.errstate(all="ignore"):
+        distance = scores - np.where(np.isfinite(m), m, 0)[:, None]
+        return m, np.sum(np.where(np.isneginf(scores), 0, np.exp(scale * distance)), -1)
+
+
+SCALES = [0.0, 0.125, 1.0, 3.5, np.array([0.0, 0.25], np.float32), np.array([2.0, 1e-3], np.float32)]
+near = st.floats(-50, 50, width=32) | st.just(-np.inf)
+far = st.floats(-8, 8, width=16).map(lambda x: np.float32(1e6 + x))  # 1e6 itself is a float32, and so are its neighbours
+
+
+@laws
+@given(parts(near) | parts(far | st.just(-np.inf)), parts(near), st.sampled_from(SCALES))
+def test_scaled_states_are_those_of_scaled_scores(several, others, scale):
+    size = jnp.asarray(scale, jnp.float32)
+    whole, other = np.concatenate(several, 1), np.concatenate(others, 1)
+    expected, both = scaled_truth(whole, scale), scaled_truth(np.concatenate([whole, other], 1), scale)
+    state, added = lift(whole, scale=size), lift(other, scale=size)
+    assert_is(state, *expected)
+    assert_is(lift(several, scale=size), *expected)
+    assert_is(push(identity((2,)), several, scale=size), *expected)
+    assert_is(push(state, others, scale=size), *both)
+    assert_is(merge(state, added, scale=size), *both)
+    nothing = identity((2,))
+    jax.tree.map(np.testing.assert_array_equal, merge(nothing, state, scale=size), state)
+    stacked = State(*(jnp.stack(leaves) for leaves in zip(state[:2], added[:2], nothing[:2], strict=True)))
+    assert_is(merge_along(stacked, 0, scale=size), *both)
+
+
+def test_scaled_states_of_every_part_merge_along_another_axis():
+    x = 10 * np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
+    scale = jnp.asarray([0.5, 0.0], jnp.float32)
+    states = lift(x, scale=jnp.repeat(scale[:, None], 6, 1))
+    m, d = scaled_truth(x.reshape(2, 48), scale)
+    assert_is(merge_along(states, 1, scale=scale), m, d)
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.1])
+def test_large_scores_keep_their_differences_when_scaled(scale):
+    x, scale = (1e6 + np.arange(-8, 8) / 16).astype(np.float32)[None], np.float32(scale)
+    if scale == np.float32(0.1):  # not a power of two: scaled first, the scores are rounded
+        rounded = np.exp(x * scale - np.max(x * scale)).sum()
+        assert abs(rounded / scaled_truth(x, scale)[1][0] - 1) > 1e-4
+    m, d = scaled_truth(x, scale)
+    first, second = lift(x[:, :5], scale=scale), lift(x[:, 5:], scale=scale)
+    stacked = State(jnp.stack([first.m, second.m]), jnp.stack([first.d, second.d]))
+    for state in (
+        lift(x, scale=scale),
+        push(first, x[:, 5:], scale=scale),
+        merge(first, second, scale=scale),
+        merge_along(stacked, 0, scale=scale),
+    ):
+        np.testing.assert_array_equal(state.m, m)
+        np.testing.assert_allclose(state.d, d, rtol=5e-7)
+
+
+def test_scale_zero_counts_the_scores_that_are_there():
+    x = np.array([[-np.inf, 3, 1e6, -3e38], [-np.inf] * 4], np.float32)
+    zero = jnp.zeros(())
+    for state in (lift(x, scale=zero), push(lift(x[:, :1], scale=zero), x[:, 1:], scale=zero)):
+        np.testing.assert_array_equal(state.m, [1e6, -np.inf])
+        np.testing.assert_array_equal(state.d, [3, 0])
+    merged = merge(lift(x[:, :2], scale=zero), lift(x[:, 2:], scale=zero), scale=zero)
+    np.testing.assert_array_equal(merged.d, [3, 0])
+
+
+def test_values_ride_along_with_a_scale():
+    rng = np.random.default_rng(0)
+    x, values = 10 * rng.standard_normal((2, 12)).astype(np.float32), rng.standard_normal((12, 3)).astype(np.float32)
+    scale = jnp.asarray([0.5, 2.0], jnp.float32)
+    expected = truth(np.asarray(x, np.float64) * np.asarray(scale, np.float64)[:, None], values)
+    for state in (
+        lift(x, values, scale=scale),
+        push(lift(x[:, :5], values[:5], scale=scale), x[:, 5:], values[5:], scale=scale),
+        merge(lift(x[:, 5:], values[5:], scale=scale), lift(x[:, :5], values[:5], scale=scale), scale=scale),
+    ):
+        assert_is(State(*state), x.max(1), *expected[1:])
+
+
+@laws
+@given(blocks(near), st.sampled_from([None, *SCALES]))
+def test_weights_are_what_a_score_adds(block, scale):
+    x, _ = block
+    size = None if scale is None else jnp.asarray(scale, jnp.float32)
+    state = lift(x, scale=size)
+    weight = weights(x, state.m, scale=size)
+    assert weight.shape == x.shape
+    np.testing.assert_array_equal(np.asarray(weight)[np.isneginf(x)], 0)
+    np.testing.assert_allclose(np.asarray(weight, np.float64).sum(-1), state.d, rtol=2e-6)
+    with np.errstate(invalid="ignore"):
+        factor = 1.0 if scale is None else np.asarray(scale, np.float64).reshape(-1, 1)
+        m = np.where(np.isfinite(state.m), state.m, 0).astype(np.float64)[:, None]
+        expected = np.where(np.isneginf(x), 0, np.exp(np.where(np.isneginf(x), 0, x - m) * factor))
+    np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=1e-37)
+    np.testing.assert_array_equal(weights(x.T, state.m, axis=0, scale=size), weight.T)
 
 
 def test_in_lax_reduce_scan_and_vmap():

@@ -1,6 +1,5 @@
 """Sharded arrays stay where they are: on automatic and explicit meshes, inside shard_map, and without devices at hand."""
 
-import contextlib
 import functools
 
 import cases

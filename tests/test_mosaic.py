@@ -1,0 +1,932 @@
+"""The Mosaic GPU kernels of the softmax family: lowered for CUDA and interpreted on any machine, run on Hopper."""
+
+import functools
+import itertools
+import math
+import re
+import time
+from dataclasses import dataclass, replace
+
+import cases
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxsoftmax
+from jaxsoftmax import dispatch, explain, hopper
+from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.rows import Config
+
+# The primitive that a kernel runs, and its operands before `where` and `scale`: x also stands for y, t for a cotangent, and
+# what belongs to rows are m, d, and c, logsumexp's cotangent.
+KERNELS = {
+    "softmax_forward": ("softmax", "x"),
+    "softmax_backward": ("softmax_jacobian", "xt"),
+    "log_softmax_forward": ("log_softmax", "x"),
+    "log_softmax_tangent": ("log_softmax_jvp", "xmdt"),
+    "log_softmax_backward": ("log_softmax_vjp", "xmdt"),
+    "logsumexp_forward": ("logsumexp", "x"),
+    "logsumexp_tangent": ("logsumexp_jvp", "xmdt"),
+    "logsumexp_backward": ("logsumexp_vjp", "xmdc"),
+}
+MASKABLE = [kernel for kernel in KERNELS if kernel != "softmax_backward"]
+STATEFUL = ("log_softmax_forward", "logsumexp_forward")
+
+
+def bound(kernel, dtype, *, axes=None, **params):
+    """A function of a kernel's operands, in a dict, that runs it on rows along the last axis."""
+    primitive, names = KERNELS[kernel]
+    params |= {"return_state": params.get("return_state", False)} if kernel in STATEFUL else {}
+    params |= {"scale_tangent": params.get("scale_tangent", False)} if "m" in names else {}
+
+    def run(operands):
+        given = [operands[name] for name in names]
+        given += [operands.get("where")] * (kernel in MASKABLE) + [operands.get("scale")]
+        last = (given[0].ndim - 1,) if axes is None else axes
+        return getattr(mosaic, primitive)(*given, axes=last, dtype=dtype, **params)
+
+    return run
+
+
+def lower(kernel, shape, dtype, *, mask=None, scale=None, result=None, wide="x", axes=None, **params):
+    """Lowers a kernel for CUDA; `wide` are the operands of `dtype`, the others are float32."""
+    axes = (len(shape) - 1,) if axes is None else axes
+    row = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    shapes = {"x": shape, "t": shape, "m": row, "d": row, "c": row}
+    operands = {name: jax.ShapeDtypeStruct(shapes[name], dtype if name in wide else "float32") for name in KERNELS[kernel][1]}
+    operands |= {} if mask is None else {"where": jax.ShapeDtypeStruct(mask, bool)}
+    operands |= {} if scale is None else {"scale": jax.ShapeDtypeStruct(scale, "float32")}
+    run = bound(kernel, dtype if result is None else result, axes=axes, **params)
+    kernels.lowered_for_cuda(run, operands, kernels=[f"{kernel}_mosaic"])
+
+
+# Lowered for CUDA: every way to spread rows over threads.
+
+# Columns for which each kernel is lowered, by bytes of an element, and some for which one kernel in six is.
+EACH = {4: [64, 2048, 8192, 12288, 20000], 2: [64, 2048, 8192, 10001, 12288, 16384, 20000, 24576]}
+SOME = [1, 1001, 32767, 1000, 3, 129, 32768, 127, 7, 4097, 100, 10001]
+MASKED_EACH = {4: [2048], 2: [12288]}
+MASKED_SOME = [3, 100, 4097, 20000, 64, 8192, 16384, 24576]
+NARROW = {4: "float32", 2: "bfloat16"}
+
+
+def columns(each, rest, kernel, itemsize):
+    """The numbers of columns for which a kernel is lowered: all kernels together have all of them."""
+    first = list(KERNELS).index(kernel) + itemsize // 4
+    return each[itemsize] + rest[first % 6 :: 6]
+
+
+def grid(kernels, each, rest, masked):
+    """What `config_for` takes, for each case."""
+    for kernel, itemsize in itertools.product(kernels, (4, 2)):
+        yield from ((kernel, cols, itemsize, masked) for cols in columns(each, rest, kernel, itemsize))
+
+
+# Short rows, by bytes of an element: all numbers of lanes, of vectors and of rows, for kernels that differ in them.
+SHORT_KERNELS = ("softmax_forward", "softmax_backward", "logsumexp_forward")
+SHORT = {
+    4: [1, 2, 3, 4, 6, 7, 9, 10, 16, 17, 18, 32, 34, 64, 65, 66, 100, 128],
+    2: [1, 2, 3, 7, 8, 12, 17, 18, 20, 32, 33, 36, 64, 65, 66, 100, 128, 129, 130, 132, 256],
+}
+LOWERED = [
+    *grid(KERNELS, EACH, SOME, False),
+    *grid(MASKABLE, MASKED_EACH, MASKED_SOME, True),
+    *((kernel, cols, itemsize, False) for kernel in SHORT_KERNELS for itemsize in SHORT for cols in SHORT[itemsize]),
+]
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_number_of_columns_lowers_for_cuda(kernel, itemsize):
+    for cols in columns(EACH, SOME, kernel, itemsize):
+        lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("kernel", MASKABLE)
+def test_every_number_of_columns_lowers_with_a_mask(kernel, itemsize):
+    for cols in columns(MASKED_EACH, MASKED_SOME, kernel, itemsize):
+        lower(kernel, (3, cols), NARROW[itemsize], wide="xt", mask=(3, cols))
+
+
+@pytest.mark.parametrize("itemsize", SHORT)
+@pytest.mark.parametrize("kernel", SHORT_KERNELS)
+def test_every_way_of_short_rows_lowers_for_cuda(kernel, itemsize):
+    for cols in SHORT[itemsize]:
+        lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
+
+
+# A mask of fewer rows, in rows that are not aligned as vectors are: the columns, and the threads that it takes.
+REPEATED = {4: {1025: 128, 4097: 256, 10001: 512, 20001: 1024}, 2: {2049: 128, 4100: 128, 10002: 256, 32767: 1024}}
+
+
+@pytest.mark.parametrize("itemsize", REPEATED)
+@pytest.mark.parametrize("kernel", ["softmax_forward", "log_softmax_backward"])
+def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
+    for cols, threads in REPEATED[itemsize].items():
+        vector = math.gcd(cols, 16 // itemsize)
+        assert mosaic.config_for(kernel, cols, itemsize, True, True) == Config(vector, threads)
+        lower(kernel, (3, 2, cols), NARROW[itemsize], wide="xt", mask=(3, 1, cols))
+
+
+def test_every_number_of_columns_has_a_configuration():
+    for kernel, cols, itemsize, masked in everything():
+        config = mosaic.config_for(kernel, cols, itemsize, masked, masked)
+        tile = hopper.RowTile(cols, config.vector, config.threads, config.repeats, config.blocks)
+        assert tile.turns <= 32
+        assert tile.aligned or not masked  # rows of a mask that are not those of the scores
+
+
+def entries_hit(monkeypatch, all_cases):
+    """Which entries of the tables the cases hit, with the kernel that does, and all entries: (table, itemsize, index)."""
+    marked = itertools.count(1000)
+    names = {}
+
+    def mark(table, itemsize, pairs, position):
+        result = []
+        for index, entry in enumerate(pairs):
+            number = next(marked)
+            names[number] = (table, itemsize, index)
+            result.append((*entry[:position], replace(entry[position], repeats=number)))
+        return result
+
+    blocks = {itemsize: mark("blocks", itemsize, pairs, 1) for itemsize, pairs in mosaic._BLOCKS.items()}
+    faster = {key: mark(key[0], key[1], ways, 2) for key, ways in mosaic._FASTER.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(mosaic, "_BLOCKS", blocks)
+        patch.setattr(mosaic, "_FASTER", faster)
+        found = {(case[0], mosaic.config_for(*case).repeats) for case in all_cases}
+    return {(kernel, *names[number]) for kernel, number in found if number in names}, set(names.values())
+
+
+def everything():
+    """More than enough rows to find every configuration: exact, aligned and ragged ones of every length."""
+    long = [1024 * i + extra for i in range(1, 33) for extra in (0, 8, 4, 1) if 1024 * i + extra <= mosaic.MAX_COLS]
+    for kernel, cols, itemsize, masked in itertools.product(KERNELS, [*range(1, 1025), *long], (4, 2), [False, True]):
+        if kernel in MASKABLE or not masked:
+            yield kernel, cols, itemsize, masked
+
+
+def test_every_entry_of_the_tables_is_hit_by_a_lowered_case(monkeypatch):
+    tested, entries = entries_hit(monkeypatch, LOWERED)
+    reachable, _ = entries_hit(monkeypatch, everything())
+    assert reachable - tested == set()
+    assert entries - {entry[1:] for entry in tested} == set()  # nor is there an entry that nothing reaches
+
+
+def test_every_way_of_short_rows_is_hit_by_a_lowered_case():
+    def ways(all_cases):
+        configs = ((case, mosaic.config_for(*case)) for case in all_cases)
+        return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= hopper.WARP}
+
+    assert ways(everything()) - ways(LOWERED) == set()
+
+
+def test_a_missing_case_is_noticed(monkeypatch):
+    without = [case for case in LOWERED if case[1] != 16384]
+    tested, entries = entries_hit(monkeypatch, without)
+    assert entries - {entry[1:] for entry in tested} != set()
+
+
+# Where a mask has size 1 and where it has not, on rows along the last axis of [2, 3, 4, cols].
+MASKS = {
+    "whole": (2, 3, 4, None),
+    "of queries and keys": (1, 1, 4, None),
+    "of keys": (2, 1, 1, None),
+    "of batch, queries and keys": (2, 1, 4, None),
+    "of heads and keys": (1, 3, 1, None),
+    "one for all": (1, 1, 1, None),
+    "of rows": (2, 3, 4, 1),
+    "of batch": (2, 1, 1, 1),
+    "one number": (1, 1, 1, 1),
+}
+
+
+def mask_shape(kind, cols):
+    return tuple(cols if size is None else size for size in MASKS[kind])
+
+
+@pytest.mark.parametrize("kernel", MASKABLE)
+def test_masks_of_every_shape_lower_for_cuda(kernel):
+    first = MASKABLE.index(kernel) % 2  # for a kernel every other shape, in turn
+    for kind, (dtype, cols) in zip(list(MASKS)[first::2], itertools.cycle([("float32", 100), ("float16", 2048)])):
+        lower(kernel, (2, 3, 4, cols), dtype, wide="xt", mask=mask_shape(kind, cols))
+
+
+DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16"), ("float16", "float32")]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scales_and_dtypes_lower_for_cuda(kernel):
+    turn = list(KERNELS).index(kernel) % 2
+    for cols, scale in [(64, (1, 1)), (100, (5, 1)), (1001, (1, 1)), (2048, (5, 1)), (20000, (1, 1))][turn::2]:
+        lower(kernel, (5, cols), "float32", wide="xt", scale=scale)
+    lower(kernel, (5, 100), "bfloat16", scale=(5, 1), mask=(5, 100) if kernel in MASKABLE else None, wide="xt")
+    for (dtype, result), shape in zip(DTYPES[turn::2], [(512, 64), (3, 4100)], strict=True):
+        lower(kernel, shape, dtype, result=result)  # a tangent is float32
+    if "m" in KERNELS[kernel][1]:
+        lower(kernel, (3, 100), "bfloat16", scale=(1, 1), scale_tangent=True)
+        lower(kernel, (3, 2048), "bfloat16", scale=(3, 1), scale_tangent=True)
+
+
+@pytest.mark.parametrize("kernel", STATEFUL)
+def test_kernels_that_give_their_state_lower_for_cuda(kernel):
+    for shape in [(512, 64), (3, 100), (3, 2048), (3, 20000)]:
+        lower(kernel, shape, "bfloat16", return_state=True)
+    lower(kernel, (3, 100), "bfloat16", return_state=True, mask=(3, 1), scale=(1, 1))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_several_axes_lower_for_cuda(kernel):
+    lower(kernel, (2, 3, 5, 7), "float32", axes=(2, 3), mask=(2, 1, 5, 7) if kernel in MASKABLE else None)
+    lower(kernel, (3, 5, 1), "float32", axes=(1,), scale=(3, 1, 1))
+    lower(kernel, (5, 7), "bfloat16", axes=(0, 1))
+
+
+OPS = {name: functools.partial(getattr(jaxsoftmax, name), axis=-1) for name in cases.OPS}
+NAMES = {
+    "softmax": ["softmax_forward_mosaic", "softmax_backward_mosaic", "softmax_backward_mosaic"],
+    "log_softmax": ["log_softmax_forward_mosaic", "log_softmax_tangent_mosaic", "log_softmax_backward_mosaic"],
+    "logsumexp": ["logsumexp_forward_mosaic", "logsumexp_tangent_mosaic", "logsumexp_backward_mosaic"],
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_and_their_derivatives_lower_to_their_kernels(name):
+    forward, tangent, backward = NAMES[name]
+    x, row = jax.ShapeDtypeStruct((6, 130), jnp.bfloat16), jax.ShapeDtypeStruct((6,), jnp.bfloat16)
+    c = row if name == "logsumexp" else x
+    op = OPS[name]
+    for f, operands, names in [
+        (op, [x], [forward]),
+        (jax.vmap(op), [x], [forward]),
+        (lambda x, t: jax.jvp(op, [x], [t]), [x, x], [forward, tangent]),
+        (lambda x, c: jax.vjp(op, x)[1](c), [x, c], [forward, backward]),
+        (lambda x: op(x.astype(jnp.float32), implementation="mosaic"), [x], [forward]),
+    ]:
+        kernels.lowered_for_cuda(f, *operands, kernels=names)
+        explanation = explain(f, *operands, platform="cuda")
+        kernels.assert_ran(explanation, "mosaic")
+        assert explanation[0].operands[0] == "bfloat16[6,130]"
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_a_scale_for_each_row_lowers_to_a_kernel(name):
+    x, scale = jax.ShapeDtypeStruct((6, 130), jnp.float32), jax.ShapeDtypeStruct((6,), jnp.float32)
+    f = jax.vmap(lambda x, scale: OPS[name](x, scale=scale))
+    kernels.lowered_for_cuda(f, x, scale, kernels=NAMES[name][:1])
+    both = jax.vmap(lambda x, scale, c: jax.vjp(lambda x: OPS[name](x, scale=scale), x)[1](c))
+    kernels.lowered_for_cuda(both, x, scale, x, kernels=NAMES[name][::2])
+
+
+# Refused, in words.
+
+X = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+
+
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def all_axes(op, **options):
+    return lambda x: op(x, axis=tuple(range(x.ndim)), **options)
+
+
+REFUSALS = {
+    "float8": (OPS["softmax"], [shaped(4, 64, dtype="float8_e5m2")], "dtypes must be among .*, got float8_e5m2"),
+    "float8 result": (lambda x: OPS["softmax"](x, dtype="float8_e4m3fn"), [X], "dtypes must be among .*, got float8_e4m3fn"),
+    "complex": (OPS["logsumexp"], [shaped(4, 64, dtype=jnp.complex64)], "dtypes must be among .*, got complex64"),
+    "first axis": (
+        lambda x: OPS["softmax"](x, axis=0),
+        [X],
+        r"the axes must be the last ones, got axes \(0,\) of shape \(4, 64\)",
+    ),
+    "outer axes": (lambda x: OPS["logsumexp"](x, axis=(0, 2)), [shaped(2, 3, 4)], r"the last ones, got axes \(0, 2\)"),
+    "no rows": (OPS["softmax"], [shaped(0, 64)], "from 1 to 2147483647 rows, got 0"),
+    "no columns": (OPS["softmax"], [shaped(4, 0)], "from 1 to 32768 entries, got 0"),
+    "many columns": (OPS["log_softmax"], [shaped(4, 32769)], "from 1 to 32768 entries, got 32769"),
+    "many columns on two axes": (all_axes(OPS["logsumexp"]), [shaped(129, 256)], "from 1 to 32768 entries, got 33024"),
+    "many rows": (OPS["softmax"], [shaped(2**31, 1)], "from 1 to 2147483647 rows, got 2147483648"),
+    "mask broadcast along one of two axes": (
+        lambda x, where: OPS["softmax"](x, axis=(1, 2), where=where),
+        [shaped(2, 3, 4), shaped(2, 1, 4, dtype=bool)],
+        r"where must be whole along the axes, or of size 1, got shape \(2, 1, 4\) for \(2, 3, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_is_not_served_is_said_in_words(kind):
+    f, operands, words = REFUSALS[kind]
+    explanation = explain(f, *operands, platform="cuda")
+    cases.assert_all_run_on("xla", explanation)
+    for decision in explanation:
+        (refused,) = decision.refusals
+        assert refused[0] == "mosaic"
+        assert re.search(words, refused[1]), refused[1]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("f", [OPS["softmax"], lambda x: OPS["softmax"](x.astype(jnp.float32), dtype=jnp.float64)])
+def test_float64_is_refused(f):
+    (decision,) = explain(f, shaped(4, 64, dtype=jnp.float64), platform="cuda")
+    assert decision.implementation == "xla"
+    assert dict(decision.refusals)["mosaic"] == "dtypes must be among float32, bfloat16, float16, got float64"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_refused(monkeypatch, capability):
+    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    (decision,) = explain(OPS["softmax"], shaped(5, 63), platform="cuda")
+    assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
+    assert decision.implementation == "xla"
+
+
+def test_elsewhere_it_is_refused():
+    (decision,) = explain(OPS["softmax"], shaped(5, 63), platform="cpu")
+    assert dict(decision.refusals)["mosaic"] == "it runs on cuda, not on cpu"
+
+
+@pytest.mark.parametrize("cols", [1, mosaic.MAX_COLS])
+def test_the_limits_themselves_are_served(cols):
+    kernels.assert_ran(explain(OPS["softmax"], shaped(4, cols), platform="cuda"), "mosaic")
+    kernels.assert_ran(explain(OPS["softmax"], shaped(2**31 - 1, 1), platform="cuda"), "mosaic")
+
+
+def produced(op, **options):
+    return lambda x: op(x * jnp.asarray(2, x.dtype) + jnp.asarray(1, x.dtype), **options)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 16384), ("bfloat16", 8192)])
+@pytest.mark.parametrize("name", OPS)
+def test_what_xla_would_fuse_is_left_to_it_unless_rows_are_wide(name, dtype, most):
+    why = f"XLA computes {name} together with what produces its operand"
+    for cols in (64, most, most + 1, mosaic.MAX_COLS):
+        x = shaped(4, cols, dtype=dtype)
+        (decision,) = explain(produced(OPS[name]), x, platform="cuda")
+        if cols > most and name != "logsumexp":
+            assert decision.implementation == "mosaic", cols
+        else:
+            assert decision.implementation == "xla", cols
+            assert dict(decision.refusals)["mosaic"].startswith(why)
+    for op in (produced(OPS[name], implementation="mosaic"), OPS[name]):  # forced; an argument
+        kernels.assert_ran(explain(op, shaped(4, 64, dtype=dtype), platform="cuda"), "mosaic")
+
+
+def test_the_wider_of_operand_and_result_says_whether_rows_are_wide():
+    x = shaped(4, 12288, dtype=jnp.bfloat16)
+    for result, implementation in [("bfloat16", "mosaic"), ("float32", "xla")]:
+        (decision,) = explain(produced(OPS["softmax"], dtype=result), x, platform="cuda")
+        assert decision.implementation == implementation
+
+
+def test_a_cast_to_float32_and_back_is_left_to_xla_in_softmax_unless_rows_are_wide():
+    for name, cols, implementation in [
+        ("softmax", 64, "xla"),
+        ("softmax", 16384, "xla"),
+        ("softmax", 16385, "mosaic"),
+        ("log_softmax", 64, "mosaic"),
+        ("logsumexp", 64, "mosaic"),
+    ]:
+        x = shaped(4, cols, dtype=jnp.bfloat16)
+        (decision,) = explain(lambda x, op=OPS[name]: op(x.astype(jnp.float32)), x, platform="cuda")
+        assert decision.implementation == implementation, (name, cols)
+        if implementation == "xla":
+            assert dict(decision.refusals)["mosaic"].startswith("XLA fuses the cast of its operand")
+    with_dtype = functools.partial(OPS["softmax"], dtype=jnp.float32)
+    kernels.assert_ran(explain(with_dtype, shaped(4, 64, dtype=jnp.bfloat16), platform="cuda"), "mosaic")
+
+
+def test_a_mask_that_xla_would_fuse_is_left_to_it():
+    (decision,) = explain(lambda x: OPS["softmax"](x, where=x > 0), X, platform="cuda")
+    assert decision.implementation == "xla"
+    (decision,) = explain(lambda x, where: OPS["softmax"](x, where=where), X, shaped(4, 64, dtype=bool), platform="cuda")
+    assert decision.implementation == "mosaic"
+
+
+def test_a_cotangent_that_xla_would_fuse_is_left_to_it():
+    def both(x, c):
+        return jax.vjp(OPS["log_softmax"], x)[1](c * 2)
+
+    forward, backward = explain(both, X, X, platform="cuda")
+    assert (forward.implementation, backward.implementation) == ("mosaic", "xla")
+    assert dict(backward.refusals)["mosaic"].startswith("XLA computes log_softmax_vjp together with")
+
+
+# Interpreted on the CPU, with race detection.
+
+# How the interpreter can hold a row: shape and configuration, None for the one that is chosen.
+RUNS = {
+    "rows inside a warp": ((16, 128), None),
+    "several turns inside a warp": ((8, 512), None),
+    "a warpgroup a row": ((1, 1024), Config(4, 128)),
+    "parked": ((1, 1024), Config(4, 128, parked=True)),
+    "looped": ((1, 1024), Config(4, 128, unroll=1)),
+    "looped, two turns an iteration": ((1, 2048), Config(4, 128, unroll=2)),
+    "parked and looped": ((1, 1024), Config(4, 128, parked=True, unroll=1)),
+    "parked and looped, two turns an iteration": ((1, 2048), Config(4, 128, parked=True, unroll=2)),
+}
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """A function that forces a configuration, if it gets one."""
+
+    def force(config):
+        if config is not None:
+            monkeypatch.setattr(mosaic, "config_for", lambda *args: config)
+            jax.clear_caches()
+
+    yield force
+    jax.clear_caches()
+
+
+def hurtful(shape, dtype):
+    """All inputs of `cases`, one below another: what would be rows of other calls are neighbours here."""
+    return np.concatenate(list(cases.inputs(shape, dtype).values()))
+
+
+def some(shape, dtype, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(RUNS, ["float32", "bfloat16"] * 4, strict=True)))
+def test_interpreted_softmax_is_right_in_both_directions(forced, kind, dtype):
+    shape, config = RUNS[kind]
+    forced(config)
+    x = hurtful(shape if config else (16, shape[1]), dtype)
+    c = some(x.shape, dtype)
+    y, vjp = kernels.interpreted(functools.partial(jax.vjp, mosaic.alone), x)
+    assert y.dtype == x.dtype
+    assert oracle.error(y, oracle.softmax(x)) <= 1
+    (dx,) = kernels.interpreted(vjp, c)
+    finite = np.isfinite(oracle.softmax(x).value).all(-1)
+    assert finite.sum() > len(x) // 2
+    assert oracle.error(np.asarray(dx)[finite], oracle.softmax_derivative(x[finite], c[finite], saved=dtype)) <= 1
+
+
+@dataclass
+class Saved:
+    """The operands of every kernel for some scores, from float64, and the truth of its result."""
+
+    x: np.ndarray
+    t: np.ndarray
+    where: np.ndarray | None
+    scale: np.ndarray | None
+
+    def operands(self, kernel):
+        factor = 1.0 if self.scale is None else oracle.to64(self.scale)
+        rows = oracle.rows(self.x, -1, self.where, factor)
+        directed = np.where(rows.where, oracle.to64(self.x) * np.sign(factor), -np.inf)
+        m = np.max(directed, -1, keepdims=True)
+        m = np.where(np.isfinite(m), m, 0)
+        x = rows.y.astype(self.x.dtype) if kernel == "softmax_backward" else self.x
+        values = {"x": x, "t": self.t, "m": m.astype(np.float32), "d": rows.d.astype(np.float32), "c": self.t[:, :1]}
+        operands = {name: values[name] for name in KERNELS[kernel][1]}
+        if self.where is not None and kernel in MASKABLE:
+            operands["where"] = self.where
+        return operands if self.scale is None else operands | {"scale": self.scale}
+
+    def truth(self, kernel):
+        scale = None if self.scale is None else oracle.to64(self.scale)
+        factor = 1.0 if scale is None else scale
+        scores, t, where = oracle.to64(self.x) * factor, oracle.to64(self.t), self.where
+        kept = {
+            "softmax_forward": lambda: oracle.softmax(self.x, -1, where, scale),
+            "softmax_backward": lambda: oracle.softmax_derivative(self.x, t, -1, where, scale, saved=self.x.dtype),
+            "log_softmax_forward": lambda: oracle.log_softmax(self.x, -1, where, scale),
+            "log_softmax_tangent": lambda: oracle.log_softmax_tangent(self.x, t, -1, where, scale),
+            "log_softmax_backward": lambda: oracle.log_softmax_cotangent(self.x, t, -1, where, scale),
+            "logsumexp_forward": lambda: oracle.logsumexp(scores, -1, where, keepdims=True),
+            "logsumexp_tangent": lambda: oracle.logsumexp_tangent(scores, t * factor, -1, where),
+            "logsumexp_backward": lambda: oracle.logsumexp_cotangent(scores, (t[:, :1] * factor)[:, 0], -1, where),
+        }
+        truth = kept[kernel]()
+        if kernel != "logsumexp_tangent":
+            return truth
+        return oracle.Truth(truth.value[:, None], truth.budget[:, None])
+
+
+OPTIONS = {
+    "plain": lambda rows: (None, None),
+    "one scale": lambda rows: (None, np.full((1, 1), -0.3, np.float32)),
+    "a scale for each row": lambda rows: (None, np.linspace(-1, 1, rows, dtype=np.float32)[:, None]),
+    "a mask of rows": lambda rows: (np.arange(rows)[:, None] % 3 != 0, None),
+    "both": lambda rows: (np.arange(rows)[:, None] % 3 != 0, np.linspace(-1, 1, rows, dtype=np.float32)[:, None]),
+}
+
+
+# Each kernel with every second way to hold a row, in turn, and with a scale or a mask of rows. What is looped and parked comes
+# by copies that only a pass over the row waits for: logsumexp_backward has none, and no such configuration.
+PASSES = [
+    (kernel, kind, list(OPTIONS)[(i + j // 2) % len(OPTIONS)])
+    for (i, kernel), (j, kind) in itertools.product(enumerate(KERNELS), enumerate(RUNS))
+    if (i + j) % 2 == 0 and (kernel != "logsumexp_backward" or "parked and looped" not in kind)
+]
+
+
+@pytest.mark.parametrize(("kernel", "kind", "option"), PASSES)
+def test_interpreted_kernels_are_right(forced, kernel, kind, option):
+    shape, config = RUNS[kind]
+    forced(config)
+    dtype = "bfloat16" if option in ("one scale", "both") else "float32"
+    rows = shape[0] if config else mosaic_rows(kernel, shape, dtype)
+    arrays = cases.inputs((rows, shape[1]), dtype)
+    x = np.concatenate(
+        [arrays[name] for name in ("normal", "offset of 1e4", "wide", "some -inf")[: 4 if option == "plain" else 3]]
+    )
+    where, scale = OPTIONS[option](len(x))
+    saved = Saved(x, np.clip(some(x.shape, dtype), -1, 1), where, scale)
+    params = {"scale_tangent": scale is not None} if "m" in KERNELS[kernel][1] else {}
+    result = kernels.interpreted(bound(kernel, dtype, **params), saved.operands(kernel))
+    result = result[0] if isinstance(result, list) else result
+    assert result.dtype == jnp.dtype(dtype)
+    assert oracle.error(result, saved.truth(kernel)) <= 1
+
+
+def test_what_is_copied_in_is_waited_for():
+    configs = [mosaic.config_for(*case) for case in everything() if case[0] == "logsumexp_backward"]
+    assert not any(config.parked and config.unroll for config in configs)
+
+
+def mosaic_rows(kernel, shape, dtype):
+    """The least number of rows that fill a tile."""
+    config = mosaic.config_for(kernel, shape[1], jnp.dtype(dtype).itemsize, False)
+    return hopper.RowTile(shape[1], config.vector, config.threads, config.repeats, config.blocks).rows
+
+
+@pytest.mark.parametrize("kind", ["rows inside a warp", "a warpgroup a row", "parked and looped"])
+@pytest.mark.parametrize("kernel", STATEFUL)
+def test_interpreted_states_are_those_of_the_reference(forced, kernel, kind):
+    shape, config = RUNS[kind]
+    forced(config)
+    rows = shape[0] if config else mosaic_rows(kernel, shape, "float32")
+    x, scale = cases.inputs((rows, shape[1]), "float32")["offset of 1e4"], np.full((1, 1), -0.3, np.float32)
+    _, m, d = kernels.interpreted(bound(kernel, "float32", return_state=True), {"x": x, "scale": scale})
+    np.testing.assert_array_equal(m, np.max(-x, -1, keepdims=True))
+    truth = oracle.rows(x, -1, None, oracle.to64(scale)).d
+    np.testing.assert_allclose(d, truth, rtol=1e-6)
+
+
+WHY_NOT = {
+    "ragged columns": "what lies beyond the end of a row is left out in PTX",
+    "ragged rows": "what lies beyond the last row is left out in PTX",
+    "a mask": "masks are loaded in PTX, as their rows may repeat",
+    "several warpgroups": "they wait for each other in PTX",
+    "several warpgroups, parked and looped": "they wait for each other in PTX",
+    "a cluster": "blocks write to each other's shared memory in PTX",
+}
+NOT_INTERPRETED = {
+    "ragged columns": ((2, 1000), Config(4, 128), False),
+    "ragged rows": ((15, 64), None, False),
+    "a mask": ((2, 1024), Config(4, 128), True),
+    "several warpgroups": ((2, 1024), Config(4, 256), False),
+    "several warpgroups, parked and looped": ((2, 2048), Config(4, 256, parked=True, unroll=1), False),
+    "a cluster": ((2, 1024), Config(4, 128, blocks=2), False),
+}
+
+
+@pytest.mark.parametrize("kind", WHY_NOT)
+def test_what_the_interpreter_refuses_it_still_refuses(forced, kind):
+    shape, config, masked = NOT_INTERPRETED[kind]
+    forced(config)
+    operands = {"x": some(shape, "float32")} | ({"where": np.ones(shape, bool)} if masked else {})
+    with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
+        kernels.interpreted(bound("softmax_forward", "float32"), operands)
+    lower("softmax_forward", shape, "float32", mask=shape if masked else None)  # and CUDA takes it
+
+
+# Native.
+
+
+@pytest.fixture
+def gpu():
+    if reason := kernels.missing(9):
+        pytest.skip(reason)
+
+
+@functools.cache
+def program(name, shape, dtype, *, mask=None, scale=None, result=None, cast=False):
+    """A compiled function of (x, t, c, where, scale) to (op, op of the jvp, tangent, cotangent).
+
+    `mask` is a shape or None; `scale` is None, "one" or "rows", for one in each entry of the first axis. With `cast` the
+    operand becomes float32 in the program.
+    """
+    options = {"implementation": "mosaic"} | ({} if result is None else {"dtype": result})
+
+    def run(x, t, c, where, scale_value):
+        def one(x, where, factor):
+            more = options | ({} if factor is None else {"scale": factor})
+            return OPS[name](x.astype(jnp.float32) if cast else x, where=where, **more)
+
+        op = jax.vmap(one, (0, None if where is None else 0, 0)) if scale == "rows" else one
+
+        def f(x):
+            return op(x, where, scale_value)
+
+        y, vjp = jax.vjp(f, x)
+        again, tangent = jax.jvp(f, [x], [t])
+        return f(x), again, tangent, vjp(c)[0], y
+
+    out = dtype if result is None else result
+    out = "float32" if cast and result is None else out
+    c = shape[:-1] if name == "logsumexp" else shape
+    avals = [shaped(*shape, dtype=dtype), shaped(*shape, dtype=dtype), shaped(*c, dtype=out)]
+    avals.append(None if mask is None else shaped(*mask, dtype=bool))
+    avals.append({None: None, "one": shaped(), "rows": shaped(shape[0])}[scale])
+    lowered = jax.jit(run).lower(*avals)
+    names = kernels.kernel_names(lowered.as_text())
+    assert set(names) == set(NAMES[name]), names
+    return lowered.compile()
+
+
+def truths(name, x, t, c, where, scale, saved):
+    """The truth of the results of `program`."""
+    if name == "softmax":
+        y = oracle.softmax(x, -1, where, scale)
+        maps = [oracle.softmax_derivative(x, v, -1, where, scale, saved=saved) for v in (t, c)]
+    elif name == "log_softmax":
+        y = oracle.log_softmax(x, -1, where, scale)
+        maps = [
+            oracle.log_softmax_tangent(x, t, -1, where, scale),
+            oracle.log_softmax_cotangent(x, c, -1, where, scale),
+        ]
+    else:
+        y = oracle.logsumexp(x, -1, where)
+        maps = [oracle.logsumexp_tangent(x, t, -1, where), oracle.logsumexp_cotangent(x, c, -1, where)]
+    return [y, y, *maps, y]
+
+
+def check(name, shape, dtype, kinds=None, *, mask=None, scale=None, result=None, cast=False, scales=(None,)):
+    """Holds all results of a program against float64, on each kind of input and each scale.
+
+    Derivatives are held only in rows whose weights are finite.
+    """
+    run = program(name, shape, dtype, mask=mask, scale=scale, result=result, cast=cast)
+    out = "float32" if cast and result is None else dtype if result is None else result
+    rng = np.random.default_rng(math.prod(shape))
+    t = rng.standard_normal(shape).astype(jnp.dtype(dtype))
+    c = rng.uniform(-1, 1, shape[:-1] if name == "logsumexp" else shape).astype(jnp.dtype(out))
+    where = None
+    if mask is not None:
+        where = rng.random(mask) < 0.5
+        where[(0,) * (len(mask) - 1)] = False  # rows with nothing to see
+        whole = np.broadcast_to(where, shape)
+    arrays = cases.inputs(shape, dtype)
+    for kind, factor in itertools.product(arrays if kinds is None else kinds, scales):
+        x = arrays[kind]
+        factor64 = None
+        if factor is not None:
+            factor = np.asarray(factor, np.float32)
+            factor64 = oracle.to64(factor).reshape((-1,) + (1,) * (len(shape) - 1) if factor.ndim else ())
+        expected = truths(name, x, t, c, where, factor64, out)
+        if where is not None:  # what is masked may hold anything
+            x, t_in = (np.where(whole, a, np.asarray(np.nan, a.dtype)) for a in (x, t))
+            c_in = c if name == "logsumexp" else np.where(whole, c, np.asarray(np.nan, c.dtype))
+        else:
+            t_in, c_in = t, c
+        results = on_host(run(x, t_in, c_in, where, factor))
+        finite = np.isfinite(oracle.rows(arrays[kind], -1, where, factor64).y).all(-1)
+        labels = ("op", "op of the jvp", "tangent", "cotangent", "op of the vjp")
+        for label, actual, truth in zip(labels, results, expected, strict=True):
+            assert actual.dtype == jnp.dtype(dtype if label == "cotangent" else out)
+            if label.endswith("tangent"):
+                actual, truth = actual[finite], oracle.Truth(truth.value[finite], truth.budget[finite])
+            error = oracle.error(actual, truth)
+            assert error <= 1, f"{label} of {kind}, scale {factor}: {error:.3g} times the budget"
+
+
+# Columns by dtype, and how many rows: enough to hit every entry of the tables; wide rows are few.
+GRID = [
+    *((dtype, cols, rows) for dtype in ("float32", "bfloat16") for cols, rows in [(1, 130), (2, 33), (3, 5), (7, 130)]),
+    *((dtype, cols, rows) for dtype in ("float32", "bfloat16") for cols, rows in [(100, 33), (127, 3), (128, 130), (129, 5)]),
+    *((dtype, cols, rows) for dtype in ("float32", "bfloat16") for cols, rows in [(1000, 33), (1001, 3), (2048, 3)]),
+    *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (8192, 10001, 12288, 16384, 20000, 32767, 32768)),
+    *(("bfloat16", cols, 3) for cols in (4097, 24576)),
+    *(("float16", cols, rows) for cols, rows in [(7, 33), (129, 2), (1000, 5), (12288, 2), (32767, 1)]),
+]
+
+
+def test_the_grid_on_the_gpu_hits_every_entry_of_the_tables(monkeypatch):
+    sizes = {(cols, jnp.dtype(dtype).itemsize) for dtype, cols, _ in GRID}
+    plain = [(kernel, *size, False) for kernel in KERNELS for size in sizes]
+    tested, _ = entries_hit(monkeypatch, plain)
+    reachable, _ = entries_hit(monkeypatch, (case for case in everything() if not case[3]))
+    assert reachable - tested == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("dtype", "cols", "rows"), GRID)
+@pytest.mark.parametrize("name", OPS)
+def test_native_kernels_are_right(name, dtype, cols, rows):
+    check(name, (rows, cols), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 33, 130, 512])
+@pytest.mark.parametrize(
+    ("name", "dtype", "cols"), list(zip(OPS, ["float32", "bfloat16", "float16"], [64, 12, 256], strict=True))
+)
+def test_native_kernels_are_right_for_any_number_of_rows(name, dtype, cols, rows):
+    check(name, (rows, cols), dtype)
+
+
+UNSCALED = ("normal", "offset of 1e4", "some -inf", "extremes")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("dtype", "cols"), [("bfloat16", 100), ("float32", 2049)])
+@pytest.mark.parametrize("name", OPS)
+def test_native_kernels_take_masks_of_every_shape(name, dtype, cols, kind):
+    check(name, (2, 3, 4, cols), dtype, UNSCALED, mask=mask_shape(kind, cols))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("dtype", "cols"), [("float32", 4097), ("bfloat16", 12288), ("bfloat16", 16384), ("float32", 20001)])
+@pytest.mark.parametrize("name", OPS)
+def test_native_kernels_take_masks_of_wide_rows(name, dtype, cols):
+    check(name, (3, cols), dtype, UNSCALED[1:3], mask=(3, cols))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("name", "nothing"), [("softmax", 0.0), ("log_softmax", -np.inf), ("logsumexp", -np.inf)])
+def test_native_rows_with_nothing_to_see(name, nothing):
+    f = jax.jit(lambda x, where: OPS[name](x, where=where, implementation="mosaic"))
+    for cols, mask in [(100, (5, 100)), (100, (5, 1)), (2048, (5, 2048)), (2048, (5, 1))]:
+        x = np.full((5, cols), np.nan, np.float32)
+        np.testing.assert_array_equal(f(x, np.zeros(mask, bool)), nothing)
+
+
+SCALES = (-3.0, 0.0, 0.125)
+OF_ROWS = np.array([-3, 0, 0.125, 1, -0.5], np.float32)
+SCALED = ("normal", "wide", "offset of 1e4", "offset of 1e6", "equal")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", ["one", "rows"])
+@pytest.mark.parametrize(("dtype", "cols"), [("float32", 64), ("bfloat16", 129), ("float32", 2050), ("bfloat16", 12288)])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_native_kernels_scale(name, dtype, cols, scale, masked):
+    shape = (5, cols)
+    scales = SCALES if scale == "one" else (OF_ROWS,)
+    check(name, shape, dtype, SCALED, mask=shape if masked else None, scale=scale, scales=scales)
+    if scale == "one":
+        check(name, shape, dtype, ["some -inf"], mask=shape if masked else None, scale=scale, scales=(0.125,))
+
+
+PAIRS = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32"), ("bfloat16", "float16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("cols", [129, 12288])
+@pytest.mark.parametrize(("dtype", "result"), PAIRS)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_native_kernels_convert(name, dtype, result, cols):
+    kinds = ("normal", "wide", "some -inf", "equal")
+    check(name, (3, cols), dtype, kinds, result=result)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("cols", [100, 16384])
+@pytest.mark.parametrize("name", OPS)
+def test_native_kernels_take_back_a_cast(name, cols):
+    check(name, (3, cols), "bfloat16", ("normal", "wide", "some -inf"), cast=True)
+    x = shaped(3, cols, dtype=jnp.bfloat16)
+    (decision,) = explain(lambda x: OPS[name](x.astype(jnp.float32), implementation="mosaic"), x)
+    assert (decision.operands, decision.implementation) == ((f"bfloat16[3,{cols}]",), "mosaic")
+
+
+# Inside a warp, a warpgroup or several a row, a cluster, parked, looped.
+BITS = [
+    *(("float32", cols, rows) for cols, rows in [(7, 130), (64, 130), (1001, 33), (2048, 3), (12288, 3), (20000, 3)]),
+    *(("bfloat16", cols, rows) for cols, rows in [(100, 33), (2048, 3), (12288, 3), (16384, 3), (20000, 3), (24576, 3)]),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("dtype", "cols", "rows"), BITS)
+@pytest.mark.parametrize("name", OPS)
+def test_native_bits_repeat_and_do_not_depend_on_other_rows(name, dtype, cols, rows):
+    x, t = cases.inputs((rows, cols), dtype)["wide"], some((rows, cols), dtype)
+    c = t[:, 0] if name == "logsumexp" else t
+    whole = program(name, (rows, cols), dtype)
+    results = on_host(whole(x, t, c, None, None))
+    for _ in range(3):
+        assert_same_bits(whole(x, t, c, None, None), results)
+    few = slice(1, 3) if rows == 3 else slice(5, 12)
+    part = program(name, x[few].shape, dtype)
+    assert_same_bits(part(x[few], t[few], c[few], None, None), [result[few] for result in results])
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(on_host(actual), expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@st.composite
+def calls(draw):
+    name = draw(st.sampled_from(list(OPS)))
+    dtype = draw(st.sampled_from(cases.DTYPES))
+    cols = draw(st.integers(1, 4096) | st.integers(1, 200))
+    shape = (*draw(st.sampled_from([(1,), (2,), (7,), (40,), (2, 3), (3, 1, 5)])), cols)
+    mask = draw(st.none() | st.tuples(*(st.sampled_from([1, size]) for size in shape)))
+    options = {"mask": mask}
+    if name != "logsumexp":
+        options["result"] = draw(st.none() | st.sampled_from(cases.DTYPES))
+        options["scale"] = draw(st.sampled_from([None, "one", "rows"] if mask is None else [None, "one"]))
+    scale = options.get("scale")
+    numbers = draw(st.lists(st.sampled_from([-2.0, 0.5, 0.0, 1.0]), min_size=shape[0], max_size=shape[0]))
+    scales = {None: None, "one": numbers[0], "rows": numbers}[scale]
+    return name, shape, dtype, options, scales
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(call=calls())
+def test_native_kernels_take_random_combinations(call):
+    name, shape, dtype, options, scales = call
+    check(name, shape, dtype, ("normal", "wide", "equal"), scales=(scales,), **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def made(rows, cols, seed):
+    """An array with another pattern in each row, made where it is needed: a few numbers that bfloat16 holds exactly."""
+    row, col = (lax.broadcasted_iota(jnp.uint32, (rows, cols), axis) for axis in (0, 1))
+    mixed = (row + jnp.uint32(seed)) * jnp.uint32(2654435761)
+    mixed = (mixed ^ (mixed >> jnp.uint32(15)) ^ col) * jnp.uint32(2246822519)
+    return ((mixed >> jnp.uint32(13)) % jnp.uint32(128)).astype(jnp.bfloat16) / jnp.bfloat16(16)
+
+
+# More than 2^31 elements: a row a block; inside a warp with ragged columns; the same where tiles are exact.
+BIG = [(70000, 32768), (2**25 + 3, 65), (2**25, 128), (2**21 + 1, 1032)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("rows", "cols"), BIG)
+def test_native_kernels_index_more_than_2_to_the_31_elements(rows, cols):
+    assert rows * cols > 2**31
+    middle = 2**31 // cols
+    checked = jnp.asarray(sorted({0, 1, middle - 1, middle, middle + 1, rows // 2, rows - 2, rows - 1}))
+    x, c = made(rows, cols, 0), made(rows, cols, 5)
+
+    def pair(x, c):
+        y, vjp = jax.vjp(functools.partial(jaxsoftmax.softmax, implementation="mosaic"), x)
+        return y, vjp(c)[0]
+
+    lowered = jax.jit(pair).lower(x, c)
+    assert kernels.kernel_names(lowered.as_text()) == NAMES["softmax"][:2]
+    y, dx = lowered.compile()(x, c)
+    x, c, y, dx = (np.asarray(array[checked]) for array in (x, c, y, dx))
+    assert len({row.tobytes() for row in x}) == len(x)
+    assert oracle.error(y, oracle.softmax(x)) <= 1
+    assert oracle.error(dx, oracle.softmax_derivative(x, c, saved="bfloat16")) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "masked"),
+    [
+        ((6, 776), "float32", False),
+        ((6, 905), "bfloat16", True),
+        ((6, 6152), "float32", False),
+        ((6, 32760), "bfloat16", False),
+        ((6, 32761), "float32", True),
+    ],
+    ids=str,
+)
+def test_a_first_call_takes_at_most_two_seconds(shape, dtype, masked):
+    x, c = (jnp.asarray(some(shape, dtype, seed)) for seed in (0, 1))
+    where = jnp.ones(shape, bool) if masked else None
+    jax.block_until_ready((x, c, where))
+
+    def value_and_grad(x, c, where):
+        y, vjp = jax.vjp(lambda x: jaxsoftmax.softmax(x, where=where, implementation="mosaic"), x)
+        return y, vjp(c)[0]
+
+    start = time.perf_counter()
+    jax.block_until_ready(jax.jit(value_and_grad)(x, c, where))
+    assert time.perf_counter() - start <= 2
