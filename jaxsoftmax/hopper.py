@@ -187,7 +187,7 @@ class RowTile:
         """The shape of an array that ends where a tile does: what a warpgroup has with a turn is an entry, or a slice."""
         return (rows * self.turns * self.blocks * self.warpgroups, *self.shape) if self.whole_block else (rows, self.cols)
 
-    def load(self, ref, row, rows: int, *, dtype, fill: float = 0, source_row=None) -> list[jax.Array]:
+    def load(self, ref, row, rows: int, *, dtype, fill: float = 0, source_row=None, kept: bool = False) -> list[jax.Array]:
         """The tile of `ref`, `[*, cols]` in global memory, whose first row is `row`: `turns` arrays of `shape` and `dtype`.
 
         Args:
@@ -198,6 +198,7 @@ class RowTile:
           fill: what lies beyond the end.
           source_row: None, or a function of a row, an int32 MLIR value, to the row of `ref` that is loaded for it. The vectors
             must be aligned then.
+          kept: whether the L2 cache should rather keep this than what else passes through it, as other blocks load it too.
         """
         kind = plgpu.ShapeDtypeStruct(self.shape, dtype, layout=self.layout)
 
@@ -208,10 +209,15 @@ class RowTile:
             bits = int(np.array(fill, dtype).view(f"u{dtype.itemsize}")) * (0x10001 if dtype.itemsize == 2 else 1)
             starts = list(self._starts(ref, row.registers.item(), rows, dtype.itemsize, source_row))
             is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-            return [
-                _array([self._vector(turn, start).load(register, bits) for start in starts], layout, self.shape, is_signed)
-                for turn in range(self.turns)
-            ]
+            policy = None
+            if kept:
+                i64 = ir.IntegerType.get_signless(64)
+                policy = utils.inline_ptx("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", result_types=i64)
+            arrays = []
+            for turn in range(self.turns):
+                registers = [self._vector(turn, start).load(register, bits, policy) for start in starts]
+                arrays.append(_array(registers, layout, self.shape, is_signed))
+            return arrays
 
         return load(ref, row)
 
@@ -355,22 +361,22 @@ class _Vector:
     partial: ir.Value | None = None
     own: Sequence[Any] = ()
 
-    def load(self, register, bits):
+    def load(self, register, bits, policy=None):
         """A register of type `register`, with `bits` in each of its words where nothing is to be touched."""
         words = _words(register)
         if self.partial is None:
-            return vector.bitcast(register, _load(self.address, self.offset, self.inside, words, bits))
+            return vector.bitcast(register, _load(self.address, self.offset, self.inside, words, bits, policy))
         branch: Any = scf.IfOp(self.partial, [words], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
             loaded = llvm.mlir_undef(elements)
             for q, own in enumerate(self.own):
                 one = ir.VectorType.get((1,), elements.element_type)
-                element = _load(self.address, self.offset + q * self.itemsize, own, one, bits)
+                element = _load(self.address, self.offset + q * self.itemsize, own, one, bits, policy)
                 loaded = llvm.insertelement(loaded, llvm.extractelement(element, constant(0)), constant(q))
             scf.yield_([vector.bitcast(words, loaded)])
         with ir.InsertionPoint(branch.else_block):
-            scf.yield_([_load(self.address, self.offset, self.inside, words, bits)])
+            scf.yield_([_load(self.address, self.offset, self.inside, words, bits, policy)])
         return vector.bitcast(register, branch.results[0])
 
     def touched(self, register):
@@ -397,16 +403,19 @@ class _Vector:
                 _store(self.address, self.offset + q * self.itemsize, own, one)
 
 
-def _load(address, offset, inside, words, bits):
-    """A vector `words` from global memory, or `bits` in each word."""
+def _load(address, offset, inside, words, bits, policy):
+    """A vector `words` from global memory, or `bits` in each word; `policy` is the L2 cache's, None for the usual one."""
     count, word = words.shape[0], words.element_type
     held = _held(word)
     results = [f"${k}" for k in range(count)]
-    ptx = f"ld.global.{_list(word, results)}, [${count}+{offset}];"
-    operands = [address]
+    operands, hint, use = [address], "", ""
+    if policy is not None:
+        operands.append(policy)
+        hint, use = "L2::cache_hint.", f", ${count + 1}"
+    ptx = f"ld.global.{hint}{_list(word, results)}, [${count}+{offset}]{use};"
     if inside is not None:
         fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
-        ptx = f"{fills} @${count + 1} {ptx}"
+        ptx = f"{fills} @${count + len(operands)} {ptx}"
         operands.append(inside)
     loaded = llvm.mlir_undef(words)
     for k, value in enumerate(utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)):

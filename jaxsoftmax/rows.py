@@ -223,7 +223,8 @@ def run(
         tile = Tile(layout, way.unroll, scratch_refs[0] if scratch else None, barrier_refs, inside)
         seen = everything
         for ref in mask_refs:
-            seen = _nonzero(layout.load(ref, memory.row, count, dtype=jnp.dtype(jnp.int8), source_row=mask_row))
+            byte, shared = jnp.dtype(jnp.int8), mask_row is not None
+            seen = _nonzero(layout.load(ref, memory.row, count, dtype=byte, source_row=mask_row, kept=shared))
         for ref in row_mask_refs:
             seen = constant(tile.along(memory.load_row(ref)) != 0)
         factor = [ref[0] if ref.shape == (1,) else memory.load_row(ref) for ref in scale_refs] or [None]

@@ -106,6 +106,7 @@ _FASTER = {
     ],
     ("logsumexp_forward", 2): [(4096, 8192, Config(8, 128)), (8192, MAX_COLS, Config(8, 128, unroll=2))],
     ("logsumexp_tangent", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
+    ("logsumexp_backward", 2): [(16384, MAX_COLS, Config(8, 1024))],
 }
 
 
