@@ -206,7 +206,7 @@ class RowTile:
         def load(_, ref, row):
             layout = self.layout.to_mgpu()
             register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
-            bits = int(np.array(fill, dtype).view(f"u{dtype.itemsize}")) * (0x10001 if dtype.itemsize == 2 else 1)
+            bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")  # of a word
             starts = list(self._starts(ref, row.registers.item(), rows, dtype.itemsize, source_row))
             is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
             policy = None

@@ -20,7 +20,7 @@ from jax import lax
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain, hopper
-from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.ops.softmax import mosaic, xla
 from jaxsoftmax.rows import Config
 
 # The primitive that a kernel runs, and its operands before `where` and `scale`: x also stands for y, t for a cotangent, and
@@ -39,7 +39,7 @@ MASKABLE = [kernel for kernel in KERNELS if kernel != "softmax_backward"]
 STATEFUL = ("log_softmax_forward", "logsumexp_forward")
 
 
-def bound(kernel, dtype, *, axes=None, **params):
+def bound(kernel, dtype, *, axes=None, module=mosaic, **params):
     """A function of a kernel's operands, in a dict, that runs it on rows along the last axis."""
     primitive, names = KERNELS[kernel]
     params |= {"return_state": params.get("return_state", False)} if kernel in STATEFUL else {}
@@ -49,7 +49,7 @@ def bound(kernel, dtype, *, axes=None, **params):
         given = [operands[name] for name in names]
         given += [operands.get("where")] * (kernel in MASKABLE) + [operands.get("scale")]
         last = (given[0].ndim - 1,) if axes is None else axes
-        return getattr(mosaic, primitive)(*given, axes=last, dtype=dtype, **params)
+        return getattr(module, primitive)(*given, axes=last, dtype=dtype, **params)
 
     return run
 
@@ -930,3 +930,35 @@ def test_a_first_call_takes_at_most_two_seconds(shape, dtype, masked):
     start = time.perf_counter()
     jax.block_until_ready(jax.jit(value_and_grad)(x, c, where))
     assert time.perf_counter() - start <= 2
+
+
+# A few rows of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
+EACH_KIND = [
+    ("float32", 5, 100),
+    ("bfloat16", 64, 64),
+    ("bfloat16", 3, 1027),
+    ("float32", 3, 2048),
+    ("bfloat16", 3, 16384),
+    ("float32", 3, 20001),
+    ("bfloat16", 3, 32768),
+    ("float32", 3, 32768),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_of_each_kind(kernel, masked):
+    if masked and kernel not in MASKABLE:
+        pytest.skip("it takes no mask")
+    for dtype, rows, cols in EACH_KIND:
+        x, t = (jnp.asarray(some((rows, cols), dtype, seed)) for seed in (0, 1))
+        m = jnp.max(x, 1, keepdims=True).astype(jnp.float32)
+        where = jnp.asarray(np.random.default_rng(2).random((rows, cols)) < 0.8) if masked else None
+        d = jnp.sum(jnp.exp(x.astype(jnp.float32) - m), 1, keepdims=True, where=where)
+        operands = {"x": x, "t": t, "m": m, "d": d, "c": t[:, :1].astype(jnp.float32), "where": where}
+        ours, truth = (jax.jit(bound(kernel, dtype, module=module))(operands) for module in (mosaic, xla))
+        for actual, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(truth), strict=True):
+            actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+            np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=1e-3)
