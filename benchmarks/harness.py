@@ -173,7 +173,7 @@ class Run:
                 framework = entrant.contender.framework
                 try:
                     entrant.times.append(self._clock(entrant.function, entrant.arguments, calls, framework))
-                except Exception as problem:
+                except Exception as problem:  # out of memory, say: the reason to leave it out
                     entrants.remove(entrant)
                     reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
                     self._leave_out(cell, entrant.contender, f"not timed ({framework}), {reason}")

@@ -46,6 +46,7 @@ float32 or float64 wherever that does: in `jit`, in a Pallas kernel, in `lax.red
 
 With `scale`, which must not be negative, the scores are `scale` times what is given: `m` is the maximum before scaling, and
 `d` the sum of `exp(scale * (given - m))`. That is exact where `scale * given` would lose the differences of large scores.
+`finish` takes states without a `scale`.
 
 Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
 """

@@ -1,10 +1,9 @@
-"""The softmax family on Hopper, for rows that fit into the registers of a block: up to 32768 elements.
+"""The softmax family on Hopper, for rows that fit into a block, or a small cluster: up to 32768 elements.
 
-Each element is read once and written once. A block loads its rows, or its one row, into registers; each thread, warp and
-warpgroup lifts its share to a state, and the states merge: within a warp by shuffles, where a warp holds whole rows; through
-shared memory, where a block shares one. Then the results are computed from the registers and stored. Bytes per element: softmax
-and log_softmax read one and write one; logsumexp reads one; the maps read two (`logsumexp_vjp`: one) and write one
-(`logsumexp_jvp`: none); a mask is read as bytes, in its own shape.
+Each element is read once and written once. A block holds its rows, or its one row, in registers or shared memory. Each warp
+lifts its share to a state; where warps share a row, their states merge through shared memory. Then the results are computed
+from what is held, and stored. Per element, softmax and log_softmax read one and write one; logsumexp reads one; the maps read
+two (`logsumexp_vjp`: one) and write one (`logsumexp_jvp`: none); a mask is read as bytes, in its own shape.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
@@ -18,6 +17,7 @@ from jax import lax
 
 from jaxsoftmax import hopper, online, rows
 from jaxsoftmax.hopper import RowTile
+from jaxsoftmax.ops.softmax.xla import select
 from jaxsoftmax.rows import Config, constant, each, everything, rows_and_cols
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,11 +42,11 @@ def unsupported(primitive, target, *avals, axes, dtype, **params) -> str | None:
     after = [axis for axis in range(min(along, default=x.ndim), x.ndim) if axis not in axes and x.shape[axis] != 1]
     if after:
         return f"the axes must be the last ones, got axes {axes} of shape {x.shape}"
-    rows, cols = rows_and_cols(x.shape, axes)
+    count, cols = rows_and_cols(x.shape, axes)
     if not 1 <= cols <= MAX_COLS:
         return f"a row must have from 1 to {MAX_COLS} entries, got {cols}"
-    if not 1 <= rows < 2**31:
-        return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
+    if not 1 <= count < 2**31:
+        return f"there must be from 1 to {2**31 - 1} rows, got {count}"
     where = _where_of(primitive, avals)
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
@@ -165,7 +165,7 @@ def softmax(x, where, scale, *, axes, dtype):
         d = state.d + (state.m - state.m)  # NaN where the maximum is infinite
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) / d)
         y = each(lambda s: online.weights(s, local.m, scale=size) * factor, scores)
-        return [each(_where, where, y, constant(0))]
+        return [each(select, where, y, constant(0))]
 
     return _run("softmax_forward", body, axes, [x], where, scale, [dtype])[0]
 
@@ -180,7 +180,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state):
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
         out = each(lambda s: _times(s - along_m, size) - log_d, scores)
-        return [each(_where, where, out, constant(-jnp.inf)), m, d][: 3 if return_state else 1]
+        return [each(select, where, out, constant(-jnp.inf)), m, d][: 3 if return_state else 1]
 
     return _run("log_softmax_forward", body, axes, [x], where, scale, [dtype], return_state=return_state)
 
@@ -204,13 +204,13 @@ def softmax_jacobian(y, t, scale, *, axes, dtype):
         del where
 
         def product(y, t):
-            return y, _times(_where(y != 0, t, 0), scale)
+            return y, _times(select(y != 0, t, 0), scale)
 
         total = tile.along(tile.sum(each(lambda y, t: jnp.multiply(*product(y, t)), y, t)))
 
         def result(y, t):
             y, t = product(y, t)
-            return _where(y != 0, y * (t - total), 0)
+            return select(y != 0, y * (t - total), 0)
 
         return [each(result, y, t)]
 
@@ -223,8 +223,8 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     def body(tile, x, t, m, d, where, scale):
         weights = _weights(tile, x, m, d, where, scale)
         tangents = _tangents(t, where, scale if scale_tangent else None)
-        total = tile.along(tile.sum(each(lambda p, t: p * _where(p != 0, t, 0), weights, tangents)))
-        return [each(lambda seen, t: _where(seen, t - total, 0), where, tangents)]
+        total = tile.along(tile.sum(each(lambda p, t: p * select(p != 0, t, 0), weights, tangents)))
+        return [each(lambda seen, t: select(seen, t - total, 0), where, tangents)]
 
     return _run("log_softmax_tangent", body, axes, [x, t], where, scale, [dtype], row_operands=[m, d])[0]
 
@@ -236,7 +236,7 @@ def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
         cotangents = _tangents(c, where, scale if scale_tangent else None)
         total = tile.along(tile.sum(cotangents))
         weights = _weights(tile, x, m, d, where, scale)
-        return [each(lambda seen, c, p: _where(seen, c - p * total, 0), where, cotangents, weights)]
+        return [each(lambda seen, c, p: select(seen, c - p * total, 0), where, cotangents, weights)]
 
     return _run("log_softmax_backward", body, axes, [x, c], where, scale, [dtype], row_operands=[m, d])[0]
 
@@ -247,7 +247,7 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     def body(tile, x, t, m, d, where, scale):
         weights = _weights(tile, x, m, d, where, scale)
         factor = scale if scale_tangent else None
-        return [tile.sum(each(lambda p, t: p * _times(_where(p != 0, t, 0), factor), weights, t))]
+        return [tile.sum(each(lambda p, t: p * _times(select(p != 0, t, 0), factor), weights, t))]
 
     return _run("logsumexp_tangent", body, axes, [x, t], where, scale, [], row_operands=[m, d], row_dtypes=[dtype])[0]
 
@@ -258,7 +258,7 @@ def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
     def body(tile, x, m, d, c, where, scale):
         c = tile.along(_times(c, scale if scale_tangent else None))
         weights = _weights(tile, x, m, d, where, scale)
-        return [each(lambda seen, p: _where(seen, p * c, 0), where, weights)]
+        return [each(lambda seen, p: select(seen, p * c, 0), where, weights)]
 
     return _run("logsumexp_backward", body, axes, [x], where, scale, [dtype], row_operands=[m, d, c])[0]
 
@@ -315,10 +315,10 @@ def _run(kernel, body, axes, operands, where, scale, dtypes, *, row_operands=(),
 def _directed(tile, x, where, scale):
     """`x` in the direction in which the scores grow, `-inf` where it is masked, and the size of `scale`."""
     if scale is None:
-        return each(lambda seen, x: _where(seen, x, -jnp.inf), where, x), None
+        return each(lambda seen, x: select(seen, x, -jnp.inf), where, x), None
     sign = tile.along(jnp.sign(scale))
-    directed = each(lambda inside, x: _where(inside, x * sign, -jnp.inf), tile.inside, x)  # beyond the end x is -inf
-    return each(lambda seen, x: _where(seen, x, -jnp.inf), where, directed), jnp.abs(scale)
+    directed = each(lambda inside, x: select(inside, x * sign, -jnp.inf), tile.inside, x)  # beyond the end x is -inf
+    return each(lambda seen, x: select(seen, x, -jnp.inf), where, directed), jnp.abs(scale)
 
 
 def _weights(tile, x, m, d, where, scale):
@@ -331,7 +331,7 @@ def _weights(tile, x, m, d, where, scale):
 
 
 def _tangents(t, where, scale):
-    return each(lambda seen, t: _times(_where(seen, t, 0), scale), where, t)
+    return each(lambda seen, t: _times(select(seen, t, 0), scale), where, t)
 
 
 def _times(values, scale):
@@ -339,7 +339,3 @@ def _times(values, scale):
     if scale is None or scale.shape == values.shape:
         return values if scale is None else values * scale
     return values * lax.broadcast_in_dim(scale, values.shape, (0,) if scale.ndim else ())
-
-
-def _where(where, values, otherwise):
-    return values if where is None else jnp.where(where, values, jnp.full_like(values, otherwise))

@@ -23,7 +23,7 @@ def softmax(x, where, scale, *, axes, dtype, axis_name=()):
     m = _max(directed, axes, axis_name)
     weights = jnp.exp(_exponent(directed - m, where, scale))
     y = weights / _sum(weights, axes, axis_name)
-    return _where(where, y, 0).astype(dtype)
+    return select(where, y, 0).astype(dtype)
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
@@ -31,10 +31,10 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
     directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
     m = _max(directed, axes, axis_name)
     if where is not None:  # a row with nothing to see would save d = NaN
-        m = _where(m != -jnp.inf, m, 0)
+        m = select(m != -jnp.inf, m, 0)
     exponent = _exponent(directed - m, where, scale)
     d = _sum(jnp.exp(exponent), axes, axis_name)
-    out = _where(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
+    out = select(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
 
@@ -51,32 +51,32 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=()):
     """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric."""
     acc = accumulator(y.dtype, t.dtype, dtype)
     y, seen = y.astype(acc), y != 0  # elsewhere the result is 0, whatever t holds
-    t = _scaled(_where(seen, t.astype(acc), 0), scale)
-    return _where(seen, y * (t - _sum(y * t, axes, axis_name)), 0).astype(dtype)
+    t = _scaled(select(seen, t.astype(acc), 0), scale)
+    return select(seen, y * (t - _sum(y * t, axes, axis_name)), 0).astype(dtype)
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
-    p, t = _weights(x, m, d, where, scale), _tangent(_where(where, t, 0), m, scale, scale_tangent)
-    return _where(where, t - _sum(p * _where(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
+    p, t = _weights(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
+    return select(where, t - _sum(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
 def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`c - p * sum(c)`, the transpose of `log_softmax_jvp`."""
-    p, c = _weights(x, m, d, where, scale), _tangent(_where(where, c, 0), m, scale, scale_tangent)
-    return _where(where, c - p * _sum(c, axes, axis_name), 0).astype(dtype)
+    p, c = _weights(x, m, d, where, scale), _tangent(select(where, c, 0), m, scale, scale_tangent)
+    return select(where, c - p * _sum(c, axes, axis_name), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`sum(p * t)`: the tangent of log-sum-exp."""
     p = _weights(x, m, d, where, scale)
-    return _sum(p * _tangent(_where(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
+    return _sum(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
 
 
 def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`p * c`, the transpose of `logsumexp_jvp`."""
     del axes, axis_name  # the sum over the row is in the state
-    return _where(where, _weights(x, m, d, where, scale) * _tangent(c, m, scale, scale_tangent), 0).astype(dtype)
+    return select(where, _weights(x, m, d, where, scale) * _tangent(c, m, scale, scale_tangent), 0).astype(dtype)
 
 
 def scores_tangent(x, scale, dx, dscale):
@@ -86,7 +86,7 @@ def scores_tangent(x, scale, dx, dscale):
         parts.append(_scaled(dx if scale is None else dx.astype(accumulator(dx.dtype, scale.dtype)), scale))
     if dscale is not None:
         acc = accumulator(x.dtype, dscale.dtype)
-        parts.append(dscale.astype(acc) * _where(jnp.isfinite(x), x, 0).astype(acc))
+        parts.append(dscale.astype(acc) * select(jnp.isfinite(x), x, 0).astype(acc))
     return sum(parts[1:], start=parts[0])
 
 
@@ -96,12 +96,12 @@ def scores_tangent(x, scale, dx, dscale):
 def _directed(x, where, scale, acc) -> jax.Array:
     """`x` in the direction in which the scores grow, and `-inf` for what is masked."""
     x = x.astype(acc)
-    return _where(where, x if scale is None else x * jnp.sign(scale).astype(acc), -jnp.inf)
+    return select(where, x if scale is None else x * jnp.sign(scale).astype(acc), -jnp.inf)
 
 
 def _exponent(shifted, where, scale) -> jax.Array:
     """`s - max s` of what was directed and shifted by its maximum."""
-    return _where(where, _scaled(shifted, None if scale is None else jnp.abs(scale)), -jnp.inf)
+    return select(where, _scaled(shifted, None if scale is None else jnp.abs(scale)), -jnp.inf)
 
 
 @jax.custom_jvp
@@ -120,8 +120,8 @@ def _saved_exponent_jvp(primals, tangents):
 def _weights(x, m, d, where, scale) -> jax.Array:
     """The softmax weights, from the saved state."""
     if where is not None:
-        d = _where(d != 0, d, 1)  # a row with nothing to see
-    return jnp.exp(_where(where, _saved_exponent(_where(where, x, 0), m, scale), -jnp.inf)) / d
+        d = select(d != 0, d, 1)  # a row with nothing to see
+    return jnp.exp(select(where, _saved_exponent(select(where, x, 0), m, scale), -jnp.inf)) / d
 
 
 def _tangent(t, m, scale, scale_tangent) -> jax.Array:
@@ -143,5 +143,6 @@ def _sum(values, axes, axis_name):
     return lax.psum(total, axis_name) if axis_name else total
 
 
-def _where(where, values, otherwise):
+def select(where, values, otherwise):
+    """`values` where `where` is true, or everywhere if it is None, and `otherwise` elsewhere."""
     return values if where is None else jnp.where(where, values, jnp.full_like(values, otherwise))
