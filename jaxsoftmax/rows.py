@@ -63,6 +63,15 @@ everything = constant(None)  # instead of a mask
 
 
 @dataclass(frozen=True)
+class Either:
+    """A result that is one function of a turn where a condition holds for the whole row, and another one elsewhere."""
+
+    condition: Any  # a scalar bool
+    then: Callable[..., Any]
+    otherwise: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Tile:
     """What the body of a kernel asks of the rows that its block holds."""
 
@@ -230,9 +239,15 @@ def run(
         factor = [ref[0] if ref.shape == (1,) else memory.load_row(ref) for ref in scale_refs] or [None]
         results = body(tile, *sources, *values, seen, *factor)
         for ref, dtype, result in zip(out_refs, dtypes, results, strict=False):
-            tile.each_turn(
-                lambda turn, ref=ref, dtype=dtype, result=result: memory.store(ref, turn, result(turn).astype(dtype))
-            )
+
+            def store(result, ref=ref, dtype=dtype):
+                tile.each_turn(lambda turn: memory.store(ref, turn, result(turn).astype(dtype)))
+
+            if isinstance(result, Either):
+                pl.when(result.condition)(functools.partial(store, result.then))
+                pl.when(~result.condition)(functools.partial(store, result.otherwise))
+            else:
+                store(result)
         for ref, dtype, result in zip(row_out_refs, row_dtypes, results[len(dtypes) :], strict=True):
             memory.store_row(ref, result.astype(dtype))
 

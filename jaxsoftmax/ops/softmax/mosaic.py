@@ -165,7 +165,11 @@ def softmax(x, where, scale, *, axes, dtype):
         d = state.d + (state.m - state.m)  # NaN where the maximum is infinite
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) / d)
         y = each(lambda s: online.weights(s, local.m, scale=size) * factor, scores)
-        return [each(select, where, y, constant(0))]
+        masked = each(select, where, y, constant(0))
+        if where is everything or not tile.layout.whole_block:
+            return [masked]
+        finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
+        return [rows.Either(finite, y, masked)]
 
     return _run("softmax_forward", body, axes, [x], where, scale, [dtype])[0]
 
