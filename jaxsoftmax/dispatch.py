@@ -35,6 +35,7 @@ import jax
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
     "softmax": {"mosaic": "jaxsoftmax.ops.softmax.mosaic", "xla": "jaxsoftmax.ops.softmax.xla"},
+    "attention": {"mosaic": "jaxsoftmax.ops.attention.mosaic", "xla": "jaxsoftmax.ops.attention.xla"},
 }
 
 # Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.

@@ -82,6 +82,25 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> 
     push(ref, index, values)
 
 
+def take_turn(barrier) -> None:
+    """Waits until another warpgroup passes the turn of `barrier`, the number of one of the hardware's 16, on to this one."""
+    _turn("sync", barrier)
+
+
+def pass_turn(barrier) -> None:
+    """Passes the turn of `barrier` on to the warpgroup that waits for it, or will."""
+    _turn("arrive", barrier)
+
+
+def _turn(kind: str, barrier) -> None:
+    @plgpu.inline_mgpu(arg_types=(_SPLAT,))
+    def turn(_, barrier):
+        threads = 2 * WARPS * WARP  # of the one that passes and the one that takes
+        utils.inline_ptx(f"bar.{kind} $0, {threads};", barrier.registers.item(), has_side_effects=True, convergent=True)
+
+    turn(jnp.int32(barrier))
+
+
 def tiled(tiles, warp_dims, lane_dims) -> Any:
     """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
     layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
@@ -329,6 +348,160 @@ class RowTile:
         for i in range(self.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // self.lanes)))
             yield here, (None if rows % self.rows == 0 else _compare("ult", here, constant(rows)))
+
+
+# Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
+# `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
+
+_PRODUCT = plgpu.Layout.WGMMA
+_PRODUCT_ROWS = _PRODUCT.reduce(1)
+_PRODUCT_COLS = _PRODUCT.reduce(0)
+
+
+def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+    """A product with `-inf` in each row before column `low` and after column `high`, which are int32 of the rows."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * (1 if low is None else 2)),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
+    )
+    def band(_, scores, *limits):
+        _, col = _product_position()
+        limits = [[arith.subi(_scalar(limit), col) for limit in rows.registers.flat] for rows in limits]
+        minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
+        registers = []
+        for index, register in enumerate(scores.registers.flat):
+            for e in range(2):
+                here = constant(index // 2 * 8 + e)
+                inside = _compare("sge", limits[0][index % 2], here)
+                if len(limits) > 1:
+                    inside = _both(inside, _compare("sle", limits[1][index % 2], here))
+                value = arith.select(inside, llvm.extractelement(register, constant(e)), minus_infinity)
+                register = llvm.insertelement(register, value, constant(e))
+            registers.append(register)
+        return _array(registers, scores.layout, scores.shape, None)
+
+    return band(scores, high) if low is None else band(scores, high, low)
+
+
+def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
+    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it: 0 beyond the limits, and int8 if it is bool.
+
+    Args:
+      ref: the array.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column, a multiple of 8.
+      limits: scalars int32, how many rows and columns from there on are there.
+      shape: of the tile.
+      varies: whether the array varies along rows and columns; if not, the first one stands for all.
+    """
+    dtype = jnp.dtype(jnp.int8) if ref.dtype == bool else ref.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(_SPLAT,) * 4),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_PRODUCT),
+    )
+    def load(_, ref, *scalars):
+        layout = _PRODUCT.to_mgpu()
+        register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
+        first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+        row, own_col = _product_position()
+        width = ref.type.shape[1]
+        cols = arith.subi(cols, own_col)
+        inside, addresses = [], []
+        for below in (0, 8):
+            own = arith.addi(row, constant(below))
+            inside.append(_compare("slt", own, rows))
+            entry = arith.muli(_i64(arith.addi(first_row, own) if varies[0] else first_row), _i64(width))
+            if varies[1]:
+                entry = arith.addi(entry, _i64(arith.addi(first_col, own_col)))
+            addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(dtype.itemsize))))
+        registers = []
+        for index in range(shape[1] // 8 * 2):
+            skipped = index // 2 * 8
+            own = [_both(inside[index % 2], _compare("sgt", cols, constant(skipped + e))) for e in range(2)]
+            offset = skipped * dtype.itemsize if varies[1] else 0
+            steps = [offset + e * dtype.itemsize * varies[1] for e in range(2)]
+            if varies[1] and width % 2 == 0:
+                registers.append(_Vector(addresses[index % 2], offset, dtype.itemsize, own[0]).load(register, 0))
+            else:
+                registers.append(_gather(register, [addresses[index % 2]] * 2, steps, own))
+        return _array(registers, layout, shape, True if dtype == jnp.int8 else None)
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
+    """Values of the rows of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
+    return _load_line(ref, first, limit, shape[0], _PRODUCT_ROWS, 0)
+
+
+def load_product_cols(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
+    """The same for its columns."""
+    return _load_line(ref, first, limit, shape[1], _PRODUCT_COLS, 1)
+
+
+def _load_line(ref, first, limit, size, layout, axis):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SPLAT, _SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout),
+    )
+    def load(_, ref, first, limit):
+        kind = layout.to_mgpu()
+        register = kind.registers_element_type(ref.type.element_type)
+        own, itemsize = _product_position()[axis], utils.bytewidth(ref.type.element_type)
+        start = arith.addi(_i64(first.registers.item()), _i64(own))
+        address = arith.addi(_address(ref), arith.muli(start, _i64(itemsize)))
+        left = arith.subi(limit.registers.item(), own)
+        registers = []
+        for index in range(size // 8 if axis else 2):
+            places = [index * 8 + e for e in range(register.shape[0])]
+            inside = [_compare("sgt", left, constant(place)) for place in places]
+            registers.append(_gather(register, [address] * len(places), [place * itemsize for place in places], inside))
+        return _array(registers, kind, (size,), True)
+
+    return load(ref, jnp.int32(first), jnp.int32(limit))
+
+
+def store_product_rows(ref, first, limit, values: jax.Array) -> None:
+    """Stores a value for each row of a product to `ref`, one-dimensional, from `first` on, for the first `limit` rows."""
+    itemsize = values.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, _SPLAT, _PRODUCT_ROWS))
+    def store(_, ref, first, limit, values):
+        row, col = _product_position()
+        start = arith.addi(_i64(first.registers.item()), _i64(row))
+        address = arith.addi(_address(ref), arith.muli(start, _i64(itemsize)))
+        left = arith.subi(limit.registers.item(), row)
+        for index, register in enumerate(values.registers.flat):
+            inside = _both(_compare("eq", col, constant(0)), _compare("sgt", left, constant(index * 8)))
+            _Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
+
+    store(ref, jnp.int32(first), jnp.int32(limit), values)
+
+
+def _product_position():
+    """The row and column of a thread's first element."""
+    thread = arith.remui(utils.thread_idx(), constant(WARPS * WARP))
+    warp, lane = arith.divui(thread, constant(WARP)), arith.remui(thread, constant(WARP))
+    row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+    return row, arith.muli(arith.remui(lane, constant(4)), constant(2))
+
+
+def _gather(register, addresses, offsets, inside):
+    """A register of elements from several places, 0 where one is not inside."""
+    bits = utils.bitwidth(register.element_type)
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
+    gathered = llvm.mlir_undef(ir.VectorType.get((len(addresses),), one.element_type))
+    for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
+        loaded = _load(address, offset, own, one, 0, None)
+        gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
+    return vector.bitcast(register, gathered)
+
+
+def _scalar(register):
+    """The element of a register that has one."""
+    return llvm.extractelement(register, constant(0)) if isinstance(register.type, ir.VectorType) else register
 
 
 @dataclass(frozen=True)

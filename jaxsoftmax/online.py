@@ -60,7 +60,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["State", "finish", "identity", "lift", "merge", "merge_along", "push", "weights"]
+__all__ = ["State", "finish", "identity", "lift", "merge", "merge_along", "push", "push_log2", "weights"]
 
 
 class State(NamedTuple):
@@ -128,6 +128,29 @@ def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
     m = jnp.maximum(a.m, b.m)
     a, b = _rescale(a, m, scale), _rescale(b, m, scale)
     return State(m, a.d + b.d, _added(a.o, b.o))
+
+
+def push_log2(state: State, scores: jax.Array, scale_log2: float, *, axis: int = -1) -> tuple[State, jax.Array, jax.Array]:
+    """`push` in powers of two, for kernels that sum the values themselves.
+
+    Scores are `scale_log2 * scores * log(2)`. The maximum of the state is in units of `log(2)`. A multiply-add and an `exp2`
+    give a weight, and the rounding of the maximum is in all weights alike.
+
+    Args:
+      state: with `m` and `d`.
+      scores: `[*rows, block]`.
+      scale_log2: positive.
+      axis: the axis of `scores` that is the block.
+
+    Returns:
+      The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
+    """
+    axes = _axes(axis, scores.ndim)
+    m = jnp.maximum(state.m, _max([scores], axis) * scale_log2)
+    shifted = shift(m)
+    factor = jnp.exp2(state.m - shifted)
+    weight = jnp.exp2(scores * scale_log2 - _along(shifted, scores, axes))
+    return State(m, state.d * factor + jnp.sum(weight, axes)), factor, weight
 
 
 def merge_along(states: State, axis: int, *, scale: jax.Array | None = None) -> State:

@@ -1,13 +1,16 @@
 """How an op becomes a JAX primitive: run eagerly, lowered for each platform, on one device or many.
 
-A primitive's operands are aligned: all have the same number of axes, and size 1 where one does not vary along an axis (a mask
-that is the same for all heads, the maximum of each row). That makes batching and sharding the same for all of them. Operands
-that are None are left out of the primitive; its parameter `present` says which. Parameters that every primitive has are
-`axes`, the axes of the softmax, `dtype`, that of its result, and `implementation`, a forced one or None.
+A primitive's operands are aligned: they have the same axes, and size 1 where one does not vary along an axis (a mask that is
+the same for all heads, the maximum of each row). That makes batching and sharding the same for all of them. Which of the last
+axes of operands and results belong together, a primitive may say with names (see `sharding`); without names all have the same
+number of axes. Operands that are None are left out of the primitive; its parameter `present` says which. Every primitive has
+the parameter `implementation`, a forced one or None; one without names has `axes` too, the axes of the softmax, over whose
+shards the reference merges.
 """
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +23,31 @@ from jaxsoftmax import dispatch, fusion, sharding
 # The same primitive for operands whose types leave no axis to the compiler: one that needs no devices while lowering.
 _deviceless: dict[Primitive, Primitive] = {}
 
+# From a primitive's parameters to the names of the last axes of its operands, those that are there, and of its results.
+NamesOf = Callable[..., tuple[sharding.Names, sharding.Names]]
+_names: dict[Primitive, NamesOf] = {}
+
+
+def _unnamed(**params):
+    del params
+    return itertools.repeat(()), itertools.repeat(())
+
 
 def define(
-    op: str, name: str, abstract_eval: Callable[..., Any], *, whole: Sequence[int] = (), multiple_results: bool = False
+    op: str,
+    name: str,
+    abstract_eval: Callable[..., Any],
+    *,
+    whole: Sequence[int] = (),
+    multiple_results: bool = False,
+    names: NamesOf = _unnamed,
 ) -> Primitive:
     """A primitive of `op`, for which `dispatch` finds the implementation while it is lowered.
 
     `whole` are the operands, by index, that are as large as the scores. It matters where those come from: kernels get them
-    as they were before a cast to float32, and are told which ones XLA would not write to memory.
+    as they were before a cast to float32, and are told which ones XLA would not write to memory. `names` gives, from the
+    parameters, the names of the last axes of operands and results. With it, the reference runs on shards too where types say
+    how those are cut, and is left to XLA elsewhere.
     """
 
     def types_of_chosen(*avals, fused, dtypes, **params):
@@ -36,11 +56,11 @@ def define(
 
     chosen = _primitive(name, types_of_chosen, multiple_results)
     for platform in (None, "cuda"):
-        mlir.register_lowering(chosen, functools.partial(_lower_chosen, op, chosen, platform), platform=platform)
+        mlir.register_lowering(chosen, functools.partial(_lower_chosen, op, chosen, platform, names), platform=platform)
     primitive, deviceless = (_primitive(name, abstract_eval, multiple_results) for _ in range(2))
     for each in (primitive, deviceless):  # a rule that JAX caches does not see what produces its operands
         mlir.register_lowering(each, functools.partial(_lower, chosen, whole), cacheable=False)
-    _deviceless[primitive] = deviceless
+    _deviceless[primitive], _names[primitive] = deviceless, names
     if len(dispatch.implementations[op]) > 1:
         sharding.require_devices(primitive)
     return primitive
@@ -62,10 +82,11 @@ def set_rule(rules: Any, primitive: Primitive, rule: Any) -> None:
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Binds `primitive` to aligned operands, of which some may be None."""
     present = tuple(operand is not None for operand in operands)
+    names, _ = _names[primitive](present=present, **params)
     given = sharding.vary_alike([operand for operand in operands if operand is not None])
     if any(sharding.is_settled(jax.typeof(operand)) for operand in given):
         primitive = _deviceless[primitive]
-    return primitive.bind(*sharding.shard_alike(given), present=present, **params)
+    return primitive.bind(*sharding.shard_alike(given, names), present=present, **params)
 
 
 def unpack(present: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
@@ -94,7 +115,7 @@ def _with_dtype_of(source, aval):
     return aval if narrow is None else aval.update(dtype=jax.numpy.dtype(narrow))
 
 
-def _lower_chosen(op, primitive, platform, ctx, *operands, present, implementation, fused, dtypes, **params):
+def _lower_chosen(op, primitive, platform, names, ctx, *operands, present, implementation, fused, dtypes, **params):
     """The lowering rule for `platform`, or for every platform without a rule of its own, which chooses the implementation.
 
     `dtypes` are those after casts to float32: the reference gets the operands so.
@@ -118,12 +139,23 @@ def _lower_chosen(op, primitive, platform, ctx, *operands, present, implementati
             obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
         module, decision = choose([jax.typeof(operand) for operand in operands], obstacle)
         dispatch.record(decision)
-        return run(module, *operands, **({"axis_name": axis_name} if module is reference else {}))
+        return run(module, *operands, **({"axis_name": axis_name} if axis_name else {}))
 
+    def off_mesh(*operands):
+        with sharding.on_no_mesh():
+            return run(module, *operands)
+
+    named = names is not _unnamed
     module, decision = choose(ctx.avals_in, sharding.obstacle(ctx))
-    if module is reference or not sharding.is_partitioned(ctx):
-        dispatch.record(decision)
-        function = functools.partial(run, module)
+    if named and sharding.explicit_mesh(ctx.avals_in) is not None:
+        shards = True  # types that say how they are sharded stand in the way of a reference that reshapes
     else:
-        function = sharding.partitioned(on_shard, ctx, params["axes"])
+        shards = module is not reference and sharding.is_partitioned(ctx)
+    if shards:
+        names_in, names_out = names(present=present, **params)
+        function = sharding.partitioned(on_shard, ctx, names_in, names_out, params.get("axes", ()))
+    else:
+        dispatch.record(decision)
+        function = off_mesh if named else functools.partial(run, module)
+        ctx = ctx.replace(avals_in=[sharding.whole(a) for a in ctx.avals_in]) if named else ctx
     return mlir.lower_fun(function, multiple_results=primitive.multiple_results)(ctx, *operands)

@@ -1,20 +1,28 @@
 """Sharded operands: each device runs its own rows, and nothing is gathered.
 
 On meshes with explicit axes only, the shardings are known while tracing, and an op's primitive is lowered inside a
-`shard_map`. On the others the compiler knows them, and asks back through `custom_partitioning`. The reference needs neither,
-as XLA partitions it.
+`shard_map`. On the others the compiler knows them, and asks back through `custom_partitioning`. The reference mostly needs
+neither, as XLA partitions it.
+
+How the axes of operands and results go together is said by `names`, for each array a tuple with the names of its last axes.
+The axes before those are named by their position. Axes of one name are sharded alike, or have size 1 and are whole on every
+device; those named None are whole too. Sizes of one name may differ otherwise (heads, and the key heads that they share): then
+it is sharded where the devices share each of them evenly. A result of size 1 along a sharded name is summed over its shards.
 """
 
 import functools
+import itertools
 import math
-import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+# For each array the names of its last axes; the same for all of them, without an end, if they have none.
+Names = Iterable[tuple[str | None, ...]]
 
 
 def vary_alike(operands: list[Any]) -> list[Any]:
@@ -27,18 +35,40 @@ def vary_alike(operands: list[Any]) -> list[Any]:
     ]
 
 
-def shard_alike(operands: list[Any]) -> list[Any]:
+def shard_alike(operands: list[Any], names: Names) -> list[Any]:
     """The operands, on explicit mesh axes sharded as the first one that is sharded along an axis: nothing is gathered."""
     types = [jax.typeof(operand) for operand in operands]
     mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
     if mesh is None:
         return operands
-    dims = _dims(types)
-    specs = [_spec(dims, t.shape) for t in types]
     return [
         operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, t, spec in zip(operands, types, specs, strict=True)
+        for operand, t, spec in zip(operands, types, _specs(_dims(types, names), types, names), strict=True)
     ]
+
+
+def typed_alike(results: Sequence[Any], operands: Sequence[Any], names_out: Names, names_in: Names) -> list[Any]:
+    """The types of results of these shapes and dtypes, on explicit mesh axes sharded as the operands are."""
+    first, specs = operands[0], _specs(_dims(operands, names_in), results, names_out)
+    return [
+        first.update(
+            shape=result.shape,
+            dtype=result.dtype,
+            weak_type=False,
+            sharding=NamedSharding(first.sharding.mesh, spec),
+        )
+        for result, spec in zip(results, specs, strict=True)
+    ]
+
+
+def whole(aval: Any) -> Any:
+    """The type of an array of that shape and dtype, on no mesh."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+def on_no_mesh() -> Any:
+    """A context in which new arrays have no sharding, whatever mesh the user set."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def has_explicit_axes(aval: Any) -> bool:
@@ -69,7 +99,7 @@ def is_partitioned(ctx: Any) -> bool:
 
 def obstacle(ctx: Any) -> str | None:
     """Why what is lowered in `ctx` can be left to XLA only, or None."""
-    if not is_partitioned(ctx) or _explicit_mesh(ctx) is not None:
+    if not is_partitioned(ctx) or explicit_mesh(ctx.avals_in) is not None:
         return None
     if getattr(ctx.module_context.axis_context, "manual_axes", ()):
         return "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
@@ -78,33 +108,42 @@ def obstacle(ctx: Any) -> str | None:
     return None
 
 
-def _explicit_mesh(ctx: Any) -> Any:
-    """The mesh of the operands, if their types say all about how they are sharded."""
-    mesh = next((a.sharding.mesh for a in ctx.avals_in if has_explicit_axes(a)), None)
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh of arrays, if their types say all about how they are sharded, or None."""
+    mesh = next((a.sharding.mesh for a in avals if has_explicit_axes(a)), None)
     return None if mesh is None or AxisType.Auto in mesh.axis_types else mesh
 
 
-def partitioned(function: Callable[..., Any], ctx: Any, axes: Sequence[int]) -> Callable[..., Any]:
-    """`function` of aligned operands, run on shards.
+def partitioned(
+    function: Callable[..., Any], ctx: Any, names_in: Names, names_out: Names, axes: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """`function` of operands whose axes have these names, run on shards.
 
     `function(*shards, axis_name=...)` gets the mesh axes over which the operands' `axes` are sharded, usually none.
     """
-    mesh = _explicit_mesh(ctx)
-    if mesh is None:
-        return _on_automatic_axes(function, axes)
+    if explicit_mesh(ctx.avals_in) is None:
+        return _on_automatic_axes(function, names_in, names_out, axes)
+    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, axes)
+
+
+def on_explicit_axes(
+    function: Callable[..., Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    names_in: Names,
+    names_out: Names,
+    axes: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
+    mesh = explicit_mesh(avals_in)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    return _on_explicit_axes(function, axes, mesh, explicit, ctx.avals_in, ctx.avals_out)
-
-
-def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
-    dims = _dims(avals_in)
-    specs_in, specs_out = [_spec(dims, a.shape) for a in avals_in], [_spec(dims, a.shape) for a in avals_out]
-    local = functools.partial(function, axis_name=_names(dims, axes))
+    dims = _dims(avals_in, names_in)
+    local = functools.partial(function, axis_name=_mesh_axes(dims, axes))
     mapped = jax.shard_map(
-        lambda *operands: jax.tree.leaves(local(*operands)),
+        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, axes),
         mesh=mesh,
-        in_specs=tuple(specs_in),
-        out_specs=specs_out,
+        in_specs=tuple(_specs(dims, avals_in, names_in)),
+        out_specs=_specs(dims, avals_out, names_out),
         axis_names=explicit,
         check_vma=False,
     )
@@ -116,52 +155,92 @@ def _on_explicit_axes(function, axes, mesh, explicit, avals_in, avals_out):
     return call
 
 
-def _on_automatic_axes(function, axes):
+def _on_automatic_axes(function, names_in, names_out, axes):
     from jax.experimental.custom_partitioning import custom_partitioning
 
     call = custom_partitioning(lambda *operands: function(*operands, axis_name=()))  # it takes no keywords
 
     def partition(mesh, operands, results):
-        dims = list(_dims(operands))
-        for axis in axes:  # the last shard of an uneven axis is padded, and padding has no place in its maximum and sum
-            shards = math.prod(mesh.shape[name] for name in _names(dims, [axis]))
-            if max(a.shape[axis] for a in operands) % shards:
-                dims[axis] = None
-        specs_in = tuple(NamedSharding(mesh, _spec(dims, a.shape)) for a in operands)
-        specs_out = jax.tree.map(lambda a: NamedSharding(mesh, _spec(dims, a.shape)), results)
+        # the last shard of an uneven axis is padded, and padding has no place in its maximum and sum
+        dims = _dims(operands, names_in, axes)
+        specs_in = tuple(NamedSharding(mesh, spec) for spec in _specs(dims, operands, names_in))
+        leaves, structure = jax.tree.flatten(results)
+        specs_out = structure.unflatten(NamedSharding(mesh, spec) for spec in _specs(dims, leaves, names_out))
 
         def on_shard(*shards):
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # shards have no sharding, whatever mesh the user set
-                return function(*shards, axis_name=_names(dims, axes))
+            with on_no_mesh():
+                parts = jax.tree.leaves(function(*shards, axis_name=_mesh_axes(dims, axes)))
+                return structure.unflatten(_summed(parts, leaves, dims, names_out, axes))
 
         return mesh, on_shard, specs_out, specs_in
 
     def rule(mesh, operands, results):
         del mesh
-        return f"{', '.join(_factors(operands, 0))} -> {', '.join(_factors(results, len(operands)))}"
+        names = (*itertools.islice(names_in, len(operands)), *itertools.islice(names_out, len(results)))
+        factors = list(_factors((*operands, *results), names))
+        return f"{', '.join(factors[: len(operands)])} -> {', '.join(factors[len(operands) :])}"
 
     call.def_partition(partition, sharding_rule=rule)
     return call
 
 
-def _dims(arrays):
-    """How each axis is sharded: as in the first array that is sharded along it."""
-    specs = [(*a.sharding.spec, *(None,) * (len(a.shape) - len(a.sharding.spec))) for a in arrays]
-    return tuple(next((dim for dim in along if dim is not None), None) for along in zip(*specs, strict=True))
+def _named(array, names):
+    """The axes of an array as pairs of a name and a size."""
+    return tuple(zip((*range(len(array.shape) - len(names)), *names), array.shape, strict=True))
 
 
-def _spec(dims, shape):
-    return PartitionSpec(*(None if size == 1 else dim for dim, size in zip(dims, shape, strict=True)))
+def _dims(arrays, names, even=()):
+    """How each name is sharded: as in the first array that is sharded along it, unless its mesh axes are taken already.
+
+    Names that have several sizes and those that are `even` are sharded only where each size is a multiple of the shards.
+    """
+    found, sizes = {}, {}
+    for array, trailing in zip(arrays, names, strict=False):
+        spec = (*array.sharding.spec, *(None,) * (len(array.shape) - len(array.sharding.spec)))
+        for (name, size), dim in zip(_named(array, trailing), spec, strict=True):
+            sizes.setdefault(name, set()).update({size} - {1})
+            if name is not None and dim is not None:
+                found.setdefault(name, (dim, array.sharding.mesh))
+    dims, taken = {}, set()
+    for name, (dim, mesh) in found.items():
+        over = dim if isinstance(dim, tuple) else (dim,)
+        shards = math.prod(mesh.shape[axis] for axis in over)
+        uneven = (len(sizes[name]) > 1 or name in even) and any(size % shards for size in sizes[name])
+        if not uneven and not taken & set(over):
+            dims[name] = dim
+            taken |= set(over)
+    return dims
 
 
-def _names(dims, axes):
-    """The mesh axes over which `axes` are sharded."""
-    found = [dims[axis] for axis in axes if dims[axis] is not None]
+def _specs(dims, arrays, names):
+    """How arrays are sharded if their names are so."""
+    return [
+        PartitionSpec(*(None if size == 1 else dims.get(name) for name, size in _named(array, trailing)))
+        for array, trailing in zip(arrays, names, strict=False)
+    ]
+
+
+def _mesh_axes(dims, names):
+    """The mesh axes over which `names` are sharded."""
+    found = [dims[name] for name in names if name in dims]
     return tuple(name for dim in found for name in (dim if isinstance(dim, tuple) else (dim,)))
 
 
-def _factors(types, first):
-    """Shardy's names of the axes of each array: shared along an axis, and one of its own where the size is 1."""
-    for index, kind in enumerate(types, first):
-        letters = zip(string.ascii_lowercase, kind.shape, strict=False)
-        yield " ".join(f"{letter}{index}" if size == 1 else letter for letter, size in letters)
+def _summed(results, avals, dims, names, axes):
+    """Results on shards; what is cut along a name, other than `axes`, but has size 1 there, is the sum over the shards."""
+    for index, (result, aval, trailing) in enumerate(zip(results, avals, names, strict=False)):
+        missing = [name for name, size in _named(aval, trailing) if size == 1 and name not in axes]
+        if over := _mesh_axes(dims, missing):
+            results[index] = lax.psum(result, over)
+    return results
+
+
+def _factors(arrays, names):
+    """Shardy's names of the axes of each array: shared by axes of one name and size, and one of its own where it is whole."""
+    counter, shared = itertools.count(), {}
+    for array, trailing in zip(arrays, names, strict=False):
+        axes = []
+        for name, size in _named(array, trailing):
+            own = f"a{next(counter)}"
+            axes.append(own if size == 1 or name is None else shared.setdefault((name, size), own))
+        yield " ".join(axes)

@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 HEADER = "| implementation | op | platforms | dtypes |"
 PLATFORMS = {"cpu", "cuda", "rocm", "tpu"}
 SHAPE = (16, 1024)  # one that every implementation takes
+ATTENTION_SHAPE = (2, 256, 8, 64)
 
 
 def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
@@ -41,6 +42,21 @@ def folder(op: str) -> str:
     return getattr(jaxsoftmax, op).__module__.split(".")[-2]
 
 
+def shape(op: str) -> tuple[int, ...]:
+    """The shape of the operands of a public function."""
+    return ATTENTION_SHAPE if folder(op) == "attention" else SHAPE
+
+
+def call(op: str, x, **options):
+    """A public function, of one array or of the same one as often as it takes some."""
+    return getattr(jaxsoftmax, op)(*[x] * (3 if folder(op) == "attention" else 1), **options)
+
+
+def primitive(op: str) -> str:
+    """The name of the primitive of a public function."""
+    return "attention" if folder(op) == "attention" else op
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
 @pytest.mark.usefixtures("x64")
 def test_the_support_matrix_is_what_dispatch_says(row):
@@ -48,16 +64,16 @@ def test_the_support_matrix_is_what_dispatch_says(row):
     assert set(platforms) <= PLATFORMS
 
     def forced(x):
-        return getattr(jaxsoftmax, op)(x, implementation=name)
+        return call(op, x, implementation=name)
 
     for platform in PLATFORMS:
         for dtype in DTYPES:
-            x = jax.ShapeDtypeStruct(SHAPE, dtype)
+            x = jax.ShapeDtypeStruct(shape(op), dtype)
             if platform in platforms and dtype in dtypes:
                 found = explain(forced, x, platform=platform)
-                assert [(d.primitive, d.implementation) for d in found] == [(op, name)], (platform, dtype)
+                assert [(d.primitive, d.implementation) for d in found] == [(primitive(op), name)], (platform, dtype)
             else:
-                with pytest.raises((TypeError, NotImplementedError), match=op):
+                with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}"):
                     explain(forced, x, platform=platform)
 
 
@@ -66,9 +82,9 @@ def test_the_support_matrix_is_what_dispatch_says(row):
 def test_every_dtype_of_the_support_matrix_runs(row):
     _, op, _, dtypes = row
     for dtype in dtypes:
-        x = jnp.ones(SHAPE, dtype)
-        y = getattr(jaxsoftmax, op)(x, axis=-1)
-        assert y.shape == (SHAPE[:1] if op == "logsumexp" else SHAPE), dtype
+        x = jnp.ones(shape(op), dtype)
+        y = call(op, x, **({} if folder(op) == "attention" else {"axis": -1}))
+        assert y.shape == (SHAPE[:1] if op == "logsumexp" else x.shape), dtype
         inexact = jnp.issubdtype(dtype, jnp.inexact)
         assert y.dtype == (x.dtype if inexact else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32), dtype
         assert jnp.isfinite(y.astype(jnp.complex64)).all(), dtype
@@ -83,7 +99,7 @@ def test_the_support_matrix_lists_every_implementation_and_op_once():
 @pytest.mark.parametrize("op", dispatch.implementations)
 def test_the_files_of_an_op_are_its_implementations(op):
     stems = {path.stem for path in (ROOT / "jaxsoftmax" / "ops" / op).glob("*.py")}
-    assert stems - {"api", "primitive", "__init__"} == set(dispatch.implementations[op])
+    assert stems - {"api", "primitive", "dropout", "__init__"} == set(dispatch.implementations[op])
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/design.md"])

@@ -1,0 +1,335 @@
+"""Attention, with the signature of `jax.nn.dot_product_attention` and more."""
+
+import math
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxsoftmax import dispatch
+from jaxsoftmax.ops.attention import primitive
+
+Window = int | tuple[int | None, int | None] | None
+
+_NAME = "dot_product_attention"
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention, `softmax(scale * query key^T + bias) value` for each head, without the T x S matrix in memory.
+
+    Arithmetic is float32 inside, or float64 where the operands are. It may be differentiated, any number of times and in both
+    modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
+
+    A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
+    rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold, NaN
+    too, has no effect.
+
+    Args:
+      query: `[*batch, T, N, H]`, float16, bfloat16, float32 or float64, with any number of batch axes or none.
+      key: `[*batch, S, K, H]`, of the same dtype. N is a multiple of K: each key head serves N / K query heads that follow one
+        another.
+      value: `[*batch, S, K, Hv]`, of the same dtype.
+      bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores.
+      mask: boolean, broadcast to `[*batch, N, T, S]`: which keys a query sees.
+      scale: a concrete number that multiplies the products; None for `1 / sqrt(H)`.
+      is_causal: whether a query sees no key after its own position, both counted from 0.
+      query_seq_lengths: integers `[*batch]`: how many queries there are; those behind them see nothing.
+      key_value_seq_lengths: integers `[*batch]`: how many keys there are.
+      local_window_size: how many keys before and after its own position a query sees: `(left, right)`, either None for all, or
+        one number for both.
+      query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only.
+      key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
+      logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
+      sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
+      dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
+      dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
+      deterministic: whether there is no dropout after all.
+      implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
+      return_residual: whether to return the log-sum-exp of the scores too.
+
+    Returns:
+      `[*batch, T, N, Hv]` in the dtype of `query`; with `return_residual`, a pair of it and the natural logarithm of the sum of
+      `exp(score)`, the sink's too but without dropout, `[*batch, T, N]`, float32 (float64), `-inf` where nothing is seen.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
+      ValueError: an argument has a shape or a value that does not fit; no such `implementation`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
+
+    Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+    dispatch.check_implementation("attention", _NAME, implementation)
+    query, key, value = _operands(query, key, value)
+    *batch, length, heads, head_size = query.shape
+    keys, batch = key.shape[-3], tuple(batch)
+    if bias is not None:
+        bias = _scores_like("bias", _floating("bias", bias), (*batch, heads, length, keys))
+    if mask is not None:
+        mask = _array("mask", mask)
+        if mask.dtype != np.bool_:
+            raise TypeError(f"{_NAME}: mask must be boolean, got {mask.dtype}; what is added to the scores goes into bias")
+        mask = _scores_like("mask", mask, (*batch, heads, length, keys))
+    query_lengths = _integers("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = _integers("key_value_seq_lengths", key_value_seq_lengths, batch)
+    segments = _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
+    if sinks is not None:
+        sinks = _sinks(sinks, heads, len(batch))
+    rate = _dropout_rate(dropout_rate)
+    is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
+    return_residual = _flag("return_residual", return_residual)
+    seeds = None
+    if rate > 0 and not deterministic:
+        seeds = jax.random.bits(_random_key(dropout_rng), (*batch, heads, 2), np.uint32)
+    left, right = _window(local_window_size)
+    out, lse = primitive.attention(
+        *(query, key, value, bias, mask, query_lengths, key_lengths, *segments, sinks, seeds),
+        scale=1 / math.sqrt(head_size) if scale is None else _number("scale", scale, "; multiply the query instead"),
+        window=(left, 0) if is_causal else (left, right),
+        soft_cap=_soft_cap(logits_soft_cap),
+        dropout_rate=0.0 if seeds is None else rate,
+        implementation=implementation,
+    )
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+
+
+def _operands(query, key, value):
+    """Query, key and value, of shapes and dtypes that go together."""
+    query, key, value = (_floating(name, a) for name, a in (("query", query), ("key", key), ("value", value)))
+    if query.dtype.name not in _DTYPES:
+        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(_DTYPES)}, got {query.dtype}")
+    letters = {"query": "[*batch, T, N, H]", "key": "[*batch, S, K, H]", "value": "[*batch, S, K, Hv]"}
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {array.dtype} and {query.dtype}")
+        if array.ndim < 3 or array.ndim != query.ndim:
+            shapes = f"{array.shape} with a query of {query.shape}" if name != "query" else array.shape
+            raise ValueError(f"{_NAME}: {name} must have the axes {letters[name]}, got shape {shapes}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{_NAME}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}")
+        if 0 in array.shape[-2:]:
+            raise ValueError(f"{_NAME}: {name} must have heads of at least size 1, got shape {array.shape}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"{_NAME}: key must have the head size of query, got shapes {key.shape} and {query.shape}")
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        raise ValueError(f"{_NAME}: value must have the length and heads of key, got shapes {value.shape} and {key.shape}")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"{_NAME}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
+            f" in shapes {query.shape} and {key.shape}"
+        )
+    return query, key, value
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    """`value` as an array of numbers or bools."""
+    if not isinstance(value, jax.Array):
+        if not isinstance(value, np.ndarray | np.generic | bool | int | float) and not hasattr(value, "__jax_array__"):
+            raise TypeError(f"{_NAME}: {name} must be an array, got {type(value).__name__}")
+        try:
+            value = jnp.asarray(value)
+        except TypeError:  # strings, objects, dates
+            dtype = getattr(value, "dtype", None)
+            raise TypeError(f"{_NAME}: {name} must be an array of numbers, got dtype {dtype}") from None
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
+        raise TypeError(f"{_NAME}: {name} must be an array of numbers, got dtype {value.dtype}")
+    return value
+
+
+def _floating(name, value):
+    array = _array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{_NAME}: {name} must be floating, got {array.dtype}")
+    return array
+
+
+def _scores_like(name, array, shape):
+    """`array` with the axes of the scores, of which it may have size 1."""
+    extra = array.ndim - len(shape)
+    if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
+        array = lax.squeeze(array, range(extra))
+    fits = array.ndim <= len(shape) and all(own in (1, size) for own, size in zip(array.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"{_NAME}: {name} must broadcast to [*batch, N, T, S], got shape {array.shape} for {shape}")
+    return lax.expand_dims(array, range(len(shape) - array.ndim))
+
+
+def _integers(name, value, shape, axes="[*batch]"):
+    """`value` as int32 of this shape, or None."""
+    if value is None:
+        return None
+    array = _array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{_NAME}: {name} must be integers, got {array.dtype}")
+    if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
+        array = array.reshape(())
+    if array.shape != shape:
+        raise ValueError(f"{_NAME}: {name} must have the shape {axes} = {shape}, got {array.shape}")
+    return array.astype(np.int32)
+
+
+def _segments(queries, keys, batch, length, keys_length):
+    """The segments of queries and of keys, or None for both."""
+    if queries is None:
+        if keys is not None:
+            raise ValueError(f"{_NAME}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
+        return None, None
+    if keys is None:
+        if length != keys_length:
+            raise ValueError(
+                f"{_NAME}: query_segment_ids must come with key_value_segment_ids unless there are as many keys as queries,"
+                f" got {length} queries and {keys_length} keys"
+            )
+        keys = queries
+    queries = _integers("query_segment_ids", queries, (*batch, length), "[*batch, T]")
+    return queries, _integers("key_value_segment_ids", keys, (*batch, keys_length), "[*batch, S]")
+
+
+def _sinks(value, heads, batch_axes):
+    sinks = _floating("sinks", value)
+    if sinks.shape != (heads,):
+        raise ValueError(f"{_NAME}: sinks must have the shape [N] = {(heads,)}, got {sinks.shape}")
+    return lax.expand_dims(sinks, range(batch_axes))
+
+
+def _number(name: str, value: Any, instead: str = "") -> float:
+    """A concrete real number."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{_NAME}: {name} must be a concrete number, got a traced one{instead}")
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0:
+        value = np.asarray(value)[()]
+    real = isinstance(value, int | float | np.integer | np.floating) or jnp.issubdtype(
+        getattr(value, "dtype", bool), jnp.floating
+    )
+    if isinstance(value, bool) or not real or getattr(value, "shape", ()):
+        what = f"shape {value.shape}" if getattr(value, "shape", ()) else f"{value!r}"
+        raise TypeError(f"{_NAME}: {name} must be a real number, got {what}")
+    return float(value)
+
+
+def _soft_cap(value):
+    if value is None:
+        return None
+    cap = _number("logits_soft_cap", value)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite, got {cap}")
+    return cap
+
+
+def _dropout_rate(value):
+    rate = _number("dropout_rate", value)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
+    return rate
+
+
+def _flag(name, value):
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _random_key(key):
+    """A key of `jax.random`, typed or raw."""
+    if key is None:
+        raise ValueError(f"{_NAME}: dropout_rng must be a key where dropout_rate is above 0, got None")
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and getattr(key, "dtype", None) != np.uint32:
+        what = getattr(key, "dtype", type(key).__name__)
+        raise TypeError(f"{_NAME}: dropout_rng must be a key of jax.random, got {what}")
+    if len(key.shape) != (0 if typed else 1):
+        raise ValueError(f"{_NAME}: dropout_rng must be one key, got shape {key.shape}")
+    return key
+
+
+def _window(value) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query sees."""
+    if value is None:
+        return None, None
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2:
+        raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {value!r}")
+    try:
+        left, right = (None if side is None else operator.index(side) for side in sides)
+    except TypeError:
+        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {value!r}") from None
+    if any(isinstance(side, bool | np.bool_) for side in sides):
+        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {value!r}")
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise ValueError(f"{_NAME}: local_window_size must not be negative, got {value!r}")
+    return left, right

@@ -1,0 +1,688 @@
+"""Attention on Hopper, forward: a block of queries keeps the state of its rows and pushes the keys block by block.
+
+A block of threads is one warpgroup that copies and two or three that compute, each for 64 queries. It works through tiles
+(a block of queries of one head) in the order of a table, so that keys and values stay in the L2 cache and all blocks end at
+about the same time. Keys and values come by bulk copies into a ring in shared memory. The scores of a key block are in
+registers, and so are its weights, from where the second product takes them: it runs while the scores of the next key block are
+computed. Warpgroups take turns at the tensor cores, so that one multiplies while another exponentiates. Key blocks that no
+query of a tile sees are not visited, and those that all see are not masked.
+
+For each tile Q is read and O written once, and K and V are read from the cache: `4 * T * S * H` operations a head.
+
+Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
+"""
+
+import functools
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxsoftmax import hopper, online
+from jaxsoftmax.online import State
+
+DTYPES = ("float16", "bfloat16")
+MAX_HEAD_SIZE = 256
+ROWS = 64  # of a warpgroup
+_SWIZZLED = 64  # 16-bit elements of 128 bytes
+
+_LOG2E = math.log2(math.e)
+_LAYOUT = plgpu.Layout.WGMMA
+_ROW_LAYOUT = _LAYOUT.reduce(1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block of threads works.
+
+    Attributes:
+      warpgroups: those that compute, each for 64 queries.
+      block_kv: keys of a block.
+      stages: key blocks in shared memory, and as many of values.
+      own_output: whether the output has shared memory of its own; else it has that of the queries, which are as large then.
+      registers: of a thread of the warpgroup that copies, and of those that compute.
+      turns: whether the warpgroups take turns at the tensor cores.
+    """
+
+    warpgroups: int
+    block_kv: int
+    stages: int
+    own_output: bool = True
+    registers: tuple[int, int] = (24, 240)
+    turns: bool = True
+
+
+# By the larger head size, of keys or of values: up to how much, and how.
+_CONFIGS = [
+    (64, Config(3, 128, 4, registers=(32, 160))),
+    (128, Config(2, 128, 2)),
+    (192, Config(2, 64, 3, own_output=False)),
+    (256, Config(2, 64, 2, own_output=False)),
+]
+
+
+def config_for(head_size: int, value_size: int) -> Config:
+    """The configuration for a head size, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
+    sizes = _up(head_size, _SWIZZLED), _up(value_size, _SWIZZLED)
+    if max(sizes) > 128 and sizes[0] != sizes[1]:
+        return Config(2, 64, 2)
+    return next(config for most, config in _CONFIGS if max(sizes) <= most)
+
+
+def unsupported(primitive, target, *avals, scale, dropout_rate, **params) -> str | None:
+    """Why it cannot run, in words, or None."""
+    del params
+    if primitive != "attention":
+        return "there is no kernel for derivatives yet"
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
+        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
+    query, key, value = avals[:3]
+    if query.dtype.name not in DTYPES:
+        return f"dtypes must be among {', '.join(DTYPES)}, got {query.dtype.name}"
+    for name, size in (("head", query.shape[-1]), ("value", value.shape[-1])):
+        if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
+            return f"{name} size must be a multiple of 8 from 8 to {MAX_HEAD_SIZE}, got {size}"
+    if 0 in query.shape or 0 in key.shape:
+        return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
+    if not (math.isfinite(scale) and scale > 0):
+        return f"scale must be positive, got {scale}"
+    if dropout_rate:
+        return "it has no dropout"
+    return None
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    query_lengths,
+    key_lengths,
+    query_segments,
+    key_segments,
+    sinks,
+    seeds,
+    *,
+    scale,
+    window,
+    soft_cap,
+    dropout_rate,
+    config=None,
+):
+    """Attention as in `xla.attention`: `[out, lse]`."""
+    del seeds, dropout_rate
+    config = config or config_for(query.shape[-1], value.shape[-1])
+    given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
+    batch = lax.broadcast_shapes(*(operand.shape[:-3] for operand in (query, key, value)), *_batches(given))
+    if query_segments is not None:
+        batch = lax.broadcast_shapes(batch, query_segments.shape[:-1], key_segments.shape[:-1])
+    problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, config)
+    given |= {"query_segments": query_segments, "key_segments": key_segments}
+    if query_segments is not None:
+        given["ranges"] = problem.ranges(query_segments, key_segments)
+    return problem.run(query, key, value, {name: operand for name, operand in given.items() if operand is not None})
+
+
+# How many axes come behind those of the batch.
+_TRAILING = {"bias": 3, "mask": 3, "query_lengths": 0, "key_lengths": 0, "query_segments": 1, "key_segments": 1}
+_TRAILING |= {"sinks": 1, "ranges": 2}
+
+
+def _batches(given):
+    return [operand.shape[: operand.ndim - _TRAILING[name]] for name, operand in given.items() if operand is not None]
+
+
+def _sms() -> int:
+    """Multiprocessors of the GPU at hand, else of an H100 or H200."""
+    try:
+        return jax.devices("cuda")[0].core_count
+    except (RuntimeError, AttributeError):
+        return 132
+
+
+_MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
+_L2 = 24 << 20  # bytes of keys and values that tiles may share at a time
+_TILE_COST = 1.5  # of starting and ending a tile, in key blocks
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+    """Which tiles each block of threads works through, `[blocks, 1 + most]`: how many, and their numbers.
+
+    Tiles are handed out one by one to whoever is free first, long ones before short ones, for `group` heads at a time. Tile
+    `head * len(costs) + i` takes `costs[i]` key blocks.
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    queue = [(0.0, block) for block in range(blocks)]
+    tiles: list[list[int]] = [[] for _ in range(blocks)]
+    for first in range(0, heads, group):
+        for i in order:
+            for head in range(first, min(first + group, heads)):
+                free, block = queue[0]
+                tiles[block].append(head * len(costs) + i)
+                heapq.heapreplace(queue, (free + costs[i] + _TILE_COST, block))
+    table = np.zeros((blocks, 1 + max(map(len, tiles))), np.int32)
+    for row, own in zip(table, tiles, strict=True):
+        row[0], row[1 : 1 + len(own)] = len(own), own
+    return table
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The static part of a call, and how a kernel is made of it."""
+
+    batch: tuple[int, ...]
+    query: tuple[int, int, int]  # T, N, H
+    key: tuple[int, int, int]  # S, K, H
+    value_size: int
+    scale: float
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    config: Config
+
+    @property
+    def block_q(self) -> int:
+        return ROWS * self.config.warpgroups
+
+    @property
+    def blocks_q(self) -> int:
+        return pl.cdiv(self.query[0], self.block_q)
+
+    @property
+    def blocks_kv(self) -> int:
+        return pl.cdiv(self.key[0], self.config.block_kv)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The head sizes of keys and values on chip."""
+        return _up(self.query[2], _SWIZZLED), _up(self.value_size, _SWIZZLED)
+
+    def key_blocks(self, block, first, last, least=min, most=max):
+        """Which key blocks the window leaves for queries `first` to `last`: from and to, at least one."""
+        del block
+        left, right = self.window
+        size, end = self.config.block_kv, self.blocks_kv
+        low = 0 if left is None else least(most(first - left, 0) // size, end - 1)
+        high = end if right is None else least((last + right) // size + 1, end)
+        return low, most(high, low + 1)
+
+    def costs(self) -> tuple[int, ...]:
+        """How many key blocks each block of queries takes."""
+        found = []
+        for i in range(self.blocks_q):
+            first = i * self.block_q
+            low, high = self.key_blocks(i, first, min(first + self.block_q, self.query[0]) - 1)
+            found.append(high - low)
+        return tuple(found)
+
+    def ranges(self, query_segments, key_segments) -> jax.Array:
+        """From and to which key block there may be one of a segment of each block of queries: int32 `[*batch, blocks_q, 2]`."""
+        q_low, q_high = _extremes(query_segments, self.block_q)
+        k_low, k_high = _extremes(key_segments, self.config.block_kv)
+        meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
+        index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
+        low = jnp.min(jnp.where(meet, index, self.blocks_kv), -1)
+        high = jnp.max(jnp.where(meet, index + 1, 0), -1)
+        return jnp.stack([low, high], -1)
+
+    def run(self, query, key, value, given):
+        """Runs the kernel; `given` are the optional operands that are there."""
+        (length, heads, _), (keys, key_heads, _) = self.query, self.key
+        pairs = math.prod(self.batch) * heads
+        tiles = pairs * self.blocks_q
+        blocks = min(_sms(), tiles)
+        names = list(given)
+        arrays = [*map(_pad, (query, key, value)), *given.values()]
+        trailing = [3, 3, 3, *(_TRAILING[name] for name in names)]
+        at = [_batch_index(self.batch, a.shape[: a.ndim - t]) for a, t in zip(arrays, trailing, strict=True)]
+        arrays = [a.reshape(-1, *a.shape[a.ndim - t :]) for a, t in zip(arrays, trailing, strict=True)]
+        sizes = {name: array.shape[1:3] for name, array in zip(names, arrays[3:], strict=True)}  # heads and rows
+        arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
+        scheduled = tiles <= _MAX_SCHEDULED
+        if scheduled:
+            shared = 2 * keys * (self.query[2] + self.value_size) * key_heads // heads
+            table = _schedule(self.costs(), pairs, max(1, min(_L2 // shared, 4)), blocks)
+            arrays.append(jnp.asarray(table))
+        rows = math.prod(self.batch) * heads * length
+        out, lse = plgpu.kernel(
+            functools.partial(_kernel, self, names, sizes, at, scheduled, blocks, tiles),
+            out_type=[
+                jax.ShapeDtypeStruct((math.prod(self.batch), _up(length, 8), heads, self.sizes[1]), query.dtype),
+                jax.ShapeDtypeStruct((rows,), jnp.float32),
+            ],
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=self.config.warpgroups + 1,
+            thread_name="warpgroup",
+            scratch_types=self._scratch(query.dtype),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            kernel_name="attention_forward_mosaic",
+        )(*arrays)
+        return [
+            out[:, :length, :, : self.value_size].reshape(*self.batch, length, heads, self.value_size),
+            lse.reshape(*self.batch, heads, length),
+        ]
+
+    def _scratch(self, dtype) -> dict[str, Any]:
+        """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
+        config = self.config
+        head_size, value_size = self.sizes
+        transforms = (plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128))
+
+        def memory(*shape):
+            return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+        own = {"o": memory(config.warpgroups, ROWS, value_size)} if config.own_output else {}
+        everyone = {"num_arrivals": config.warpgroups, "num_barriers": config.stages}
+        return own | {
+            "q": memory(config.warpgroups, ROWS, head_size),
+            "k": memory(config.stages, config.block_kv, head_size),
+            "v": memory(config.stages, config.block_kv, value_size),
+            "q_full": plgpu.Barrier(num_barriers=config.warpgroups),
+            "q_empty": plgpu.Barrier(num_barriers=config.warpgroups),
+            "k_full": plgpu.Barrier(num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_barriers=config.stages),
+            "k_empty": plgpu.Barrier(**everyone),
+            "v_empty": plgpu.Barrier(**everyone),
+        }
+
+
+def _up(size: int, multiple: int) -> int:
+    return pl.cdiv(size, multiple) * multiple
+
+
+def _pad(array):
+    """An array `[*batch, length, heads, size]` with zeros up to the multiples of 8 and 64 that bulk copies need."""
+    length, _, size = array.shape[-3:]
+    behind = [(0, _up(length, 8) - length), (0, 0), (0, _up(size, _SWIZZLED) - size)]
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 3) + behind) if any(map(sum, behind)) else array
+
+
+def _extremes(segments, block):
+    """The least and the largest id of each block of a sequence."""
+    *batch, length = segments.shape
+    padding = [(0, 0)] * len(batch) + [(0, -length % block)]
+    blocked = jnp.pad(segments, padding, mode="edge").reshape(*batch, -1, block)
+    return jnp.min(blocked, -1), jnp.max(blocked, -1)
+
+
+def _batch_index(batch, shape):
+    """A function from the index of a batch entry to that in an operand with size 1 along some axes of the batch."""
+    shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
+
+    def index(b):
+        if shape == batch:
+            return b
+        total, stride, below = jnp.int32(0), 1, 1
+        for size, own in zip(reversed(batch), reversed(shape), strict=True):
+            if own != 1:
+                total += lax.rem(lax.div(b, jnp.int32(below)), jnp.int32(size)) * stride
+            stride, below = stride * own, below * size
+        return total
+
+    return index
+
+
+def _flat(name, array):
+    """A mask or bias as rows, segments as one line: as `hopper` loads them."""
+    if name in ("bias", "mask"):
+        return array.reshape(-1, array.shape[-1])
+    return array.reshape(-1) if name in ("query_segments", "key_segments") else array
+
+
+def _kernel(problem, names, sizes, at, scheduled, blocks, tiles, *refs, **memory):
+    """The program of all warpgroups of a block."""
+    refs = list(refs)
+    table = refs.pop(3 + len(names)) if scheduled else None
+    operands = dict(zip(["query", "key", "value", *names], zip(refs, at, strict=False), strict=False))
+    out_ref, lse_ref = refs[-2:]
+    tile = _Tile(problem, operands, sizes, out_ref, lse_ref, memory)
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+
+    def each_tile(work):
+        count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+
+        def one(i, steps):  # without a table the last block of queries first, which may see the most keys
+            return work(tiles - 1 - block - i * blocks if table is None else table[block, i + 1], steps)
+
+        lax.fori_loop(0, count, one, jnp.int32(0))
+
+    less, more = problem.config.registers
+
+    @pl.when(warpgroup == problem.config.warpgroups)
+    def _():
+        plgpu.set_max_registers(less, action="decrease")
+        each_tile(tile.copy_in)
+
+    @pl.when(warpgroup < problem.config.warpgroups)
+    def _():
+        plgpu.set_max_registers(more, action="increase")
+        tile.start(warpgroup)
+        each_tile(functools.partial(tile.compute, warpgroup))
+        plgpu.wait_smem_to_gmem(0)
+
+
+_TURN = 8  # the first of the hardware's barriers by which warpgroups take turns; Mosaic GPU uses the first ones
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What is done for a tile. The key blocks of all tiles are counted through: step `i` uses stage `i % stages`."""
+
+    problem: _Problem
+    operands: dict[str, Any]  # refs in global memory, and functions from the batch entry to the index in them
+    sizes: dict[str, Any]  # heads and rows of a bias or mask, of which the ref is two-dimensional
+    out_ref: Any
+    lse_ref: Any
+    memory: dict[str, Any]
+
+    @property
+    def config(self) -> Config:
+        return self.problem.config
+
+    def _place(self, number):
+        """Batch entry, head, and block of queries of a tile."""
+        blocks, heads = jnp.int32(self.problem.blocks_q), jnp.int32(self.problem.query[1])
+        pair = lax.div(number, blocks)
+        return lax.div(pair, heads), lax.rem(pair, heads), lax.rem(number, blocks)
+
+    def _at(self, name, b):
+        """An operand's entry of the batch."""
+        ref, index = self.operands[name]
+        return ref.at[index(b)]
+
+    def _scalar(self, name, b):
+        ref, index = self.operands[name]
+        return ref[index(b)]
+
+    def _limits(self, b, block):
+        """How many queries and keys there are, and from and to which key block a tile goes."""
+        problem = self.problem
+        queries, keys = jnp.int32(problem.query[0]), jnp.int32(problem.key[0])
+        if "query_lengths" in self.operands:
+            queries = jnp.minimum(queries, self._scalar("query_lengths", b))
+        if "key_lengths" in self.operands:
+            keys = jnp.minimum(keys, self._scalar("key_lengths", b))
+        first = block * problem.block_q
+        last = jnp.minimum(first + problem.block_q, queries) - 1
+        size, end = jnp.int32(problem.config.block_kv), problem.blocks_kv
+        left, right = problem.window
+        low, high = jnp.int32(0), lax.div(keys + size - 1, size)
+        if left is not None:
+            low = lax.div(jnp.maximum(first - left, 0), size)
+        if right is not None:
+            high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
+        if "query_lengths" in self.operands:
+            high = jnp.where(first < queries, high, 0)
+        if "ranges" in self.operands:
+            ref, index = self.operands["ranges"]
+            low = jnp.maximum(low, ref[index(b), block, 0])
+            high = jnp.minimum(high, ref[index(b), block, 1])
+        low = jnp.minimum(low, end - 1)
+        return queries, keys, low, jnp.maximum(high, low + 1)
+
+    def _stage(self, step):
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    # The warpgroup that copies.
+
+    def copy_in(self, number, steps):
+        """Copies what a tile needs, the last key block first; gives how many steps there have been."""
+        b, head, block = self._place(number)
+        _, _, low, high = self._limits(b, block)
+        problem, memory = self.problem, self.memory
+        key_head = lax.div(head, jnp.int32(problem.query[1] // problem.key[1]))
+        size, count = self.config.block_kv, high - low
+
+        def copy(name, rows, head, slot, full):
+            plgpu.copy_gmem_to_smem(self._at(name, b).at[rows, head], slot, full)
+
+        def copy_block(name, letter, i):
+            stage = self._stage(steps + i)
+            plgpu.barrier_wait(memory[f"{letter}_empty"].at[stage])
+            rows = pl.ds((high - 1 - i) * size, size)
+            copy(name, rows, key_head, memory[letter].at[stage], memory[f"{letter}_full"].at[stage])
+
+        copy_block("key", "k", 0)
+        for warpgroup in range(self.config.warpgroups):
+            plgpu.barrier_wait(memory["q_empty"].at[warpgroup])
+            rows = pl.ds(block * problem.block_q + warpgroup * ROWS, ROWS)
+            copy("query", rows, head, memory["q"].at[warpgroup], memory["q_full"].at[warpgroup])
+
+        @pl.loop(1, count)
+        def _(i):
+            copy_block("key", "k", i)
+            copy_block("value", "v", i - 1)
+
+        copy_block("value", "v", count - 1)
+        return steps + count
+
+    # Those that compute.
+
+    def start(self, warpgroup):
+        """Says that all of shared memory is empty, and that the first warpgroup has the first turn."""
+        for stage in range(self.config.stages):
+            plgpu.barrier_arrive(self.memory["k_empty"].at[stage])
+            plgpu.barrier_arrive(self.memory["v_empty"].at[stage])
+        plgpu.barrier_arrive(self.memory["q_empty"].at[warpgroup])
+        if self.config.turns:
+
+            @pl.when(warpgroup == self.config.warpgroups - 1)
+            def _():
+                hopper.pass_turn(_TURN)
+
+    def _take_turn(self, warpgroup):
+        if self.config.turns:
+            hopper.take_turn(_TURN + warpgroup)
+
+    def _pass_turn(self, warpgroup):
+        if self.config.turns:
+            hopper.pass_turn(_TURN + lax.rem(warpgroup + 1, jnp.int32(self.config.warpgroups)))
+
+    def compute(self, warpgroup, number, steps):
+        """Computes the rows of a warpgroup; gives how many steps there have been."""
+        b, head, block = self._place(number)
+        queries, keys, low, high = self._limits(b, block)
+        count = high - low
+        problem, memory, config = self.problem, self.memory, self.config
+        first = block * problem.block_q + warpgroup * ROWS
+        size, value_size = config.block_kv, problem.sizes[1]
+        q_slot = memory["q"].at[warpgroup]
+        scores = _Scores(self, b, head, first, queries, keys)
+        clear_from, clear_to = scores.unmasked(block, low, high)
+
+        def wide(row):
+            return lax.broadcast_in_dim(row, (ROWS, value_size), (0,))
+
+        def multiply_keys(s_acc, step):
+            plgpu.wgmma(s_acc, q_slot, memory["k"].at[self._stage(step)].T)
+
+        def multiply_values(o_acc, weights, step):
+            plgpu.barrier_wait(memory["v_full"].at[self._stage(step)])
+            plgpu.wgmma(o_acc, weights, memory["v"].at[self._stage(step)])
+
+        def rows_of(o_acc):
+            def first_block(s_acc):
+                plgpu.barrier_wait(memory["k_full"].at[self._stage(steps)])
+                self._take_turn(warpgroup)
+                multiply_keys(s_acc, steps)
+                self._pass_turn(warpgroup)
+                return s_acc[...]
+
+            plgpu.barrier_wait(memory["q_full"].at[warpgroup])
+            s = pl.run_scoped(first_block, plgpu.ACC((ROWS, size), jnp.float32))
+            plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps)])
+            s = scores.of(s, high - 1, banded=scores.is_banded)
+            state, _, weights = online.push_log2(scores.start(), s, scores.scale_log2)
+
+            def step(banded, i, carry):
+                m, d, weights = carry
+
+                def both(s_acc):
+                    plgpu.barrier_wait(memory["k_full"].at[self._stage(steps + i)])
+                    self._take_turn(warpgroup)
+                    multiply_keys(s_acc, steps + i)
+                    multiply_values(o_acc, weights, steps + i - 1)
+                    self._pass_turn(warpgroup)
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                s = pl.run_scoped(both, plgpu.ACC((ROWS, size), jnp.float32))
+                plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps + i)])
+                s = scores.of(s, high - 1 - i, banded=banded)
+                state, factor, weights = online.push_log2(State(m, d), s, scores.scale_log2)
+                o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                plgpu.barrier_arrive(memory["v_empty"].at[self._stage(steps + i - 1)])
+                o_acc[...] = o * wide(factor)
+                return state.m, state.d, weights.astype(self.out_ref.dtype)
+
+            carry = (state.m, state.d, weights.astype(self.out_ref.dtype))
+            spans = scores.spans(1, high - clear_to, high - clear_from, count)
+            for banded, start, end in spans:
+                carry = lax.fori_loop(start, end, functools.partial(step, banded), carry)
+            m, d, weights = carry
+            if config.own_output:
+                plgpu.barrier_arrive(memory["q_empty"].at[warpgroup])
+            last = steps + count - 1
+            multiply_values(o_acc, weights, last)
+            o = o_acc[...]
+            plgpu.barrier_arrive(memory["v_empty"].at[self._stage(last)])
+            self._store(warpgroup, b, head, first, State(m, d, o))
+
+        pl.run_scoped(rows_of, plgpu.ACC((ROWS, value_size), jnp.float32))
+        return steps + count
+
+    def _store(self, warpgroup, b, head, first, state):
+        """Stores the output, by way of shared memory, and the log-sum-exp of a warpgroup's rows."""
+        length, heads, _ = self.problem.query
+        reciprocal = jnp.where(state.d == 0, 0.0, 1 / state.d)
+        o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
+        slot = self.memory["o" if self.config.own_output else "q"].at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        slot[...] = o.astype(self.out_ref.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(first, ROWS)
+        plgpu.copy_smem_to_gmem(slot, self.out_ref.at[b, rows, head])
+        lse = (state.m + jnp.log2(state.d)) * (1 / _LOG2E)
+        row = (b * heads + head) * length + first
+        hopper.store_product_rows(self.lse_ref, row, length - first, lse)
+        if not self.config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.memory["q_empty"].at[warpgroup])
+
+
+class _Scores:
+    """How the products of queries and keys become the scores of a warpgroup's rows."""
+
+    def __init__(self, tile, b, head, first, queries, keys):
+        self.tile, self.b, self.head, self.first, self.queries, self.keys = tile, b, head, first, queries, keys
+        self.problem, self.operands, self.sizes = tile.problem, tile.operands, tile.sizes
+        self.shape = (ROWS, tile.config.block_kv)
+        left, right = self.problem.window
+        self.has_high = (
+            right is not None or self.problem.key[0] % tile.config.block_kv != 0 or self._has("query_lengths", "key_lengths")
+        )
+        self.has_low = left is not None
+        self.is_banded = self.has_high or self.has_low
+        self.low = self.high = None
+        if self.is_banded:
+            position = first + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW_LAYOUT)
+            self.low = None if left is None else position - left
+            high = jnp.where(position < queries, keys - 1, -1)
+            self.high = high if right is None else jnp.minimum(high, position + right)
+        self.segments = None
+        if self._has("query_segments"):
+            ref, index = self.operands["query_segments"]
+            base = index(b) * self.problem.query[0] + first
+            self.segments = hopper.load_product_rows(ref, base, self.problem.query[0] - first, self.shape)
+
+    def _has(self, *names):
+        return any(name in self.operands for name in names)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the scores are multiplied with the scale before their maximum is subtracted."""
+        return self.problem.soft_cap is not None or self._has("bias")
+
+    @property
+    def scale_log2(self) -> float:
+        return _LOG2E if self.is_scaled else _LOG2E * self.problem.scale
+
+    def start(self) -> State:
+        """The state before the first key: that of the sink, if there is one."""
+        m = jnp.float32(-jnp.inf)
+        if self._has("sinks"):
+            ref, index = self.operands["sinks"]
+            m = ref[index(self.b), self.head].astype(jnp.float32) * _LOG2E
+        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, jnp.float32(self._has("sinks")))]
+        return State(*(plgpu.layout_cast(part, _ROW_LAYOUT) for part in rows))
+
+    def unmasked(self, block, low, high):
+        """From and to which key block every query of the tile sees every key, between `low` and `high`."""
+        problem, size = self.problem, jnp.int32(self.problem.config.block_kv)
+        left, right = problem.window
+        first = block * problem.block_q
+        start, end = low, high
+        if self.has_high:
+            end = lax.div(self.keys, size)
+        if right is not None:
+            end = jnp.minimum(end, lax.div(jnp.maximum(first + right + 1, 0), size))
+        if self._has("query_lengths"):
+            end = jnp.where(first + problem.block_q <= self.queries, end, 0)
+        if left is not None:
+            start = lax.div(jnp.maximum(first + problem.block_q - 1 - left, 0) + size - 1, size)
+        end = jnp.clip(end, low, high)
+        return jnp.clip(start, low, end), end
+
+    def spans(self, first, masked, clear, count):
+        """Steps as spans that are banded or not: up to `masked`, up to `clear`, and the rest; the first is done."""
+        spans = []
+        masked, clear = jnp.maximum(masked, first), jnp.maximum(clear, first)
+        if self.has_high:
+            spans.append((True, first, masked))
+        spans.append((False, masked if self.has_high else first, clear if self.has_low else count))
+        if self.has_low:
+            spans.append((True, clear, count))
+        return spans
+
+    def of(self, s, block, *, banded):
+        """The scores of a key block, `-inf` for keys that are not seen."""
+        size = self.problem.config.block_kv
+        start = block * size
+        if self.problem.soft_cap is not None:
+            s = self.problem.soft_cap * _tanh(s * (self.problem.scale / self.problem.soft_cap))
+        elif self.is_scaled:
+            s = s * self.problem.scale
+        if self._has("bias"):
+            s = s + self._whole("bias", start).astype(jnp.float32)
+        if self._has("mask"):
+            s = jnp.where(self._whole("mask", start) != 0, s, -jnp.inf)
+        if self.segments is not None:
+            ref, index = self.operands["key_segments"]
+            keys = self.problem.key[0]
+            own = hopper.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
+            same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == lax.broadcast_in_dim(own, s.shape, (1,))
+            s = jnp.where(same, s, -jnp.inf)
+        if not banded or self.high is None:
+            return s
+        return hopper.band(s, None if self.low is None else self.low - start, self.high - start)
+
+    def _whole(self, name, start):
+        """The elements of a bias or mask that belong to the scores of a key block."""
+        ref, index = self.operands[name]
+        heads, rows = self.sizes[name]
+        row = (index(self.b) * heads + (self.head if heads > 1 else 0)) * rows + (self.first if rows > 1 else 0)
+        limits = self.problem.query[0] - self.first, self.problem.key[0] - start
+        return hopper.load_product(ref, row, start, limits, self.shape, varies=(rows > 1, ref.shape[1] > 1))
+
+
+def _tanh(x):
+    """`tanh`, to an absolute error of float32's rounding: the hardware's has one of 2^-11."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2E)))

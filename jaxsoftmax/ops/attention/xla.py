@@ -1,0 +1,455 @@
+"""The reference: attention and its derivatives in plain `jax.numpy`, on every platform.
+
+It defines what is right, and is the one that runs where no kernel does. With `s = cap(scale * q k^T) + bias`, and weights
+`p = exp(s - lse)` of which dropout keeps and divides `z p`:
+
+    forward   lse = log(sum(exp(s)) + exp(sink)),   out = z p v
+    tangent   dlse = sum(p ds) + p_sink dsink,      dout = (z p ds) v + (z p) dv - dlse out
+    cotangent ds = p (z (dout v^T) - sum(out dout) + dlse), from which those of q, k, v, bias and sinks
+
+Scores come in tiles of queries and keys. A small problem is one tile, the whole T x S matrix of every head. A longer one is
+cut into tiles of `BLOCK`, of which each is pushed to the state of its rows: beside operands and results it takes memory in
+proportion to T + S, and tiles that causal or a window rule out are not visited. Arithmetic is float32, or float64 where the
+operands are; products of 16-bit operands are exact.
+
+Shapes, where each batch axis is whole or 1 in every operand: query `[*batch, T, N, H]`, key `[*batch, S, K, H]`, value
+`[*batch, S, K, Hv]`, bias and mask `[*batch, N|1, T|1, S|1]`, lengths `[*batch]`, segments `[*batch, T]` and `[*batch, S]`,
+sinks `[*batch, N]`, seeds uint32 `[*batch, N, 2]`; out `[*batch, T, N, Hv]`, lse `[*batch, N, T]`. All but query, key and value
+may be None.
+
+Source: Dao 2023, arXiv:2307.08691, for the tiles and the derivatives.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.sharding import vary_alike
+
+# Up to how many scores of one head, T * S, a problem is one tile.
+ONE_TILE = 1024 * 1024
+
+# Queries and keys of a tile of a longer one.
+BLOCK = (512, 512)
+
+OPERANDS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "query_lengths",
+    "key_lengths",
+    "query_segments",
+    "key_segments",
+    "sinks",
+    "seeds",
+)
+
+# The operands that have tangents and cotangents.
+MOVING = ("query", "key", "value", "bias", "sinks")
+
+
+def attention(*operands, scale, window, soft_cap, dropout_rate, block=None):
+    """`[out, lse]` of the operands `OPERANDS`.
+
+    Args:
+      *operands: arrays as the module says.
+      scale: of the scores.
+      window: `(left, right)`, how many keys before and after its own position a query sees; None for all.
+      soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
+      dropout_rate: of the weights; it matters with seeds only.
+      block: queries and keys of a tile; None to choose by `ONE_TILE`.
+    """
+    problem = _Problem(dict(zip(OPERANDS, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
+    rows, value_size = problem.rows, problem.shape("value")[-1]
+
+    def push(state, tile):
+        scores, _, seen = tile.scores()
+        value = _clean(tile["value"], seen, along=-2).astype(problem.dtype)
+        so_far = online.State(*(tile.cut_rows(part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
+        kept = tile.kept()
+        if kept is None:
+            pushed = online.push(so_far, scores, value)
+        else:
+            lifted = online.lift(scores)
+            weights = kept * online.weights(scores, lifted.m)
+            pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value)))
+        return online.State(*(tile.put_rows(*args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
+
+    state = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype))
+    if (sinks := problem["sinks"]) is not None:  # a key without a value
+        scores = jnp.broadcast_to(sinks.astype(problem.dtype), rows)[..., None]
+        state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
+    state = online.finish(state)
+    return [_heads_last(state.o).astype(problem["query"].dtype), _flat_heads(state.m)]
+
+
+def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, block=None):
+    """`[dout, dlse]` of `OPERANDS`, out, lse and the tangents of `MOVING`, of which each may be None."""
+    names = (*OPERANDS, "out", "lse", *(f"d_{name}" for name in MOVING))
+    problem = _Problem(dict(zip(names, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
+    dtype, rows, value_size = problem.dtype, problem.rows, problem.shape("value")[-1]
+
+    def add(sums, tile):
+        scores, slope, seen = tile.scores()
+        p, kept = tile.weights(scores), tile.kept()
+        ds = jnp.zeros_like(scores)
+        if (dq := tile["d_query"]) is not None:
+            ds += slope * _product(dq, _swapped(tile["key"]))
+        if (dk := tile["d_key"]) is not None:
+            ds += slope * _product(tile["query"], _swapped(dk))
+        if (dbias := tile["d_bias"]) is not None:
+            ds += dbias.astype(dtype)
+        ds = p * _where(seen, ds, 0)
+        dlse = jnp.sum(ds, -1)
+        if kept is not None:
+            p, ds = p * kept, ds * kept
+        dout = _product(ds, _clean(tile["value"], seen, along=-2).astype(dtype))
+        if (dv := tile["d_value"]) is not None:
+            dout += _product(p, _clean(dv, seen, along=-2).astype(dtype))
+        return [tile.add_rows(sums[0], dout, -2), tile.add_rows(sums[1], dlse, -1)]
+
+    dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
+    if (dsinks := problem["d_sinks"]) is not None:
+        dlse += problem.weight_of_sink() * dsinks.astype(dtype)
+    dout -= dlse[..., None] * problem["out"].astype(dtype)
+    return [_heads_last(dout).astype(problem["query"].dtype), _flat_heads(dlse)]
+
+
+def attention_vjp(*operands, wanted, scale, window, soft_cap, dropout_rate, block=None):
+    """The cotangents of those of `MOVING` that are `wanted`, of `OPERANDS`, out, lse and the cotangents dout and dlse.
+
+    Either cotangent may be None. Results have the shapes and dtypes of the operands.
+    """
+    given = dict(zip((*OPERANDS, "out", "lse", "d_out", "d_lse"), operands, strict=True))
+    wanted = [name for name, is_wanted in zip(MOVING, wanted, strict=True) if is_wanted]
+    problem = _Problem(given, scale, window, soft_cap, dropout_rate, block)
+    dtype = problem.dtype
+    delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
+    if (dout := problem["d_out"]) is not None:
+        delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
+    if dout is not None and given["sinks"] is not None:  # dout may hold NaN in rows that see their sink alone
+        delta = jnp.where(problem["lse"][..., 0] == problem["sinks"].astype(dtype), 0, delta)
+    if (dlse := problem["d_lse"]) is not None:
+        delta -= dlse[..., 0].astype(dtype)
+    problem["delta"] = delta[..., None]
+
+    def add(sums, tile):
+        scores, slope, seen = tile.scores()
+        p, kept = tile.weights(scores), tile.kept()
+        ds = jnp.broadcast_to(-tile["delta"], scores.shape)
+        if (dout := tile["d_out"]) is not None:
+            dp = _product(dout, _swapped(tile["value"]))
+            ds += dp if kept is None else kept * dp
+            dout = _clean(dout, seen, along=-1).astype(dtype)
+        ds = p * _where(seen, ds, 0)
+        sums, dx = dict(sums), slope * ds
+        if "query" in sums:
+            dq = _product(dx, _clean(tile["key"], seen, along=-2).astype(dtype))
+            sums["query"] = tile.add_rows(sums["query"], dq, -2)
+        if "key" in sums:
+            dk = _summed_product(dx, _clean(tile["query"], seen, along=-1).astype(dtype))
+            sums["key"] = tile.add_cols(sums["key"], dk, -2)
+        if "value" in sums and dout is not None:
+            dv = _summed_product(p if kept is None else p * kept, dout)
+            sums["value"] = tile.add_cols(sums["value"], dv, -2)
+        if "bias" in sums:
+            sums["bias"] = tile.add_scores(sums["bias"], ds)
+        return sums
+
+    sums = {name: jnp.zeros(problem.shape(name), dtype) for name in wanted if name != "sinks"}
+    for name in {"query", "key", "value"} & set(sums):
+        sums[name] = jnp.zeros((*problem.batch, *sums[name].shape[len(problem.batch) :]), dtype)
+    if sums:
+        sums = problem.over_tiles(add, sums)
+    if "sinks" in wanted:
+        sums["sinks"] = -problem.weight_of_sink() * delta
+    return [_ungrouped(name, sums[name], given[name]) for name in wanted]
+
+
+class _Problem:
+    """Operands in which query heads are grouped by the key head that they share, and what tiles of scores are made of.
+
+    All have five axes behind the batch, of which one may be 1: key heads K, query heads of each G, and then rows and columns:
+    queries, keys, or the size of a head. So query is `[*batch, K, G, T, H]`, key `[*batch, K, 1, S, H]`, bias
+    `[*batch, K, G, T, S]`, and what belongs to rows `[*batch, K, G, T, 1]`.
+    """
+
+    def __init__(self, given: dict[str, Any], scale, window, soft_cap, dropout_rate, block):
+        query, key = given["query"], given["key"]
+        self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
+        self.dtype = accumulator(query.dtype)
+        self.lengths = query.shape[-3], key.shape[-3]
+        heads = key.shape[-2], query.shape[-2] // key.shape[-2]
+        batches = [a.shape[: a.ndim - _ranks[name]] for name, a in given.items() if a is not None]
+        self.batch = lax.broadcast_shapes(*batches)
+        self.rows = (*self.batch, *heads, self.lengths[0])
+        self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
+        self.block = self._block() if block is None else tuple(min(pair) for pair in zip(block, self.lengths, strict=True))
+
+    def __getitem__(self, name) -> Any:
+        return self.arrays.get(name)
+
+    def __setitem__(self, name, array):
+        self.arrays[name] = array
+
+    def shape(self, name):
+        return self[name].shape
+
+    def _block(self):
+        queries, keys = self.lengths
+        if not (isinstance(queries, int) and isinstance(keys, int)) or queries * keys <= ONE_TILE:
+            return self.lengths
+        return min(BLOCK[0], queries), min(BLOCK[1], keys)
+
+    def over_tiles(self, step, carry):
+        """`step(carry, tile)` for each tile that may hold something to see."""
+        if self.block == self.lengths:
+            return step(carry, _Tile(self, 0, 0))
+        carry = _vary_as(self["query"], carry)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)  # reverse mode through a scan would keep every tile
+        def body(carry, indices):
+            return step(carry, _Tile(self, indices[0], indices[1]))
+
+        return lax.scan(lambda *args: (body(*args), None), carry, self._visited())[0]
+
+    def _visited(self):
+        """The indices of the tiles that the window leaves, `[tiles, 2]`."""
+        counts = [-(-length // size) for length, size in zip(self.lengths, self.block, strict=True)]
+        left, right = self.window
+        (rows, cols), found = self.block, []
+        for i, j in itertools.product(*map(range, counts)):
+            before_left = left is not None and (j + 1) * cols - 1 < i * rows - left
+            after_right = right is not None and j * cols > (i + 1) * rows - 1 + right
+            if not (before_left or after_right):
+                found.append((i, j))
+        return np.asarray(found, np.int32).reshape(-1, 2)
+
+    def weight_of_sink(self):
+        """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
+        lse = self["lse"][..., 0]
+        sinks = jnp.broadcast_to(self["sinks"].astype(self.dtype), lse.shape)
+        return _exp_of_difference(sinks, lse, lse != -jnp.inf)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The scores of some rows, the queries, and some columns, the keys.
+
+    The last tile of a length that is not a multiple of the tile's is as large as the others. What it shares with the one
+    before it counts as not seen.
+    """
+
+    problem: _Problem
+    row_index: Any
+    col_index: Any
+
+    def _first(self, axis):
+        index, size, length = (self.row_index, self.col_index)[axis], self.problem.block[axis], self.problem.lengths[axis]
+        return 0 if size == length else jnp.minimum(index * size, length - size)
+
+    def _positions(self, axis):
+        """Of the rows `[..., rows, 1]` or columns `[..., 1, cols]`, and which of them are new, None for all."""
+        size, length = self.problem.block[axis], self.problem.lengths[axis]
+        positions = self._first(axis) + lax.iota(np.int32, size)
+        ndim = len(self.problem.rows) + 1
+        positions = lax.expand_dims(positions, [a for a in range(ndim) if a != ndim - 2 + axis])
+        whole = size == length or (isinstance(length, int) and length % size == 0)
+        return positions, None if whole else positions >= (self.row_index, self.col_index)[axis] * size
+
+    def __getitem__(self, name) -> Any:
+        array, (row_axis, col_axis) = self.problem[name], _axes.get(name, (-2, None))
+        if array is None:
+            return None
+        array = self.cut_rows(array, row_axis) if row_axis else array
+        return self.cut_cols(array, col_axis) if col_axis else array
+
+    def cut_rows(self, array, axis):
+        return _cut(array, self._first(0), self.problem.block[0], self.problem.lengths[0], axis)
+
+    def cut_cols(self, array, axis):
+        return _cut(array, self._first(1), self.problem.block[1], self.problem.lengths[1], axis)
+
+    def put_rows(self, whole, part, axis):
+        """`whole` with `part` in the place of this tile's rows."""
+        return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(0), axis)
+
+    def add_rows(self, whole, part, axis):
+        return self.put_rows(whole, self.cut_rows(whole, axis) + part, axis)
+
+    def add_cols(self, whole, part, axis):
+        part = self.cut_cols(whole, axis) + part
+        return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(1), axis)
+
+    def add_scores(self, whole, part):
+        """Adds to what may have size 1 along any axis: those are summed."""
+        here = self.cut_cols(self.cut_rows(whole, -2), -1)
+        here += _summed_to(part, here.shape)
+        if here.shape == whole.shape:
+            return here
+        starts = [self._first(axis) if whole.shape[axis - 2] != 1 else 0 for axis in (0, 1)]
+        starts = [jnp.asarray(start, np.int32) for start in [0] * (whole.ndim - 2) + starts]
+        return lax.dynamic_update_slice(whole, here, starts)
+
+    def scores(self):
+        """Scores, `-inf` where not seen; their derivative by the product of query and key; what is seen, None for all."""
+        problem = self.problem
+        scores, slope = problem.scale * _product(self["query"], _swapped(self["key"])), problem.scale
+        scores = jnp.broadcast_to(scores, (*problem.batch, *scores.shape[len(problem.batch) :]))
+        if problem.soft_cap is not None:
+            bent = jnp.tanh(scores / problem.soft_cap)
+            scores, slope = problem.soft_cap * bent, problem.scale * (1 - bent * bent)
+        if (bias := self["bias"]) is not None:
+            scores += bias.astype(problem.dtype)
+        seen = self._seen()
+        if seen is not None and problem.soft_cap is not None:
+            slope = _where(seen, slope, 0)
+        return _where(seen, scores, -jnp.inf), slope, seen
+
+    def _seen(self):
+        """Which keys which queries see, to be broadcast with the scores, or None for all."""
+        (rows, new_rows), (cols, new_cols) = self._positions(0), self._positions(1)
+        left, right = self.problem.window
+        terms = [term for term in (new_rows, new_cols) if term is not None]
+        if left is not None:
+            terms.append(cols >= rows - left)
+        if right is not None:
+            terms.append(cols <= rows + right)
+        if (lengths := self.problem["query_lengths"]) is not None:
+            terms.append(rows < lengths)
+        if (lengths := self.problem["key_lengths"]) is not None:
+            terms.append(cols < lengths)
+        if (segments := self["query_segments"]) is not None:
+            terms.append(segments == self["key_segments"])
+        if (mask := self["mask"]) is not None:
+            terms.append(mask)
+        if (bias := self["bias"]) is not None:
+            terms.append(bias != -jnp.inf)
+        return functools.reduce(jnp.logical_and, terms) if terms else None
+
+    def weights(self, scores):
+        """`exp(scores - lse)`, 0 where nothing is seen."""
+        return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), scores != -jnp.inf)
+
+    def kept(self):
+        """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
+        if self.problem["seeds"] is None:
+            return None
+        seeds, (rows, _), (cols, _) = self.problem["seeds"], self._positions(0), self._positions(1)
+        rows, cols = rows.astype(np.uint32), cols.astype(np.uint32)
+        kept = dropout.keep(seeds[..., :1], seeds[..., 1:], rows, cols, self.problem.dropout_rate)
+        return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)
+
+
+# How many axes behind the batch an operand has, and which of its grouped axes are rows and columns of scores.
+_ranks = dict.fromkeys(("query", "key", "value", "bias", "mask", "out", "d_query", "d_key", "d_value", "d_bias", "d_out"), 3)
+_ranks |= dict.fromkeys(("lse", "d_lse", "seeds"), 2) | dict.fromkeys(("query_segments", "key_segments", "sinks", "d_sinks"), 1)
+_ranks |= dict.fromkeys(("query_lengths", "key_lengths"), 0)
+_axes = dict.fromkeys(("key", "value", "d_key", "d_value"), (None, -2)) | {"key_segments": (None, -1)}
+_axes |= dict.fromkeys(("bias", "mask", "d_bias"), (-2, -1))
+
+
+def _grouped(name, array, heads):
+    """An operand with axes `[*batch, K, G, rows, columns]`."""
+    if name in ("query_lengths", "key_lengths"):
+        return array[..., None, None, None, None]
+    if name == "query_segments":
+        return array[..., None, None, :, None]
+    if name == "key_segments":
+        return array[..., None, None, None, :]
+    if name in ("key", "value", "d_key", "d_value"):
+        return jnp.swapaxes(array, -2, -3)[..., None, :, :]
+    if name in ("query", "out", "d_query", "d_out"):
+        array = jnp.swapaxes(array, -2, -3)
+    axis = array.ndim - _ranks[name] if name in ("sinks", "d_sinks", "lse", "d_lse", "seeds") else array.ndim - 3
+    group = heads if array.shape[axis] != 1 else (1, 1)
+    array = array.reshape(*array.shape[:axis], *group, *array.shape[axis + 1 :])
+    if name == "seeds":
+        return array[..., None, :]
+    return array[..., None] if name in ("sinks", "d_sinks", "lse", "d_lse") else array
+
+
+def _ungrouped(name, array, like):
+    """The cotangent of an operand, from its grouped sum, with the operand's shape and dtype."""
+    if name == "sinks":
+        array = jnp.sum(_flat_heads(array), -1)
+    elif name in ("key", "value"):
+        array = jnp.swapaxes(array[..., 0, :, :], -2, -3)
+    elif name == "query":
+        array = _heads_last(array)
+    else:
+        array = array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
+    return _summed_to(array, like.shape).astype(like.dtype)
+
+
+def _flat_heads(array):
+    """`[*batch, N, T]` of `[*batch, K, G, T]`."""
+    return array.reshape(*array.shape[:-3], array.shape[-3] * array.shape[-2], array.shape[-1])
+
+
+def _heads_last(array):
+    """`[*batch, T, N, H]` of `[*batch, K, G, T, H]`."""
+    array = array.reshape(*array.shape[:-4], array.shape[-4] * array.shape[-3], *array.shape[-2:])
+    return jnp.swapaxes(array, -2, -3)
+
+
+def _cut(array, first, size, length, axis):
+    return array if array.shape[axis] == 1 or size == length else lax.dynamic_slice_in_dim(array, first, size, axis)
+
+
+def _summed_to(array, shape):
+    """The sum along the axes along which `shape` is 1."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
+    return jnp.sum(array, axes, keepdims=True) if axes else array
+
+
+def _swapped(array):
+    return jnp.swapaxes(array, -1, -2)
+
+
+def _product(a, b):
+    """A matrix product in float32 or float64: that of 16-bit numbers needs no cast, as their products are exact."""
+    dtype = accumulator(a.dtype, b.dtype)
+    if a.dtype != b.dtype or a.dtype.itemsize != 2:
+        a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+
+def _summed_product(a, b):
+    """`a^T b`, summed over the query heads that share a key head: `[..., K, 1, S, H]` of `[..., K, G, T, S | H]`."""
+    a, b = (jnp.broadcast_to(x, (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *x.shape[-2:])) for x in (a, b))
+    return jnp.einsum("...gts,...gth->...sh", a, b, precision=lax.Precision.HIGHEST)[..., None, :, :]
+
+
+def _clean(array, seen, along):
+    """`array`, of whose rows those are 0 that nothing sees: they may hold NaN. `along` are the other ones in the scores."""
+    if seen is None:
+        return array
+    seen = jnp.any(seen, (along, -3), keepdims=True) if along == -2 else jnp.any(seen, along, keepdims=True)
+    return jnp.where(_swapped(seen) if along == -2 else seen, array, jnp.zeros_like(array))
+
+
+def _exp_of_difference(a, b, where):
+    """`exp(a - b)` where `where`, else 0, and so its derivatives."""
+    return jnp.where(where, jnp.exp(jnp.where(where, a, 0) - jnp.where(where, b, 0)), 0)
+
+
+def _where(seen, array, otherwise):
+    return array if seen is None else jnp.where(seen, array, jnp.asarray(otherwise, jnp.asarray(array).dtype))
+
+
+def _vary_as(like, carry):
+    """`carry` varying over the manual mesh axes over which `like` does, as a loop in a `shard_map` wants it."""
+    leaves, structure = jax.tree.flatten(carry)
+    return jax.tree.unflatten(structure, vary_alike([*leaves, like])[:-1])

@@ -1,0 +1,184 @@
+"""The truth of attention and its cotangents, in float64 on the CPU, and how far from it a result may be.
+
+A score is a sum of products, `scale * q k + bias`, and its float32 error is a few roundings of the sum `A` of their absolute
+values. A weight `p = exp(s - lse)` therefore errs, relative to itself, by
+
+    unit = (8 + 3 * |s - max|) * 2^-24 + 8 * 2^-24 * A, plus the mean of these over the row, which errs in its denominator,
+
+and a result by the sum of `unit` times the absolute values of the terms that it adds up. Where the operands are of 16 bits,
+a kernel rounds the weights to them before they are multiplied: one more `half_unit` of that sum. The same goes for the scores'
+cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
+a unit of a result that has 16 bits itself.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from oracle import EPS, TINY, Truth, half_unit, to64
+
+
+@dataclass
+class Weights:
+    """What all results are made of; arrays over scores are `[*batch, N, T, S]`."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    seen: np.ndarray
+    scale: float
+    slope: np.ndarray
+    p: np.ndarray
+    p_sink: np.ndarray
+    z: np.ndarray
+    unit: np.ndarray
+    lse: np.ndarray
+    lse_budget: np.ndarray
+    groups: int
+    narrow: float
+
+
+def seen_by(shape, *, mask, bias, is_causal, window, query_lengths, key_lengths, query_segments, key_segments):
+    """Which keys which queries see, `[*batch, N, T, S]`."""
+    *batch, _, length, keys = shape
+    seen = np.ones(shape, bool)
+    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
+    left, right = window if isinstance(window, tuple) else (window, window)
+    seen &= True if left is None else cols >= rows - left
+    seen &= True if right is None else cols <= rows + right
+    seen &= cols <= rows if is_causal else True
+    if mask is not None:
+        seen &= np.asarray(mask)
+    if bias is not None:
+        seen &= to64(bias) != -np.inf
+    if query_lengths is not None:
+        seen &= rows < np.asarray(query_lengths).reshape(*batch, 1, 1, 1)
+    if key_lengths is not None:
+        seen &= cols < np.asarray(key_lengths).reshape(*batch, 1, 1, 1)
+    if query_segments is not None:
+        key_segments = query_segments if key_segments is None else key_segments
+        seen &= (np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :])[..., None, :, :]
+    return seen
+
+
+def weights(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    kept=None,
+) -> Weights:
+    """Arguments as those of `dot_product_attention`; `kept` are the factors of dropout, `[*batch, N, T, S]`."""
+    narrow = half_unit(query.dtype)
+    groups = query.shape[-2] // key.shape[-2]
+    q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
+    k, v = (np.repeat(a, groups, -3) for a in (k, v))
+    shape = (*q.shape[:-1], k.shape[-2])
+    seen = seen_by(
+        shape,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        window=local_window_size,
+        query_lengths=query_seq_lengths,
+        key_lengths=key_value_seq_lengths,
+        query_segments=query_segment_ids,
+        key_segments=key_value_segment_ids,
+    )
+    k, v = (np.where(np.any(seen, -2)[..., None], a, 0.0) for a in (k, v))  # what nobody sees may hold NaN
+    q = np.where(np.any(seen, -1)[..., None], q, 0.0)
+    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    s, slope = scale * np.einsum("...th,...sh->...ts", q, k), np.full(shape, float(scale))
+    size = np.abs(scale) * np.einsum("...th,...sh->...ts", np.abs(q), np.abs(k))
+    if logits_soft_cap is not None:
+        bent = np.tanh(s / logits_soft_cap)
+        s, slope = logits_soft_cap * bent, scale * (1 - bent**2)
+    if bias is not None:
+        finite = np.where(to64(bias) == -np.inf, 0.0, to64(bias))
+        s, size = s + finite, size + np.abs(finite)
+    s = np.where(seen, s, -np.inf)
+    sink = np.full((1, 1), -np.inf) if sinks is None else to64(sinks)[:, None]
+    with np.errstate(all="ignore"):
+        m = np.maximum(np.max(s, -1, initial=-np.inf), sink)
+        lse = np.where(m == -np.inf, -np.inf, m + np.log(np.sum(np.exp(s - m[..., None]), -1) + np.exp(sink - m)))
+        p = np.where(seen, np.exp(s - lse[..., None]), 0.0)
+        p_sink = np.where(lse == -np.inf, 0.0, np.exp(sink - lse))
+        unit = np.where(p > 0, (8 + 3 * np.abs(s - m[..., None]) + 8 * size) * EPS, 0.0)
+        budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
+    unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
+    z = np.ones(shape) if kept is None else kept
+    return Weights(q, k, v, seen, scale, slope, p, p_sink, z, unit, lse, budget, groups, narrow)
+
+
+def attention(*args, **kwargs) -> tuple[Truth, Truth]:
+    """The output `[*batch, T, N, Hv]`, and lse `[*batch, T, N]`."""
+    w = weights(*args, **kwargs)
+    terms = np.einsum("...ts,...sh->...th", (w.unit + w.narrow) * w.p * w.z, np.abs(w.v)) + TINY
+    out = Truth(*(np.swapaxes(a, -2, -3) for a in (np.einsum("...ts,...sh->...th", w.p * w.z, w.v), terms)))
+    return out, Truth(np.swapaxes(w.lse, -1, -2), np.swapaxes(w.lse_budget, -1, -2))
+
+
+def cotangents(dout, dlse, *args, **kwargs) -> dict[str, Truth]:
+    """Those of query, key, value, bias and sinks, from dout `[*batch, T, N, Hv]` and dlse `[*batch, T, N]`."""
+    w = weights(*args, **kwargs)
+    do, dl = np.swapaxes(to64(dout), -2, -3), np.swapaxes(to64(dlse), -1, -2)[..., None]
+    rows_seen = np.any(w.seen, -1, keepdims=True)
+    do = np.where(rows_seen, do, 0.0)
+    dp = np.einsum("...th,...sh->...ts", do, w.v)
+    delta = np.sum(w.p * w.z * dp, -1, keepdims=True)
+    ds = w.p * (w.z * dp - delta + dl)
+    dp_size = np.einsum("...th,...sh->...ts", np.abs(do), np.abs(w.v))
+    out_size = np.einsum("...ts,...sh->...th", w.p * w.z, np.abs(w.v))
+    delta_size = np.sum(out_size * np.abs(do), -1, keepdims=True)
+    # The saved lse is rounded, and so is the saved out.
+    lse_error = np.where(rows_seen, w.lse_budget[..., None], 0.0)
+    delta_error = np.sum(np.einsum("...ts,...sh->...th", (w.unit + 2 * w.narrow) * w.p * w.z, np.abs(w.v)) * np.abs(do), -1)
+    ds_size = w.p * (w.z * dp_size + delta_size + np.abs(dl))
+    ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
+    p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
+
+    def grouped(array):
+        heads = array.shape[-3] // w.groups
+        return array.reshape(*array.shape[:-3], heads, w.groups, *array.shape[-2:]).sum(-3)
+
+    def heads_last(value, error):
+        return Truth(np.swapaxes(value, -2, -3), np.swapaxes(error, -2, -3) + TINY)
+
+    dx, dx_error, slope = w.slope * ds, np.abs(w.slope) * ds_error, np.abs(w.slope)
+    if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
+        dx_error = dx_error + 16 * EPS * abs(w.scale) * ds_size + slope * ds_size * w.unit
+    results = {
+        "query": heads_last(np.einsum("...ts,...sh->...th", dx, w.k), np.einsum("...ts,...sh->...th", dx_error, np.abs(w.k))),
+        "key": heads_last(
+            grouped(np.einsum("...ts,...th->...sh", dx, w.q)), grouped(np.einsum("...ts,...th->...sh", dx_error, np.abs(w.q)))
+        ),
+        "value": heads_last(
+            grouped(np.einsum("...ts,...th->...sh", w.p * w.z, do)),
+            grouped(np.einsum("...ts,...th->...sh", p_error, np.abs(do))),
+        ),
+    }
+    bias = args[3] if len(args) > 3 else kwargs.get("bias")
+    if bias is not None:
+        results["bias"] = Truth(_summed_to(ds, bias.shape), _summed_to(ds_error, bias.shape) + TINY)
+    if kwargs.get("sinks") is not None:
+        p_sink = w.p_sink[..., None]
+        error = p_sink * ((lse_error + w.lse_budget[..., None] + 16 * EPS) * (delta_size + np.abs(dl)) + delta_error[..., None])
+        axes = (*range(p_sink.ndim - 3), -2, -1)
+        results["sinks"] = Truth(np.sum(p_sink * (dl - delta), axes), np.sum(error, axes) + TINY)
+    return results
+
+
+def _summed_to(array, shape):
+    whole = (1,) * (array.ndim - len(shape)) + tuple(shape)
+    axes = tuple(axis for axis, size in enumerate(whole) if size == 1)
+    return np.sum(array, axes, keepdims=True).reshape(shape)

@@ -1,0 +1,920 @@
+"""dot_product_attention over all of its features, for every implementation: values, lse and derivatives, against float64."""
+
+import functools
+import itertools
+import types
+
+import attention_oracle
+import cases
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import dispatch, explain
+from jaxsoftmax.ops.attention import dropout, xla
+
+attend = jaxsoftmax.dot_product_attention
+
+# A kernel is tested by being listed in `dispatch`: natively, where its platform is. The reference runs in one tile and in many.
+IMPLEMENTATIONS = [
+    *(
+        pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in dispatch.platforms.get(name, ()) else [])
+        for name in dispatch.implementations["attention"]
+    ),
+    "xla in tiles",
+]
+EVERY = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# The reference has one dtype in one tile and another in many: what depends on the dtype does not depend on tiles.
+EVERY_DTYPE = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("xla", "float32"), ("xla in tiles", "bfloat16")]
+    + [
+        pytest.param(*pair, marks=pytest.mark.gpu)
+        for pair in itertools.product(dispatch.implementations["attention"], ["bfloat16", "float16"])
+        if pair[0] != "xla"
+    ],
+)
+MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+@pytest.fixture
+def forced(implementation, monkeypatch):
+    """The name to force, with the reference cut into small tiles where that is asked for."""
+    if implementation != "xla in tiles":
+        return implementation
+    small_tiles(monkeypatch)
+    return "xla"
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    small_tiles(monkeypatch)
+
+
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(xla, "ONE_TILE", 0)
+    monkeypatch.setattr(xla, "BLOCK", (16, 24))  # what is jitted anew is lowered so; eager calls may be cached
+
+
+# What attention is called with. A case is a pair of arrays by name, and options.
+
+
+def arrays(batch=(2,), length=40, keys=56, heads=4, key_heads=2, size=16, value_size=None, dtype="float32", seed=0):
+    """Query, key and value, some of whose scores stand out."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "query": (*batch, length, heads, size),
+        "key": (*batch, keys, key_heads, size),
+        "value": (*batch, keys, key_heads, value_size or size),
+    }
+    return {name: (2 * rng.standard_normal(shape)).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
+
+
+def random(shape, kind="mask", seed=1, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    if kind == "mask":
+        return rng.random(shape) < 0.6
+    return (3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+
+
+def segments(length, seed, batch=(2,), count=3):
+    return np.sort(np.random.default_rng(seed).integers(0, count, (*batch, length)), -1).astype(np.int32)
+
+
+def case(shapes=None, make=None, **options):
+    """A function of a dtype that gives arrays, which may be differentiated or not, and options."""
+
+    def of(dtype="float32"):
+        given = arrays(dtype=dtype, **(shapes or {}))
+        return given | ({} if make is None else make()), options
+
+    return of
+
+
+def key_masks():
+    mask = random((2, 4, 40, 56))
+    mask[0, 1], mask[1, :, 3:7] = False, False  # rows that see nothing
+    return {"mask": mask}
+
+
+def minus_infinity():
+    bias = random((2, 4, 40, 56), "bias")
+    bias[bias > 2] = -np.inf
+    bias[0, 0, :5] = -np.inf
+    return {"bias": bias}
+
+
+SCORES = [(2, 4, 40, 56), (1, 4, 40, 56), (2, 1, 40, 56), (1, 1, 40, 56), (2, 4, 1, 56), (2, 4, 40, 1), (1, 1, 1, 56)]
+SCORES += [(40, 56), (4, 1, 1), (56,), (1, 1, 1, 1), ()]
+LENGTHS = {"query_seq_lengths": np.array([0, 33], np.int32), "key_value_seq_lengths": np.array([17, 0], np.int32)}
+
+FEATURES = {
+    "plain": case(),
+    "equal heads": case({"key_heads": 4}),
+    "multi-query": case({"key_heads": 1}),
+    "one head": case({"heads": 1, "key_heads": 1}),
+    "no batch": case({"batch": ()}),
+    "two batch axes": case({"batch": (2, 3), "length": 9, "keys": 11}),
+    "smaller values": case({"value_size": 8}),
+    "larger values": case({"value_size": 40}),
+    "odd sizes": case({"length": 37, "keys": 53, "size": 24}),
+    "head size 128": case({"size": 128}),
+    "one query": case({"length": 1}),
+    "one key": case({"keys": 1}),
+    "no queries": case({"length": 0}),
+    "no keys": case({"keys": 0}),
+    "no batch entries": case({"batch": (0,)}),
+    "scale": case(scale=0.5),
+    "negative scale": case(scale=-0.3),
+    "no scale": case(scale=0),
+    "causal": case(is_causal=True),
+    "causal, many queries": case({"length": 70, "keys": 23}, is_causal=True),
+    "window": case(local_window_size=5),
+    "window of none": case(local_window_size=0),
+    "window before": case({"length": 70}, local_window_size=(7, None)),
+    "window after": case(local_window_size=(None, 3)),
+    "window on two sides": case(local_window_size=(3, 30)),
+    "window, some rows see nothing": case({"length": 70, "keys": 23}, local_window_size=(7, 0)),
+    "causal window": case(is_causal=True, local_window_size=(9, 4)),
+    "lengths": case(None, lambda: dict(LENGTHS)),
+    "query lengths": case(None, lambda: {"query_seq_lengths": np.array([40, 7], np.int32)}),
+    "key lengths": case(None, lambda: {"key_value_seq_lengths": np.array([56, 30], np.int32)}),
+    "key lengths, causal": case(None, lambda: {"key_value_seq_lengths": np.array([56, 30], np.int32)}, is_causal=True),
+    "segments": case(None, lambda: {"query_segment_ids": segments(40, 0), "key_value_segment_ids": segments(56, 1, count=5)}),
+    "segments of both": case({"keys": 40}, lambda: {"query_segment_ids": segments(40, 0)}, is_causal=True),
+    "soft cap": case(logits_soft_cap=2.0),
+    "sinks": case(None, lambda: {"sinks": random((4,), "bias")}),
+    "sinks alone": case(None, lambda: {"sinks": random((4,), "bias"), **LENGTHS}),
+    "no sink in some heads": case(None, lambda: {"sinks": np.array([0, -np.inf, 1, 50], np.float32)}),
+    "rows that see nothing": case(None, key_masks),
+    "bias of -inf": case(None, minus_infinity),
+    "dropout": case(dropout_rate=0.3, dropout_rng=3),
+    "dropout, causal": case(dropout_rate=0.8, dropout_rng=4, is_causal=True),
+    "deterministic": case(dropout_rate=0.3, deterministic=True),
+    **{f"mask {cases.ident(shape)}": case(None, lambda shape=shape: {"mask": random(shape)}) for shape in SCORES},
+    **{f"bias {cases.ident(shape)}": case(None, lambda shape=shape: {"bias": random(shape, "bias")}) for shape in SCORES[:10]},
+}
+MOVING = ("query", "key", "value", "bias", "sinks")
+
+
+def split(given):
+    """The arrays that may be differentiated, and the others."""
+    return {k: a for k, a in given.items() if k in MOVING}, {k: a for k, a in given.items() if k not in MOVING}
+
+
+def function(options, fixed, implementation=None):
+    """Attention of the arrays that may be differentiated: output and lse."""
+    options = dict(options)
+    if (seed := options.get("dropout_rng")) is not None:
+        options["dropout_rng"] = jax.random.key(seed)
+    return lambda moving: attend(**moving, **fixed, **options, implementation=implementation, return_residual=True)
+
+
+def truth_of(truth, given, options, *args):
+    """`truth` of these arrays and options, as float64 has it."""
+    options = {name: value for name, value in options.items() if name != "deterministic"}
+    rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
+    if seed is not None:
+        query, keys = given["query"], given["key"].shape[-3]
+        seeds = jax.random.bits(jax.random.key(seed), (*query.shape[:-3], query.shape[-2], 2), np.uint32)
+        first, second = seeds[..., :1, None], seeds[..., 1:, None]
+        ndim = seeds.ndim + 1
+        rows = np.arange(query.shape[-3], dtype=np.uint32).reshape((1,) * (ndim - 2) + (-1, 1))
+        cols = np.arange(keys, dtype=np.uint32).reshape((1,) * (ndim - 1) + (-1,))
+        options["kept"] = np.asarray(dropout.keep(first, second, rows, cols, rate)) / (1 - rate)
+    return truth(
+        *args,
+        *(given[k] for k in ("query", "key", "value")),
+        **{k: a for k, a in given.items() if k not in xla.OPERANDS[:3]},
+        **options,
+    )
+
+
+def assert_ran(forced, f, *args):
+    if forced != "xla":  # which can run anything
+        cases.assert_ran(forced, f, *args)
+
+
+def assert_right(results, given, options):
+    for result, truth in zip(results, truth_of(attention_oracle.attention, given, options), strict=True):
+        assert oracle.error(result, truth) <= 1
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@EVERY_DTYPE
+def test_values_and_lse_of_every_feature(implementation, forced, feature, dtype):
+    given, options = FEATURES[feature](dtype)
+    moving, fixed = split(given)
+    f = jax.jit(function(options, fixed, forced))
+    assert_ran(forced, f, moving)
+    out, lse = f(moving)
+    assert (out.dtype, lse.dtype) == (jnp.dtype(dtype), jnp.float32)
+    assert_right((out, lse), given, options)
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if not name.startswith(("mask", "no batch e", "equal"))])
+@EVERY
+def test_cotangents_of_every_feature(implementation, forced, feature):
+    given, options = FEATURES[feature]("float32")
+    check_cotangents(forced, given, options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("feature", ["plain", "causal", "soft cap", "sinks", "dropout", "bias (1,4,40,56)"])
+@EVERY
+def test_cotangents_of_16_bits(implementation, forced, feature, dtype):
+    check_cotangents(forced, *FEATURES[feature](dtype))
+
+
+def check_cotangents(forced, given, options):
+    moving, fixed = split(given)
+    f = function(options, fixed, forced)
+    rng = np.random.default_rng(7)
+    shapes = jax.eval_shape(f, moving)
+    dout, dlse = (rng.standard_normal(s.shape).astype(s.dtype) for s in shapes)
+
+    @jax.jit
+    def pull(moving, *cotangents):
+        (_, lse), vjp = jax.vjp(f, moving)
+        return lse, *vjp(cotangents)
+
+    assert_ran(forced, pull, moving, dout, dlse)
+    lse, actual = pull(moving, dout, dlse)
+    dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
+    for name, truth in truth_of(attention_oracle.cotangents, given, options, dout, dlse).items():
+        assert actual[name].dtype == given[name].dtype
+        assert oracle.error(actual[name], truth) <= 1, name
+
+
+@st.composite
+def calls(draw):
+    """Any features together."""
+    batch = draw(st.sampled_from([(), (2,), (1, 2)]))
+    length, keys = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    key_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    heads = key_heads * groups
+    shapes = {"batch": batch, "length": length, "keys": keys, "heads": heads, "key_heads": key_heads}
+    shapes |= {"size": draw(st.sampled_from([8, 24])), "value_size": draw(st.sampled_from([8, 16]))}
+    given, options = arrays(dtype=draw(st.sampled_from(cases.DTYPES)), **shapes), {}
+    seed, yes = draw(st.integers(0, 99)), st.booleans()
+    whole = (*batch, heads, length, keys)
+    for kind in ("mask", "bias"):
+        if draw(yes):
+            given[kind] = random(tuple(size if draw(yes) else 1 for size in whole), kind, seed)
+    if draw(yes):
+        given["query_seq_lengths"] = np.asarray(np.random.default_rng(seed).integers(0, length + 1, batch), np.int32)
+    if draw(yes):
+        given["key_value_seq_lengths"] = np.asarray(np.random.default_rng(seed).integers(0, keys + 1, batch), np.int32)
+    if draw(yes):
+        given["query_segment_ids"] = segments(length, seed, batch)
+        given["key_value_segment_ids"] = segments(keys, seed + 1, batch)
+    if draw(yes):
+        given["sinks"] = random((heads,), "bias", seed)
+    side = st.none() | st.integers(0, 20)
+    options["local_window_size"] = draw(st.none() | st.tuples(side, side))
+    options["is_causal"] = draw(yes)
+    options["logits_soft_cap"] = draw(st.sampled_from([None, 3.0, 30.0]))
+    if draw(yes):
+        options |= {"dropout_rate": draw(st.sampled_from([0.1, 0.5])), "dropout_rng": seed}
+    if options["local_window_size"] is None:
+        del options["local_window_size"]
+    return given, options
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(call=calls())
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_random_combinations_of_features(name, call):
+    given, options = call
+    moving, fixed = split(given)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "xla in tiles":
+            patch.setattr(xla, "ONE_TILE", 0)
+            patch.setattr(xla, "BLOCK", (8, 16))
+        f = jax.jit(function(options, fixed, name.split()[0]))
+        try:
+            results = f(moving)
+        except NotImplementedError:  # another example may be for it
+            return
+        assert_right(results, given, options)
+
+
+# What nobody sees may hold anything.
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone"])
+@EVERY
+def test_what_nobody_sees_has_no_effect(implementation, forced, feature, poison):
+    given, options = FEATURES[feature]()
+    moving, fixed = split(given)
+    seen = attention_oracle.weights(**given, **options).seen
+    if feature == "rows that see nothing":
+        fixed["mask"][:, :, :, 11] = False
+        seen = np.broadcast_to(fixed["mask"], seen.shape)
+    clean = jax.jit(function(options, fixed, forced))
+    dirty = {k: a.copy() for k, a in moving.items()}
+    no_key, no_row = ~seen.any((-3, -2)), ~seen.any((-3, -1))
+    dirty["key"][no_key], dirty["value"][no_key], dirty["query"][no_row] = poison, poison, poison
+    assert no_key.any()
+    assert_ran(forced, clean, moving)
+    for expected, actual in zip(clean(moving), clean(dirty), strict=True):
+        assert not np.any(np.isnan(actual))
+        np.testing.assert_array_equal(expected, actual)
+
+
+def test_gradients_of_what_nobody_sees_are_zero_and_nothing_is_nan():
+    for feature in ("lengths", "rows that see nothing", "sinks alone", "bias of -inf"):
+        given, options = FEATURES[feature]()
+        moving, fixed = split(given)
+        f = function(options, fixed)
+        seen = attention_oracle.weights(**given, **options).seen
+        no_row, no_key = ~seen.any((-3, -1)), ~seen.any((-3, -2))
+        dirty = {k: a.copy() for k, a in moving.items()}
+        dirty["key"][no_key], dirty["value"][no_key], dirty["query"][no_row] = np.nan, np.nan, np.nan
+
+        def loss(moving, f=f):
+            out, lse = f(moving)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) ** 2)
+
+        def second(moving, loss=loss):
+            return jax.jvp(jax.grad(loss), (moving,), (jax.tree.map(jnp.ones_like, moving),))[1]
+
+        for derivative in (jax.grad(loss), second):
+            for gradient in map(derivative, (moving, dirty)):
+                assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+                assert np.all(np.asarray(gradient["query"])[no_row] == 0)
+                assert np.all(np.asarray(gradient["key"])[no_key] == 0)
+                assert np.all(np.asarray(gradient["value"])[no_key] == 0)
+
+
+def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
+    for feature in ("lengths", "sinks alone"):
+        given, options = FEATURES[feature]()
+        moving, fixed = split(given)
+        f = function(options, fixed)
+        dout = np.ones((2, 40, 4, 16), np.float32)
+        unseen = ~attention_oracle.weights(**given, **options).seen.any((-3, -1))
+        dout[unseen] = np.nan
+        gradient = jax.vjp(lambda moving, f=f: f(moving)[0], moving)[1](dout)[0]
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+def test_rows_that_see_nothing():
+    given, _ = FEATURES["plain"]()
+    mask = np.zeros((40, 56), bool)
+    out, lse = attend(**given, mask=mask, return_residual=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+    sinks = np.arange(4, dtype=np.float32)
+    out, lse = attend(**given, mask=mask, sinks=sinks, return_residual=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks, lse.shape))
+
+
+# Against jax.nn.
+
+SHARED = ["plain", "equal heads", "multi-query", "scale", "causal", "window", "window on two sides", "causal window"]
+SHARED += [name for name in FEATURES if name.startswith(("mask (", "bias (")) and name.count(",") == 3]
+
+
+@pytest.mark.parametrize("feature", SHARED)
+def test_what_jax_nn_has_too_is_the_same(feature):
+    given, options = FEATURES[feature]()
+    given["value"] = random(given["key"].shape, "bias")
+    expected = jax.nn.dot_product_attention(**given, **options, return_residual=True)
+    seen = attention_oracle.weights(**given, **options).seen.any(-1).swapaxes(-1, -2)  # jax.nn averages where nothing is
+    for ours, theirs in zip(attend(**given, **options, return_residual=True), expected, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_allclose(np.asarray(ours)[seen], np.asarray(theirs)[seen], rtol=2e-5, atol=2e-5)
+
+
+def test_lengths_are_those_of_jax_nn_also_without_a_batch():
+    given, _ = FEATURES["no batch"]()
+    lengths = {"query_seq_lengths": np.array([30], np.int32), "key_value_seq_lengths": np.array([20], np.int32)}
+    mask = random((1, 4, 40, 56))
+    expected = jax.nn.dot_product_attention(**given, **lengths, mask=mask)
+    np.testing.assert_allclose(attend(**given, **lengths, mask=mask), expected, rtol=2e-5, atol=2e-5)
+
+
+# Dropout.
+
+
+def test_dropout_keeps_the_right_part_and_everything_is_independent():
+    rows, cols = np.arange(512, dtype=np.uint32)[:, None], np.arange(1024, dtype=np.uint32)[None, :]
+    size = rows.size * cols.size
+    for rate in (0.01, 0.1, 0.5, 0.9):
+        for seeds in ((0, 0), (1, 0), (0, 1), (123456789, 987654321)):
+            kept = np.asarray(dropout.keep(*np.uint32(seeds), rows, cols, rate))
+            deviation = np.sqrt(rate * (1 - rate) / size)
+            assert abs(np.mean(~kept) - rate) < 5 * deviation
+            for axis, count in ((0, cols.size), (1, rows.size)):
+                means = np.mean(~kept, axis)
+                expected = rate * (1 - rate) / kept.shape[axis]
+                assert abs(np.var(means) / expected - 1) < 6 * np.sqrt(2 / count)
+    half = [np.asarray(dropout.keep(*np.uint32(seeds), rows, cols, 0.5)) for seeds in ((5, 6), (4, 6), (5, 7), (6, 5))]
+    patterns = [2.0 * kept - 1 for kept in half]
+    limit = 5 / np.sqrt(size)
+    for index, other in enumerate(patterns[1:], 1):
+        assert abs(np.mean(patterns[0] * other)) < limit, index
+    for shift in ((0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (1, -1), (0, 16), (16, 0), (0, 256), (256, 0)):
+        assert abs(np.mean(patterns[0] * np.roll(patterns[0], shift, (0, 1)))) < limit * 1.2, shift
+    correlation = np.corrcoef(patterns[0])
+    assert np.max(np.abs(correlation - np.eye(512))) < 6 / np.sqrt(1024)
+
+
+def test_every_bit_of_a_place_and_of_the_seeds_changes_half_of_the_pattern():
+    rng = np.random.default_rng(0)
+    place = rng.integers(0, 2**32, (4, 4096), dtype=np.uint32)
+    kept = np.asarray(dropout.keep(*place, 0.5))
+    for which in range(4):
+        for bit in range(32):
+            flipped = place.copy()
+            flipped[which] ^= np.uint32(1 << bit)
+            changed = np.mean(kept != np.asarray(dropout.keep(*flipped, 0.5)))
+            assert abs(changed - 0.5) < 0.05, (which, bit)
+
+
+def test_dropout_is_reproducible_and_its_mean_is_attention():
+    given, _ = FEATURES["plain"]()
+    rates = functools.partial(attend, **given, dropout_rate=0.5)
+    first, again = rates(dropout_rng=jax.random.key(1)), rates(dropout_rng=jax.random.key(1))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, rates(dropout_rng=jax.random.PRNGKey(1)))
+    jitted = jax.jit(lambda key: rates(dropout_rng=key))(jax.random.key(1))
+    np.testing.assert_allclose(first, jitted, rtol=1e-4, atol=1e-5)  # XLA adds in another order
+    assert np.any(first != rates(dropout_rng=jax.random.key(2)))
+    many = jax.vmap(lambda key: rates(dropout_rng=key))(jax.random.split(jax.random.key(0), 400))
+    np.testing.assert_allclose(np.mean(many, 0), attend(**given), atol=6 * float(np.max(np.std(many, 0))) / 20)
+    np.testing.assert_array_equal(rates(dropout_rng=None, deterministic=True), attend(**given))
+    _, lse = rates(dropout_rng=jax.random.key(1), return_residual=True)
+    np.testing.assert_allclose(lse, attend(**given, return_residual=True)[1], rtol=1e-6)
+
+
+# Transformations.
+
+
+def small(dtype="float32", **shapes):
+    return arrays(**({"batch": (2,), "length": 5, "keys": 7, "size": 4} | shapes), dtype=dtype)
+
+
+def everything(moving, module=None, **more):
+    """A scalar in which output and lse matter, with most of the features."""
+    del module
+    out, lse = attend(
+        **moving,
+        is_causal=True,
+        logits_soft_cap=3.0,
+        dropout_rate=0.2,
+        dropout_rng=jax.random.key(0),
+        return_residual=True,
+        **more,
+    )
+    weights = jnp.cos(jnp.arange(out.shape[-1], dtype=out.dtype)).reshape((1,) * (out.ndim - 1) + (-1,))
+    return jnp.sum(jnp.sin(out) * weights) + jnp.sum(jnp.cos(lse))
+
+
+def movable(dtype="float32"):
+    return small(dtype) | {"bias": random((1, 4, 5, 7), "bias", dtype=dtype), "sinks": random((4,), "bias", dtype=dtype)}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("cut", [False, True])
+def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
+    if cut:
+        monkeypatch.setattr(xla, "ONE_TILE", 0)
+        monkeypatch.setattr(xla, "BLOCK", (2, 3))
+    moving = movable("float64")
+    rng = np.random.default_rng(3)
+    direction = {name: rng.standard_normal(a.shape) for name, a in moving.items()}
+    f = jax.jit(everything)
+    step = 1e-5
+
+    def difference(g):
+        ahead, behind = ({k: a + sign * step * direction[k] for k, a in moving.items()} for sign in (1, -1))
+        return jax.tree.map(lambda a, b: (a - b) / (2 * step), g(ahead), g(behind))
+
+    def assert_close(actual, expected):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), actual, expected)
+
+    gradient = jax.jit(jax.grad(everything))
+    slope = difference(f)
+    assert_close(jax.jit(lambda m, d: jax.jvp(everything, (m,), (d,))[1])(moving, direction), slope)
+    assert_close(sum(np.vdot(gradient(moving)[name], direction[name]) for name in moving), slope)
+    curvature = difference(gradient)
+    assert_close(jax.jit(lambda m, d: jax.jvp(jax.grad(everything), (m,), (d,))[1])(moving, direction), curvature)
+    inner = jax.grad(lambda m: sum(jnp.vdot(jax.grad(everything)(m)[k], direction[k]) for k in m))
+    assert_close(jax.jit(inner)(moving), curvature)
+    pushed = jax.grad(lambda m: jax.jvp(everything, (m,), (direction,))[1])
+    assert_close(jax.jit(pushed)(moving), curvature)
+
+
+def test_each_tangent_alone_is_that_of_the_cotangent():
+    moving = movable()
+    gradient = jax.grad(everything)(moving)
+    for name, array in moving.items():
+        t = np.random.default_rng(0).standard_normal(array.shape).astype(array.dtype)
+        _, slope = jax.jvp(lambda a, name=name: everything(moving | {name: a}), (array,), (t,))
+        np.testing.assert_allclose(slope, np.vdot(gradient[name], t), rtol=1e-4, atol=1e-5)
+        alone = jax.grad(lambda a, name=name: everything(moving | {name: a}))(array)
+        np.testing.assert_allclose(alone, gradient[name], rtol=1e-4, atol=1e-6)
+
+
+def test_jit_scan_checkpoint_and_linearize():
+    moving = movable()
+    expected = jax.grad(everything)(moving)
+    check = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5))
+    check(jax.jit(jax.grad(everything))(moving), expected)
+    nothing = jax.checkpoint(everything, policy=jax.checkpoint_policies.nothing_saveable)
+    check(jax.grad(nothing)(moving), expected)
+    value, push = jax.linearize(everything, moving)
+    np.testing.assert_allclose(value, everything(moving), rtol=1e-6)
+    np.testing.assert_allclose(push(moving), sum(np.vdot(expected[k], moving[k]) for k in moving), rtol=1e-4)
+
+    def scanned(moving):
+        return jnp.sum(jax.lax.scan(lambda c, _: (c, everything(c)), moving, None, length=3)[1])
+
+    check(jax.grad(scanned)(moving), jax.tree.map(lambda a: 3 * a, expected))
+
+
+BATCHED = [("query",), ("key",), ("value",), ("bias",), ("sinks",), ("query", "key", "value"), tuple(MOVING)]
+
+
+@pytest.mark.parametrize("names", BATCHED, ids="+".join)
+@pytest.mark.parametrize("transformation", ["value", "hessian-vector"])
+def test_vmap_with_each_operand_batched_or_not(names, transformation):
+    moving = movable()
+    ones = jax.tree.map(jnp.ones_like, moving)
+    f = {
+        "value": everything,
+        "hessian-vector": lambda m: jax.jvp(jax.grad(everything), (m,), (ones,))[1],
+    }[transformation]
+    axes = {name: (1 if name == "query" else 0) if name in names else None for name in moving}
+    stacks = {name: np.stack([a, a[..., ::-1], 2 * a], axes[name]) if name in names else a for name, a in moving.items()}
+    actual = jax.jit(jax.vmap(f, in_axes=(axes,)))(stacks)
+    g = jax.jit(f)
+    loop = [g({k: np.take(a, i, axes[k]) if k in names else a for k, a in stacks.items()}) for i in range(3)]
+    expected = jax.tree.map(lambda *parts: np.stack(parts), *loop)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), actual, expected)
+
+
+def test_vmap_of_what_is_not_differentiated():
+    given, _ = FEATURES["plain"]()
+    lengths = np.array([[3, 56], [20, 0], [1, 2]], np.int32)
+    masks, ids = random((3, 40, 56)), np.stack([segments(40, i) for i in range(3)])
+    ids_of_keys = np.stack([segments(56, i) for i in range(3)])
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def f(lengths, mask, ids, ids_of_keys, key):
+        return attend(
+            **given,
+            key_value_seq_lengths=lengths,
+            mask=mask,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids_of_keys,
+            dropout_rate=0.5,
+            dropout_rng=key,
+        )
+
+    args = (lengths, masks, ids, ids_of_keys, keys)
+    expected = [f(*(a[i] for a in args)) for i in range(3)]
+    np.testing.assert_allclose(jax.vmap(f)(*args), np.stack(expected), rtol=1e-5, atol=1e-6)
+    for batched in range(5):
+        axes = tuple(0 if i == batched else None for i in range(5))
+        mixed = [a if i == batched else a[0] for i, a in enumerate(args)]
+        looped = [f(*(a[j] if i == batched else a for i, a in enumerate(mixed))) for j in range(3)]
+        np.testing.assert_allclose(jax.vmap(f, in_axes=axes)(*mixed), np.stack(looped), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)])
+def test_vmap_of_a_linear_map_and_of_its_transpose(axes):
+    """A tangent may be batched where what it belongs to is not, and the other way round."""
+    moving = small()
+    tangents = np.stack([moving["query"], moving["query"][..., ::-1]])
+
+    def push(tangent, query):
+        return jax.jvp(lambda q: attend(**(moving | {"query": q})), (query,), (tangent,))[1]
+
+    queries = tangents + 1
+    args = [a if axis == 0 else a[0] for a, axis in zip((tangents, queries), axes, strict=True)]
+
+    def total(tangent, query):
+        return jnp.sum(jnp.sin(jax.vmap(push, in_axes=axes)(tangent, query)))
+
+    def looped(tangent, query):
+        parts = [push(*(a[i] if axis == 0 else a for a, axis in zip((tangent, query), axes, strict=True))) for i in range(2)]
+        return jnp.sum(jnp.sin(jnp.stack(parts)))
+
+    actual, expected = (jax.grad(f, (0, 1))(*args) for f in (total, looped))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), actual, expected)
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("cpu", "tpu", "cuda")], ids=str)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_export(platforms, symbolic):
+    shape = export.symbolic_shape("b, t, 4, 8") if symbolic else (2, 9, 4, 8)
+    f = jax.jit(lambda q: (attend(q, q, q, is_causal=True), jax.grad(lambda q: jnp.sum(attend(q, q, q) ** 2))(q)))
+    exported = export.export(f, platforms=platforms)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    if "cpu" in platforms:
+        with jax.default_device(jax.devices("cpu")[0]):
+            q = small(length=9, size=8)["query"]
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), exported.call(q), f(q))
+
+
+# Long sequences.
+
+
+def test_long_sequences_are_cut_into_tiles_and_short_ones_are_not():
+    short, long = (jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32) for length in (1024, 1025))
+    texts = [jax.jit(lambda q: attend(q, q, q)).lower(x).as_text() for x in (short, long)]
+    assert ["while" in text for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (700, 100)}], ids=str)
+def test_tiles_that_a_window_rules_out_are_not_visited(options):
+    x = jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)
+    text = jax.jit(lambda q: attend(q, q, q, **options)).lower(x).as_text()
+    tiles = {"": 64, "is_causal": 36, "local_window_size": 28}["".join(options)]
+    assert f"dense<{tiles}> : tensor<i32>" in text
+
+
+def test_memory_of_tiles_grows_with_the_length():
+    def temporary(length, f):
+        x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        return jax.jit(f).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    def forward(q):
+        return attend(q, q, q, is_causal=True, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+
+    for f in (forward, jax.grad(lambda q: jnp.sum(forward(q) ** 2)), lambda q: jax.jvp(forward, (q,), (q,))[1]):
+        sizes = [temporary(length, f) for length in (4096, 8192, 16384)]
+        scores = 16384 * 16384 * 2 * 4
+        assert sizes[2] < scores / 20
+        assert sizes[2] - sizes[1] <= 2.2 * (sizes[1] - sizes[0])  # a straight line, and not a parabola
+
+
+def test_a_long_sequence_is_right():
+    given = arrays(batch=(), length=1100, keys=1300, heads=1, key_heads=1, size=8)
+    out = jax.jit(lambda given: attend(**given, is_causal=True, return_residual=True))(given)
+    assert_right(out, given, {"is_causal": True})
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_is_computed_in_float64():
+    given = arrays(dtype="float64")
+    out, lse = attend(**given, is_causal=True, return_residual=True)
+    assert (out.dtype, lse.dtype) == (np.float64, np.float64)
+    for result, truth in zip((out, lse), attention_oracle.attention(**given, is_causal=True), strict=True):
+        np.testing.assert_allclose(result, truth.value, rtol=1e-12, atol=1e-13)
+
+
+# Meshes.
+
+
+def make_mesh(kind, shape=(4, 2), names=("data", "model")):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices("cpu"))
+
+
+def placed(array, mesh, spec):
+    """`array` sharded as far as it varies."""
+    spec = (*spec, *(None,) * (array.ndim - len(spec)))
+    return jax.device_put(
+        array, NamedSharding(mesh, P(*(dim if size > 1 else None for dim, size in zip(spec, array.shape, strict=True))))
+    )
+
+
+def on_mesh(key_heads):
+    given = arrays(batch=(8,), length=9, keys=11, heads=4, key_heads=key_heads, size=8)
+    return given | {"bias": random((1, 4, 9, 11), "bias"), "sinks": random((4,), "bias")}
+
+
+def values_and_derivatives(moving, **fixed):
+    def f(moving):
+        return attend(**moving, **fixed, dropout_rate=0.1, dropout_rng=jax.random.key(0), return_residual=True)
+
+    def loss(moving):
+        return sum(jnp.sum(jnp.sin(x)) for x in f(moving))
+
+    return f(moving), jax.grad(loss)(moving), jax.jvp(jax.grad(loss), (moving,), (moving,))[1]
+
+
+def spec_of(result):
+    return (*result.sharding.spec, *(None,) * (result.ndim - len(result.sharding.spec)))
+
+
+@pytest.fixture
+def local(monkeypatch):
+    """The reference under another name, as a kernel would be: it is given shards, and must be told which."""
+    module = types.ModuleType("local_attention")
+    module.shapes = []
+    module.unsupported = lambda *args, **params: None
+
+    def run(name, *operands, **params):
+        module.shapes.append(tuple(operand.shape for operand in operands if operand is not None))
+        return getattr(xla, name)(*operands, **params)
+
+    for name in ("attention", "attention_jvp", "attention_vjp"):
+        setattr(module, name, functools.partial(run, name))
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    with kernels.plugged_in("attention", "local", module.__name__, "cpu"):
+        yield module
+
+
+SPECS = [P("data"), P("data", None, "model"), P(None, None, "model"), P(("data", "model"))]
+HEADS = P(None, "model")
+
+
+@MESHES
+@pytest.mark.parametrize(
+    ("spec", "key_heads"), [(SPECS[0], 2), (SPECS[1], 1), (SPECS[1], 2), (SPECS[2], 4), (SPECS[3], 2)], ids=str
+)
+def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, kind):
+    check_mesh(spec, key_heads, kind)
+
+
+@MESHES
+@pytest.mark.parametrize("spec", SPECS[1:2], ids=str)
+def test_tiles_stay_sharded(tiles, spec, kind, monkeypatch):
+    monkeypatch.setattr(xla, "BLOCK", (4, 4))
+    check_mesh(spec, 2, kind)
+
+
+@MESHES
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_an_implementation_gets_shards(local, key_heads, kind):
+    check_mesh(P("data", None, "model"), key_heads, kind)
+    shapes = {shapes[:3] for shapes in local.shapes}
+    whole, part = (((8 // n, 9, 4 // m, 8), *((8 // n, 11, max(1, key_heads // m), 8),) * 2) for n, m in ((1, 1), (4, 2)))
+    assert shapes - {whole} == {part}  # on automatic axes once for the whole, to find the types
+
+
+def check_mesh(spec, key_heads, kind):
+    given, mesh = on_mesh(key_heads), make_mesh(kind)
+    expected = jax.jit(values_and_derivatives)(given)
+    with jax.set_mesh(mesh):
+        heads = "model" if "model" in spec else None
+        specs = dict.fromkeys(("query", "key", "value"), spec) | {"bias": (None, heads), "sinks": (heads,)}
+        shards = {name: placed(array, mesh, specs[name]) for name, array in given.items()}
+        compiled = jax.jit(values_and_derivatives).lower(shards).compile()
+        for collective in ("all-gather", "all-to-all", "collective-permute"):
+            assert collective not in compiled.as_text()
+        actual = compiled(shards)
+        (out, lse), gradient, _ = actual
+        padded = (*spec, *(None,) * (4 - len(spec)))
+        assert spec_of(out) == padded
+        assert spec_of(lse) == padded[:3]
+        assert spec_of(gradient["query"]) == padded
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), actual, expected)
+
+
+@MESHES
+def test_eager_calls_keep_the_sharding(kind):
+    given, mesh = on_mesh(2), make_mesh(kind)
+    expected = attend(**given, is_causal=True)
+    with jax.set_mesh(mesh):
+        shards = {name: placed(array, mesh, ("data",) if array.ndim == 4 else ()) for name, array in given.items()}
+        out = attend(**shards, is_causal=True)
+        assert spec_of(out)[0] == "data"
+        over = jax.vmap(lambda q, k, v: attend(q, k, v, is_causal=True))(*(shards[k] for k in ("query", "key", "value")))
+        assert spec_of(over)[0] == "data"
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("manual", "check_vma", "cut"),
+    [(("data", "model"), True, False), (("data", "model"), True, True), (("data",), False, False), (("data",), True, True)],
+    ids=str,
+)
+def test_inside_shard_map(check_vma, manual, cut, monkeypatch):
+    if cut:
+        small_tiles(monkeypatch)
+        monkeypatch.setattr(xla, "BLOCK", (4, 4))
+    given, mesh = on_mesh(2), make_mesh(AxisType.Auto)
+    del given["bias"], given["sinks"]
+    mask = random((9, 11))  # it does not vary as the others do
+
+    def f(given):
+        return values_and_derivatives(given, mask=mask)
+
+    expected = jax.jit(f)({name: a[:2] for name, a in given.items()})
+    repeated = {name: np.tile(a[:2], (4, 1, 1, 1)) for name, a in given.items()}  # dropout's seeds are those of a shard
+    with jax.set_mesh(mesh):
+        shards = {name: placed(array, mesh, ("data",)) for name, array in repeated.items()}
+        mapped = jax.jit(jax.shard_map(f, in_specs=P("data"), out_specs=P("data"), axis_names=set(manual), check_vma=check_vma))
+        assert "all-gather" not in mapped.lower(shards).compile().as_text()
+        actual = mapped(shards)
+    expected = jax.tree.map(lambda a: np.tile(a, (4,) + (1,) * (a.ndim - 1)), expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), actual, expected)
+
+
+# What a wrong call says.
+
+Q = np.zeros((2, 6, 4, 8), np.float32)
+K = np.zeros((2, 7, 2, 8), np.float32)
+BAD = {
+    "query is a list": ({"query": [1.0]}, TypeError, ["query", "list"]),
+    "query of integers": ({"query": Q.astype(np.int32)}, TypeError, ["query", "floating", "int32"]),
+    "query of float8": ({"query": jnp.zeros(Q.shape, "float8_e5m2")}, TypeError, ["query", "float16", "float8_e5m2"]),
+    "query of few axes": ({"query": Q[0, 0]}, ValueError, ["query", "[*batch, T, N, H]", "(4, 8)"]),
+    "key of other axes": ({"key": K[0]}, ValueError, ["key", "[*batch, S, K, H]", "(7, 2, 8)", "(2, 6, 4, 8)"]),
+    "key of another batch": ({"key": K[:1]}, ValueError, ["key", "batch", "(1, 7, 2, 8)", "(2, 6, 4, 8)"]),
+    "key of another dtype": ({"key": K.astype(np.float16)}, TypeError, ["key", "float16", "float32"]),
+    "value of another dtype": ({"value": K.astype(jnp.bfloat16)}, TypeError, ["value", "bfloat16", "float32"]),
+    "key of another size": ({"key": K[..., :4]}, ValueError, ["key", "head size", "(2, 7, 2, 4)"]),
+    "value of another length": ({"value": K[:, :3]}, ValueError, ["value", "(2, 3, 2, 8)", "(2, 7, 2, 8)"]),
+    "value of other heads": ({"value": K[:, :, :1]}, ValueError, ["value", "(2, 7, 1, 8)", "(2, 7, 2, 8)"]),
+    "heads that do not divide": ({"query": Q[:, :, :3]}, ValueError, ["query", "multiple", "3 and 2 heads"]),
+    "no heads": ({"query": Q[:, :, :0]}, ValueError, ["query", "at least size 1", "(2, 6, 0, 8)"]),
+    "empty heads": ({"query": Q[..., :0], "key": K[..., :0]}, ValueError, ["query", "at least size 1"]),
+    "mask of floats": ({"mask": np.zeros((6, 7), np.float32)}, TypeError, ["mask", "boolean", "float32", "bias"]),
+    "mask of another shape": ({"mask": np.zeros((6, 6), bool)}, ValueError, ["mask", "(6, 6)", "(2, 4, 6, 7)"]),
+    "mask of too many axes": ({"mask": np.zeros((2, 2, 4, 6, 7), bool)}, ValueError, ["mask", "(2, 2, 4, 6, 7)"]),
+    "bias of bools": ({"bias": np.zeros((6, 7), bool)}, TypeError, ["bias", "floating", "bool"]),
+    "bias of key heads": ({"bias": np.zeros((2, 6, 7), np.float32)}, ValueError, ["bias", "(2, 6, 7)", "(2, 4, 6, 7)"]),
+    "scale of an array": ({"scale": np.ones(2)}, TypeError, ["scale", "real number", "(2,)"]),
+    "scale is complex": ({"scale": 1j}, TypeError, ["scale", "real number", "1j"]),
+    "scale is a bool": ({"scale": True}, TypeError, ["scale", "real number", "True"]),
+    "causal is a number": ({"is_causal": 1}, TypeError, ["is_causal", "True or False", "1"]),
+    "lengths of floats": ({"query_seq_lengths": np.ones(2)}, TypeError, ["query_seq_lengths", "integers", "float"]),
+    "lengths of another batch": (
+        {"key_value_seq_lengths": np.ones(3, np.int32)},
+        ValueError,
+        ["key_value_seq_lengths", "[*batch]", "(2,)", "(3,)"],
+    ),
+    "negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "negative", "-1"]),
+    "negative side": ({"local_window_size": (3, -2)}, ValueError, ["local_window_size", "negative", "(3, -2)"]),
+    "three sides": ({"local_window_size": (1, 2, 3)}, ValueError, ["local_window_size", "pair", "(1, 2, 3)"]),
+    "window of floats": ({"local_window_size": 1.5}, TypeError, ["local_window_size", "int", "1.5"]),
+    "segments of keys alone": (
+        {"key_value_segment_ids": np.zeros((2, 7), int)},
+        ValueError,
+        ["key_value_segment_ids", "query_segment_ids"],
+    ),
+    "segments of queries alone": (
+        {"query_segment_ids": np.zeros((2, 6), np.int32)},
+        ValueError,
+        ["query_segment_ids", "key_value_segment_ids", "6 queries and 7 keys"],
+    ),
+    "segments of another shape": (
+        {"query_segment_ids": np.zeros(6, np.int32), "key_value_segment_ids": np.zeros((2, 7), np.int32)},
+        ValueError,
+        ["query_segment_ids", "[*batch, T]", "(2, 6)", "(6,)"],
+    ),
+    "segments of floats": (
+        {"query_segment_ids": np.zeros((2, 6)), "key_value_segment_ids": np.zeros((2, 7))},
+        TypeError,
+        ["query_segment_ids", "integers"],
+    ),
+    "soft cap of zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "positive", "0.0"]),
+    "soft cap is text": ({"logits_soft_cap": "big"}, TypeError, ["logits_soft_cap", "real number", "'big'"]),
+    "sinks of key heads": ({"sinks": np.zeros(2, np.float32)}, ValueError, ["sinks", "[N] = (4,)", "(2,)"]),
+    "sinks of integers": ({"sinks": np.zeros(4, np.int32)}, TypeError, ["sinks", "floating", "int32"]),
+    "dropout of everything": ({"dropout_rate": 1.0}, ValueError, ["dropout_rate", "[0, 1)", "1.0"]),
+    "dropout below zero": ({"dropout_rate": -0.1}, ValueError, ["dropout_rate", "[0, 1)", "-0.1"]),
+    "dropout without a key": ({"dropout_rate": 0.1}, ValueError, ["dropout_rng", "key", "None"]),
+    "dropout with a number": ({"dropout_rate": 0.1, "dropout_rng": 3}, TypeError, ["dropout_rng", "key", "int"]),
+    "implementation": ({"implementation": "cudnn"}, ValueError, ["implementation", "'xla'", "'cudnn'"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_arguments_are_named(kind):
+    wrong, error, words = BAD[kind]
+    arguments = {"query": Q, "key": K, "value": K} | wrong
+    with pytest.raises(error) as raised:
+        attend(**arguments)
+    assert str(raised.value).startswith("dot_product_attention: ")
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_what_must_be_concrete_says_so():
+    for name in ("scale", "logits_soft_cap", "dropout_rate"):
+        with pytest.raises(TypeError, match=f"{name} must be a concrete number, got a traced one"):
+            jax.jit(lambda x, name=name: attend(Q, K, K, **{name: x}))(0.5)
+    with pytest.raises(TypeError, match="multiply the query instead"):
+        jax.jit(lambda x: attend(Q, K, K, scale=x))(0.5)
+    with pytest.raises(ValueError, match=r"dropout_rng must be one key, got shape \(2,\)"):
+        attend(Q, K, K, dropout_rate=0.1, dropout_rng=jax.random.split(jax.random.key(0)))
+
+
+def test_numbers_may_be_arrays_without_axes():
+    expected = attend(Q + 1, K + 1, K + 1, scale=0.5)
+    for scale in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)):
+        np.testing.assert_array_equal(attend(Q + 1, K + 1, K + 1, scale=scale), expected)
+
+
+def test_explain_shows_attention_and_its_derivatives():
+    found = explain(jax.grad(lambda q: jnp.sum(attend(q, K, K))), Q, platform="cpu")
+    assert [d.primitive for d in found] == ["attention", "attention_vjp"]
+    found = explain(lambda q: jax.jvp(lambda q: attend(q, K, K), (q,), (q,)), Q, platform="cpu")
+    assert [d.primitive for d in found] == ["attention", "attention_jvp"]
