@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 WARP = 32
 WARPS = 4  # of a warpgroup
@@ -382,6 +382,31 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array
         return _array(registers, scores.layout, scores.shape, None)
 
     return band(scores, high) if low is None else band(scores, high, low)
+
+
+def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
+    """A product with each row multiplied with its factor, by the warps that have a factor other than 1."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, _PRODUCT_ROWS),
+        return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT),
+    )
+    def scale(_, product, factor):
+        factors = [_scalar(register) for register in factor.registers.flat]
+        one = utils.c(1.0, product.mlir_dtype)
+        differs = [arith.cmpf(arith.CmpFPredicate.UNE, value, one) for value in factors]
+        everyone: Any = constant(2**WARP - 1)
+        needed = nvvm.vote_sync(everyone, functools.reduce(arith.ori, differs), "any")
+        registers = list(product.registers.flat)
+        branch: Any = scf.IfOp(needed, [register.type for register in registers], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            wide = [vector.broadcast(registers[0].type, value) for value in factors]
+            scf.yield_([arith.mulf(register, wide[index % 2]) for index, register in enumerate(registers)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(registers)
+        return _array(list(branch.results), product.layout, product.shape, None)
+
+    return scale(product, factor)
 
 
 def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:

@@ -130,7 +130,9 @@ def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
     return State(m, a.d + b.d, _added(a.o, b.o))
 
 
-def push_log2(state: State, scores: jax.Array, scale_log2: float, *, axis: int = -1) -> tuple[State, jax.Array, jax.Array]:
+def push_log2(
+    state: State, scores: jax.Array, scale_log2: float, *, axis: int = -1, slack: float = 0
+) -> tuple[State, jax.Array, jax.Array]:
     """`push` in powers of two, for kernels that sum the values themselves.
 
     Scores are `scale_log2 * scores * log(2)`. The maximum of the state is in units of `log(2)`. A multiply-add and an `exp2`
@@ -141,12 +143,15 @@ def push_log2(state: State, scores: jax.Array, scale_log2: float, *, axis: int =
       scores: `[*rows, block]`.
       scale_log2: positive.
       axis: the axis of `scores` that is the block.
+      slack: by how much scores may exceed the `m` of the state, in units of `log(2)`, before it follows: then `m` is their
+        maximum, or up to `slack` less. Weights are at most `2**slack`, and most factors 1.
 
     Returns:
       The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
     """
     axes = _axes(axis, scores.ndim)
-    m = jnp.maximum(state.m, _max([scores], axis) * scale_log2)
+    m = _max([scores], axis) * scale_log2
+    m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack, m, state.m)
     shifted = shift(m)
     factor = jnp.exp2(state.m - shifted)
     weight = jnp.exp2(scores * scale_log2 - _along(shifted, scores, axes))

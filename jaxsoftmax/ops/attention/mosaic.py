@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax import hopper, online
 from jaxsoftmax.online import State
+from jaxsoftmax.ops.attention import dropout
 
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_SIZE = 256
@@ -34,6 +35,7 @@ ROWS = 64  # of a warpgroup
 _SWIZZLED = 64  # 16-bit elements of 128 bytes
 
 _LOG2E = math.log2(math.e)
+_SLACK = 8  # weights are at most 2^8, and sums are rescaled only where a maximum grows by more
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
 
@@ -59,24 +61,19 @@ class Config:
     turns: bool = True
 
 
-# By the larger head size, of keys or of values: up to how much, and how.
-_CONFIGS = [
-    (64, Config(3, 128, 4, registers=(32, 160))),
-    (128, Config(2, 128, 2)),
-    (192, Config(2, 64, 3, own_output=False)),
-    (256, Config(2, 64, 2, own_output=False)),
-]
-
-
-def config_for(head_size: int, value_size: int) -> Config:
-    """The configuration for a head size, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
+def config_for(head_size: int, value_size: int, window: tuple[int | None, int | None] = (None, None)) -> Config:
+    """The configuration for head sizes and a window, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
     sizes = _up(head_size, _SWIZZLED), _up(value_size, _SWIZZLED)
     if max(sizes) > 128 and sizes[0] != sizes[1]:
-        return Config(2, 64, 2)
-    return next(config for most, config in _CONFIGS if max(sizes) <= most)
+        return Config(2, 64, 2, turns=False)
+    if max(sizes) <= 64:
+        return Config(3, 128, 4, registers=(32, 160), turns=window != (None, None))
+    if max(sizes) <= 128:
+        return Config(2, 128, 2)
+    return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, turns=False)
 
 
-def unsupported(primitive, target, *avals, scale, dropout_rate, **params) -> str | None:
+def unsupported(primitive, target, *avals, scale, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
     if primitive != "attention":
@@ -93,8 +90,6 @@ def unsupported(primitive, target, *avals, scale, dropout_rate, **params) -> str
         return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
     if not (math.isfinite(scale) and scale > 0):
         return f"scale must be positive, got {scale}"
-    if dropout_rate:
-        return "it has no dropout"
     return None
 
 
@@ -118,13 +113,13 @@ def attention(
     config=None,
 ):
     """Attention as in `xla.attention`: `[out, lse]`."""
-    del seeds, dropout_rate
-    config = config or config_for(query.shape[-1], value.shape[-1])
+    config = config or config_for(query.shape[-1], value.shape[-1], window)
     given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
+    given |= {"seeds": seeds if dropout_rate else None}
     batch = lax.broadcast_shapes(*(operand.shape[:-3] for operand in (query, key, value)), *_batches(given))
     if query_segments is not None:
         batch = lax.broadcast_shapes(batch, query_segments.shape[:-1], key_segments.shape[:-1])
-    problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, config)
+    problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, dropout_rate, config)
     given |= {"query_segments": query_segments, "key_segments": key_segments}
     if query_segments is not None:
         given["ranges"] = problem.ranges(query_segments, key_segments)
@@ -133,7 +128,7 @@ def attention(
 
 # How many axes come behind those of the batch.
 _TRAILING = {"bias": 3, "mask": 3, "query_lengths": 0, "key_lengths": 0, "query_segments": 1, "key_segments": 1}
-_TRAILING |= {"sinks": 1, "ranges": 2}
+_TRAILING |= {"sinks": 1, "seeds": 2, "ranges": 2}
 
 
 def _batches(given):
@@ -186,6 +181,7 @@ class _Problem:
     scale: float
     window: tuple[int | None, int | None]
     soft_cap: float | None
+    dropout_rate: float
     config: Config
 
     @property
@@ -205,23 +201,34 @@ class _Problem:
         """The head sizes of keys and values on chip."""
         return _up(self.query[2], _SWIZZLED), _up(self.value_size, _SWIZZLED)
 
-    def key_blocks(self, block, first, last, least=min, most=max):
-        """Which key blocks the window leaves for queries `first` to `last`: from and to, at least one."""
-        del block
+    def key_blocks(self, first: int, last: int) -> tuple[int, int]:
+        """From and to which key block the window lets queries `first` to `last` see, at least one."""
         left, right = self.window
         size, end = self.config.block_kv, self.blocks_kv
-        low = 0 if left is None else least(most(first - left, 0) // size, end - 1)
-        high = end if right is None else least((last + right) // size + 1, end)
-        return low, most(high, low + 1)
+        low = 0 if left is None else min(max(first - left, 0) // size, end - 1)
+        high = end if right is None else min((last + right) // size + 1, end)
+        return low, max(high, low + 1)
 
     def costs(self) -> tuple[int, ...]:
         """How many key blocks each block of queries takes."""
         found = []
         for i in range(self.blocks_q):
             first = i * self.block_q
-            low, high = self.key_blocks(i, first, min(first + self.block_q, self.query[0]) - 1)
+            low, high = self.key_blocks(first, min(first + self.block_q, self.query[0]) - 1)
             found.append(high - low)
         return tuple(found)
+
+    def group(self) -> int:
+        """For how many heads at a time tiles are handed out.
+
+        One, if they all take equally long: they then read the same keys at the same time. Else several, as many as the L2
+        cache has room for, so that the last tiles to be handed out are short ones.
+        """
+        if len(set(self.costs())) == 1:
+            return 1
+        keys, key_heads, size = self.key
+        bytes_of_head = max(1, 2 * keys * (size + self.value_size) * key_heads // self.query[1])
+        return min(8, 1 << max(1, _L2 // bytes_of_head).bit_length() - 1)
 
     def ranges(self, query_segments, key_segments) -> jax.Array:
         """From and to which key block there may be one of a segment of each block of queries: int32 `[*batch, blocks_q, 2]`."""
@@ -235,7 +242,7 @@ class _Problem:
 
     def run(self, query, key, value, given):
         """Runs the kernel; `given` are the optional operands that are there."""
-        (length, heads, _), (keys, key_heads, _) = self.query, self.key
+        length, heads, _ = self.query
         pairs = math.prod(self.batch) * heads
         tiles = pairs * self.blocks_q
         blocks = min(_sms(), tiles)
@@ -248,9 +255,7 @@ class _Problem:
         arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
         scheduled = tiles <= _MAX_SCHEDULED
         if scheduled:
-            shared = 2 * keys * (self.query[2] + self.value_size) * key_heads // heads
-            table = _schedule(self.costs(), pairs, max(1, min(_L2 // shared, 4)), blocks)
-            arrays.append(jnp.asarray(table))
+            arrays.append(jnp.asarray(_schedule(self.costs(), pairs, self.group(), blocks)))
         rows = math.prod(self.batch) * heads * length
         out, lse = plgpu.kernel(
             functools.partial(_kernel, self, names, sizes, at, scheduled, blocks, tiles),
@@ -399,35 +404,53 @@ class _Tile:
         ref, index = self.operands[name]
         return ref.at[index(b)]
 
-    def _scalar(self, name, b):
-        ref, index = self.operands[name]
-        return ref[index(b)]
+    def _lengths(self, b):
+        """How many queries and keys there are."""
+        lengths = []
+        for name, size in (("query_lengths", self.problem.query[0]), ("key_lengths", self.problem.key[0])):
+            length = jnp.int32(size)
+            if name in self.operands:
+                ref, index = self.operands[name]
+                length = jnp.minimum(length, ref[index(b)])
+            lengths.append(length)
+        return lengths
 
-    def _limits(self, b, block):
-        """How many queries and keys there are, and from and to which key block a tile goes."""
-        problem = self.problem
-        queries, keys = jnp.int32(problem.query[0]), jnp.int32(problem.key[0])
-        if "query_lengths" in self.operands:
-            queries = jnp.minimum(queries, self._scalar("query_lengths", b))
-        if "key_lengths" in self.operands:
-            keys = jnp.minimum(keys, self._scalar("key_lengths", b))
-        first = block * problem.block_q
-        last = jnp.minimum(first + problem.block_q, queries) - 1
-        size, end = jnp.int32(problem.config.block_kv), problem.blocks_kv
-        left, right = problem.window
-        low, high = jnp.int32(0), lax.div(keys + size - 1, size)
-        if left is not None:
-            low = lax.div(jnp.maximum(first - left, 0), size)
-        if right is not None:
-            high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
-        if "query_lengths" in self.operands:
-            high = jnp.where(first < queries, high, 0)
+    def _key_blocks(self, lengths, b, block):
+        """From and to which key block a tile goes, at least one."""
+        low, high = self._seen(lengths, block * self.problem.block_q, self.problem.block_q)
         if "ranges" in self.operands:
             ref, index = self.operands["ranges"]
             low = jnp.maximum(low, ref[index(b), block, 0])
             high = jnp.minimum(high, ref[index(b), block, 1])
-        low = jnp.minimum(low, end - 1)
-        return queries, keys, low, jnp.maximum(high, low + 1)
+        low = jnp.clip(low, 0, self.problem.blocks_kv - 1)
+        return low, jnp.clip(high, low + 1, self.problem.blocks_kv)
+
+    def _seen(self, lengths, first, rows):
+        """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
+        queries, keys = lengths
+        size = jnp.int32(self.config.block_kv)
+        left, right = self.problem.window
+        low, high = jnp.int32(0), lax.div(keys + size - 1, size)
+        if left is not None:
+            low = lax.div(jnp.maximum(first - left, 0), size)
+        if right is not None:
+            last = jnp.minimum(first + rows, queries) - 1
+            high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
+        return low, jnp.where(first < queries, high, 0)
+
+    def _seen_whole(self, lengths, first, rows):
+        """The same for key blocks of which all of these queries see every key; to may be before from."""
+        queries, keys = lengths
+        size = jnp.int32(self.config.block_kv)
+        left, right = self.problem.window
+        low, high = jnp.int32(0), lax.div(keys, size)
+        if left is not None:
+            low = lax.div(jnp.maximum(first + rows - 1 - left, 0) + size - 1, size)
+        if right is not None:
+            high = jnp.minimum(high, lax.div(jnp.maximum(first + right + 1, 0), size))
+        if "query_lengths" in self.operands:
+            high = jnp.where(first + rows <= queries, high, 0)
+        return low, high
 
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.config.stages))
@@ -437,7 +460,7 @@ class _Tile:
     def copy_in(self, number, steps):
         """Copies what a tile needs, the last key block first; gives how many steps there have been."""
         b, head, block = self._place(number)
-        _, _, low, high = self._limits(b, block)
+        low, high = self._key_blocks(self._lengths(b), b, block)
         problem, memory = self.problem, self.memory
         key_head = lax.div(head, jnp.int32(problem.query[1] // problem.key[1]))
         size, count = self.config.block_kv, high - low
@@ -490,63 +513,81 @@ class _Tile:
     def compute(self, warpgroup, number, steps):
         """Computes the rows of a warpgroup; gives how many steps there have been."""
         b, head, block = self._place(number)
-        queries, keys, low, high = self._limits(b, block)
-        count = high - low
+        lengths = self._lengths(b)
+        tile_low, tile_high = self._key_blocks(lengths, b, block)
         problem, memory, config = self.problem, self.memory, self.config
         first = block * problem.block_q + warpgroup * ROWS
-        size, value_size = config.block_kv, problem.sizes[1]
-        q_slot = memory["q"].at[warpgroup]
-        scores = _Scores(self, b, head, first, queries, keys)
-        clear_from, clear_to = scores.unmasked(block, low, high)
-
-        def wide(row):
-            return lax.broadcast_in_dim(row, (ROWS, value_size), (0,))
+        low, high = self._seen(lengths, first, ROWS)  # of the rows, which may be less than of the tile
+        high = jnp.clip(high, tile_low + 1, tile_high)
+        low = jnp.clip(low, tile_low, high - 1)
+        count, end = high - low, steps + tile_high - tile_low
+        scores = _Scores(self, b, head, first, lengths)
 
         def multiply_keys(s_acc, step):
-            plgpu.wgmma(s_acc, q_slot, memory["k"].at[self._stage(step)].T)
+            plgpu.wgmma(s_acc, memory["q"].at[warpgroup], memory["k"].at[self._stage(step)].T)
 
         def multiply_values(o_acc, weights, step):
             plgpu.barrier_wait(memory["v_full"].at[self._stage(step)])
             plgpu.wgmma(o_acc, weights, memory["v"].at[self._stage(step)])
 
+        def wait_for_keys(step):
+            plgpu.barrier_wait(memory["k_full"].at[self._stage(step)])
+
+        def skip(step, _):
+            """Leaves a key block to the other warpgroups."""
+            stage = self._stage(step)
+            wait_for_keys(step)
+            self._take_turn(warpgroup)
+            self._pass_turn(warpgroup)
+            plgpu.barrier_arrive(memory["k_empty"].at[stage])
+            plgpu.barrier_wait(memory["v_full"].at[stage])
+            plgpu.barrier_arrive(memory["v_empty"].at[stage])
+
+        lax.fori_loop(steps, steps + tile_high - high, skip, None)
+        steps = steps + tile_high - high
+
         def rows_of(o_acc):
             def first_block(s_acc):
-                plgpu.barrier_wait(memory["k_full"].at[self._stage(steps)])
+                wait_for_keys(steps)
                 self._take_turn(warpgroup)
                 multiply_keys(s_acc, steps)
                 self._pass_turn(warpgroup)
                 return s_acc[...]
 
             plgpu.barrier_wait(memory["q_full"].at[warpgroup])
-            s = pl.run_scoped(first_block, plgpu.ACC((ROWS, size), jnp.float32))
+            s = pl.run_scoped(first_block, plgpu.ACC(scores.shape, jnp.float32))
             plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps)])
-            s = scores.of(s, high - 1, banded=scores.is_banded)
-            state, _, weights = online.push_log2(scores.start(), s, scores.scale_log2)
+            s = scores.of(s, high - 1, banded=True)
+            state, _, weights = online.push_log2(scores.start(), s, scores.scale_log2, slack=_SLACK)
+            pl.when(count > 1)(lambda: wait_for_keys(steps + 1))
 
             def step(banded, i, carry):
                 m, d, weights = carry
 
                 def both(s_acc):
-                    plgpu.barrier_wait(memory["k_full"].at[self._stage(steps + i)])
                     self._take_turn(warpgroup)
                     multiply_keys(s_acc, steps + i)
                     multiply_values(o_acc, weights, steps + i - 1)
                     self._pass_turn(warpgroup)
                     return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
-                s = pl.run_scoped(both, plgpu.ACC((ROWS, size), jnp.float32))
+                s = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
                 plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps + i)])
                 s = scores.of(s, high - 1 - i, banded=banded)
-                state, factor, weights = online.push_log2(State(m, d), s, scores.scale_log2)
+                state, factor, weights = online.push_log2(State(m, d), s, scores.scale_log2, slack=_SLACK)
+                weights = scores.kept(weights, high - 1 - i)
+                (m, d, _), factor, weights = lax.optimization_barrier((state, factor, weights))
+                # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
+                pl.when(i + 1 < count)(lambda: wait_for_keys(steps + i + 1))
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(memory["v_empty"].at[self._stage(steps + i - 1)])
-                o_acc[...] = o * wide(factor)
-                return state.m, state.d, weights.astype(self.out_ref.dtype)
+                o_acc[...] = hopper.scale_rows(o, factor)
+                return m, d, weights.astype(self.out_ref.dtype)
 
-            carry = (state.m, state.d, weights.astype(self.out_ref.dtype))
-            spans = scores.spans(1, high - clear_to, high - clear_from, count)
-            for banded, start, end in spans:
-                carry = lax.fori_loop(start, end, functools.partial(step, banded), carry)
+            weights = scores.kept(weights, high - 1).astype(self.out_ref.dtype)
+            carry = (state.m, state.d, weights)
+            for banded, start, stop in scores.spans(*self._seen_whole(lengths, first, ROWS), low, high):
+                carry = lax.fori_loop(start, stop, functools.partial(step, banded), carry)
             m, d, weights = carry
             if config.own_output:
                 plgpu.barrier_arrive(memory["q_empty"].at[warpgroup])
@@ -556,13 +597,14 @@ class _Tile:
             plgpu.barrier_arrive(memory["v_empty"].at[self._stage(last)])
             self._store(warpgroup, b, head, first, State(m, d, o))
 
-        pl.run_scoped(rows_of, plgpu.ACC((ROWS, value_size), jnp.float32))
-        return steps + count
+        pl.run_scoped(rows_of, plgpu.ACC((ROWS, problem.sizes[1]), jnp.float32))
+        lax.fori_loop(steps + count, end, skip, None)
+        return end
 
     def _store(self, warpgroup, b, head, first, state):
         """Stores the output, by way of shared memory, and the log-sum-exp of a warpgroup's rows."""
         length, heads, _ = self.problem.query
-        reciprocal = jnp.where(state.d == 0, 0.0, 1 / state.d)
+        reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.problem.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         slot = self.memory["o" if self.config.own_output else "q"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -581,8 +623,8 @@ class _Tile:
 class _Scores:
     """How the products of queries and keys become the scores of a warpgroup's rows."""
 
-    def __init__(self, tile, b, head, first, queries, keys):
-        self.tile, self.b, self.head, self.first, self.queries, self.keys = tile, b, head, first, queries, keys
+    def __init__(self, tile, b, head, first, lengths):
+        self.b, self.head, self.first = b, head, first
         self.problem, self.operands, self.sizes = tile.problem, tile.operands, tile.sizes
         self.shape = (ROWS, tile.config.block_kv)
         left, right = self.problem.window
@@ -595,7 +637,7 @@ class _Scores:
         if self.is_banded:
             position = first + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW_LAYOUT)
             self.low = None if left is None else position - left
-            high = jnp.where(position < queries, keys - 1, -1)
+            high = jnp.where(position < lengths[0], lengths[1] - 1, -1)
             self.high = high if right is None else jnp.minimum(high, position + right)
         self.segments = None
         if self._has("query_segments"):
@@ -624,33 +666,14 @@ class _Scores:
         rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, jnp.float32(self._has("sinks")))]
         return State(*(plgpu.layout_cast(part, _ROW_LAYOUT) for part in rows))
 
-    def unmasked(self, block, low, high):
-        """From and to which key block every query of the tile sees every key, between `low` and `high`."""
-        problem, size = self.problem, jnp.int32(self.problem.config.block_kv)
-        left, right = problem.window
-        first = block * problem.block_q
-        start, end = low, high
-        if self.has_high:
-            end = lax.div(self.keys, size)
-        if right is not None:
-            end = jnp.minimum(end, lax.div(jnp.maximum(first + right + 1, 0), size))
-        if self._has("query_lengths"):
-            end = jnp.where(first + problem.block_q <= self.queries, end, 0)
-        if left is not None:
-            start = lax.div(jnp.maximum(first + problem.block_q - 1 - left, 0) + size - 1, size)
-        end = jnp.clip(end, low, high)
-        return jnp.clip(start, low, end), end
-
-    def spans(self, first, masked, clear, count):
-        """Steps as spans that are banded or not: up to `masked`, up to `clear`, and the rest; the first is done."""
-        spans = []
-        masked, clear = jnp.maximum(masked, first), jnp.maximum(clear, first)
-        if self.has_high:
-            spans.append((True, first, masked))
-        spans.append((False, masked if self.has_high else first, clear if self.has_low else count))
-        if self.has_low:
-            spans.append((True, clear, count))
-        return spans
+    def spans(self, whole_from, whole_to, low, high):
+        """The steps behind the first as spans, which are banded or not: the last key block comes first."""
+        whole_to = jnp.clip(whole_to, low, high)
+        whole_from = jnp.clip(whole_from, low, whole_to)
+        first, second = (jnp.maximum(high - block, 1) for block in (whole_to, whole_from))
+        spans: list[tuple[bool, Any, Any]] = [(True, 1, first)] if self.has_high else []
+        spans.append((False, first if self.has_high else 1, second if self.has_low else high - low))
+        return [*spans, (True, second, high - low)] if self.has_low else spans
 
     def of(self, s, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen."""
@@ -673,6 +696,19 @@ class _Scores:
         if not banded or self.high is None:
             return s
         return hopper.band(s, None if self.low is None else self.low - start, self.high - start)
+
+    def kept(self, weights, block):
+        """The weights of a key block that dropout keeps, and 0 for the others."""
+        rate = self.problem.dropout_rate
+        if not rate:
+            return weights
+        ref, index = self.operands["seeds"]
+        first = jnp.uint32(self.first), jnp.uint32(block * self.shape[1])
+        row, col = (
+            start + plgpu.broadcasted_iota(jnp.uint32, self.shape, axis, layout=_LAYOUT) for axis, start in enumerate(first)
+        )
+        seeds = (jnp.broadcast_to(ref[index(self.b), self.head, i], self.shape) for i in range(2))
+        return jnp.where(dropout.keep(*seeds, row, col, rate), weights, 0.0)
 
     def _whole(self, name, start):
         """The elements of a bias or mask that belong to the scores of a key block."""
