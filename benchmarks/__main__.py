@@ -1,6 +1,7 @@
 """Measures jaxsoftmax and its peers on the GPU that JAX sees, and holds the result files to the bars.
 
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
+python -m benchmarks attention             likewise, attention
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
 python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib
@@ -13,10 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import bars, clock, harness, plot, results, softmax
+from benchmarks import attention, bars, clock, harness, plot, results, softmax
 from benchmarks.cells import OURS, Cell
 
-SUITES: dict[str, Callable[[], list[Cell]]] = {"softmax": softmax.cells}
+SUITES: dict[str, Callable[[], list[Cell]]] = {"softmax": softmax.cells, "attention": attention.cells}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,42 +134,36 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     status = 0
-    for suite in _suites(options):
-        for path in _files(options, suite):
-            run = results.newest(results.read(path))
-            count, found = bars.misses(bars.load(suite), SUITES[suite](), run)
-            print(f"{path}: run {run[0].run if run else 'none'}, {len(found)} of {count} bars missed")
-            if found:
-                status = 1
-                print(bars.table(found))
-            if any(row.commit.endswith("-dirty") for row in run):
-                status = 1
-                print("it measured what no commit holds")
+    for suite, path in _files(options):
+        run = results.newest(results.read(path))
+        count, found = bars.misses(bars.load(suite), SUITES[suite](), run)
+        print(f"{path}: run {run[0].run if run else 'none'}, {len(found)} of {count} bars missed")
+        if found:
+            status = 1
+            print(bars.table(found))
+        if any(row.commit.endswith("-dirty") for row in run):
+            status = 1
+            print("it measured what no commit holds")
     return status
 
 
 def _plot(options: argparse.Namespace) -> int:
-    for suite in _suites(options):
-        for path in _files(options, suite):
-            for figure in plot.draw(results.newest(results.read(path)), path.parent):
-                print(figure)
+    for _, path in _files(options):
+        for figure in plot.draw(results.newest(results.read(path)), path.parent):
+            print(figure)
     return 0
 
 
-def _suites(options: argparse.Namespace) -> list[str]:
-    return list(SUITES) if options.suite is None else [options.suite]
-
-
-def _files(options: argparse.Namespace, suite: str) -> list[Path]:
-    """The result files of a suite."""
-    if options.gpu is not None:
-        path = options.out / options.gpu / f"{suite}.csv"
-        if not path.exists():
-            raise argparse.ArgumentTypeError(f"argument --gpu: there is no {path}")
-        return [path]
-    paths = sorted(options.out.glob(f"*/{suite}.csv"))
+def _files(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    """The suites asked for and their result files, of which there must be one."""
+    suites = list(SUITES) if options.suite is None else [options.suite]
+    folder = options.gpu or "*"
+    paths = [(suite, path) for suite in suites for path in sorted(options.out.glob(f"{folder}/{suite}.csv"))]
     if not paths:
-        raise argparse.ArgumentTypeError(f"argument --out: no {suite}.csv in a folder of {options.out}")
+        names = " or ".join(f"{suite}.csv" for suite in suites)
+        if options.gpu is not None:
+            raise argparse.ArgumentTypeError(f"argument --gpu: no {names} in {options.out / options.gpu}")
+        raise argparse.ArgumentTypeError(f"argument --out: no {names} in a folder of {options.out}")
     return paths
 
 

@@ -3,14 +3,16 @@
 Each entry names the cells that it holds for, by `op`, `pass`, `dtype`, `shape` and `options`, each a string or a list of them,
 or left out for any; and one limit:
 
-    ratio_at_least   the speed of ours, bytes over time, as a share of that of `peer`
-    time_at_most     the time of ours as a multiple of that of `peer`
-    us_at_most       the time of ours in microseconds
-    error_at_most    the error of ours
+    ratio_at_least           the speed of ours, bytes over time, as a share of that of `peer`
+    time_at_most             the time of ours as a multiple of that of `peer`, or of ours in another cell
+    time_per_block_at_most   likewise, the time for each block that has to be visited
+    us_at_most               the time of ours in microseconds
+    error_at_most            the error of ours
 
 and `implementation` if ours must be one: a speed that another one reaches does not count.
 
-The peer's row is that of the same cell; that of `copy` is the copy of the same dtype.
+The peer's row is that of the same cell; that of `copy` is the copy of the same dtype. Another cell is `than`, a table of what
+it differs in, of the filters' names: `than = { options = "causal=1" }`.
 """
 
 import tomllib
@@ -25,31 +27,37 @@ from benchmarks.results import Row
 FILE = Path(__file__).with_name("bars.toml")
 FILTERS = ("op", "pass", "dtype", "shape", "options")
 AGAINST_PEER = ("ratio_at_least", "time_at_most")
-LIMITS = (*AGAINST_PEER, "us_at_most", "error_at_most")
+AGAINST_CELL = ("time_at_most", "time_per_block_at_most")
+LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One entry: the values that each filter allows, None for any, and a limit."""
+    """One entry: the values that each filter allows, None for any, and a limit; `than` is what another cell differs in."""
 
     filters: dict[str, tuple[str, ...] | None]
     limit: str
     value: float
     peer: str | None = None
     implementation: str | None = None
+    than: dict[str, str] | None = None
 
     def holds_for(self, cell: Cell) -> bool:
-        actual = {
-            "op": cell.op,
-            "pass": cell.pass_,
-            "dtype": cell.dtype,
-            "shape": cell.shape_text,
-            "options": cell.options,
-        }
+        actual = _named(cell)
         return all(allowed is None or actual[name] in allowed for name, allowed in self.filters.items())
 
+    def other(self, cell: Cell) -> tuple[str, ...]:
+        """The cell with which a cell of ours is compared, as `Row.cell` has it."""
+        return tuple((_named(cell) | (self.than or {})).values())
+
     def __str__(self) -> str:
-        return f"{self.limit} {self.value:g}" + (f" of {self.peer}" if self.peer else "")
+        other = self.peer or (self.than and ", ".join(f"{name} {value!r}" for name, value in self.than.items()))
+        return f"{self.limit} {self.value:g}" + (f" of {other}" if other else "")
+
+
+def _named(cell: Cell) -> dict[str, str]:
+    """What tells a cell from others, in the order of `FILTERS`."""
+    return dict(zip(FILTERS, (cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options), strict=True))
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ def load(suite: str, path: Path = FILE) -> list[Bar]:
 def _bar(where: str, entry: dict[str, Any]) -> Bar:
     filters = {name: entry.pop(name, None) for name in FILTERS}
     filters = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in filters.items()}
-    peer, implementation = entry.pop("peer", None), entry.pop("implementation", None)
+    peer, implementation, than = (entry.pop(name, None) for name in ("peer", "implementation", "than"))
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"{where}: implementation must be one of {', '.join(sorted(IMPLEMENTATIONS))}, got {implementation!r}")
     if len(entry) != 1 or not entry.keys() <= set(LIMITS):
@@ -82,15 +90,22 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
     ((limit, value),) = entry.items()
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ValueError(f"{where}: {limit} must be a positive number, got {value!r}")
-    if (limit in AGAINST_PEER) != (peer is not None):
-        raise ValueError(f"{where}: {limit} {'needs a' if peer is None else 'takes no'} peer")
-    return Bar(filters, limit, float(value), peer, implementation)
+    if than is not None and (not isinstance(than, dict) or not than or not than.keys() <= set(FILTERS)):
+        raise ValueError(f"{where}: than must be a table of {', '.join(FILTERS)}, got {than!r}")
+    for name, given, limits in (("peer", peer, AGAINST_PEER), ("than", than, AGAINST_CELL)):
+        if given is not None and limit not in limits:
+            raise ValueError(f"{where}: {limit} takes no {name}")
+    if limit in (*AGAINST_PEER, *AGAINST_CELL) and (peer is None) == (than is None):
+        words = [name for name, limits in (("peer", AGAINST_PEER), ("than", AGAINST_CELL)) if limit in limits]
+        raise ValueError(f"{where}: {limit} needs a {' or a '.join(words)}, and one only")
+    return Bar(filters, limit, float(value), peer, implementation, than)
 
 
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
     """How many bars there are, one for each cell that an entry holds for, and those that the rows of one run miss."""
     held = [(bar, cell) for bar in bars for cell in cells if cell.op != "copy" and bar.holds_for(cell)]
-    found = [_miss(bar, cell, run) for bar, cell in held]
+    blocks = {tuple(_named(cell).values()): cell.blocks for cell in cells}
+    found = [_miss(bar, cell, run, blocks) for bar, cell in held]
     return len(held), [miss for miss in found if miss is not None]
 
 
@@ -99,18 +114,25 @@ def is_ours(row: Row) -> bool:
     return IMPLEMENTATIONS.issuperset(row.implementation.split("+"))
 
 
-def _miss(bar: Bar, cell: Cell, run: Sequence[Row]) -> Miss | None:
-    key = (cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options)
-    own = [row for row in run if row.cell == key and is_ours(row)]
-    if not own:
+def _miss(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...], int]) -> Miss | None:
+    key = tuple(_named(cell).values())
+    ours = _ours(run, key)
+    if ours is None:
         return Miss(cell.name, str(bar), "not measured")
-    ours = own[-1]
     if bar.implementation not in (None, ours.implementation):
         return Miss(cell.name, str(bar), f"on {ours.implementation}, not on {bar.implementation}")
     if bar.limit == "us_at_most":
         return _beyond(bar, cell, ours.us, ours.us <= bar.value)
     if bar.limit == "error_at_most":
         return _beyond(bar, cell, ours.error, ours.error is not None and ours.error <= bar.value)
+    if bar.than is not None:
+        other = _ours(run, bar.other(cell))
+        if other is None:
+            return Miss(cell.name, str(bar), "the other not measured")
+        found = ours.us / other.us
+        if bar.limit == "time_per_block_at_most":
+            found *= blocks[bar.other(cell)] / blocks[key]
+        return _beyond(bar, cell, found, found <= bar.value)
     peers = [
         row
         for row in run
@@ -122,6 +144,12 @@ def _miss(bar: Bar, cell: Cell, run: Sequence[Row]) -> Miss | None:
     if bar.limit == "ratio_at_least":
         return _beyond(bar, cell, ours.speed / peers[-1].speed, ours.speed / peers[-1].speed >= bar.value)
     return _beyond(bar, cell, ours.us / peers[-1].us, ours.us / peers[-1].us <= bar.value)
+
+
+def _ours(run: Sequence[Row], cell: tuple[str, ...]) -> Row | None:
+    """The row of ours of a cell."""
+    own = [row for row in run if row.cell == cell and is_ours(row)]
+    return own[-1] if own else None
 
 
 def _beyond(bar: Bar, cell: Cell, found: float | None, cleared: bool) -> Miss | None:

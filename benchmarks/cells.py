@@ -68,6 +68,9 @@ class Cell:
       truth: from some rows of the inputs in NumPy, the `oracle.Truth` of each output.
       shared: how many of the inputs, at the end, are the same for all rows.
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
+      blocks: how many blocks have to be visited, where some need not be; 0 where they are not counted.
+      sample: where outputs are not made row by row: from the inputs and an output, pairs of a part of it and its truth.
+      fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output.
     """
 
     op: str
@@ -81,6 +84,9 @@ class Cell:
     truth: Truth
     shared: int = 0
     flops: int = 0
+    blocks: int = 0
+    sample: Callable[[Sequence[Any], Any], list[tuple[Any, Any]]] | None = None
+    fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
 
     @property
     def shape_text(self) -> str:

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.cells import Cell, Contender
+from benchmarks.cells import Cell, Contender, torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 oracle = importlib.import_module("oracle")
+attention_oracle = importlib.import_module("attention_oracle")
 
 FEW_ROWS = (1, 3)
 _RANDOM_ROWS = 64
@@ -28,20 +29,35 @@ def errors(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any)
 
     The relative error is that of the vector of all finite values, by its norm; infinite where one is wrongly not finite.
     """
-    random = np.random.default_rng(0).integers(cell.rows, size=_RANDOM_ROWS)
-    ends = np.arange(min(_ROWS_AT_ENDS, cell.rows))
-    index = np.unravel_index(np.unique([*ends, *(cell.rows - 1 - ends), *random]), cell.lead)
+    output = jax.tree.map(as_jax, output)
+    pairs = cell.sample(inputs, output) if cell.sample else _sample(cell, contender, inputs, output)
+    return max(oracle.error(*pair) for pair in pairs), max(_relative(actual, truth.value) for actual, truth in pairs)
+
+
+def sampled(rows: int) -> np.ndarray:
+    """Which of so many rows are compared with the truth."""
+    random = np.random.default_rng(0).integers(rows, size=_RANDOM_ROWS)
+    ends = np.arange(min(_ROWS_AT_ENDS, rows))
+    return np.unique([*ends, *(rows - 1 - ends), *random])
+
+
+def _sample(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
+    """Some rows of each output, and their truth."""
+    index = np.unravel_index(sampled(cell.rows), cell.lead)
     own = len(inputs) - cell.shared
     rows = [np.asarray(_rows(array, index) if at < own else array) for at, array in enumerate(inputs)]
     truths = (contender.truth or cell.truth)(*rows)
-    actuals = [np.asarray(_rows(array, index)) for array in jax.tree.leaves(jax.tree.map(as_jax, output))]
-    pairs = list(zip(actuals, truths, strict=True))
-    return max(oracle.error(*pair) for pair in pairs), max(_relative(actual, truth.value) for actual, truth in pairs)
+    return list(zip([np.asarray(_rows(array, index)) for array in jax.tree.leaves(output)], truths, strict=True))
 
 
 def as_jax(array: Any) -> jax.Array:
     """An array of JAX that shares what one of torch holds."""
     return array if isinstance(array, jax.Array) else jnp.from_dlpack(array)
+
+
+def to_torch(*inputs: Any) -> tuple[Any, ...]:
+    """Tensors that share what arrays of JAX hold."""
+    return tuple(torch().from_dlpack(array) for array in jax.block_until_ready(inputs))
 
 
 def differing_bits(
@@ -55,17 +71,25 @@ def differing_bits(
     if not _same(function(*contender.prepare(*inputs)), output):
         found.append("a second call gives other bits")
 
-    def alone(count: int) -> Any:
-        own = len(inputs) - cell.shared
-        few = [_first(array, cell.lead, count) if at < own else array for at, array in enumerate(inputs)]
-        return jax.block_until_ready(function(*contender.prepare(*few)))
+    def alone(fewer: tuple[Any, ...]) -> Any:
+        return jax.block_until_ready(function(*contender.prepare(*fewer)))
 
-    counts = [count for count in FEW_ROWS if kernels and count < cell.lead[-1]]
+    calls = (cell.fewer(inputs, output) if cell.fewer else _fewer(cell, inputs, output)) if kernels else []
     with ThreadPoolExecutor(len(FEW_ROWS)) as pool:  # each row count is compiled anew
-        for count, result in zip(counts, pool.map(alone, counts), strict=True):
-            if not _same(result, jax.tree.map(lambda array, count=count: _first(array, cell.lead, count), output)):
-                found.append(f"rows have other bits where there are only {count}")
+        results = pool.map(alone, [fewer for _, fewer, _ in calls])
+        for (words, _, part), result in zip(calls, results, strict=True):
+            if not _same(result, part):
+                found.append(f"rows have other bits where there are only {words}")
     return found
+
+
+def _fewer(cell: Cell, inputs: Sequence[Any], output: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """Calls with the first few rows only: in words, their inputs, and their part of the output."""
+    own, calls = len(inputs) - cell.shared, []
+    for count in (count for count in FEW_ROWS if count < cell.lead[-1]):
+        few = tuple(_first(array, cell.lead, count) if at < own else array for at, array in enumerate(inputs))
+        calls.append((str(count), few, jax.tree.map(lambda array, count=count: _first(array, cell.lead, count), output)))
+    return calls
 
 
 @jax.jit

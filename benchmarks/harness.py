@@ -22,7 +22,7 @@ from benchmarks.results import Row
 from jaxsoftmax import explain
 
 _GROSS = 0.1  # the relative error from which on a peer computes something else
-_HEADER = f"{'cell':58} {'implementation':16} {'us':>10} {'GB/s':>7} {'of copy':>8} {'error':>9}"
+_HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':>8} {'of copy':>8} {'error':>9}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ class Run:
         self._write(row)
         share = "" if row.copy_share is None else f"{row.copy_share:.3f}"
         error = "" if row.error is None else f"{row.error:.3g}"
-        self._say(f"{cell.name:58} {row.implementation:16} {us:10.2f} {row.speed / 1e3:7.0f} {share:>8} {error:>9}")
+        tflops = "" if not row.flops else f"{row.tflops:.1f}"
+        speed = f"{row.speed / 1e3:7.0f} {tflops:>8}"
+        self._say(f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9}")
 
 
 def _implementation(contender: Contender, arguments: tuple[Any, ...]) -> str:

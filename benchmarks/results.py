@@ -52,6 +52,11 @@ class Row:
         return self.bytes / self.us
 
     @property
+    def tflops(self) -> float:
+        """10^12 operations a second."""
+        return self.flops / self.us / 1e6
+
+    @property
     def cell(self) -> tuple[str, ...]:
         return self.op, self.pass_, self.dtype, self.shape, self.options
 

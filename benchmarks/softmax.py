@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxsoftmax
 from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, torch
-from benchmarks.check import oracle
+from benchmarks.check import oracle, to_torch
 
 ELEMENTS = 2**27
 POWERS = tuple(2**n for n in range(6, 16))
@@ -130,12 +130,7 @@ def _pullback_with_value(op: str) -> Callable[[Any], dict[str, Any]]:
     return lambda module: {"build": lambda: functools.partial(both, module)}
 
 
-def _to_torch(*inputs: Any) -> tuple[Any, ...]:
-    """Tensors that share what arrays of JAX hold."""
-    return tuple(torch().from_dlpack(array) for array in jax.block_until_ready(inputs))
-
-
-def _torch(name: str, build: Callable[[], Callable[..., Any]], *, prepare=_to_torch, needs=("torch",), **more) -> Contender:
+def _torch(name: str, build: Callable[[], Callable[..., Any]], *, prepare=to_torch, needs=("torch",), **more) -> Contender:
     return Contender(name, build, prepare, framework="torch", needs=needs, **more)
 
 
@@ -161,7 +156,7 @@ def _torch_backward(op: str) -> Contender:
         return lambda c, y: backward(c, y, -1, y.dtype)
 
     def prepare(x, c):
-        x, c = _to_torch(x, c)
+        x, c = to_torch(x, c)
         return c, getattr(torch(), op)(x, dim=-1)
 
     return _torch("torch", build, prepare=prepare)
@@ -174,7 +169,7 @@ def _copy(dtype: str, elements: int) -> Cell:
     """The fastest way to read and write an array. The factor of the scaling is exact in every dtype, and not 1."""
 
     def with_target(x):
-        (x,) = _to_torch(x)
+        (x,) = to_torch(x)
         return x, torch().empty_like(x)
 
     shape = _shape(elements, 4096)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import bars, check, harness, results, softmax
+from benchmarks import attention, bars, check, harness, results, softmax
 from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
 
 CELLS = {cell.name: cell for cell in softmax.cells()}
+ATTENTION = {cell.name: cell for cell in attention.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 
@@ -35,7 +36,7 @@ def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
         implementation=implementation,
         us=us or max(round(cell.bytes / 4e6, 3), 1.0),
         bytes=cell.bytes,
-        flops=0,
+        flops=cell.flops,
         copy_share=1.0,
         error=error,
     )
@@ -50,8 +51,18 @@ def a_full_run(**changes):
     return rows
 
 
-def written(folder, rows):
-    path = results.path_for(folder, GPU, "softmax")
+def a_full_run_of_attention():
+    """Likewise: ours computes 600 TFLOP/s, and the others a third of it or less."""
+    rows = []
+    for cell in ATTENTION.values():
+        for at, name in enumerate(dict.fromkeys(contender.name for contender in cell.contenders)):
+            us = cell.flops / 6e8 * (1 if name == OURS else 2.9 + 0.2 * at)
+            rows.append(a_row(cell, "mosaic" if name == OURS else name, us=us))
+    return rows
+
+
+def written(folder, rows, suite="softmax"):
+    path = results.path_for(folder, GPU, suite)
     results.append(path, *rows)
     return path
 
@@ -64,6 +75,11 @@ def tiny(pattern, **changes):
     """A cell on a few rows, the only one whose name has `pattern`."""
     (cell,) = [cell for cell in softmax.cells(2**14) if pattern in cell.name]
     return dataclasses.replace(cell, **changes)
+
+
+def tiny_attention(options, dtype="bfloat16"):
+    """Attention on 512 tokens, the first cell of these options."""
+    return next(cell for cell in attention.cells(512, 256) if (cell.options, cell.dtype) == (options, dtype))
 
 
 def measured(*cells, **options):
@@ -136,11 +152,12 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
 # Bars.
 
 
-def test_every_bar_matches_cells():
-    loaded = bars.load("softmax")
+@pytest.mark.parametrize(("suite", "cells"), [("softmax", CELLS), ("attention", ATTENTION)])
+def test_every_bar_matches_cells(suite, cells):
+    loaded = bars.load(suite)
     assert loaded
     for bar in loaded:
-        held = [cell for cell in CELLS.values() if bar.holds_for(cell)]
+        held = [cell for cell in cells.values() if bar.holds_for(cell)]
         seen = {
             "op": {cell.op for cell in held},
             "pass": {cell.pass_ for cell in held},
@@ -154,6 +171,8 @@ def test_every_bar_matches_cells():
         for cell in held:
             names = {contender.name for contender in cell.contenders} | {"copy"}
             assert bar.peer is None or bar.peer in names, f"{bar}: {cell.name}"
+            other = " ".join(filter(None, bar.other(cell)))
+            assert bar.than is None or (other in cells and other != cell.name), f"{bar}: {other}"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +183,12 @@ def test_every_bar_matches_cells():
         ("ratio_at_least = 0.9", "needs a peer"),
         ('error_at_most = 1\npeer = "copy"', "takes no peer"),
         ('error_at_most = "1"', "positive number"),
+        ("time_at_most = 1", "needs a peer or a than"),
+        ('time_at_most = 1\npeer = "copy"\nthan = { options = "" }', "one only"),
+        ('time_per_block_at_most = 1\npeer = "copy"', "takes no peer"),
+        ('ratio_at_least = 1\nthan = { options = "" }', "takes no than"),
+        ("time_at_most = 1\nthan = { cols = 3 }", "than must be a table"),
+        ('time_at_most = 1\nthan = "causal=1"', "than must be a table"),
     ],
 )
 def test_bars_that_are_not_valid(tmp_path, entry, match):
@@ -202,6 +227,44 @@ def test_check_fails(tmp_path, capsys, name, change, found):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(name + " ")]
     assert lines
     assert any(line.endswith(f"  {found}") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "found"),
+    [
+        ("4x4096x16x128 causal=1", {"us": 1300.0}, "1.092"),
+        ("4x4096x64x128 kv_heads=8", {"us": 3800.0}, "1.037"),
+        ("4x4096x16x128 mask=1x1xTxS", {"us": 1200.0}, "2.367"),
+        ("1x16384x16x128 causal=1 documents=12", {"us": 300.0}, "1.329"),  # 1017 of 8256 blocks
+        ("1x16384x16x128 causal=1 documents=12", {"us": 310.0}, "0.1692"),
+        ("1x16384x16x128 causal=1 window=1024", {"us": 400.0}, "0.2183"),
+        ("4x4097x16x128", {"us": 1100.0}, "1.201"),
+        ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
+        ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
+        ("4x4096x64x128", {"op": "none"}, "the other not measured"),
+    ],
+)
+def test_check_of_attention(tmp_path, capsys, name, change, found):
+    rows = a_full_run_of_attention()
+    folders = tmp_path / "right", tmp_path / "wrong"
+    written(folders[0], rows, "attention")
+    assert main(["--check", "--out", str(folders[0])]) == 0
+    name = f"attention forward bfloat16 {name}"
+    changed = [
+        dataclasses.replace(row, **change) if name_of(row) == name and row.implementation == "mosaic" else row for row in rows
+    ]
+    written(folders[1], changed, "attention")
+    assert main(["attention", "--check", "--gpu", "h200", "--out", str(folders[1])]) == 1
+    assert any(line.endswith(f"  {found}") for line in capsys.readouterr().out.splitlines())
+
+
+def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
+    written(tmp_path, a_full_run())
+    written(tmp_path, a_full_run_of_attention()[:-1], "attention")
+    assert main(["--check", "--out", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "softmax.csv" in first
+    assert "attention.csv" in second
 
 
 def test_check_takes_the_newest_run_alone(tmp_path, capsys):
@@ -286,6 +349,68 @@ def test_cells_of_other_kinds_run(name):
     assert not run.problems
     assert all(row.error <= 1 for row in rows if bars.is_ours(row))
     assert any(bars.is_ours(row) for row in rows)
+
+
+@pytest.mark.parametrize("options", ["causal=1 kv_heads=1", "causal=1 documents=12"])
+def test_cells_of_attention_run(options):
+    run, rows, _ = measured(tiny_attention(options), peers=frozenset())
+    assert not run.problems
+    (row,) = rows
+    assert bars.is_ours(row)
+    assert 0 < row.error <= 1
+    assert row.flops > 0
+    assert row.tflops == pytest.approx(row.flops / row.us / 1e6)
+    assert row.copy_share is None
+
+
+@pytest.mark.parametrize("options", ["value_size=128", "causal=1 window=32", "bias=1xNxTxS", "key_lengths=1"])
+def test_the_truth_of_attention(options):
+    cell = tiny_attention(options)
+    inputs = cell.inputs(jax.random.key(0), True)
+    output = jax.jit(cell.contenders[0].build())(*inputs)
+    ((actual, truth),) = cell.sample(inputs, output)
+    assert check.oracle.error(actual, truth) <= 1
+    query, *others = inputs
+    assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
+
+
+@pytest.mark.parametrize("options", ["mask=1x1xTxS", "causal=1 documents=12", "sinks=1"])
+def test_calls_of_attention_with_fewer_queries(options):
+    cell = tiny_attention(options)
+    inputs = cell.inputs(jax.random.key(0), False)
+    function = cell.contenders[0].build()
+    ((words, fewer, part),) = cell.fewer(inputs, function(*inputs))
+    assert words == "3 queries"
+    np.testing.assert_allclose(check.oracle.to64(function(*fewer)), check.oracle.to64(part), atol=2e-2)
+
+
+def test_peers_of_attention():
+    def names(name):
+        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention forward bfloat16 {name}"].contenders))
+
+    assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "tokamax", "torch"]
+    assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "tokamax", "torch"]
+    assert names("4x4097x16x128") == [OURS, "cudnn", "tokamax", "torch"]
+    assert names("4x4096x16x128 mask=1x1xTxS") == [OURS, "cudnn"]
+    assert names("1x16384x16x128 causal=1 documents=12") == [OURS]
+    assert names("4x4096x16x128 sinks=1") == [OURS]
+
+
+def test_operands_of_the_attention_of_pallas():
+    cell = tiny_attention("causal=1")
+    peer = next(contender for contender in cell.contenders if contender.name == "attention_mgpu")
+    query, *others = peer.prepare(*cell.inputs(jax.random.key(0), False))
+    output = jaxsoftmax.dot_product_attention(query, *others, scale=1.0, is_causal=True)
+    assert query.dtype == jnp.float16  # which is all that it takes
+    assert check.errors(cell, peer, cell.inputs(jax.random.key(0), False), output)[1] < 0.01
+
+
+@pytest.mark.slow
+def test_every_cell_of_attention_runs():
+    cells = attention.cells(1024, 256)
+    run, rows, _ = measured(*cells, peers=frozenset())
+    assert not run.problems
+    assert {row.cell for row in rows} == {(cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options) for cell in cells}
 
 
 @pytest.mark.slow
@@ -405,10 +530,43 @@ def test_bytes(name, bytes_per_element):
     assert CELLS[name].bytes == bytes_per_element * 2**27
 
 
-def test_cells_have_names_of_their_own_and_options_in_order():
-    assert len(CELLS) == len(softmax.cells())
-    for cell in CELLS.values():
+@pytest.mark.parametrize(("suite", "cells"), [(softmax, CELLS), (attention, ATTENTION)])
+def test_cells_have_names_of_their_own_and_options_in_order(suite, cells):
+    assert len(cells) == len(suite.cells())
+    for cell in cells.values():
         assert cell.options.split() == sorted(cell.options.split())
+
+
+def test_flops_bytes_and_blocks_of_attention():
+    def of(name):
+        return ATTENTION[f"attention forward bfloat16 {name}"]
+
+    whole = 4 * 16 * 16384**2 * 128
+    assert of("1x16384x16x128").flops == whole
+    assert of("1x16384x16x128 causal=1").flops == whole // 2
+    assert of("32x512x32x64").flops == 4 * 32 * 32 * 512**2 * 64
+    assert of("4x4096x64x128 kv_heads=8").flops == 4 * 4 * 64 * 4096**2 * 128
+    assert of("4x4096x16x128 mask=1x1xTxS").flops == whole // 4
+    assert of("4x4096x10x192 value_size=128").flops == 2 * 4 * 10 * 4096**2 * (192 + 128)
+    window = sum(min(position + 1, 1024) for position in range(16384))
+    assert of("1x16384x16x128 causal=1 window=1024").flops == 4 * 16 * 128 * window
+    lengths = np.bincount(attention.documents(16384)).astype(int)
+    assert (len(lengths), lengths.sum()) == (12, 16384)
+    assert of("1x16384x16x128 causal=1 documents=12").flops == 4 * 16 * 128 * sum(n * (n + 1) // 2 for n in lengths)
+    assert of("4x4096x16x128 key_lengths=1").flops == 4 * 16 * 128 * 4096 * (4096 + 3413 + 2730 + 2048)
+
+    array = 2 * 16384 * 2048
+    assert of("1x16384x16x128").bytes == 4 * array
+    assert of("4x4096x64x128 kv_heads=8").bytes == 4 * (2 * array + 2 * array // 8)
+    assert of("4x4096x16x128 mask=1x1xTxS").bytes == 4 * array + 4096**2
+    assert of("4x4096x16x128 bias=1xNxTxS").bytes == 4 * array + 2 * 16 * 4096**2
+
+    assert of("1x16384x16x128").blocks == 128**2
+    assert of("1x16384x16x128 causal=1").blocks == 128 * 129 // 2
+    assert of("1x16384x16x128 causal=1 window=1024").blocks == 36 + 120 * 9
+    ends = np.cumsum(lengths)
+    low = [(ends - lengths)[ends > 128 * block][0] // 128 for block in range(128)]
+    assert of("1x16384x16x128 causal=1 documents=12").blocks == sum(block + 1 - low[block] for block in range(128))
 
 
 def test_plots_are_drawn(tmp_path, capsys):
@@ -418,3 +576,11 @@ def test_plots_are_drawn(tmp_path, capsys):
     assert [str(path) for path in drawn] == sorted(capsys.readouterr().out.split())
     assert "softmax_forward.svg" in {path.name for path in drawn}
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+
+
+def test_plot_of_attention(tmp_path, capsys):
+    path = written(tmp_path, a_full_run_of_attention(), "attention")
+    assert main(["attention", "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
+    drawn = path.with_name("attention_forward.svg")
+    assert capsys.readouterr().out.split() == [str(drawn)]
+    assert drawn.read_text().startswith("<?xml")
