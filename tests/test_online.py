@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax.online import State, finish, identity, lift, merge, merge_along, push, weights
+from jaxsoftmax.online import State, finish, identity, lift, merge, merge_along, push, push_log2, weights
 
 laws = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -300,6 +300,100 @@ def test_weights_are_what_a_score_adds(block, scale):
         expected = np.where(np.isneginf(x), 0, np.exp(np.where(np.isneginf(x), 0, x - m) * factor))
     np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=1e-37)
     np.testing.assert_array_equal(weights(x.T, state.m, axis=0, scale=size), weight.T)
+
+
+LOG2E = np.log2(np.e)
+
+
+def pushed_log2(state, several, scale, slack=0):
+    """The state with several blocks, and the weights of each by the `m` that the last one leaves."""
+    found = []
+    for part in several:
+        state, factor, weight = push_log2(state, part, scale * LOG2E, slack=slack)
+        found = [earlier * np.asarray(factor)[:, None] for earlier in found] + [np.asarray(weight)]
+    return state, found
+
+
+def lse_of_log2(state):
+    with np.errstate(divide="ignore"):
+        return (np.asarray(state.m, np.float64) + np.log2(np.asarray(state.d, np.float64))) / LOG2E
+
+
+@laws
+@given(parts(near), st.sampled_from([0.125, 1.0, 3.5]), st.sampled_from([0, 8]))
+def test_push_in_powers_of_two_is_push(several, scale, slack):
+    state, found = pushed_log2(identity((2,)), several, scale, slack)
+    whole = np.concatenate(several, 1)
+    m, d = scaled_truth(whole, scale)
+    expected = push(identity((2,)), several, scale=jnp.float32(scale))
+    most = m * scale * LOG2E
+    if slack == 0:
+        np.testing.assert_allclose(state.m, most, rtol=3e-7)
+        np.testing.assert_allclose(state.d, expected.d, rtol=2e-4)
+    assert np.all(state.m <= most + 1e-4)
+    assert np.all(np.isneginf(most) | (np.asarray(state.m) >= most - slack - 1e-4))
+    assert all(np.all(weight <= 2.0**slack * (1 + 1e-4)) for weight in found)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse_of_log2(state), scale * m + np.log(d), rtol=1e-5, atol=1e-4)
+    weight = np.concatenate(found, 1)
+    np.testing.assert_array_equal(weight[np.isneginf(whole)], 0)
+    np.testing.assert_allclose(weight.sum(1), state.d, rtol=1e-5)  # what is summed of values has the same scale
+    np.testing.assert_allclose(weight / np.where(state.d == 0, 1, state.d)[:, None], softmax(whole, scale), atol=1e-4)
+
+
+def softmax(scores, scale):
+    m, d = scaled_truth(scores, scale)
+    distance = np.asarray(scores, np.float64) - np.where(np.isfinite(m), m, 0)[:, None]
+    return np.exp(scale * distance) / np.where(d > 0, d, 1)[:, None]
+
+
+@pytest.mark.parametrize("slack", [0, 8])
+def test_push_in_powers_of_two_of_nothing(slack):
+    nothing = np.full((2, 3), -np.inf, np.float32)
+    state, factor, weight = push_log2(identity((2,)), nothing, 0.5, slack=slack)
+    np.testing.assert_array_equal(state.m, -np.inf)
+    for zeros in (state.d, factor, weight):
+        np.testing.assert_array_equal(zeros, 0)
+    before, *_ = push_log2(identity((2,)), np.float32([[1, 2], [-3, 5]]), 0.5)
+    state, factor, weight = push_log2(before, nothing, 0.5, slack=slack)
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    np.testing.assert_array_equal(factor, 1)
+    np.testing.assert_array_equal(weight, 0)
+
+
+@laws
+@given(parts(near), st.sampled_from([0.125, 1.0]), st.floats(-30, 30, width=32) | st.just(-np.inf), st.sampled_from([0, 8]))
+def test_push_in_powers_of_two_onto_a_sink(several, scale, sink, slack):
+    """A sink is a score that is not scaled, and of a value that counts as 0."""
+    sinks = np.full(2, sink, np.float32)
+    state, found = pushed_log2(State(jnp.asarray(sinks * LOG2E, jnp.float32), jnp.ones(2)), several, scale, slack)
+    whole = np.concatenate(several, 1)
+    m, d, _ = truth(np.concatenate([np.float64(scale) * whole, sinks[:, None]], 1), np.zeros((whole.shape[1] + 1, 3)))
+    with np.errstate(divide="ignore"):
+        lse = m + np.log(d)
+    there = np.isfinite(lse)  # else it is left to those who divide by d that it may be anything
+    np.testing.assert_allclose(lse_of_log2(state)[there], lse[there], rtol=1e-5, atol=1e-4)
+    assert np.all(np.isneginf(state.m[~there]))
+    weight = np.concatenate(found, 1) / np.where(state.d == 0, 1, state.d)[:, None]
+    with np.errstate(invalid="ignore"):
+        expected = np.where(there[:, None], np.exp(scale * whole.astype(np.float64) - lse[:, None]), 0)
+    np.testing.assert_allclose(weight, expected, atol=1e-4)
+
+
+def test_push_in_powers_of_two_along_another_axis():
+    x = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32)
+    expected, actual = push_log2(identity((2,)), x, 0.7), push_log2(identity((2,)), x.T, 0.7, axis=0)
+    np.testing.assert_array_equal(actual[0].m, expected[0].m)
+    np.testing.assert_allclose(actual[0].d, expected[0].d, rtol=1e-6)
+    np.testing.assert_array_equal(actual[2].T, expected[2])
+
+
+def test_large_scores_keep_their_differences_in_powers_of_two():
+    """The rounding of the maximum is in all weights, the sum and `m` alike, and so not in what is divided by the sum."""
+    x = (1e4 + np.arange(-8, 8) / 16).astype(np.float32)[None]
+    state, _, weight = push_log2(identity((1,)), x, LOG2E)
+    np.testing.assert_allclose(weight / state.d[:, None], softmax(x, 1.0), rtol=2e-3)
+    np.testing.assert_allclose(lse_of_log2(state), scaled_truth(x, 1.0)[0] + np.log(scaled_truth(x, 1.0)[1]), rtol=1e-6)
 
 
 def test_in_lax_reduce_scan_and_vmap():

@@ -97,8 +97,8 @@ def dot_product_attention(
     modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
-    rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold, NaN
-    too, has no effect.
+    rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
+    no effect; NaN too, but for values on `mosaic`, which multiplies them with weights of 0.
 
     Args:
       query: `[*batch, T, N, H]`, float16, bfloat16, float32 or float64, with any number of batch axes or none.

@@ -218,13 +218,13 @@ class _Problem:
             found.append(high - low)
         return tuple(found)
 
-    def group(self) -> int:
+    def group(self, costs: tuple[int, ...]) -> int:
         """For how many heads at a time tiles are handed out.
 
         One, if they all take equally long: they then read the same keys at the same time. Else several, as many as the L2
         cache has room for, so that the last tiles to be handed out are short ones.
         """
-        if len(set(self.costs())) == 1:
+        if len(set(costs)) == 1:
             return 1
         keys, key_heads, size = self.key
         bytes_of_head = max(1, 2 * keys * (size + self.value_size) * key_heads // self.query[1])
@@ -255,7 +255,10 @@ class _Problem:
         arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
         scheduled = tiles <= _MAX_SCHEDULED
         if scheduled:
-            arrays.append(jnp.asarray(_schedule(self.costs(), pairs, self.group(), blocks)))
+            # Where a block of queries starts and ends depends on the segments, if there are any: then all count alike.
+            costs = (1,) * self.blocks_q if "ranges" in names else self.costs()
+            table = _schedule(costs, pairs, self.group(costs), blocks)
+            arrays.append(jax.jit(lambda: jnp.asarray(table))())  # custom_partitioning takes no constants but inner ones
         rows = math.prod(self.batch) * heads * length
         out, lse = plgpu.kernel(
             functools.partial(_kernel, self, names, sizes, at, scheduled, blocks, tiles),
@@ -703,12 +706,12 @@ class _Scores:
         if not rate:
             return weights
         ref, index = self.operands["seeds"]
-        first = jnp.uint32(self.first), jnp.uint32(block * self.shape[1])
+        starts = jnp.uint32(self.first), jnp.uint32(block * self.shape[1])
         row, col = (
-            start + plgpu.broadcasted_iota(jnp.uint32, self.shape, axis, layout=_LAYOUT) for axis, start in enumerate(first)
+            start + plgpu.broadcasted_iota(jnp.uint32, self.shape, axis, layout=_LAYOUT) for axis, start in enumerate(starts)
         )
-        seeds = (jnp.broadcast_to(ref[index(self.b), self.head, i], self.shape) for i in range(2))
-        return jnp.where(dropout.keep(*seeds, row, col, rate), weights, 0.0)
+        first, second = (jnp.broadcast_to(ref[index(self.b), self.head, i], self.shape) for i in range(2))
+        return jnp.where(dropout.keep(first, second, row, col, rate), weights, 0.0)
 
     def _whole(self, name, start):
         """The elements of a bias or mask that belong to the scores of a key block."""
@@ -720,5 +723,14 @@ class _Scores:
 
 
 def _tanh(x):
-    """`tanh`, to an absolute error of float32's rounding: the hardware's has one of 2^-11."""
-    return 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2E)))
+    """`tanh` to float32's rounding, which the hardware's is not.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
+    large = 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2E)))
+    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)

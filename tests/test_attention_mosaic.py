@@ -1,0 +1,489 @@
+"""The Mosaic GPU kernel of attention, without a GPU: lowered for CUDA, and what settles its work against brute force.
+
+What it computes is tested natively, in `test_attention.py`.
+"""
+
+import functools
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import dispatch, explain
+from jaxsoftmax.ops.attention import mosaic
+from jaxsoftmax.ops.attention.mosaic import Config, _Problem, _schedule
+
+attend = jaxsoftmax.dot_product_attention
+forced = functools.partial(attend, implementation="mosaic")
+
+NAME = "attention_forward_mosaic"
+brute_force = settings(max_examples=60, deadline=None, derandomize=True)
+compiled = settings(max_examples=15, deadline=None, derandomize=True)  # anew for each example
+
+
+def shaped(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def operands(batch=(2,), length=300, keys=300, heads=4, key_heads=2, size=64, value_size=None, dtype="bfloat16"):
+    return {
+        "query": shaped(*batch, length, heads, size, dtype=dtype),
+        "key": shaped(*batch, keys, key_heads, size, dtype=dtype),
+        "value": shaped(*batch, keys, key_heads, value_size or size, dtype=dtype),
+    }
+
+
+def lower(given, names=(NAME,), **options):
+    return kernels.lowered_for_cuda(lambda given: forced(**given, **options, return_residual=True), given, kernels=list(names))
+
+
+# Lowered for CUDA. A feature is what it adds to operands, by batch, heads and lengths, and options.
+
+B, N = 2, 4
+FEATURES = {
+    "causal": ({}, {"is_causal": True}),
+    "window": ({}, {"local_window_size": (100, 30)}),
+    "window before": ({}, {"local_window_size": (200, None)}),
+    "window after": ({}, {"local_window_size": (None, 0)}),
+    "lengths": (
+        {
+            "query_seq_lengths": lambda t, s: shaped(B, dtype="int32"),
+            "key_value_seq_lengths": lambda t, s: shaped(B, dtype="int32"),
+        },
+        {},
+    ),
+    "segments": (
+        {
+            "query_segment_ids": lambda t, s: shaped(B, t, dtype="int32"),
+            "key_value_segment_ids": lambda t, s: shaped(B, s, dtype="int32"),
+        },
+        {},
+    ),
+    "soft cap": ({}, {"logits_soft_cap": 30.0}),
+    "sinks": ({"sinks": lambda t, s: shaped(N, dtype="float32")}, {}),
+    "mask": ({"mask": lambda t, s: shaped(B, N, t, s, dtype=bool)}, {}),
+    "mask of keys": ({"mask": lambda t, s: shaped(B, 1, 1, s, dtype=bool)}, {}),
+    "mask of queries": ({"mask": lambda t, s: shaped(1, N, t, 1, dtype=bool)}, {}),
+    "mask of one": ({"mask": lambda t, s: shaped(dtype=bool)}, {}),
+    "bias": ({"bias": lambda t, s: shaped(1, N, t, s, dtype="float32")}, {}),
+    "bias of 16 bits": ({"bias": lambda t, s: shaped(B, 1, t, s)}, {}),
+    "bias of heads": ({"bias": lambda t, s: shaped(N, 1, 1, dtype="float16")}, {}),
+}
+EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias")
+# Head sizes of keys and values that have every configuration, and sizes that are padded.
+SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
+LENGTHS = {"exact": (384, 512), "ragged": (300, 301)}
+
+
+def with_features(names, sizes, lengths, dtype="bfloat16"):
+    given, options = operands((B,), *lengths, N, 2, *sizes, dtype=dtype), {}
+    for name in names:
+        more, own = FEATURES[name]
+        given |= {key: make(*lengths) for key, make in more.items()}
+        options |= own
+    return given, options
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_lowers_for_cuda(feature, lengths):
+    index = list(FEATURES).index(feature) + list(LENGTHS).index(lengths)  # in turn with every configuration
+    given, options = with_features([feature], SIZES[index % 5], LENGTHS[lengths], mosaic.DTYPES[index % 2])
+    lower(given, **options)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_configuration_lowers_for_cuda(sizes):
+    ragged = SIZES.index(sizes) % 2 == 1
+    first, second = ("ragged", "exact") if ragged else ("exact", "ragged")
+    for features, lengths in (((), first), (EVERYTHING, second)):
+        given, options = with_features(features, sizes, LENGTHS[lengths])
+        lower(given, **options)
+
+
+def test_every_configuration_is_that_of_a_size_that_is_lowered():
+    every = range(8, mosaic.MAX_HEAD_SIZE + 1, 8)
+    windows = ((None, None), (None, 0))
+    tested = {mosaic.config_for(*sizes, window) for sizes in SIZES for window in windows}
+    found = {mosaic.config_for(*sizes, window) for sizes in itertools.product(every, every) for window in windows}
+    assert found == tested
+
+
+def test_every_configuration_fits_into_shared_memory_and_registers():
+    every = range(8, mosaic.MAX_HEAD_SIZE + 1, 8)
+    for sizes in itertools.product(every, every):
+        config, (size, value_size) = mosaic.config_for(*sizes), (-(-own // 64) * 64 for own in sizes)
+        queries = config.warpgroups * mosaic.ROWS * size
+        output = config.warpgroups * mosaic.ROWS * value_size if config.own_output else 0
+        assert config.own_output or size == value_size  # the output is in the place of the queries
+        assert 2 * (queries + output + config.stages * config.block_kv * (size + value_size)) <= 226 * 1024
+        less, more = config.registers
+        assert 128 * (less + config.warpgroups * more) <= 65536
+        assert less % 8 == more % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        operands(batch=()),
+        operands(batch=(2, 3), heads=6, key_heads=1),
+        operands(length=1),
+        operands(keys=1),
+        operands(length=4097, keys=63, dtype="float16"),
+    ],
+    ids=["no batch", "two batch axes", "one query", "one key", "many queries"],
+)
+def test_shapes_lower_for_cuda(given):
+    lower(given, is_causal=True)
+
+
+def test_each_call_is_one_kernel():
+    given = operands(length=64, keys=64)
+    both = kernels.lowered_for_cuda(
+        lambda given: forced(**given) + attend(**given, is_causal=True), given, kernels=[NAME, NAME]
+    )
+    kernels.assert_ran(both, "mosaic")
+    batched = {name: shaped(3, *a.shape) for name, a in given.items()}
+    kernels.lowered_for_cuda(jax.vmap(lambda given: forced(**given)), batched, kernels=[NAME])
+    scanned = lambda given: jax.lax.map(lambda given: forced(**given), given)  # noqa: E731
+    kernels.lowered_for_cuda(scanned, batched, kernels=[NAME])
+
+
+def test_the_program_holds_no_scores_and_no_mask_that_was_not_given():
+    size_of = {"query": 2 * 1024 * 4 * 64}
+    features = ["lengths", "segments", "sinks", "mask of keys", "causal"]
+    for more in (["bias of heads"], ["mask of queries"]):
+        given, options = with_features([*features[:3], *features[4:], *more], (64, 64), (1024, 1024))
+        given |= {"mask": shaped(2, 1, 1, 1024, dtype=bool)} if "mask" not in given else {}
+        text = lower(given, **options)
+        shapes = re.findall(r"tensor<((?:\d+x)+)", text)
+        assert max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes) == size_of["query"]
+
+
+# Which implementation runs, and why.
+
+
+def test_explain_says_that_derivatives_have_no_kernel():
+    given = operands()
+    found = explain(
+        lambda given: jax.grad(lambda q: jnp.sum(attend(**(given | {"query": q}))))(given["query"]), given, platform="cuda"
+    )
+    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", "xla")]
+    assert found[1].refusals == (("mosaic", "there is no kernel for derivatives yet"),)
+    found = explain(
+        lambda given: jax.jvp(lambda q: attend(**(given | {"query": q})), (given["query"],), (given["query"],)),
+        given,
+        platform="cuda",
+    )
+    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_jvp", "xla")]
+
+
+REFUSALS = {
+    "float32": (operands(dtype="float32"), {}, "dtypes must be among float16, bfloat16, got float32"),
+    "head size 12": (operands(size=12), {}, "head size must be a multiple of 8 from 8 to 256, got 12"),
+    "head size 4": (operands(size=4), {}, "head size must be a multiple of 8 from 8 to 256, got 4"),
+    "head size 264": (operands(size=264), {}, "head size must be a multiple of 8 from 8 to 256, got 264"),
+    "value size 20": (operands(value_size=20), {}, "value size must be a multiple of 8 from 8 to 256, got 20"),
+    "value size 264": (operands(value_size=264), {}, "value size must be a multiple of 8 from 8 to 256, got 264"),
+    "no queries": (operands(length=0), {}, r"there must be queries and keys, got shapes \(2, 0, 4, 64\) and \(2, 300, 2, 64\)"),
+    "no keys": (operands(keys=0), {}, r"there must be queries and keys, got shapes .* and \(2, 0, 2, 64\)"),
+    "no batch": (operands(batch=(0,)), {}, r"there must be queries and keys, got shapes \(0, 300, 4, 64\) and"),
+    "no scale": (operands(), {"scale": 0}, r"scale must be positive, got 0\.0"),
+    "negative scale": (operands(), {"scale": -0.5}, r"scale must be positive, got -0\.5"),
+    "infinite scale": (operands(), {"scale": math.inf}, "scale must be positive, got inf"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_is_not_served_is_said_in_words(kind):
+    given, options, words = REFUSALS[kind]
+
+    def call(given, **more):
+        return attend(**given, **options, **more)
+
+    (decision,) = explain(call, given, platform="cuda")
+    assert decision.implementation == "xla"
+    assert re.search(words, dict(decision.refusals)["mosaic"])
+    with pytest.raises(NotImplementedError, match=words):
+        explain(functools.partial(call, implementation="mosaic"), given, platform="cuda")
+
+
+def test_the_limits_themselves_are_served():
+    for size, value_size in ((8, 8), (256, 256), (8, 256)):
+        given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
+        kernels.assert_ran(explain(lambda given: attend(**given, scale=1e-3), given, platform="cuda"), "mosaic")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_refused(monkeypatch, capability):
+    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    (decision,) = explain(lambda given: attend(**given), operands(), platform="cuda")
+    assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
+    assert decision.implementation == "xla"
+
+
+def test_elsewhere_it_is_refused():
+    (decision,) = explain(lambda given: attend(**given), operands(), platform="cpu")
+    assert dict(decision.refusals)["mosaic"] == "it runs on cuda, not on cpu"
+
+
+# Meshes.
+
+
+def sharded(given, mesh, spec):
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)) for name, a in given.items()}
+
+
+ON_MESH = operands((8,), 64, 64, 4, 2, 64)
+SPEC = P("data", None, "model")
+
+
+@pytest.mark.parametrize("devices", [True, False], ids=["devices", "abstract"])
+def test_explicit_axes_lower_to_a_kernel_for_shards(devices):
+    kinds = (AxisType.Explicit,) * 2
+    if devices:
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices("cpu"))
+    else:
+        mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh) if devices else jax.sharding.use_abstract_mesh(mesh):
+        shards = sharded(ON_MESH, mesh, SPEC)
+        text = lower(shards, is_causal=True)
+        assert "tensor<2x64x2x64xbf16>" in text  # of a batch of 8 and 4 heads
+        (decision,) = explain(lambda given: attend(**given), shards, platform="cuda")
+        assert decision.implementation == "mosaic"
+        assert decision.operands == ("bfloat16[2,64,2,64]", "bfloat16[2,64,1,64]", "bfloat16[2,64,1,64]")
+
+
+def test_automatic_axes_leave_it_to_the_compiler_which_shards_a_kernel_gets():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        shards = sharded(ON_MESH, mesh, SPEC)
+        (decision,) = explain(lambda given: attend(**given), shards, platform="cuda")
+        assert decision.implementation == "mosaic"
+        assert decision.operands[0] == "bfloat16[8,64,4,64]"
+        text = kernels.lowered_for_cuda(lambda given: forced(**given), shards, kernels=[])
+        assert "CustomSPMDPartitioning" in text
+        mapped = jax.shard_map(lambda given: forced(**given), in_specs=(SPEC,), out_specs=SPEC)
+        assert "tensor<2x64x2x64xbf16>" in kernels.lowered_for_cuda(mapped, shards, kernels=[NAME])
+
+
+# The table of tiles.
+
+costs = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple)
+
+
+@brute_force
+@given(costs, st.integers(1, 9), st.integers(1, 4), st.integers(1, 140))
+def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, heads, group, blocks):
+    tiles = heads * len(costs)
+    blocks = min(blocks, tiles)
+    table = _schedule(costs, heads, group, blocks)
+    counts = table[:, 0]
+    assert table.dtype == np.int32
+    assert table.shape == (blocks, 1 + counts.max())
+    own = [row[1 : 1 + row[0]] for row in table]
+    np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(tiles))
+    cost = np.asarray(costs) + mosaic._TILE_COST
+    loads = [cost[tiles % len(costs)].sum() for tiles in own]
+    assert max(loads) <= np.mean(loads) + cost.max()
+    assert counts.min() >= 1  # what a block reads first is a tile's
+
+
+def test_long_tiles_come_first():
+    table = _schedule((1, 2, 3, 4), 6, 2, 5)
+    for row in table:
+        tiles = row[1 : 1 + row[0]]
+        pairs = [(tile // 4 // 2, -(tile % 4)) for tile in tiles]  # a group of heads after another, the longest first
+        assert pairs == sorted(pairs)
+
+
+def table_shapes(given, **options):
+    """The shapes of the tables of tiles in a program."""
+    return re.findall(r"stablehlo.constant dense<.*> : tensor<(\w+)xi32>", lower(given, **options))
+
+
+def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
+    given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
+    monkeypatch.setattr(mosaic, "_sms", lambda: 10)
+    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 24)
+    assert table_shapes(given) == ["10x4"]
+    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 23)
+    assert table_shapes(given) == []
+
+
+def test_very_many_tiles_lower_for_cuda():
+    assert table_shapes(operands((2**17 + 1,), 64, 64, 1, 1)) == []
+
+
+# Which key blocks a tile visits.
+
+
+def problem_of(length, keys, window, config, batch=(2,)):
+    return _Problem(batch, (length, 4, 64), (keys, 2, 64), 64, 0.125, window, None, 0.0, config)
+
+
+sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
+configs = st.sampled_from([Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)])
+lengths = st.integers(1, 700)
+
+
+def window_sees(length, keys, window):
+    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
+    left, right = window
+    seen = np.ones((length, keys), bool)
+    seen &= True if left is None else cols >= rows - left
+    return seen & (True if right is None else cols <= rows + right)
+
+
+def blocks_of(scores, problem, reduce, rows=None):
+    """`reduce` over the scores of each block of queries, or of so many rows, and each key block, as far as there are any."""
+    rows, cols = rows or problem.block_q, problem.config.block_kv
+    length, keys = scores.shape
+    padded = np.pad(scores, [(0, -length % rows), (0, -keys % cols)], constant_values=reduce is np.all)
+    return reduce(padded.reshape(-(-length // rows), rows, -(-keys // cols), cols), (1, 3))
+
+
+@brute_force
+@given(lengths, lengths, st.tuples(sides, sides), configs)
+def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, config):
+    problem = problem_of(length, keys, window, config)
+    seen = blocks_of(window_sees(length, keys, window), problem, np.any)
+    assert problem.costs() == tuple(np.maximum(seen.sum(1), 1))
+    for block, row in enumerate(seen):
+        first = block * problem.block_q
+        low, high = problem.key_blocks(first, min(first + problem.block_q, length) - 1)
+        assert 0 <= low < high <= problem.blocks_kv
+        if row.any():
+            np.testing.assert_array_equal(np.flatnonzero(row), np.arange(low, high))
+        else:
+            assert high - low == 1
+
+
+class Tile(mosaic._Tile):
+    """A tile whose operands are arrays in place of refs."""
+
+    def __init__(self, problem, **arrays):
+        super().__init__(problem, {name: (jnp.asarray(a), lambda b: b) for name, a in arrays.items()}, {}, None, None, {})
+
+
+@compiled
+@given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
+def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(length, keys, window, config, data):
+    problem = problem_of(length, keys, window, config, (1,))
+    arrays, seen = {}, window_sees(length, keys, window)
+    if data.draw(st.booleans()):
+        arrays["query_lengths"] = np.asarray([data.draw(st.integers(0, length))], np.int32)
+        seen[arrays["query_lengths"][0] :] = False
+    if data.draw(st.booleans()):
+        arrays["key_lengths"] = np.asarray([data.draw(st.integers(0, keys))], np.int32)
+        seen[:, arrays["key_lengths"][0] :] = False
+    any_seen, all_seen = (blocks_of(seen, problem, reduce, mosaic.ROWS) for reduce in (np.any, np.all))
+    if keys % config.block_kv:
+        all_seen[:, -1] = False  # beyond the end there is nothing to see
+    tile, banded_first, which = Tile(problem, **arrays), [], []
+
+    @jax.jit
+    @jax.vmap
+    def steps_of(block, warpgroup):
+        b, first = jnp.int32(0), block * problem.block_q + warpgroup * mosaic.ROWS
+        sizes = tile._lengths(b)
+        tile_low, tile_high = tile._key_blocks(sizes, b, block)
+        low, high = tile._seen(sizes, first, mosaic.ROWS)
+        high = jnp.clip(high, tile_low + 1, tile_high)
+        low = jnp.clip(low, tile_low, high - 1)
+        scores = mosaic._Scores(tile, b, b, first, sizes)
+        spans = scores.spans(*tile._seen_whole(sizes, first, mosaic.ROWS), low, high)
+        banded_first.append(scores.is_banded)
+        which.extend(is_banded for is_banded, *_ in spans)
+        return tile_low, tile_high, low, high, [bounds for _, *bounds in spans]
+
+    groups = range(problem.blocks_q * config.warpgroups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis)
+        )
+        found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.warpgroups)))
+    for group in groups[: len(any_seen)]:
+        tile_low, tile_high, low, high, spans = jax.tree.map(
+            lambda a, group=group: int(np.broadcast_to(a, len(groups))[group]), found
+        )
+        assert 0 <= tile_low <= low < high <= tile_high <= problem.blocks_kv
+        assert set(np.flatnonzero(any_seen[group])) <= set(range(low, high))
+        steps = [(step, is_banded) for is_banded, (start, end) in zip(which, spans, strict=True) for step in range(start, end)]
+        assert [step for step, _ in steps] == list(range(1, high - low))  # each once, in order
+        banded = {high - 1 - step: is_banded for step, is_banded in [(0, banded_first[0]), *steps]}
+        assert all(is_banded or all_seen[group, block] for block, is_banded in banded.items())
+
+
+@compiled
+@given(lengths, lengths, configs, st.integers(1, 9), st.booleans(), st.integers(0, 99))
+def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, count, is_sorted, seed):
+    problem, rng = problem_of(length, keys, (None, None), config), np.random.default_rng(seed)
+    ids = [rng.integers(-2, count, (2, size)).astype(np.int32) for size in (length, keys)]
+    query_ids, key_ids = [np.sort(own, -1) for own in ids] if is_sorted else ids
+    ranges = np.asarray(jax.jit(problem.ranges)(query_ids, key_ids))
+    assert (ranges.shape, ranges.dtype) == ((2, problem.blocks_q, 2), np.int32)
+    for b in range(2):
+        same = blocks_of(query_ids[b][:, None] == key_ids[b][None, :], problem, np.any)
+        for row, (low, high) in zip(same, ranges[b], strict=True):
+            places = np.flatnonzero(row)
+            if places.size:
+                assert low <= places[0]
+                assert places[-1] < high
+
+
+@compiled
+@given(lengths, lengths, configs, st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_ranges_of_sorted_segments_end_at_blocks_with_a_common_one(length, keys, config, sizes):
+    """Where each segment has queries and keys, nothing else is visited at either end."""
+    problem = problem_of(length, keys, (None, None), config)
+    ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    ids = np.pad(ids, (0, 700), constant_values=len(sizes))
+    query_ids, key_ids = ids[:length], ids[:keys]
+    ranges = np.asarray(jax.jit(problem.ranges)(query_ids[None], key_ids[None]))[0]
+    same = blocks_of(query_ids[:, None] == key_ids[None, :], problem, np.any)
+    for row, (low, high) in zip(same, ranges, strict=True):
+        if row.any():
+            assert row[low]
+            assert row[high - 1]
+        else:
+            assert low >= high
+
+
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3), (2, 3, 4), (1, 3)], ids=str)
+def test_the_index_of_a_batch_entry_in_an_operand_that_is_not_whole(batch):
+    for own in itertools.product(*((1, size) for size in batch)):
+        for shape in {own, own[1:] if own[:1] == (1,) else own}:
+            expected = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), batch).reshape(-1)
+            index = mosaic._batch_index(batch, shape)
+            actual = [int(index(jnp.int32(b))) for b in range(math.prod(batch))]
+            np.testing.assert_array_equal(actual, expected)
+
+
+# The interpreter.
+
+WHY_NOT = {
+    "turns": "warpgroups pass turns to each other in PTX",
+    "rows": "the log-sum-exp is stored in PTX, as there may be any number of rows",
+}
+
+
+@pytest.mark.parametrize("kind", WHY_NOT)
+def test_what_the_interpreter_refuses_it_still_refuses(kind):
+    config = replace(mosaic.config_for(64, 64), turns=kind == "turns")
+    array = np.ones((1, 64, 1, 64), jnp.bfloat16)
+    rest = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "config": config}
+    with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
+        kernels.interpreted(lambda array: mosaic.attention(array, array, array, *[None] * 8, **rest), array)
