@@ -200,6 +200,7 @@ REFUSALS = {
     "no queries": (operands(length=0), {}, r"there must be queries and keys, got shapes \(2, 0, 4, 64\) and \(2, 300, 2, 64\)"),
     "no keys": (operands(keys=0), {}, r"there must be queries and keys, got shapes .* and \(2, 0, 2, 64\)"),
     "no batch": (operands(batch=(0,)), {}, r"there must be queries and keys, got shapes \(0, 300, 4, 64\) and"),
+    "too many rows": (operands(batch=(2**16,), length=2**14, heads=2), {}, r"there must be less than 2\^31 rows of scores"),
     "no scale": (operands(), {"scale": 0}, r"scale must be positive, got 0\.0"),
     "negative scale": (operands(), {"scale": -0.5}, r"scale must be positive, got -0\.5"),
     "infinite scale": (operands(), {"scale": math.inf}, "scale must be positive, got inf"),

@@ -88,6 +88,9 @@ def unsupported(primitive, target, *avals, scale, **params) -> str | None:
             return f"{name} size must be a multiple of 8 from 8 to {MAX_HEAD_SIZE}, got {size}"
     if 0 in query.shape or 0 in key.shape:
         return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
+    batch = lax.broadcast_shapes(*(operand.shape[:-3] for operand in avals[:3]))
+    if math.prod(batch) * query.shape[-2] * query.shape[-3] >= 2**31:
+        return f"there must be less than 2^31 rows of scores, got query of shape {query.shape}"
     if not (math.isfinite(scale) and scale > 0):
         return f"scale must be positive, got {scale}"
     return None
