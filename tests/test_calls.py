@@ -181,13 +181,14 @@ def test_an_eager_call_costs_at_most_half_more_than_one_of_jax_nn_softmax(name, 
 
     def seconds(f):
         start = time.perf_counter()
-        for _ in range(50):
+        for _ in range(20):
             f(x)
         return time.perf_counter() - start
 
     for f in (ours, theirs):
         jax.block_until_ready(f(x))
-    best = [min(seconds(f) for _ in range(15)) for f in (ours, theirs)]
+    # In turns, so that a machine that is slower for a while is so for both.
+    best = [min(times) for times in zip(*([seconds(f) for f in (ours, theirs)] for _ in range(60)), strict=True)]
     assert best[0] <= 1.5 * best[1]
 
 
@@ -206,10 +207,15 @@ def test_import_adds_little_to_that_of_jax():
         "import time, jax; start = time.perf_counter(); import jaxsoftmax; print(time.perf_counter() - start);"
         "import sys; print([m for m in ('flax', 'triton', 'jax_triton', 'jax.experimental.mosaic') if m in sys.modules])"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(2)]
-    lines = [run.stdout.split("\n") for run in runs]
-    assert min(float(first) for first, *_ in lines) <= 0.3
-    assert lines[0][1] == "[]"
+    found = []
+    for _ in range(5):  # a machine may be busy for a while
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        seconds, modules, _ = run.stdout.split("\n")
+        assert modules == "[]"
+        found.append(float(seconds))
+        if found[-1] <= 0.3:
+            break
+    assert min(found) <= 0.3
 
 
 def test_public_names_have_docstrings():

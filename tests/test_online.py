@@ -328,7 +328,7 @@ def test_push_in_powers_of_two_is_push(several, scale, slack):
     expected = push(identity((2,)), several, scale=jnp.float32(scale))
     most = m * scale * LOG2E
     if slack == 0:
-        np.testing.assert_allclose(state.m, most, rtol=3e-7)
+        np.testing.assert_allclose(state.m, most, rtol=3e-7, atol=1e-37)  # XLA may flush what is subnormal
         np.testing.assert_allclose(state.d, expected.d, rtol=2e-4)
     assert np.all(state.m <= most + 1e-4)
     assert np.all(np.isneginf(most) | (np.asarray(state.m) >= most - slack - 1e-4))
