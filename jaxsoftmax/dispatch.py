@@ -9,7 +9,8 @@ An implementation is a module with a function for each primitive, of the same na
     unsupported(primitive, target, *avals, **params) -> str | None
 
 which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
-None where it can. It may have
+None where it can. What a forced implementation has no function for runs on the reference: a derivative of which there is
+no kernel yet. It may have
 
     unprofitable(primitive, target, fused, cast, *avals, **params) -> str | None
 
@@ -172,6 +173,8 @@ def choose(
       NotImplementedError: `forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
+    if forced is not None and not hasattr(importlib.import_module(implementations[op][forced]), primitive):
+        forced = "xla"
     for name, module_name in implementations[op].items():
         reason = _refusal(name, module_name, primitive, target, forced, params, avals, narrow, fused, obstacle)
         if reason is None:

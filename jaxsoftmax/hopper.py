@@ -2,7 +2,8 @@
 
 Pallas loads and stores whole tiles of an array. The rows of a softmax may have any length and number, and any alignment that
 follows from them. `RowTile` says which thread of a block holds which elements of which rows, for arrays that end inside it:
-loads give `fill` beyond the end, and stores leave out what lies there. Nothing outside of an array is touched.
+loads give `fill` beyond the end, and stores leave out what lies there. Nothing outside of an array is touched. Functions of
+products do the same for scores as the tensor cores leave them in registers.
 """
 
 import functools
@@ -415,7 +416,7 @@ def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple
     Args:
       ref: the array.
       row: scalar int32, the first row.
-      col: scalar int32, the first column, a multiple of 8.
+      col: scalar int32, the first column, an even one.
       limits: scalars int32, how many rows and columns from there on are there.
       shape: of the tile.
       varies: whether the array varies along rows and columns; if not, the first one stands for all.

@@ -268,7 +268,7 @@ def is_slow(implementation, feature):
     + [pytest.param(name, feature, marks=pytest.mark.gpu) for name in KERNELS for feature in WITH_COTANGENTS],
 )
 def test_values_and_cotangents_of_every_feature(implementation, forced, feature):
-    given, options = FEATURES[feature]("float32")
+    given, options = FEATURES[feature]("float32" if implementation.startswith("xla") else "bfloat16")
     check_cotangents(forced, given, options)
 
 
@@ -445,6 +445,9 @@ IN_SHAPES = {
     "sinks": case(WIDE, lambda: {"sinks": random((4,), "bias")}, is_causal=True),
     "sinks alone": case(WIDE, lambda: {"sinks": random((4,), "bias"), **lengths_of([0, 65], [7, 0])()}),
     "no sink in some heads": case(WIDE, lambda: {"sinks": np.array([0, -np.inf, 1, 50], np.float32), "mask": random((1, 500))}),
+    "dropout": case(WIDE | {"batch": (3,)}, dropout_rate=0.3, dropout_rng=3),
+    "dropout, causal": case(WIDE | {"size": 128}, dropout_rate=0.1, dropout_rng=4, is_causal=True),
+    "dropout, size 256": case(WIDE | {"size": 256}, dropout_rate=0.5, dropout_rng=5, local_window_size=(300, 9)),
     "scale": case(WIDE, scale=0.7),
     "nothing to see": case({"length": 130, "keys": 200, "size": 64}, lambda: {"mask": EMPTY}),
     "sinks alone everywhere": case(
@@ -838,17 +841,29 @@ def test_export(platforms, symbolic):
 
 
 def test_long_sequences_are_cut_into_tiles_and_short_ones_are_not():
-    short, long = (jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32) for length in (1024, 1025))
+    short, long = (jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32) for length in (4096, 4097))
     texts = [jax.jit(lambda q: attend(q, q, q)).lower(x).as_text() for x in (short, long)]
     assert ["while" in text for text in texts] == [False, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (700, 100)}], ids=str)
 def test_tiles_that_a_window_rules_out_are_not_visited(options):
-    x = jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     text = jax.jit(lambda q: attend(q, q, q, **options)).lower(x).as_text()
     tiles = {"": 64, "is_causal": 36, "local_window_size": 28}["".join(options)]
     assert f"dense<{tiles}> : tensor<i32>" in text
+
+
+@pytest.mark.parametrize(("length", "keys", "tiles"), [(1, 2**21, 8), (2**21, 1, 8), (64, 2**19, 128)])
+def test_tiles_of_few_queries_or_keys_hold_more_of_the_others(length, keys, tiles):
+    q, k = (jax.ShapeDtypeStruct((1, size, 16, 8), jnp.float32) for size in (length, keys))
+    assert f"dense<{tiles}> : tensor<i32>" in jax.jit(attend).lower(q, k, k).as_text()
+
+
+def test_memory_of_many_heads_is_that_of_a_few_tiles():
+    x = jax.ShapeDtypeStruct((32, 1024, 32, 16), jnp.float32)
+    analysis = jax.jit(jax.grad(lambda q: jnp.sum(attend(q, q, q) ** 2))).lower(x).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 8 * xla.LARGEST_TILE * 4 < 32 * 32 * 1024 * 1024 * 4
 
 
 def test_memory_of_tiles_grows_with_the_length():
@@ -1061,6 +1076,15 @@ BAD = {
         ValueError,
         ["key_value_seq_lengths", "[*batch]", "(2,)", "(3,)"],
     ),
+    "infinite scale": ({"scale": 1e300}, ValueError, ["scale", "finite in float32", "1e+300"]),
+    "scale is NaN": ({"scale": np.nan}, ValueError, ["scale", "finite in float32", "nan"]),
+    "tiny soft cap": ({"logits_soft_cap": 1e-45}, ValueError, ["logits_soft_cap", "positive", "1e-45"]),
+    "huge soft cap": ({"logits_soft_cap": 1e300}, ValueError, ["logits_soft_cap", "finite in float32", "1e+300"]),
+    "key data of another shape": (
+        {"dropout_rate": 0.5, "dropout_rng": np.zeros(3, np.uint32)},
+        ValueError,
+        ["dropout_rng", "key of jax.random", "(3,)"],
+    ),
     "negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "negative", "-1"]),
     "negative side": ({"local_window_size": (3, -2)}, ValueError, ["local_window_size", "negative", "(3, -2)"]),
     "three sides": ({"local_window_size": (1, 2, 3)}, ValueError, ["local_window_size", "pair", "(1, 2, 3)"]),
@@ -1116,6 +1140,58 @@ def test_what_must_be_concrete_says_so():
         jax.jit(lambda x: attend(Q, K, K, scale=x))(0.5)
     with pytest.raises(ValueError, match=r"dropout_rng must be one key, got shape \(2,\)"):
         attend(Q, K, K, dropout_rate=0.1, dropout_rng=jax.random.split(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla in tiles"])
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
+def test_a_window_wider_than_the_sequences_rules_out_nothing(implementation, far, monkeypatch):
+    if implementation:
+        monkeypatch.setattr(xla, "ONE_TILE", 0)
+        monkeypatch.setattr(xla, "BLOCK", (4, 4))
+    near = {"local_window_size": (2, None)}
+    for wide, narrow in ((far, {}), ((far, None), {}), ((None, far), {}), ((2, far), near)):
+        actual = jax.jit(lambda q, wide=wide: attend(q, K + 1, K + 1, local_window_size=wide))(Q)
+        np.testing.assert_array_equal(actual, jax.jit(lambda q, narrow=narrow: attend(q, K + 1, K + 1, **narrow))(Q))
+
+
+@pytest.mark.usefixtures("x64")
+def test_lengths_and_segments_of_64_bits_are_whole():
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 6, 2, 8)).astype(np.float32)
+    lengths = np.array([2**32 + 1])
+    np.testing.assert_allclose(attend(q, k, k, key_value_seq_lengths=lengths), attend(q, k, k), rtol=1e-5)
+    np.testing.assert_allclose(attend(q, k, k, query_seq_lengths=[6]), attend(q, k, k), rtol=1e-5)
+    ids = np.array([[0, 0, 0, 1, 1, 1]])
+    expected = attend(q, k, k, query_segment_ids=ids.astype(np.int32))
+    np.testing.assert_array_equal(attend(q, k, k, query_segment_ids=ids * 2**32), expected)
+    with pytest.raises(TypeError, match="key_value_segment_ids must have the dtype of query_segment_ids"):
+        attend(q, k, k, query_segment_ids=ids, key_value_segment_ids=ids.astype(np.int32))
+
+
+@pytest.mark.parametrize(("sink", "score"), [(50.0, 33.0), (50.0, 30.0), (5.0, -14.0)])
+def test_a_sink_that_outweighs_the_scores_has_the_gradient_of_what_they_add(sink, score):
+    """`d out / d sink = -w v`, where the weight `w` of the one key is below the rounding of lse."""
+    q = np.full((1, 1, 1), score, np.float32)
+    one = np.ones((1, 1, 1), np.float32)
+
+    def f(sinks):
+        return attend(q, one, one, sinks=sinks, scale=1.0)[0, 0, 0]
+
+    sinks = np.full(1, sink, np.float32)
+    expected = -np.exp(np.float64(score) - sink)
+    np.testing.assert_allclose(jax.grad(f)(sinks)[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(jax.jvp(f, (sinks,), (np.ones(1, np.float32),))[1], expected, rtol=1e-4)
+
+
+def test_derivatives_of_a_forced_kernel_run_on_the_reference():
+    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+
+    def f(q):
+        return jnp.sum(attend(q, q, q, implementation="mosaic").astype(jnp.float32))
+
+    found = explain(jax.grad(f), q, platform="cuda")
+    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", "xla")]
+    with pytest.raises(NotImplementedError, match="cannot run attention: it runs on cuda, not on cpu"):
+        explain(jax.grad(f), q, platform="cpu")
 
 
 def test_numbers_may_be_arrays_without_axes():

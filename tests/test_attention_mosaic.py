@@ -80,8 +80,9 @@ FEATURES = {
     "bias": ({"bias": lambda t, s: shaped(1, N, t, s, dtype="float32")}, {}),
     "bias of 16 bits": ({"bias": lambda t, s: shaped(B, 1, t, s)}, {}),
     "bias of heads": ({"bias": lambda t, s: shaped(N, 1, 1, dtype="float16")}, {}),
+    "dropout": ({"dropout_rng": lambda t, s: shaped(2, dtype="uint32")}, {"dropout_rate": 0.2}),
 }
-EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias")
+EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias", "dropout")
 # Head sizes of keys and values that have every configuration, and sizes that are padded.
 SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
 LENGTHS = {"exact": (384, 512), "ragged": (300, 301)}
@@ -203,7 +204,18 @@ REFUSALS = {
     "too many rows": (operands(batch=(2**16,), length=2**14, heads=2), {}, r"there must be less than 2\^31 rows of scores"),
     "no scale": (operands(), {"scale": 0}, r"scale must be positive, got 0\.0"),
     "negative scale": (operands(), {"scale": -0.5}, r"scale must be positive, got -0\.5"),
-    "infinite scale": (operands(), {"scale": math.inf}, "scale must be positive, got inf"),
+    "tiny scale": (operands(), {"scale": 1e-40}, "scale must be positive, got 1e-40"),
+    "bias of float8": (
+        operands() | {"bias": shaped(300, 300, dtype="float8_e4m3fn")},
+        {},
+        "bias must be of dtype .*, got float8",
+    ),
+    "sinks of float8": (operands() | {"sinks": shaped(4, dtype="float8_e4m3fn")}, {}, "sinks must be of dtype .*, got float8"),
+    "too many keys": (
+        operands(batch=(2**16,), length=1, keys=2**15, heads=2, key_heads=1),
+        {},
+        r"less than 2\^31 rows of scores, and keys, got 131072 and 2147483648",
+    ),
 }
 
 
@@ -219,6 +231,25 @@ def test_what_is_not_served_is_said_in_words(kind):
     assert re.search(words, dict(decision.refusals)["mosaic"])
     with pytest.raises(NotImplementedError, match=words):
         explain(functools.partial(call, implementation="mosaic"), given, platform="cuda")
+
+
+def test_rows_count_with_the_batch_of_every_operand():
+    given = operands(batch=(), length=2**14, heads=2)
+    lengths = shaped(2**16, dtype="int32")
+    found = explain(
+        lambda given, lengths: jax.vmap(lambda own: attend(**given, key_value_seq_lengths=own))(lengths),
+        given,
+        lengths,
+        platform="cuda",
+    )
+    assert "2147483648" in dict(found[0].refusals)["mosaic"]
+
+
+def test_segments_of_64_bits_are_refused():
+    with jax.enable_x64(True):
+        given = operands() | {"query_segment_ids": shaped(2, 300, dtype="int64")}
+        (decision,) = explain(lambda given: attend(**given), given, platform="cuda")
+    assert dict(decision.refusals)["mosaic"] == "segment ids must have at most 32 bits, got int64"
 
 
 def test_the_limits_themselves_are_served():

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxsoftmax import dispatch
+from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
 
 Window = int | tuple[int | None, int | None] | None
@@ -113,7 +114,7 @@ def dot_product_attention(
       key_value_seq_lengths: integers `[*batch]`: how many keys there are.
       local_window_size: how many keys before and after its own position a query sees: `(left, right)`, either None for all, or
         one number for both.
-      query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only.
+      query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only; 64 bits run on the reference.
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
       sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
@@ -121,6 +122,7 @@ def dot_product_attention(
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
       deterministic: whether there is no dropout after all.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
+        Derivatives run on the reference where it has no kernel for them.
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
@@ -145,8 +147,8 @@ def dot_product_attention(
         if mask.dtype != np.bool_:
             raise TypeError(f"{_NAME}: mask must be boolean, got {mask.dtype}; what is added to the scores goes into bias")
         mask = _scores_like("mask", mask, (*batch, heads, length, keys))
-    query_lengths = _integers("query_seq_lengths", query_seq_lengths, batch)
-    key_lengths = _integers("key_value_seq_lengths", key_value_seq_lengths, batch)
+    query_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     segments = _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
     if sinks is not None:
         sinks = _sinks(sinks, heads, len(batch))
@@ -157,11 +159,12 @@ def dot_product_attention(
     if rate > 0 and not deterministic:
         seeds = jax.random.bits(_random_key(dropout_rng), (*batch, heads, 2), np.uint32)
     left, right = _window(local_window_size)
+    window = _side(left, length), _side(0 if is_causal else right, keys)
     out, lse = primitive.attention(
         *(query, key, value, bias, mask, query_lengths, key_lengths, *segments, sinks, seeds),
-        scale=1 / math.sqrt(head_size) if scale is None else _number("scale", scale, "; multiply the query instead"),
-        window=(left, 0) if is_causal else (left, right),
-        soft_cap=_soft_cap(logits_soft_cap),
+        scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
+        window=window,
+        soft_cap=_soft_cap(logits_soft_cap, query.dtype),
         dropout_rate=0.0 if seeds is None else rate,
         implementation=implementation,
     )
@@ -230,9 +233,7 @@ def _scores_like(name, array, shape):
 
 
 def _integers(name, value, shape, axes="[*batch]"):
-    """`value` as int32 of this shape, or None."""
-    if value is None:
-        return None
+    """`value` as integers of this shape."""
     array = _array(name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{_NAME}: {name} must be integers, got {array.dtype}")
@@ -240,6 +241,18 @@ def _integers(name, value, shape, axes="[*batch]"):
         array = array.reshape(())
     if array.shape != shape:
         raise ValueError(f"{_NAME}: {name} must have the shape {axes} = {shape}, got {array.shape}")
+    return array
+
+
+def _lengths(name, value, batch):
+    """Lengths as int32, or None: one that int32 does not hold is as good as the largest that it does."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    array = _integers(name, value, batch)
+    if array.dtype.itemsize > 4 or array.dtype == np.uint32:
+        array = jnp.clip(array, 0, 2**31 - 1)
     return array.astype(np.int32)
 
 
@@ -257,7 +270,15 @@ def _segments(queries, keys, batch, length, keys_length):
             )
         keys = queries
     queries = _integers("query_segment_ids", queries, (*batch, length), "[*batch, T]")
-    return queries, _integers("key_value_segment_ids", keys, (*batch, keys_length), "[*batch, S]")
+    keys = _integers("key_value_segment_ids", keys, (*batch, keys_length), "[*batch, S]")
+    if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
+        return queries.astype(np.int32), keys.astype(np.int32)
+    if queries.dtype != keys.dtype:
+        raise TypeError(
+            f"{_NAME}: key_value_segment_ids must have the dtype of query_segment_ids where one has 64 bits,"
+            f" got {keys.dtype} and {queries.dtype}"
+        )
+    return queries, keys
 
 
 def _sinks(value, heads, batch_axes):
@@ -282,12 +303,20 @@ def _number(name: str, value: Any, instead: str = "") -> float:
     return float(value)
 
 
-def _soft_cap(value):
+def _scale(value, dtype):
+    scale = _number("scale", value, "; multiply the query instead")
+    kind = jnp.finfo(accumulator(dtype))
+    if not abs(scale) <= float(kind.max):
+        raise ValueError(f"{_NAME}: scale must be finite in {kind.dtype}, got {scale}")
+    return scale
+
+
+def _soft_cap(value, dtype):
     if value is None:
         return None
-    cap = _number("logits_soft_cap", value)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite, got {cap}")
+    cap, kind = _number("logits_soft_cap", value), jnp.finfo(accumulator(dtype))
+    if not float(kind.tiny) <= cap <= float(kind.max):
+        raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite in {kind.dtype}, got {cap}")
     return cap
 
 
@@ -314,7 +343,10 @@ def _random_key(key):
         raise TypeError(f"{_NAME}: dropout_rng must be a key of jax.random, got {what}")
     if len(key.shape) != (0 if typed else 1):
         raise ValueError(f"{_NAME}: dropout_rng must be one key, got shape {key.shape}")
-    return key
+    try:
+        return key if typed else jax.random.wrap_key_data(key)
+    except (TypeError, ValueError):
+        raise ValueError(f"{_NAME}: dropout_rng must be a key of jax.random, got uint32 of shape {key.shape}") from None
 
 
 def _window(value) -> tuple[int | None, int | None]:
@@ -333,3 +365,10 @@ def _window(value) -> tuple[int | None, int | None]:
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"{_NAME}: local_window_size must not be negative, got {value!r}")
     return left, right
+
+
+def _side(side: int | None, length) -> int | None:
+    """A side of a window over this length, None where it rules out nothing."""
+    if side is None or (isinstance(length, int) and side >= length - 1):
+        return None
+    return min(side, 2**30)  # positions are of 32 bits, and there are less than that many

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jaxsoftmax import hopper, online
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.ops.attention.xla import OPERANDS, RANKS
 
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_SIZE = 256
@@ -75,12 +76,12 @@ def config_for(head_size: int, value_size: int, window: tuple[int | None, int | 
 
 def unsupported(primitive, target, *avals, scale, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    del params
     if primitive != "attention":
         return "there is no kernel for derivatives yet"
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    query, key, value = avals[:3]
+    given = {name: aval for name, aval in zip(OPERANDS, avals, strict=True) if aval is not None}
+    query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {query.dtype.name}"
     for name, size in (("head", query.shape[-1]), ("value", value.shape[-1])):
@@ -88,10 +89,17 @@ def unsupported(primitive, target, *avals, scale, **params) -> str | None:
             return f"{name} size must be a multiple of 8 from 8 to {MAX_HEAD_SIZE}, got {size}"
     if 0 in query.shape or 0 in key.shape:
         return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
-    batch = lax.broadcast_shapes(*(operand.shape[:-3] for operand in avals[:3]))
-    if math.prod(batch) * query.shape[-2] * query.shape[-3] >= 2**31:
-        return f"there must be less than 2^31 rows of scores, got query of shape {query.shape}"
-    if not (math.isfinite(scale) and scale > 0):
+    for name in {"bias", "sinks"} & given.keys():
+        if given[name].dtype.name not in (*DTYPES, "float32"):
+            return f"{name} must be of dtype {', '.join(DTYPES)} or float32, got {given[name].dtype.name}"
+    for name in {"query_segments", "key_segments"} & given.keys():
+        if given[name].dtype.itemsize > 4:
+            return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
+    batch = _batch(given)
+    rows, keys = math.prod(batch) * query.shape[-2] * query.shape[-3], math.prod(batch) * key.shape[-3]
+    if max(rows, keys) >= 2**31:
+        return f"there must be less than 2^31 rows of scores, and keys, got {rows} and {keys}"
+    if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     return None
 
@@ -118,24 +126,22 @@ def attention(
     """Attention as in `xla.attention`: `[out, lse]`."""
     config = config or config_for(query.shape[-1], value.shape[-1], window)
     given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
-    given |= {"seeds": seeds if dropout_rate else None}
-    batch = lax.broadcast_shapes(*(operand.shape[:-3] for operand in (query, key, value)), *_batches(given))
-    if query_segments is not None:
-        batch = lax.broadcast_shapes(batch, query_segments.shape[:-1], key_segments.shape[:-1])
+    given |= {"query_segments": query_segments, "key_segments": key_segments, "seeds": seeds if dropout_rate else None}
+    given = {name: operand for name, operand in given.items() if operand is not None}
+    batch = _batch({"query": query, "key": key, "value": value} | given)
     problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, dropout_rate, config)
-    given |= {"query_segments": query_segments, "key_segments": key_segments}
     if query_segments is not None:
         given["ranges"] = problem.ranges(query_segments, key_segments)
-    return problem.run(query, key, value, {name: operand for name, operand in given.items() if operand is not None})
+    return problem.run(query, key, value, given)
 
 
 # How many axes come behind those of the batch.
-_TRAILING = {"bias": 3, "mask": 3, "query_lengths": 0, "key_lengths": 0, "query_segments": 1, "key_segments": 1}
-_TRAILING |= {"sinks": 1, "seeds": 2, "ranges": 2}
+_TRAILING = RANKS | {"ranges": 2}
 
 
-def _batches(given):
-    return [operand.shape[: operand.ndim - _TRAILING[name]] for name, operand in given.items() if operand is not None]
+def _batch(given):
+    """The batch that operands, or their types, have together."""
+    return lax.broadcast_shapes(*(operand.shape[: operand.ndim - _TRAILING[name]] for name, operand in given.items()))
 
 
 def _sms() -> int:

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching
 from jaxsoftmax import sharding
 from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.attention import xla
-from jaxsoftmax.ops.attention.xla import MOVING, OPERANDS
+from jaxsoftmax.ops.attention.xla import MOVING, OPERANDS, summed_to
 from jaxsoftmax.primitive import bind, define, set_rule, unpack
 
 _RESULTS = ("out", "lse")
@@ -153,7 +153,7 @@ def _jvp_transpose(cotangents, *operands, present, **params):
             if kind is not None and (shape := lax.broadcast_shapes(kind.shape, saved[index].shape)) != saved[index].shape:
                 saved[index] = jnp.broadcast_to(saved[index], shape)
         found = iter(bind(attention_vjp_p, *saved, *cotangents, wanted=wanted, **params))
-        results[_SAVED:] = [None if kind is None else _summed_to(next(found), kind) for kind in types]
+        results[_SAVED:] = [None if kind is None else summed_to(next(found), kind.shape) for kind in types]
     return [result for result, there in zip(results, present, strict=True) if there]
 
 
@@ -165,14 +165,8 @@ def _vjp_transpose(cotangents, *operands, present, wanted, **params):
     if any(c is not None for c in cotangents):
         found = bind(attention_jvp_p, *operands[:_SAVED], *unpack(wanted, cotangents), **params)
         pairs = zip(types, found, strict=True)
-        results[_SAVED:] = [None if kind is None else _summed_to(result, kind) for kind, result in pairs]
+        results[_SAVED:] = [None if kind is None else summed_to(result, kind.shape) for kind, result in pairs]
     return [result for result, there in zip(results, present, strict=True) if there]
-
-
-def _summed_to(array, aval):
-    """`array` summed along the batch axes that `aval` does not vary along."""
-    axes = tuple(axis for axis, size in enumerate(aval.shape) if size == 1 and array.shape[axis] != 1)
-    return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
 def _none_if_zero(tangent):

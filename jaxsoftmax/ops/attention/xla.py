@@ -7,9 +7,9 @@ It defines what is right, and is the one that runs where no kernel does. With `s
     tangent   dlse = sum(p ds) + p_sink dsink,      dout = (z p ds) v + (z p) dv - dlse out
     cotangent ds = p (z (dout v^T) - sum(out dout) + dlse), from which those of q, k, v, bias and sinks
 
-Scores come in tiles of queries and keys. A small problem is one tile, the whole T x S matrix of every head. A longer one is
-cut into tiles of `BLOCK`, of which each is pushed to the state of its rows: beside operands and results it takes memory in
-proportion to T + S, and tiles that causal or a window rule out are not visited. Arithmetic is float32, or float64 where the
+Scores come in tiles of queries and keys. A small problem is one tile, the whole T x S matrix of every head. A larger one is
+cut into tiles of about `BLOCK`, each of which is pushed to the state of its rows: beside operands and results it takes memory
+in proportion to T + S, and tiles that causal or a window rule out are not visited. Arithmetic is float32, or float64 where the
 operands are; products of 16-bit operands are exact.
 
 Shapes, where each batch axis is whole or 1 in every operand: query `[*batch, T, N, H]`, key `[*batch, S, K, H]`, value
@@ -21,7 +21,7 @@ Source: Dao 2023, arXiv:2307.08691, for the tiles and the derivatives.
 """
 
 import functools
-import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,12 @@ from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.sharding import vary_alike
 
-# Up to how many scores of one head, T * S, a problem is one tile.
-ONE_TILE = 1024 * 1024
+# Up to how many scores, of all heads, a problem is one tile.
+ONE_TILE = 2**24
 
-# Queries and keys of a tile of a longer one.
+# Queries and keys of a tile of a larger one, and how many scores of all heads it may have at most.
 BLOCK = (512, 512)
+LARGEST_TILE = 2**26
 
 OPERANDS = (
     "query",
@@ -139,7 +140,8 @@ def attention_vjp(*operands, wanted, scale, window, soft_cap, dropout_rate, bloc
     if (dout := problem["d_out"]) is not None:
         delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
     if dout is not None and given["sinks"] is not None:  # dout may hold NaN in rows that see their sink alone
-        delta = jnp.where(problem["lse"][..., 0] == problem["sinks"].astype(dtype), 0, delta)
+        alone = (problem["lse"][..., 0] == problem["sinks"].astype(dtype)) & jnp.all(problem["out"] == 0, -1)
+        delta = jnp.where(alone, 0, delta)
     if (dlse := problem["d_lse"]) is not None:
         delta -= dlse[..., 0].astype(dtype)
     problem["delta"] = delta[..., None]
@@ -191,7 +193,7 @@ class _Problem:
         self.dtype = accumulator(query.dtype)
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
-        batches = [a.shape[: a.ndim - _ranks[name]] for name, a in given.items() if a is not None]
+        batches = [a.shape[: a.ndim - RANKS[name]] for name, a in given.items() if a is not None]
         self.batch = lax.broadcast_shapes(*batches)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
@@ -207,10 +209,14 @@ class _Problem:
         return self[name].shape
 
     def _block(self):
-        queries, keys = self.lengths
-        if not (isinstance(queries, int) and isinstance(keys, int)) or queries * keys <= ONE_TILE:
+        """Queries and keys of a tile: fewer where there are many heads, more of one where there are few of the other."""
+        (queries, keys), heads = self.lengths, math.prod(self.rows[:-1])
+        if not all(isinstance(size, int) for size in (queries, keys, heads)) or heads * queries * keys <= ONE_TILE:
             return self.lengths
-        return min(BLOCK[0], queries), min(BLOCK[1], keys)
+        rows, cols = BLOCK
+        while heads * rows * cols > LARGEST_TILE and rows > 128:
+            rows, cols = rows // 2, cols // 2
+        return min(queries, rows * max(1, cols // keys)), min(keys, cols * max(1, rows // queries))
 
     def over_tiles(self, step, carry):
         """`step(carry, tile)` for each tile that may hold something to see."""
@@ -226,15 +232,14 @@ class _Problem:
 
     def _visited(self):
         """The indices of the tiles that the window leaves, `[tiles, 2]`."""
-        counts = [-(-length // size) for length, size in zip(self.lengths, self.block, strict=True)]
-        left, right = self.window
-        (rows, cols), found = self.block, []
-        for i, j in itertools.product(*map(range, counts)):
-            before_left = left is not None and (j + 1) * cols - 1 < i * rows - left
-            after_right = right is not None and j * cols > (i + 1) * rows - 1 + right
-            if not (before_left or after_right):
-                found.append((i, j))
-        return np.asarray(found, np.int32).reshape(-1, 2)
+        (rows, cols), (left, right) = self.block, self.window
+        i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, self.block, strict=True)])
+        visited = np.ones(i.shape, bool)
+        if left is not None:
+            visited &= (j + 1) * cols - 1 >= i * rows - left
+        if right is not None:
+            visited &= j * cols <= (i + 1) * rows - 1 + right
+        return np.argwhere(visited).astype(np.int32)
 
     def weight_of_sink(self):
         """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
@@ -295,7 +300,7 @@ class _Tile:
     def add_scores(self, whole, part):
         """Adds to what may have size 1 along any axis: those are summed."""
         here = self.cut_cols(self.cut_rows(whole, -2), -1)
-        here += _summed_to(part, here.shape)
+        here += summed_to(part, here.shape)
         if here.shape == whole.shape:
             return here
         starts = [self._first(axis) if whole.shape[axis - 2] != 1 else 0 for axis in (0, 1)]
@@ -353,9 +358,9 @@ class _Tile:
 
 
 # How many axes behind the batch an operand has, and which of its grouped axes are rows and columns of scores.
-_ranks = dict.fromkeys(("query", "key", "value", "bias", "mask", "out", "d_query", "d_key", "d_value", "d_bias", "d_out"), 3)
-_ranks |= dict.fromkeys(("lse", "d_lse", "seeds"), 2) | dict.fromkeys(("query_segments", "key_segments", "sinks", "d_sinks"), 1)
-_ranks |= dict.fromkeys(("query_lengths", "key_lengths"), 0)
+RANKS = dict.fromkeys(("query", "key", "value", "bias", "mask", "out", "d_query", "d_key", "d_value", "d_bias", "d_out"), 3)
+RANKS |= dict.fromkeys(("lse", "d_lse", "seeds"), 2) | dict.fromkeys(("query_segments", "key_segments", "sinks", "d_sinks"), 1)
+RANKS |= dict.fromkeys(("query_lengths", "key_lengths"), 0)
 _axes = dict.fromkeys(("key", "value", "d_key", "d_value"), (None, -2)) | {"key_segments": (None, -1)}
 _axes |= dict.fromkeys(("bias", "mask", "d_bias"), (-2, -1))
 
@@ -372,7 +377,7 @@ def _grouped(name, array, heads):
         return jnp.swapaxes(array, -2, -3)[..., None, :, :]
     if name in ("query", "out", "d_query", "d_out"):
         array = jnp.swapaxes(array, -2, -3)
-    axis = array.ndim - _ranks[name] if name in ("sinks", "d_sinks", "lse", "d_lse", "seeds") else array.ndim - 3
+    axis = array.ndim - RANKS[name] if name in ("sinks", "d_sinks", "lse", "d_lse", "seeds") else array.ndim - 3
     group = heads if array.shape[axis] != 1 else (1, 1)
     array = array.reshape(*array.shape[:axis], *group, *array.shape[axis + 1 :])
     if name == "seeds":
@@ -390,7 +395,7 @@ def _ungrouped(name, array, like):
         array = _heads_last(array)
     else:
         array = array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
-    return _summed_to(array, like.shape).astype(like.dtype)
+    return summed_to(array, like.shape).astype(like.dtype)
 
 
 def _flat_heads(array):
@@ -408,7 +413,7 @@ def _cut(array, first, size, length, axis):
     return array if array.shape[axis] == 1 or size == length else lax.dynamic_slice_in_dim(array, first, size, axis)
 
 
-def _summed_to(array, shape):
+def summed_to(array, shape):
     """The sum along the axes along which `shape` is 1."""
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
     return jnp.sum(array, axes, keepdims=True) if axes else array
