@@ -457,6 +457,105 @@ def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
 
 
+def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
+    """A tile of a mask as bits: for each 32 columns a uint32 of each row, 0 beyond the limits.
+
+    The four threads that hold the same rows share the work: each loads some of the words in vectors as long as `ref` allows.
+
+    Args:
+      ref: `[rows, cols]` in global memory, bool.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column, a multiple of 32.
+      limits: scalars int32, how many rows and columns from there on are there.
+      shape: of the tile, of 64 or 128 columns.
+      varies: whether the mask varies along rows and columns; if not, the first one stands for all.
+    """
+    count = shape[1] // 32  # words of a row
+    kind = plgpu.ShapeDtypeStruct(shape[:1], jnp.uint32, layout=_PRODUCT_ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4), return_type=[kind] * count)
+    def load(_, ref, *scalars):
+        i32 = ir.IntegerType.get_signless(32)
+        first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+        own_row, own_col = _product_position()
+        member = arith.divui(own_col, constant(2))  # of the four
+        step = math.gcd(ref.type.shape[1], 16) if varies[1] else 1
+
+        def load_word(place):
+            """The word `place`, an int32 MLIR value below `2 * count`: first those of the row, then of the one 8 below."""
+            here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
+            inside = _compare("slt", here, rows)
+            entry = arith.muli(_i64(arith.addi(first_row, here) if varies[0] else first_row), _i64(ref.type.shape[1]))
+            if not varies[1]:
+                value = _load(
+                    arith.addi(_address(ref), entry),
+                    0,
+                    inside,
+                    ir.VectorType.get((1,), ir.IntegerType.get_signless(8)),
+                    0,
+                    None,
+                )
+                return arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))
+            start = arith.muli(arith.remui(place, constant(count)), constant(32))
+            address = arith.addi(_address(ref), arith.addi(entry, _i64(arith.addi(first_col, start))))
+            left = arith.subi(cols, start)
+            register = ir.VectorType.get((step,), ir.IntegerType.get_signless(8))
+            groups = [constant(0)] * 4  # of 8 bits
+            for offset in range(0, 32, step):
+                own = _both(inside, _compare("sgt", left, constant(offset)))
+                loaded = _load(address, offset, own, _words(register), 0, None)
+                for k in range(loaded.type.shape[0]):
+                    group, first = divmod(offset + 4 * k, 8)
+                    places = [1 << (first + e) for e in range(min(step, 4))]
+                    weights = constant(int.from_bytes([*places, *[0] * (4 - len(places))], "little", signed=True))
+                    word = llvm.extractelement(loaded, constant(k))
+                    word = word if word.type == i32 else arith.extui(i32, word)
+                    groups[group] = utils.inline_ptx(
+                        "dp4a.u32.u32 $0, $1, $2, $3;", word, weights, groups[group], result_types=i32
+                    )
+            return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
+
+        own = [load_word(arith.addi(member, constant(4 * k))) for k in range(count // 2)]
+        base = arith.subi(arith.remui(utils.thread_idx(), constant(WARP)), member)
+        shared = [
+            nvvm.shfl_sync(
+                constant(-1), own[place // 4], arith.addi(base, constant(place % 4)), constant(WARP - 1), nvvm.ShflKind.idx
+            )
+            for place in range(2 * count)
+        ]
+        layout = _PRODUCT_ROWS.to_mgpu()
+        register = layout.registers_element_type(i32)
+        wide = [vector.broadcast(register, word) for word in shared]
+        return [_array([wide[word], wide[count + word]], layout, shape[:1], False) for word in range(count)]
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def select_bits(scores: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """A product with `-inf` where the words that `load_product_bits` gives have no bit."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * len(words)),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
+    )
+    def select(_, scores, *words):
+        _, col = _product_position()
+        shifted = [[arith.shrui(_scalar(word), col) for word in of_rows.registers.flat] for of_rows in words]
+        minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
+        registers = []
+        for index, register in enumerate(scores.registers.flat):
+            for e in range(2):
+                which, bit = divmod(index // 2 * 8 + e, 32)
+                own = arith.andi(shifted[which][index % 2], constant(1 << bit))
+                value = llvm.extractelement(register, constant(e))
+                value = arith.select(_compare("ne", own, constant(0)), value, minus_infinity)
+                register = llvm.insertelement(register, value, constant(e))
+            registers.append(register)
+        return _array(registers, scores.layout, scores.shape, None)
+
+    return select(scores, *words)
+
+
 def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
     """Values of the rows of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
     return _load_line(ref, first, limit, shape[0], _PRODUCT_ROWS, 0)

@@ -131,12 +131,20 @@ def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
 
 
 def push_log2(
-    state: State, scores: jax.Array, scale_log2: float, *, axis: int = -1, slack: float = 0
+    state: State,
+    scores: jax.Array,
+    scale_log2: float,
+    *,
+    axis: int = -1,
+    slack: float = 0,
+    headroom: float = 0,
+    unit: float = 1,
 ) -> tuple[State, jax.Array, jax.Array]:
     """`push` in powers of two, for kernels that sum the values themselves.
 
-    Scores are `scale_log2 * scores * log(2)`. The maximum of the state is in units of `log(2)`. A multiply-add and an `exp2`
-    give a weight, and the rounding of the maximum is in all weights alike.
+    Scores are `unit * scale_log2 * scores * log(2)`, and the `m` of the state is in units of `unit * log(2)`. With a unit of 1
+    a multiply-add and an `exp2` give a weight, and the rounding of `m`, up to `|m| * 2^-24`, is in all weights alike: it has
+    to be small against 128. With `scale_log2` 1 and another unit `m` is not rounded, for one operation more.
 
     Args:
       state: with `m` and `d`.
@@ -145,16 +153,19 @@ def push_log2(
       axis: the axis of `scores` that is the block.
       slack: by how much scores may exceed the `m` of the state, in units of `log(2)`, before it follows: then `m` is their
         maximum, or up to `slack` less. Weights are at most `2**slack`, and most factors 1.
+      headroom: by how much `m` is less than the maximum when it follows, in units of `log(2)`. Weights are at most
+        `2**(slack + headroom)`: float16 holds small ones with more bits then.
+      unit: of `m`.
 
     Returns:
       The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
     """
     axes = _axes(axis, scores.ndim)
-    m = _max([scores], axis) * scale_log2
-    m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack, m, state.m)
+    m = _max([scores], axis) * scale_log2 - headroom / unit
+    m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
-    factor = jnp.exp2(state.m - shifted)
-    weight = jnp.exp2(scores * scale_log2 - _along(shifted, scores, axes))
+    factor = jnp.exp2((state.m - shifted) * unit)
+    weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axes)) * unit)
     return State(m, state.d * factor + jnp.sum(weight, axes)), factor, weight
 
 

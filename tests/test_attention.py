@@ -410,6 +410,25 @@ def lengths_of(queries, keys):
     return lambda: {name: np.array(own, np.int32) for name, own in given.items() if own is not None}
 
 
+def least_number(dtype="float32"):
+    """A padding mask as a bias: the dtype's least number for some keys of all rows, and for all keys of some rows."""
+    bias = random((2, 4, 400, 500), "bias", dtype="float32")
+    bias[..., 300:] = bias[:, :, 64:80] = jnp.finfo(dtype).min
+    return bias.astype(jnp.dtype(dtype))
+
+
+def ahead(gap):
+    """A key without a value whose score is larger than all others, which are alike."""
+
+    def of(dtype):
+        given = {name: np.zeros((1, 2048, 1, 64), dtype=jnp.dtype(dtype)) for name in ("query", "key", "value")}
+        given["query"][..., 0], given["key"][:, 700, :, 0], given["value"][...] = 8, gap, 1
+        given["value"][:, 700] = 0
+        return given, {}
+
+    return of
+
+
 RAGGED = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (127, 129), (129, 127), (192, 128), (385, 513)]
 SIZES = [(8, 8), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256)]
 SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24)]
@@ -449,6 +468,9 @@ IN_SHAPES = {
     "dropout, causal": case(WIDE | {"size": 128}, dropout_rate=0.1, dropout_rng=4, is_causal=True),
     "dropout, size 256": case(WIDE | {"size": 256}, dropout_rate=0.5, dropout_rng=5, local_window_size=(300, 9)),
     "scale": case(WIDE, scale=0.7),
+    "bias of the least number": case(WIDE, lambda: {"bias": least_number(), "mask": random((1, 500))}),
+    "bias of the least number of 16 bits": case(WIDE, lambda: {"bias": least_number("bfloat16")}, logits_soft_cap=5.0),
+    **{f"one key ahead by {gap}": ahead(gap) for gap in (9, 13, 17, 20)},
     "nothing to see": case({"length": 130, "keys": 200, "size": 64}, lambda: {"mask": EMPTY}),
     "sinks alone everywhere": case(
         {"length": 130, "keys": 200, "size": 64}, lambda: {"mask": EMPTY, "sinks": random((4,), "bias")}
@@ -486,11 +508,27 @@ def check_in_shape(name, kind):
     assert_right(f(moving), given, options)
 
 
+# A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
+EACH_KIND = ["65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 128 and 256", "sizes 256 and 256", "groups of 3"]
+EACH_KIND += ["sizes 64 and 64, whole", "sizes 192 and 192, whole", "sizes 256 and 256, whole", "window (200, 300), size 128"]
+EACH_KIND += ["lengths, causal", "segments sorted", "segments shuffled", "soft cap", "sinks alone", "dropout", "everything"]
+EACH_KIND += ["nothing to see", "mask (2,4,130,200) bool", "mask (1,1,130,201) bool", "bias (2,4,130,201) bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("name", KERNELS)
+def test_one_of_each_kind(name, kind):
+    if why := kernels.missing(9):
+        pytest.skip(why)
+    check_in_shape(name, kind)
+
+
 # What nobody sees may hold anything.
 
 
 @QUICKLY
-@pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone"])
+@pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone", "bias of -inf"])
 @pytest.mark.parametrize(("implementation", "dtype"), [("xla", "float32"), ("xla in tiles", "float32"), *NATIVE])
 def test_what_nobody_sees_has_no_effect(implementation, forced, feature, dtype):
     given, options = FEATURES[feature](dtype)

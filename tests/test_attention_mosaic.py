@@ -421,6 +421,11 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     if data.draw(st.booleans()):
         arrays["key_lengths"] = np.asarray([data.draw(st.integers(0, keys))], np.int32)
         seen[:, arrays["key_lengths"][0] :] = False
+    if data.draw(st.booleans()):
+        sizes = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=6))
+        ids = np.pad(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), (0, 700), constant_values=len(sizes))
+        arrays["ranges"] = jax.jit(problem.ranges)(ids[None, :length], ids[None, :keys])
+        seen &= ids[:length, None] == ids[None, :keys]
     any_seen, all_seen = (blocks_of(seen, problem, reduce, mosaic.ROWS) for reduce in (np.any, np.all))
     if keys % config.block_kv:
         all_seen[:, -1] = False  # beyond the end there is nothing to see
@@ -436,7 +441,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         scores = mosaic._Scores(tile, b, b, first, sizes)
-        spans = scores.spans(*tile._seen_whole(sizes, first, mosaic.ROWS), low, high)
+        spans = scores.spans(*tile._seen_whole(sizes, b, block, first, mosaic.ROWS), low, high)
         banded_first.append(scores.is_banded)
         which.extend(is_banded for is_banded, *_ in spans)
         return tile_low, tile_high, low, high, [bounds for _, *bounds in spans]
@@ -466,14 +471,13 @@ def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, c
     ids = [rng.integers(-2, count, (2, size)).astype(np.int32) for size in (length, keys)]
     query_ids, key_ids = [np.sort(own, -1) for own in ids] if is_sorted else ids
     ranges = np.asarray(jax.jit(problem.ranges)(query_ids, key_ids))
-    assert (ranges.shape, ranges.dtype) == ((2, problem.blocks_q, 2), np.int32)
+    assert (ranges.shape, ranges.dtype) == ((2, problem.blocks_q, 4), np.int32)
     for b in range(2):
-        same = blocks_of(query_ids[b][:, None] == key_ids[b][None, :], problem, np.any)
-        for row, (low, high) in zip(same, ranges[b], strict=True):
-            places = np.flatnonzero(row)
-            if places.size:
-                assert low <= places[0]
-                assert places[-1] < high
+        pairs = query_ids[b][:, None] == key_ids[b][None, :]
+        rows = zip(blocks_of(pairs, problem, np.any), blocks_of(pairs, problem, np.all), ranges[b], strict=True)
+        for some, every, (low, high, whole_from, whole_to) in rows:
+            assert set(np.flatnonzero(some)) <= set(range(low, high))
+            assert set(range(whole_from, whole_to)) <= set(np.flatnonzero(every))
 
 
 @compiled
@@ -486,12 +490,17 @@ def test_ranges_of_sorted_segments_end_at_blocks_with_a_common_one(length, keys,
     query_ids, key_ids = ids[:length], ids[:keys]
     ranges = np.asarray(jax.jit(problem.ranges)(query_ids[None], key_ids[None]))[0]
     same = blocks_of(query_ids[:, None] == key_ids[None, :], problem, np.any)
-    for row, (low, high) in zip(same, ranges, strict=True):
-        if row.any():
-            assert row[low]
-            assert row[high - 1]
+    every = blocks_of(query_ids[:, None] == key_ids[None, :], problem, np.all)
+    for some, all_, (low, high, whole_from, whole_to) in zip(same, every, ranges, strict=True):
+        if some.any():
+            assert some[low]
+            assert some[high - 1]
         else:
             assert low >= high
+        if all_.any():
+            assert (whole_from, whole_to) == (np.flatnonzero(all_)[0], np.flatnonzero(all_)[-1] + 1)
+        else:
+            assert whole_from >= whole_to
 
 
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3), (2, 3, 4), (1, 3)], ids=str)

@@ -305,11 +305,11 @@ def test_weights_are_what_a_score_adds(block, scale):
 LOG2E = np.log2(np.e)
 
 
-def pushed_log2(state, several, scale, slack=0):
+def pushed_log2(state, several, scale, slack=0, **more):
     """The state with several blocks, and the weights of each by the `m` that the last one leaves."""
     found = []
     for part in several:
-        state, factor, weight = push_log2(state, part, scale * LOG2E, slack=slack)
+        state, factor, weight = push_log2(state, part, scale * LOG2E / more.get("unit", 1), slack=slack, **more)
         found = [earlier * np.asarray(factor)[:, None] for earlier in found] + [np.asarray(weight)]
     return state, found
 
@@ -339,6 +339,35 @@ def test_push_in_powers_of_two_is_push(several, scale, slack):
     np.testing.assert_array_equal(weight[np.isneginf(whole)], 0)
     np.testing.assert_allclose(weight.sum(1), state.d, rtol=1e-5)  # what is summed of values has the same scale
     np.testing.assert_allclose(weight / np.where(state.d == 0, 1, state.d)[:, None], softmax(whole, scale), atol=1e-4)
+
+
+@laws
+@given(
+    parts(near), st.sampled_from([0.125, 1.0]), st.sampled_from([0, 2]), st.sampled_from([0, 13]), st.sampled_from([1, LOG2E])
+)
+def test_push_in_powers_of_two_with_headroom_and_another_unit(several, scale, slack, headroom, unit):
+    state, found = pushed_log2(identity((2,)), several, scale, slack, headroom=headroom, unit=unit)
+    whole = np.concatenate(several, 1)
+    m, d = scaled_truth(whole, scale)
+    assert all(np.all(weight <= 2.0 ** (slack + headroom) * (1 + 1e-4)) for weight in found)
+    with np.errstate(divide="ignore"):
+        lse = np.asarray(state.m, np.float64) * unit / LOG2E + np.log(np.asarray(state.d, np.float64))
+        np.testing.assert_allclose(lse, scale * m + np.log(d), rtol=1e-5, atol=1e-4)
+    weight = np.concatenate(found, 1)
+    np.testing.assert_allclose(weight / np.where(state.d == 0, 1, state.d)[:, None], softmax(whole, scale), atol=1e-4)
+    if slack == 0:
+        largest = np.where(m == -np.inf, 0, 2.0**headroom)
+        np.testing.assert_allclose(weight.max(1, initial=0), largest, rtol=1e-4)
+
+
+def test_the_largest_finite_scores_are_weighed_alike_in_another_unit():
+    least = np.finfo(np.float32).min
+    state, _, weight = push_log2(
+        identity((2,)), np.float32([[least] * 4, [least, least, -np.inf, 1]]), 1.0, slack=8, unit=LOG2E
+    )
+    np.testing.assert_array_equal(weight, [[1, 1, 1, 1], [0, 0, 0, 1]])
+    np.testing.assert_array_equal(state.m, np.float32([least, 1]))
+    np.testing.assert_array_equal(state.d, [4, 1])
 
 
 def softmax(scores, scale):

@@ -36,7 +36,9 @@ ROWS = 64  # of a warpgroup
 _SWIZZLED = 64  # 16-bit elements of 128 bytes
 
 _LOG2E = math.log2(math.e)
-_SLACK = 8  # weights are at most 2^8, and sums are rescaled only where a maximum grows by more
+# By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
+# are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
+_SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13)}
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
 
@@ -210,6 +212,18 @@ class _Problem:
         """The head sizes of keys and values on chip."""
         return _up(self.query[2], _SWIZZLED), _up(self.value_size, _SWIZZLED)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths or head sizes are no multiples of a tile's, which is what bulk copies of several tiles move."""
+        lengths, sizes = (self.query[0], self.key[0]), (self.query[2], self.value_size)
+        return any(length % 8 for length in lengths) or any(size % _SWIZZLED for size in sizes)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """In how many slabs of columns queries and keys, and values and the output, are in shared memory."""
+        head, value = (size // _SWIZZLED if self.is_ragged else 1 for size in self.sizes)
+        return head, value
+
     def key_blocks(self, first: int, last: int) -> tuple[int, int]:
         """From and to which key block the window lets queries `first` to `last` see, at least one."""
         left, right = self.window
@@ -240,14 +254,21 @@ class _Problem:
         return min(8, 1 << max(1, _L2 // bytes_of_head).bit_length() - 1)
 
     def ranges(self, query_segments, key_segments) -> jax.Array:
-        """From and to which key block there may be one of a segment of each block of queries: int32 `[*batch, blocks_q, 2]`."""
+        """Which key blocks matter to each block of queries, int32 `[*batch, blocks_q, 4]`.
+
+        From and to where one may have a key of their segments, and from and to where all are of the one segment that there is.
+        """
         q_low, q_high = _extremes(query_segments, self.block_q)
         k_low, k_high = _extremes(key_segments, self.config.block_kv)
         meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
         index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
         low = jnp.min(jnp.where(meet, index, self.blocks_kv), -1)
         high = jnp.max(jnp.where(meet, index + 1, 0), -1)
-        return jnp.stack([low, high], -1)
+        one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
+        whole = meet & one
+        first = jnp.min(jnp.where(whole, index, self.blocks_kv), -1)
+        behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, self.blocks_kv), -1)
+        return jnp.stack([low, high, first, behind], -1)
 
     def run(self, query, key, value, given):
         """Runs the kernel; `given` are the optional operands that are there."""
@@ -256,7 +277,7 @@ class _Problem:
         tiles = pairs * self.blocks_q
         blocks = min(_sms(), tiles)
         names = list(given)
-        arrays = [*map(_pad, (query, key, value)), *given.values()]
+        arrays = [query, key, value, *given.values()]
         trailing = [3, 3, 3, *(_TRAILING[name] for name in names)]
         at = [_batch_index(self.batch, a.shape[: a.ndim - t]) for a, t in zip(arrays, trailing, strict=True)]
         arrays = [a.reshape(-1, *a.shape[a.ndim - t :]) for a, t in zip(arrays, trailing, strict=True)]
@@ -272,7 +293,7 @@ class _Problem:
         out, lse = plgpu.kernel(
             functools.partial(_kernel, self, names, sizes, at, scheduled, blocks, tiles),
             out_type=[
-                jax.ShapeDtypeStruct((math.prod(self.batch), _up(length, 8), heads, self.sizes[1]), query.dtype),
+                jax.ShapeDtypeStruct((math.prod(self.batch), length, heads, self.value_size), query.dtype),
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
             ],
             grid=(blocks,),
@@ -283,30 +304,31 @@ class _Problem:
             compiler_params=plgpu.CompilerParams(approx_math=True),
             kernel_name="attention_forward_mosaic",
         )(*arrays)
-        return [
-            out[:, :length, :, : self.value_size].reshape(*self.batch, length, heads, self.value_size),
-            lse.reshape(*self.batch, heads, length),
-        ]
+        return [out.reshape(*self.batch, length, heads, self.value_size), lse.reshape(*self.batch, heads, length)]
 
     def _scratch(self, dtype) -> dict[str, Any]:
         """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
         config = self.config
-        head_size, value_size = self.sizes
-        transforms = (plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128))
+        (head_size, head_parts), (value_size, value_parts) = zip(self.sizes, self.parts, strict=True)
+        tiling, swizzle = plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128)
 
-        def memory(*shape):
-            return plgpu.SMEM(shape, dtype, transforms=transforms)
+        def memory(slots, rows, size, parts):
+            if not self.is_ragged:
+                return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
+            # A slab of 64 columns has the same bytes with tiles and without, and without them bulk copies clip it anywhere.
+            shape = (slots, parts, rows, size // parts)
+            return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=t) for t in ((swizzle,), (tiling, swizzle))))
 
-        own = {"o": memory(config.warpgroups, ROWS, value_size)} if config.own_output else {}
+        own = {"o": memory(config.warpgroups, ROWS, value_size, value_parts)} if config.own_output else {}
         everyone = {"num_arrivals": config.warpgroups, "num_barriers": config.stages}
         return own | {
-            "q": memory(config.warpgroups, ROWS, head_size),
-            "k": memory(config.stages, config.block_kv, head_size),
-            "v": memory(config.stages, config.block_kv, value_size),
-            "q_full": plgpu.Barrier(num_barriers=config.warpgroups),
+            "q": memory(config.warpgroups, ROWS, head_size, head_parts),
+            "k": memory(config.stages, config.block_kv, head_size, head_parts),
+            "v": memory(config.stages, config.block_kv, value_size, value_parts),
+            "q_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.warpgroups),
             "q_empty": plgpu.Barrier(num_barriers=config.warpgroups),
-            "k_full": plgpu.Barrier(num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=value_parts, num_barriers=config.stages),
             "k_empty": plgpu.Barrier(**everyone),
             "v_empty": plgpu.Barrier(**everyone),
         }
@@ -314,13 +336,6 @@ class _Problem:
 
 def _up(size: int, multiple: int) -> int:
     return pl.cdiv(size, multiple) * multiple
-
-
-def _pad(array):
-    """An array `[*batch, length, heads, size]` with zeros up to the multiples of 8 and 64 that bulk copies need."""
-    length, _, size = array.shape[-3:]
-    behind = [(0, _up(length, 8) - length), (0, 0), (0, _up(size, _SWIZZLED) - size)]
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 3) + behind) if any(map(sum, behind)) else array
 
 
 def _extremes(segments, block):
@@ -450,7 +465,7 @@ class _Tile:
             high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
         return low, jnp.where(first < queries, high, 0)
 
-    def _seen_whole(self, lengths, first, rows):
+    def _seen_whole(self, lengths, b, block, first, rows):
         """The same for key blocks of which all of these queries see every key; to may be before from."""
         queries, keys = lengths
         size = jnp.int32(self.config.block_kv)
@@ -462,7 +477,29 @@ class _Tile:
             high = jnp.minimum(high, lax.div(jnp.maximum(first + right + 1, 0), size))
         if "query_lengths" in self.operands:
             high = jnp.where(first + rows <= queries, high, 0)
+        if "ranges" in self.operands:
+            ref, index = self.operands["ranges"]
+            low = jnp.maximum(low, ref[index(b), block, 2])
+            high = jnp.minimum(high, ref[index(b), block, 3])
         return low, high
+
+    def _copy_parts(self, letter, slot, copy):
+        """Does `copy(columns, part)` for each part of a slot."""
+        if not self.problem.is_ragged:
+            copy(slice(None), self.memory[letter].at[slot])
+            return
+        copied, _ = self.memory[letter]
+
+        @pl.loop(0, copied.shape[1])  # columns behind the last one are clipped, if it is not known while tracing that there are
+        def _(part):
+            copy(pl.ds(part * _SWIZZLED, _SWIZZLED), copied.at[slot, part])
+
+    def _parts(self, letter, slot):
+        """The parts of a slot as the tensor cores take them."""
+        if not self.problem.is_ragged:
+            return [self.memory[letter].at[slot]]
+        _, tiled = self.memory[letter]
+        return [tiled.at[slot, part] for part in range(tiled.shape[1])]
 
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.config.stages))
@@ -477,20 +514,23 @@ class _Tile:
         key_head = lax.div(head, jnp.int32(problem.query[1] // problem.key[1]))
         size, count = self.config.block_kv, high - low
 
-        def copy(name, rows, head, slot, full):
-            plgpu.copy_gmem_to_smem(self._at(name, b).at[rows, head], slot, full)
+        def copy(name, rows, head, letter, slot):
+            def copy_part(cols, part):
+                plgpu.copy_gmem_to_smem(self._at(name, b).at[rows, head, cols], part, memory[f"{letter}_full"].at[slot])
+
+            self._copy_parts(letter, slot, copy_part)
 
         def copy_block(name, letter, i):
             stage = self._stage(steps + i)
             plgpu.barrier_wait(memory[f"{letter}_empty"].at[stage])
             rows = pl.ds((high - 1 - i) * size, size)
-            copy(name, rows, key_head, memory[letter].at[stage], memory[f"{letter}_full"].at[stage])
+            copy(name, rows, key_head, letter, stage)
 
         copy_block("key", "k", 0)
         for warpgroup in range(self.config.warpgroups):
             plgpu.barrier_wait(memory["q_empty"].at[warpgroup])
             rows = pl.ds(block * problem.block_q + warpgroup * ROWS, ROWS)
-            copy("query", rows, head, memory["q"].at[warpgroup], memory["q_full"].at[warpgroup])
+            copy("query", rows, head, "q", warpgroup)
 
         @pl.loop(1, count)
         def _(i):
@@ -536,11 +576,13 @@ class _Tile:
         scores = _Scores(self, b, head, first, lengths)
 
         def multiply_keys(s_acc, step):
-            plgpu.wgmma(s_acc, memory["q"].at[warpgroup], memory["k"].at[self._stage(step)].T)
+            for q, k in zip(self._parts("q", warpgroup), self._parts("k", self._stage(step)), strict=True):
+                plgpu.wgmma(s_acc, q, k.T)
 
         def multiply_values(o_acc, weights, step):
             plgpu.barrier_wait(memory["v_full"].at[self._stage(step)])
-            plgpu.wgmma(o_acc, weights, memory["v"].at[self._stage(step)])
+            for i, v in enumerate(self._parts("v", self._stage(step))):
+                plgpu.wgmma(o_acc.at[:, i * v.shape[1] : (i + 1) * v.shape[1]], weights, v)
 
         def wait_for_keys(step):
             plgpu.barrier_wait(memory["k_full"].at[self._stage(step)])
@@ -564,13 +606,14 @@ class _Tile:
                 self._take_turn(warpgroup)
                 multiply_keys(s_acc, steps)
                 self._pass_turn(warpgroup)
-                return s_acc[...]
+                bits = scores.bits(high - 1)
+                return s_acc[...], bits
 
             plgpu.barrier_wait(memory["q_full"].at[warpgroup])
-            s = pl.run_scoped(first_block, plgpu.ACC(scores.shape, jnp.float32))
+            s, bits = pl.run_scoped(first_block, plgpu.ACC(scores.shape, jnp.float32))
             plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps)])
-            s = scores.of(s, high - 1, banded=True)
-            state, _, weights = online.push_log2(scores.start(), s, scores.scale_log2, slack=_SLACK)
+            s = scores.of(s, bits, high - 1, banded=True)
+            state, _, weights = scores.push(scores.start(), s)
             pl.when(count > 1)(lambda: wait_for_keys(steps + 1))
 
             def step(banded, i, carry):
@@ -581,12 +624,13 @@ class _Tile:
                     multiply_keys(s_acc, steps + i)
                     multiply_values(o_acc, weights, steps + i - 1)
                     self._pass_turn(warpgroup)
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    bits = scores.bits(high - 1 - i)
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=problem.parts[1]), bits
 
-                s = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
+                s, bits = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
                 plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps + i)])
-                s = scores.of(s, high - 1 - i, banded=banded)
-                state, factor, weights = online.push_log2(State(m, d), s, scores.scale_log2, slack=_SLACK)
+                s = scores.of(s, bits, high - 1 - i, banded=banded)
+                state, factor, weights = scores.push(State(m, d), s)
                 weights = scores.kept(weights, high - 1 - i)
                 (m, d, _), factor, weights = lax.optimization_barrier((state, factor, weights))
                 # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
@@ -598,7 +642,7 @@ class _Tile:
 
             weights = scores.kept(weights, high - 1).astype(self.out_ref.dtype)
             carry = (state.m, state.d, weights)
-            for banded, start, stop in scores.spans(*self._seen_whole(lengths, first, ROWS), low, high):
+            for banded, start, stop in scores.spans(*self._seen_whole(lengths, b, block, first, ROWS), low, high):
                 carry = lax.fori_loop(start, stop, functools.partial(step, banded), carry)
             m, d, weights = carry
             if config.own_output:
@@ -607,24 +651,26 @@ class _Tile:
             multiply_values(o_acc, weights, last)
             o = o_acc[...]
             plgpu.barrier_arrive(memory["v_empty"].at[self._stage(last)])
-            self._store(warpgroup, b, head, first, State(m, d, o))
+            self._store(warpgroup, b, head, first, scores, State(m, d, o))
 
         pl.run_scoped(rows_of, plgpu.ACC((ROWS, problem.sizes[1]), jnp.float32))
         lax.fori_loop(steps + count, end, skip, None)
         return end
 
-    def _store(self, warpgroup, b, head, first, state):
+    def _store(self, warpgroup, b, head, first, scores, state):
         """Stores the output, by way of shared memory, and the log-sum-exp of a warpgroup's rows."""
         length, heads, _ = self.problem.query
         reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.problem.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
-        slot = self.memory["o" if self.config.own_output else "q"].at[warpgroup]
+        letter, rows = "o" if self.config.own_output else "q", pl.ds(first, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slot[...] = o.astype(self.out_ref.dtype)
+        for i, part in enumerate(self._parts(letter, warpgroup)):
+            part[...] = o[:, i * part.shape[1] : (i + 1) * part.shape[1]].astype(self.out_ref.dtype)
         plgpu.commit_smem()
-        rows = pl.ds(first, ROWS)
-        plgpu.copy_smem_to_gmem(slot, self.out_ref.at[b, rows, head])
-        lse = (state.m + jnp.log2(state.d)) * (1 / _LOG2E)
+        self._copy_parts(
+            letter, warpgroup, lambda cols, part: plgpu.copy_smem_to_gmem(part, self.out_ref.at[b, rows, head, cols])
+        )
+        lse = scores.unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
         row = (b * heads + head) * length + first
         hopper.store_product_rows(self.lse_ref, row, length - first, lse)
         if not self.config.own_output:
@@ -636,14 +682,16 @@ class _Scores:
     """How the products of queries and keys become the scores of a warpgroup's rows."""
 
     def __init__(self, tile, b, head, first, lengths):
-        self.b, self.head, self.first = b, head, first
+        self.b, self.head, self.first, self.out_ref = b, head, first, tile.out_ref
         self.problem, self.operands, self.sizes = tile.problem, tile.operands, tile.sizes
         self.shape = (ROWS, tile.config.block_kv)
         left, right = self.problem.window
         self.has_high = (
-            right is not None or self.problem.key[0] % tile.config.block_kv != 0 or self._has("query_lengths", "key_lengths")
+            right is not None
+            or self.problem.key[0] % tile.config.block_kv != 0
+            or self._has("query_lengths", "key_lengths", "ranges")
         )
-        self.has_low = left is not None
+        self.has_low = left is not None or self._has("ranges")
         self.is_banded = self.has_high or self.has_low
         self.low = self.high = None
         if self.is_banded:
@@ -661,21 +709,37 @@ class _Scores:
         return any(name in self.operands for name in names)
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether the scores are multiplied with the scale before their maximum is subtracted."""
-        return self.problem.soft_cap is not None or self._has("bias")
+    def slack_and_headroom(self) -> tuple[int, int]:
+        return _SLACK_AND_HEADROOM[self.out_ref.dtype.name]
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether scores may be as large as `finfo.min`, so that their maximum must not be rounded when it is scaled."""
+        return self._has("bias")
+
+    @property
+    def unit(self) -> float:
+        """Of the maximum, in powers of two."""
+        return _LOG2E if self.is_biased else 1.0
 
     @property
     def scale_log2(self) -> float:
-        return _LOG2E if self.is_scaled else _LOG2E * self.problem.scale
+        return 1.0 if self.is_biased else _LOG2E if self.problem.soft_cap is not None else _LOG2E * self.problem.scale
+
+    def push(self, state, s):
+        """`online.push_log2` of a key block."""
+        slack, headroom = self.slack_and_headroom
+        return online.push_log2(state, s, self.scale_log2, slack=slack, headroom=headroom, unit=self.unit)
 
     def start(self) -> State:
         """The state before the first key: that of the sink, if there is one."""
-        m = jnp.float32(-jnp.inf)
+        m, d = jnp.float32(-jnp.inf), jnp.float32(0)
         if self._has("sinks"):
             ref, index = self.operands["sinks"]
-            m = ref[index(self.b), self.head].astype(jnp.float32) * _LOG2E
-        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, jnp.float32(self._has("sinks")))]
+            _, headroom = self.slack_and_headroom
+            m = (ref[index(self.b), self.head].astype(jnp.float32) * _LOG2E - headroom) / self.unit
+            d = jnp.float32(2**headroom)
+        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, d)]
         return State(*(plgpu.layout_cast(part, _ROW_LAYOUT) for part in rows))
 
     def spans(self, whole_from, whole_to, low, high):
@@ -687,19 +751,20 @@ class _Scores:
         spans.append((False, first if self.has_high else 1, second if self.has_low else high - low))
         return [*spans, (True, second, high - low)] if self.has_low else spans
 
-    def of(self, s, block, *, banded):
-        """The scores of a key block, `-inf` for keys that are not seen."""
+    def of(self, s, bits, block, *, banded):
+        """The scores of a key block, `-inf` for keys that are not seen; `bits` are those of its mask."""
         size = self.problem.config.block_kv
         start = block * size
         if self.problem.soft_cap is not None:
             s = self.problem.soft_cap * _tanh(s * (self.problem.scale / self.problem.soft_cap))
-        elif self.is_scaled:
+        elif self.is_biased:
             s = s * self.problem.scale
         if self._has("bias"):
-            s = s + self._whole("bias", start).astype(jnp.float32)
+            bias = self._tile_of("bias", block, hopper.load_product).astype(jnp.float32)
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if self._has("mask"):
-            s = jnp.where(self._whole("mask", start) != 0, s, -jnp.inf)
-        if self.segments is not None:
+            s = hopper.select_bits(s, bits)
+        if self.segments is not None and banded:
             ref, index = self.operands["key_segments"]
             keys = self.problem.key[0]
             own = hopper.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
@@ -722,13 +787,18 @@ class _Scores:
         first, second = (jnp.broadcast_to(ref[index(self.b), self.head, i], self.shape) for i in range(2))
         return jnp.where(dropout.keep(first, second, row, col, rate), weights, 0.0)
 
-    def _whole(self, name, start):
+    def bits(self, block):
+        """The mask of a key block, to load while the tensor cores work; nothing if there is none."""
+        return self._tile_of("mask", block, hopper.load_product_bits) if self._has("mask") else []
+
+    def _tile_of(self, name, block, load):
         """The elements of a bias or mask that belong to the scores of a key block."""
         ref, index = self.operands[name]
         heads, rows = self.sizes[name]
         row = (index(self.b) * heads + (self.head if heads > 1 else 0)) * rows + (self.first if rows > 1 else 0)
+        start = block * self.shape[1]
         limits = self.problem.query[0] - self.first, self.problem.key[0] - start
-        return hopper.load_product(ref, row, start, limits, self.shape, varies=(rows > 1, ref.shape[1] > 1))
+        return load(ref, row, start, limits, self.shape, varies=(rows > 1, ref.shape[1] > 1))
 
 
 def _tanh(x):
