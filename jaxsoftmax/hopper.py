@@ -102,6 +102,44 @@ def _turn(kind: str, barrier) -> None:
     turn(jnp.int32(barrier))
 
 
+def take_ticket(counter, ref, index) -> None:
+    """Adds 1 to the first entry of `counter`, in global memory; what it was is then in `ref[index]`, in shared memory.
+
+    One thread of the warpgroup does it: others may read it behind a barrier that this one has arrived at.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT))
+    def take(_, counter, ref, index):
+        ptx = "{ .reg .u32 ticket; atom.global.add.u32 ticket, [$0], 1; st.shared.u32 [$1], ticket; }"
+        with utils.when(_is_first_thread()):
+            utils.inline_ptx(ptx, _address(counter), _shared_address(ref, index, 1), has_side_effects=True)
+
+    take(counter, ref, jnp.int32(index))
+
+
+def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
+    """Stores int32 scalars to the first entries of `ref[index]`, in shared memory; one thread of the warpgroup does."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, *(_SPLAT,) * len(values)))
+    def store(_, ref, index, *values):
+        address = _shared_address(ref, index, ref.type.shape[1])
+        with utils.when(_is_first_thread()):
+            for k, value in enumerate(values):
+                utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value.registers.item(), has_side_effects=True)
+
+    store(ref, jnp.int32(index), *values)
+
+
+def _is_first_thread():
+    return _compare("eq", arith.remui(utils.thread_idx(), constant(WARPS * WARP)), constant(0))
+
+
+def _shared_address(ref, index, words: int):
+    """Where `index` times as many words from the start of `ref` are in shared memory."""
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(index.registers.item(), constant(4 * words)))
+
+
 def tiled(tiles, warp_dims, lane_dims) -> Any:
     """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
     layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import dropout, xla
+from jaxsoftmax.ops.attention import dropout, mosaic, xla
 
 attend = jaxsoftmax.dot_product_attention
 
@@ -113,7 +113,7 @@ def key_masks():
 def minus_infinity():
     bias = random((2, 4, 40, 56), "bias")
     bias[bias > 2] = -np.inf
-    bias[0, 0, :5] = -np.inf
+    bias[0, 0, :5], bias[..., 11] = -np.inf, -np.inf  # rows that see nothing, and a key that nobody sees
     return {"bias": bias}
 
 
@@ -497,6 +497,15 @@ def test_native_values_and_lse_in_many_shapes(name, kind):
     if why := kernels.missing(9):
         pytest.skip(why)
     check_in_shape(name, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["385 and 513, causal", "segments sorted", "lengths, causal"])
+def test_native_tiles_without_a_table(kind, monkeypatch):
+    if why := kernels.missing(9):
+        pytest.skip(why)
+    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 0)
+    check_in_shape("mosaic", kind)
 
 
 def check_in_shape(name, kind):

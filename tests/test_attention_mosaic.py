@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain
 from jaxsoftmax.ops.attention import mosaic
-from jaxsoftmax.ops.attention.mosaic import Config, _Problem, _schedule
+from jaxsoftmax.ops.attention.mosaic import Config, _order, _Problem, _schedule
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
@@ -324,7 +324,7 @@ def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, 
     table = _schedule(costs, heads, group, blocks)
     counts = table[:, 0]
     assert table.dtype == np.int32
-    assert table.shape == (blocks, 1 + counts.max())
+    assert table.shape == (blocks, 2 + counts.max())
     own = [row[1 : 1 + row[0]] for row in table]
     np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(tiles))
     cost = np.asarray(costs) + mosaic._TILE_COST
@@ -333,12 +333,18 @@ def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, 
     assert counts.min() >= 1  # what a block reads first is a tile's
 
 
+def assert_long_ones_come_first(tiles):
+    pairs = [(tile // 4 // 2, -(tile % 4)) for tile in tiles]  # a group of heads after another
+    assert pairs == sorted(pairs)
+
+
 def test_long_tiles_come_first():
-    table = _schedule((1, 2, 3, 4), 6, 2, 5)
-    for row in table:
-        tiles = row[1 : 1 + row[0]]
-        pairs = [(tile // 4 // 2, -(tile % 4)) for tile in tiles]  # a group of heads after another, the longest first
-        assert pairs == sorted(pairs)
+    for row in _schedule((1, 2, 3, 4), 6, 2, 5):
+        assert_long_ones_come_first(row[1 : 1 + row[0]])
+    order = _order((1, 2, 3, 4), 6, 2)
+    assert_long_ones_come_first(order)
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(order), np.arange(24))
 
 
 def table_shapes(given, **options):
@@ -350,9 +356,12 @@ def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
     monkeypatch.setattr(mosaic, "_sms", lambda: 10)
     monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 24)
-    assert table_shapes(given) == ["10x4"]
+    assert table_shapes(given) == ["10x5"]
+    lengths = np.array([1000, 10], np.int32)
+    assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
     monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 23)
     assert table_shapes(given) == []
+    assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
 
 def test_very_many_tiles_lower_for_cuda():
@@ -434,14 +443,14 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     @jax.jit
     @jax.vmap
     def steps_of(block, warpgroup):
-        b, first = jnp.int32(0), block * problem.block_q + warpgroup * mosaic.ROWS
-        sizes = tile._lengths(b)
-        tile_low, tile_high = tile._key_blocks(sizes, b, block)
-        low, high = tile._seen(sizes, first, mosaic.ROWS)
+        first = block * problem.block_q + warpgroup * mosaic.ROWS
+        place = tile.place(block, tile.look_up(block))
+        tile_low, tile_high = tile._key_blocks(place)
+        low, high = tile._seen(place.lengths, first, mosaic.ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
-        scores = mosaic._Scores(tile, b, b, first, sizes)
-        spans = scores.spans(*tile._seen_whole(sizes, b, block, first, mosaic.ROWS), low, high)
+        scores = mosaic._Scores(tile, place, first)
+        spans = scores.spans(*tile._seen_whole(place, first, mosaic.ROWS), low, high)
         banded_first.append(scores.is_banded)
         which.extend(is_banded for is_banded, *_ in spans)
         return tile_low, tile_high, low, high, [bounds for _, *bounds in spans]

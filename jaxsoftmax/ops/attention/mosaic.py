@@ -1,11 +1,12 @@
 """Attention on Hopper, forward: a block of queries keeps the state of its rows and pushes the keys block by block.
 
 A block of threads is one warpgroup that copies and two or three that compute, each for 64 queries. It works through tiles
-(a block of queries of one head) in the order of a table, so that keys and values stay in the L2 cache and all blocks end at
-about the same time. Keys and values come by bulk copies into a ring in shared memory. The scores of a key block are in
-registers, and so are its weights, from where the second product takes them: it runs while the scores of the next key block are
-computed. Warpgroups take turns at the tensor cores, so that one multiplies while another exponentiates. Key blocks that no
-query of a tile sees are not visited, and those that all see are not masked.
+(a block of queries of one head) in an order by which keys and values stay in the L2 cache and all blocks end at about the
+same time: that of a table, or, where operands decide how long a tile takes, one after another as blocks come free. Keys and
+values come by bulk copies into a ring in shared memory. The scores of a key block are in registers, and so are its weights,
+from where the second product takes them: it runs while the scores of the next key block are computed. Warpgroups take turns
+at the tensor cores, so that one multiplies while another exponentiates. Key blocks that no query of a tile sees are not
+visited, and those that all see are not masked.
 
 For each tile Q is read and O written once, and K and V are read from the cache: `4 * T * S * H` operations a head.
 
@@ -160,22 +161,31 @@ _TILE_COST = 1.5  # of starting and ending a tile, in key blocks
 
 
 @functools.lru_cache(maxsize=256)
-def _schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
-    """Which tiles each block of threads works through, `[blocks, 1 + most]`: how many, and their numbers.
+def _order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
+    """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
 
-    Tiles are handed out one by one to whoever is free first, long ones before short ones, for `group` heads at a time. Tile
-    `head * len(costs) + i` takes `costs[i]` key blocks.
+    Tile `head * len(costs) + i` takes `costs[i]` key blocks.
     """
-    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    order = np.argsort(-np.asarray(costs), stable=True).astype(np.int32)
+    firsts = range(0, heads, group)
+    return np.concatenate(
+        [np.add.outer(order, np.arange(f, min(f + group, heads), dtype=np.int32) * len(costs)).ravel() for f in firsts]
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+    """Which tiles each block of threads works through, `[blocks, most + 2]`: how many, their numbers, and what is never used.
+
+    Tiles are handed out one by one, in their order, to whoever is free first.
+    """
     queue = [(0.0, block) for block in range(blocks)]
     tiles: list[list[int]] = [[] for _ in range(blocks)]
-    for first in range(0, heads, group):
-        for i in order:
-            for head in range(first, min(first + group, heads)):
-                free, block = queue[0]
-                tiles[block].append(head * len(costs) + i)
-                heapq.heapreplace(queue, (free + costs[i] + _TILE_COST, block))
-    table = np.zeros((blocks, 1 + max(map(len, tiles))), np.int32)
+    for tile in _order(costs, heads, group).tolist():
+        free, block = queue[0]
+        tiles[block].append(tile)
+        heapq.heapreplace(queue, (free + costs[tile % len(costs)] + _TILE_COST, block))
+    table = np.zeros((blocks, 2 + max(map(len, tiles))), np.int32)
     for row, own in zip(table, tiles, strict=True):
         row[0], row[1 : 1 + len(own)] = len(own), own
     return table
@@ -241,12 +251,14 @@ class _Problem:
             found.append(high - low)
         return tuple(found)
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def group(self, costs: tuple[int, ...], segmented: bool) -> int:
         """For how many heads at a time tiles are handed out.
 
         One, if they all take equally long: they then read the same keys at the same time. Else several, as many as the L2
-        cache has room for, so that the last tiles to be handed out are short ones.
+        cache has room for, so that the last tiles to be handed out are short ones. With segments a tile reads few keys.
         """
+        if segmented:
+            return 16
         if len(set(costs)) == 1:
             return 1
         keys, key_heads, size = self.key
@@ -283,15 +295,16 @@ class _Problem:
         arrays = [a.reshape(-1, *a.shape[a.ndim - t :]) for a, t in zip(arrays, trailing, strict=True)]
         sizes = {name: array.shape[1:3] for name, array in zip(names, arrays[3:], strict=True)}  # heads and rows
         arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
-        scheduled = tiles <= _MAX_SCHEDULED
-        if scheduled:
-            # Where a block of queries starts and ends depends on the segments, if there are any: then all count alike.
-            costs = (1,) * self.blocks_q if "ranges" in names else self.costs()
-            table = _schedule(costs, pairs, self.group(costs), blocks)
+        # How long a tile takes may depend on operands: then blocks of threads take one after another.
+        facts = sum({"query_lengths": 1, "key_lengths": 1, "ranges": 4}.get(name, 0) for name in names)
+        if tiles <= _MAX_SCHEDULED:
+            costs = self.costs()
+            group = self.group(costs, "ranges" in names)
+            table = _order(costs, pairs, group) if facts else _schedule(costs, pairs, group, blocks)
             arrays.append(jax.jit(lambda: jnp.asarray(table))())  # custom_partitioning takes no constants but inner ones
         rows = math.prod(self.batch) * heads * length
         out, lse = plgpu.kernel(
-            functools.partial(_kernel, self, names, sizes, at, scheduled, blocks, tiles),
+            functools.partial(_kernel, self, names, sizes, at, facts > 0, blocks, tiles),
             out_type=[
                 jax.ShapeDtypeStruct((math.prod(self.batch), length, heads, self.value_size), query.dtype),
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -300,14 +313,17 @@ class _Problem:
             grid_names=("block",),
             num_threads=self.config.warpgroups + 1,
             thread_name="warpgroup",
-            scratch_types=self._scratch(query.dtype),
+            scratch_types=self._scratch(query.dtype, facts),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             kernel_name="attention_forward_mosaic",
         )(*arrays)
         return [out.reshape(*self.batch, length, heads, self.value_size), lse.reshape(*self.batch, heads, length)]
 
-    def _scratch(self, dtype) -> dict[str, Any]:
-        """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
+    def _scratch(self, dtype, facts: int) -> dict[str, Any]:
+        """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it.
+
+        `facts` says how many are looked up of each tile.
+        """
         config = self.config
         (head_size, head_parts), (value_size, value_parts) = zip(self.sizes, self.parts, strict=True)
         tiling, swizzle = plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128)
@@ -319,7 +335,13 @@ class _Problem:
             shape = (slots, parts, rows, size // parts)
             return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=t) for t in ((swizzle,), (tiling, swizzle))))
 
-        own = {"o": memory(config.warpgroups, ROWS, value_size, value_parts)} if config.own_output else {}
+        own: dict[str, Any] = {}
+        if facts:
+            own |= {"ticket": plgpu.SMEM((_SLOTS,), jnp.int32), "ticket_full": plgpu.Barrier()}
+            own |= {"tile": plgpu.SMEM((_SLOTS, 1 + facts), jnp.int32), "tile_full": plgpu.Barrier(num_barriers=_SLOTS)}
+            own |= {"tile_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=_SLOTS)}
+        if config.own_output:
+            own |= {"o": memory(config.warpgroups, ROWS, value_size, value_parts)}
         everyone = {"num_arrivals": config.warpgroups, "num_barriers": config.stages}
         return own | {
             "q": memory(config.warpgroups, ROWS, head_size, head_parts),
@@ -370,10 +392,10 @@ def _flat(name, array):
     return array.reshape(-1) if name in ("query_segments", "key_segments") else array
 
 
-def _kernel(problem, names, sizes, at, scheduled, blocks, tiles, *refs, **memory):
-    """The program of all warpgroups of a block."""
+def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
+    """The program of all warpgroups of a block; `taken` says whether it takes one tile after another."""
     refs = list(refs)
-    table = refs.pop(3 + len(names)) if scheduled else None
+    table = refs.pop(3 + len(names)) if tiles <= _MAX_SCHEDULED else None
     operands = dict(zip(["query", "key", "value", *names], zip(refs, at, strict=False), strict=False))
     out_ref, lse_ref = refs[-2:]
     tile = _Tile(problem, operands, sizes, out_ref, lse_ref, memory)
@@ -382,27 +404,88 @@ def _kernel(problem, names, sizes, at, scheduled, blocks, tiles, *refs, **memory
     def each_tile(work):
         count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
-        def one(i, steps):  # without a table the last block of queries first, which may see the most keys
-            return work(tiles - 1 - block - i * blocks if table is None else table[block, i + 1], steps)
+        def at(i):  # without a table the last block of queries first, which may see the most keys
+            return tiles - 1 - block - i * blocks if table is None else table[block, i + 1]
 
-        lax.fori_loop(0, count, one, jnp.int32(0))
+        def one(i, carry):
+            number, steps = carry
+            following = at(i + 1)  # long before it is needed
+            return following, work(tile.place(number, []), steps)
+
+        lax.fori_loop(0, count, one, (at(0), jnp.int32(0)))
+
+    def each_tile_taken(work):
+        """The same for the warpgroup that copies, which says what it takes: first one tile for each block, then the next."""
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+
+        def say(i, values):
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            plgpu.barrier_wait(memory["tile_empty"].at[slot])
+            hopper.store_scalars(memory["tile"], slot, values)
+            plgpu.barrier_arrive(memory["tile_full"].at[slot])
+
+        def one(carry):
+            i, ticket, steps = carry
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            hopper.take_ticket(counter, memory["ticket"], slot)
+            plgpu.barrier_arrive(memory["ticket_full"])
+            number = tiles - 1 - ticket if table is None else table[ticket]
+            facts = tile.look_up(number)
+            say(i, [number, *facts])
+            steps = work(tile.place(number, facts), steps)
+            plgpu.barrier_wait(memory["ticket_full"])
+            return i + 1, memory["ticket"][slot] + blocks, steps
+
+        taken, *_ = lax.while_loop(lambda carry: carry[1] < tiles, one, (jnp.int32(0), block, jnp.int32(0)))
+        say(taken, [jnp.int32(-1)])
+
+    def each_tile_told(work):
+        """The same for those that compute."""
+
+        def hear(i):
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            plgpu.barrier_wait(memory["tile_full"].at[slot])
+            values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+            return values
+
+        def one(carry):
+            i, (number, *facts), steps = carry
+            steps = work(tile.place(number, facts), steps)
+            return i + 1, hear(i + 1), steps
+
+        for slot in range(_SLOTS):
+            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+        lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))
 
     less, more = problem.config.registers
 
     @pl.when(warpgroup == problem.config.warpgroups)
     def _():
         plgpu.set_max_registers(less, action="decrease")
-        each_tile(tile.copy_in)
+        (each_tile_taken if taken else each_tile)(tile.copy_in)
 
     @pl.when(warpgroup < problem.config.warpgroups)
     def _():
         plgpu.set_max_registers(more, action="increase")
         tile.start(warpgroup)
-        each_tile(functools.partial(tile.compute, warpgroup))
+        (each_tile_told if taken else each_tile)(functools.partial(tile.compute, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
 
+_SLOTS = 2  # for what is said of a tile: which one it is, and what `_Tile.look_up` finds
 _TURN = 8  # the first of the hardware's barriers by which warpgroups take turns; Mosaic GPU uses the first ones
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tile is, how many queries and keys there are, and the entry of `_Problem.ranges`, if there are segments."""
+
+    b: Any
+    head: Any
+    block: Any
+    lengths: list[Any]
+    ranges: list[Any]
 
 
 @dataclass(frozen=True)
@@ -420,35 +503,40 @@ class _Tile:
     def config(self) -> Config:
         return self.problem.config
 
-    def _place(self, number):
+    def _split(self, number):
         """Batch entry, head, and block of queries of a tile."""
         blocks, heads = jnp.int32(self.problem.blocks_q), jnp.int32(self.problem.query[1])
         pair = lax.div(number, blocks)
         return lax.div(pair, heads), lax.rem(pair, heads), lax.rem(number, blocks)
+
+    def look_up(self, number) -> list[Any]:
+        """What operands say of a tile: its lengths and ranges, as far as there are any."""
+        b, _, block = self._split(number)
+        found = []
+        for name in ("query_lengths", "key_lengths", "ranges"):
+            if name in self.operands:
+                ref, index = self.operands[name]
+                found += [ref[index(b), block, i] for i in range(4)] if name == "ranges" else [ref[index(b)]]
+        return found
+
+    def place(self, number, found) -> _Place:
+        """The place of a tile, with what was looked up."""
+        b, head, block = self._split(number)
+        found, lengths = list(found), []
+        for name, size in (("query_lengths", self.problem.query[0]), ("key_lengths", self.problem.key[0])):
+            lengths.append(jnp.minimum(jnp.int32(size), found.pop(0)) if name in self.operands else jnp.int32(size))
+        return _Place(b, head, block, lengths, found)
 
     def _at(self, name, b):
         """An operand's entry of the batch."""
         ref, index = self.operands[name]
         return ref.at[index(b)]
 
-    def _lengths(self, b):
-        """How many queries and keys there are."""
-        lengths = []
-        for name, size in (("query_lengths", self.problem.query[0]), ("key_lengths", self.problem.key[0])):
-            length = jnp.int32(size)
-            if name in self.operands:
-                ref, index = self.operands[name]
-                length = jnp.minimum(length, ref[index(b)])
-            lengths.append(length)
-        return lengths
-
-    def _key_blocks(self, lengths, b, block):
+    def _key_blocks(self, place):
         """From and to which key block a tile goes, at least one."""
-        low, high = self._seen(lengths, block * self.problem.block_q, self.problem.block_q)
-        if "ranges" in self.operands:
-            ref, index = self.operands["ranges"]
-            low = jnp.maximum(low, ref[index(b), block, 0])
-            high = jnp.minimum(high, ref[index(b), block, 1])
+        low, high = self._seen(place.lengths, place.block * self.problem.block_q, self.problem.block_q)
+        if place.ranges:
+            low, high = jnp.maximum(low, place.ranges[0]), jnp.minimum(high, place.ranges[1])
         low = jnp.clip(low, 0, self.problem.blocks_kv - 1)
         return low, jnp.clip(high, low + 1, self.problem.blocks_kv)
 
@@ -465,9 +553,9 @@ class _Tile:
             high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
         return low, jnp.where(first < queries, high, 0)
 
-    def _seen_whole(self, lengths, b, block, first, rows):
+    def _seen_whole(self, place, first, rows):
         """The same for key blocks of which all of these queries see every key; to may be before from."""
-        queries, keys = lengths
+        queries, keys = place.lengths
         size = jnp.int32(self.config.block_kv)
         left, right = self.problem.window
         low, high = jnp.int32(0), lax.div(keys, size)
@@ -477,10 +565,8 @@ class _Tile:
             high = jnp.minimum(high, lax.div(jnp.maximum(first + right + 1, 0), size))
         if "query_lengths" in self.operands:
             high = jnp.where(first + rows <= queries, high, 0)
-        if "ranges" in self.operands:
-            ref, index = self.operands["ranges"]
-            low = jnp.maximum(low, ref[index(b), block, 2])
-            high = jnp.minimum(high, ref[index(b), block, 3])
+        if place.ranges:
+            low, high = jnp.maximum(low, place.ranges[2]), jnp.minimum(high, place.ranges[3])
         return low, high
 
     def _copy_parts(self, letter, slot, copy):
@@ -506,10 +592,10 @@ class _Tile:
 
     # The warpgroup that copies.
 
-    def copy_in(self, number, steps):
+    def copy_in(self, place, steps):
         """Copies what a tile needs, the last key block first; gives how many steps there have been."""
-        b, head, block = self._place(number)
-        low, high = self._key_blocks(self._lengths(b), b, block)
+        b, head, block = place.b, place.head, place.block
+        low, high = self._key_blocks(place)
         problem, memory = self.problem, self.memory
         key_head = lax.div(head, jnp.int32(problem.query[1] // problem.key[1]))
         size, count = self.config.block_kv, high - low
@@ -562,18 +648,17 @@ class _Tile:
         if self.config.turns:
             hopper.pass_turn(_TURN + lax.rem(warpgroup + 1, jnp.int32(self.config.warpgroups)))
 
-    def compute(self, warpgroup, number, steps):
+    def compute(self, warpgroup, place, steps):
         """Computes the rows of a warpgroup; gives how many steps there have been."""
-        b, head, block = self._place(number)
-        lengths = self._lengths(b)
-        tile_low, tile_high = self._key_blocks(lengths, b, block)
+        b, head, block, lengths = place.b, place.head, place.block, place.lengths
+        tile_low, tile_high = self._key_blocks(place)
         problem, memory, config = self.problem, self.memory, self.config
         first = block * problem.block_q + warpgroup * ROWS
         low, high = self._seen(lengths, first, ROWS)  # of the rows, which may be less than of the tile
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         count, end = high - low, steps + tile_high - tile_low
-        scores = _Scores(self, b, head, first, lengths)
+        scores = _Scores(self, place, first)
 
         def multiply_keys(s_acc, step):
             for q, k in zip(self._parts("q", warpgroup), self._parts("k", self._stage(step)), strict=True):
@@ -642,7 +727,7 @@ class _Tile:
 
             weights = scores.kept(weights, high - 1).astype(self.out_ref.dtype)
             carry = (state.m, state.d, weights)
-            for banded, start, stop in scores.spans(*self._seen_whole(lengths, b, block, first, ROWS), low, high):
+            for banded, start, stop in scores.spans(*self._seen_whole(place, first, ROWS), low, high):
                 carry = lax.fori_loop(start, stop, functools.partial(step, banded), carry)
             m, d, weights = carry
             if config.own_output:
@@ -681,8 +766,9 @@ class _Tile:
 class _Scores:
     """How the products of queries and keys become the scores of a warpgroup's rows."""
 
-    def __init__(self, tile, b, head, first, lengths):
-        self.b, self.head, self.first, self.out_ref = b, head, first, tile.out_ref
+    def __init__(self, tile, place, first):
+        self.b, self.head, self.ranges, lengths = place.b, place.head, place.ranges, place.lengths
+        self.first, self.out_ref = first, tile.out_ref
         self.problem, self.operands, self.sizes = tile.problem, tile.operands, tile.sizes
         self.shape = (ROWS, tile.config.block_kv)
         left, right = self.problem.window
@@ -699,10 +785,10 @@ class _Scores:
             self.low = None if left is None else position - left
             high = jnp.where(position < lengths[0], lengths[1] - 1, -1)
             self.high = high if right is None else jnp.minimum(high, position + right)
-        self.segments = None
+        self.segments: Any = None
         if self._has("query_segments"):
             ref, index = self.operands["query_segments"]
-            base = index(b) * self.problem.query[0] + first
+            base = index(self.b) * self.problem.query[0] + first
             self.segments = hopper.load_product_rows(ref, base, self.problem.query[0] - first, self.shape)
 
     def _has(self, *names):
@@ -764,12 +850,10 @@ class _Scores:
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if self._has("mask"):
             s = hopper.select_bits(s, bits)
-        if self.segments is not None and banded:
-            ref, index = self.operands["key_segments"]
-            keys = self.problem.key[0]
-            own = hopper.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
-            same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == lax.broadcast_in_dim(own, s.shape, (1,))
-            s = jnp.where(same, s, -jnp.inf)
+        if self.ranges and banded:
+            _, _, whole_from, whole_to = self.ranges
+            several = (block < whole_from) | (block >= whole_to)
+            s = lax.cond(several, lambda s: self._of_own_segment(s, start), lambda s: s, s)
         if not banded or self.high is None:
             return s
         return hopper.band(s, None if self.low is None else self.low - start, self.high - start)
@@ -790,6 +874,14 @@ class _Scores:
     def bits(self, block):
         """The mask of a key block, to load while the tensor cores work; nothing if there is none."""
         return self._tile_of("mask", block, hopper.load_product_bits) if self._has("mask") else []
+
+    def _of_own_segment(self, s, start):
+        """The scores of the keys from `start` on, `-inf` for keys of another segment."""
+        ref, index = self.operands["key_segments"]
+        keys = self.problem.key[0]
+        own = hopper.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
+        same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == lax.broadcast_in_dim(own, s.shape, (1,))
+        return jnp.where(same, s, -jnp.inf)
 
     def _tile_of(self, name, block, load):
         """The elements of a bias or mask that belong to the scores of a key block."""
