@@ -11,7 +11,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,7 @@ def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
         *(replace(usual, extras=(name,)) for name in ("sinks", "key_lengths", "bias")),
         call(4096, 80),
         call(4096, 192, value_size=128),
+        *(replace(cell, dtype="float32") for cell in (usual, replace(usual, causal=True), call(4096, 64))),
         replace(usual, dtype="float16"),
     ]
     return [cell_of(call) for call in [*grid, *more]]
@@ -272,6 +273,8 @@ def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
             seen = seen & np.asarray(extra[0, 0, at])
         elif name == "key_lengths":
             seen = seen & (cols < int(extra[b]))
+    if call.dtype == "float32":
+        given["product"] = attention_oracle.THREE_PRODUCTS
     truth, _ = attention_oracle.attention(query, key, value, mask=seen[None, None], **given)
     return [(actual, truth)]
 
@@ -304,8 +307,11 @@ def _none_fewer(inputs, output):
 
 def _contenders(call: Call):
     yield Contender(OURS, lambda: lambda q, k, v, *extras: jaxsoftmax.dot_product_attention(q, k, v, **call.arguments(*extras)))
+    if call.dtype == "float32":  # the others have none
+        yield Contender("jax.nn", lambda: _of_jax_nn(call, "xla"))
+        return
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
-        yield Contender("cudnn", lambda: _of_jax_nn(call))
+        yield Contender("cudnn", lambda: _of_jax_nn(call, "cudnn"))
     if call.extras or call.window or call.soft_cap or call.value_size:
         return
     if call.head_size % 64 == 0 and call.key_heads is None and call.length % 128 == 0:
@@ -317,8 +323,8 @@ def _contenders(call: Call):
     yield Contender("torch", lambda: _of_torch(call), prepare=_heads_first, framework="torch", needs=("torch",))
 
 
-def _of_jax_nn(call: Call) -> Callable[..., Any]:
-    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+def _of_jax_nn(call: Call, implementation: Literal["xla", "cudnn"]) -> Callable[..., Any]:
+    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
     return lambda q, k, v, *extras: attention(q, k, v, **call.arguments(*extras))
 
 

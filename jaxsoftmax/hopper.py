@@ -468,31 +468,53 @@ def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple
     def load(_, ref, *scalars):
         layout = _PRODUCT.to_mgpu()
         register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
-        first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
-        row, own_col = _product_position()
-        width = ref.type.shape[1]
-        cols = arith.subi(cols, own_col)
-        inside, addresses = [], []
-        for below in (0, 8):
-            own = arith.addi(row, constant(below))
-            inside.append(_compare("slt", own, rows))
-            entry = arith.muli(_i64(arith.addi(first_row, own) if varies[0] else first_row), _i64(width))
-            if varies[1]:
-                entry = arith.addi(entry, _i64(arith.addi(first_col, own_col)))
-            addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(dtype.itemsize))))
         registers = []
-        for index in range(shape[1] // 8 * 2):
-            skipped = index // 2 * 8
-            own = [_both(inside[index % 2], _compare("sgt", cols, constant(skipped + e))) for e in range(2)]
-            offset = skipped * dtype.itemsize if varies[1] else 0
+        for address, offset, own in _product_pairs(ref, scalars, shape[1], dtype.itemsize, varies):
             steps = [offset + e * dtype.itemsize * varies[1] for e in range(2)]
-            if varies[1] and width % 2 == 0:
-                registers.append(_Vector(addresses[index % 2], offset, dtype.itemsize, own[0]).load(register, 0))
+            if varies[1] and ref.type.shape[1] % 2 == 0:
+                registers.append(_Vector(address, offset, dtype.itemsize, own[0]).load(register, 0))
             else:
-                registers.append(_gather(register, [addresses[index % 2]] * 2, steps, own))
+                registers.append(_gather(register, [address] * 2, steps, own))
         return _array(registers, layout, shape, True if dtype == jnp.int8 else None)
 
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def store_product(ref, row, col, limits, values: jax.Array) -> None:
+    """Stores a product to a tile of `ref`, `[rows, cols]` in global memory, within limits as those of `load_product`.
+
+    The columns of `ref`, the first one and the limit of columns are even.
+    """
+    itemsize = values.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4, _PRODUCT))
+    def store(_, ref, *scalars_and_values):
+        *scalars, values = scalars_and_values
+        pairs = _product_pairs(ref, scalars, values.shape[1], itemsize)
+        for register, (address, offset, own) in zip(values.registers.flat, pairs, strict=True):
+            _Vector(address, offset, itemsize, own[0]).store(register)
+
+    store(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+
+
+def _product_pairs(ref, scalars, count, itemsize, varies=(True, True)):
+    """Where each pair of a thread is, in `count` columns: an address, bytes from there, and which elements are inside."""
+    first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+    row, own_col = _product_position()
+    width = ref.type.shape[1]
+    cols = arith.subi(cols, own_col)
+    inside, addresses = [], []
+    for below in (0, 8):
+        own = arith.addi(row, constant(below))
+        inside.append(_compare("slt", own, rows))
+        entry = arith.muli(_i64(arith.addi(first_row, own) if varies[0] else first_row), _i64(width))
+        if varies[1]:
+            entry = arith.addi(entry, _i64(arith.addi(first_col, own_col)))
+        addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(itemsize))))
+    for index in range(count // 8 * 2):
+        skipped = index // 2 * 8
+        own = [_both(inside[index % 2], _compare("sgt", cols, constant(skipped + e))) for e in range(2)]
+        yield addresses[index % 2], skipped * itemsize if varies[1] else 0, own
 
 
 def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:

@@ -9,12 +9,18 @@ and a result by the sum of `unit` times the absolute values of the terms that it
 a kernel rounds the weights to them before they are multiplied: one more `half_unit` of that sum. The same goes for the scores'
 cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
 a unit of a result that has 16 bits itself.
+
+Where an implementation makes float32 products of three of bfloat16, each errs by up to `THREE_PRODUCTS` of the sum of its
+absolute terms. bfloat16 has 8 bits: of x in [1, 2) the high term misses at most 2^-8, which the low one is, and the low term at
+most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from oracle import EPS, TINY, Truth, half_unit, to64
+
+THREE_PRODUCTS = 2.0**-15
 
 
 @dataclass
@@ -77,9 +83,13 @@ def weights(
     logits_soft_cap=None,
     sinks=None,
     kept=None,
+    product=0.0,
 ) -> Weights:
-    """Arguments as those of `dot_product_attention`; `kept` are the factors of dropout, `[*batch, N, T, S]`."""
-    narrow = half_unit(query.dtype)
+    """Arguments as those of `dot_product_attention`.
+
+    `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
+    """
+    narrow = half_unit(query.dtype) + product
     groups = query.shape[-2] // key.shape[-2]
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))
@@ -103,6 +113,7 @@ def weights(
     if logits_soft_cap is not None:
         bent = np.tanh(s / logits_soft_cap)
         s, slope = logits_soft_cap * bent, scale * (1 - bent**2)
+    missed = product * size * np.abs(slope / scale) if product else 0.0
     if bias is not None:
         finite = np.where(to64(bias) == -np.inf, 0.0, to64(bias))
         s, size = s + finite, size + np.abs(finite)
@@ -113,7 +124,7 @@ def weights(
         lse = np.where(m == -np.inf, -np.inf, m + np.log(np.sum(np.exp(s - m[..., None]), -1) + np.exp(sink - m)))
         p = np.where(seen, np.exp(s - lse[..., None]), 0.0)
         p_sink = np.where(lse == -np.inf, 0.0, np.exp(sink - lse))
-        unit = np.where(p > 0, (8 + 3 * np.abs(s - m[..., None]) + 8 * size) * EPS, 0.0)
+        unit = np.where(p > 0, (8 + 3 * np.abs(s - m[..., None]) + 8 * size) * EPS + missed, 0.0)
         budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
     unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
     z = np.ones(shape) if kept is None else kept

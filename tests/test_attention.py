@@ -22,11 +22,13 @@ import jaxsoftmax
 from jaxsoftmax import dispatch, explain
 from jaxsoftmax.ops.attention import dropout, mosaic, xla
 
-attend = jaxsoftmax.dot_product_attention
+# Float32 on the reference, whatever the platform: a kernel makes less precise products of it, where `function` lets it.
+attend = functools.partial(jaxsoftmax.dot_product_attention, precision="highest")
 
 # A kernel is tested by being listed in `dispatch`: natively, where its platform is. The reference runs in one tile and in many.
 KERNELS = [name for name in dispatch.implementations["attention"] if name != "xla"]
 NATIVE = [pytest.param(*pair, marks=pytest.mark.gpu) for pair in itertools.product(KERNELS, ["bfloat16", "float16"])]
+NATIVE_FLOAT32 = [pytest.param(name, "float32", marks=pytest.mark.gpu) for name in KERNELS]
 # The reference has one dtype in one tile and another in many: what depends on the dtype does not depend on tiles.
 EVERY_16_BITS = pytest.mark.parametrize(
     ("implementation", "dtype"), [("xla", "float16"), ("xla in tiles", "bfloat16"), *NATIVE]
@@ -180,11 +182,12 @@ def function(options, fixed, implementation=None):
     options = dict(options)
     if (seed := options.get("dropout_rng")) is not None:
         options["dropout_rng"] = jax.random.key(seed)
-    return lambda moving: attend(**moving, **fixed, **options, implementation=implementation, return_residual=True)
+    options |= {"implementation": implementation, "precision": "high" if implementation in KERNELS else "highest"}
+    return lambda moving: attend(**moving, **fixed, **options, return_residual=True)
 
 
-def truth_of(truth, given, options, *args):
-    """`truth` of these arrays and options, as float64 has it."""
+def truth_of(truth, name, given, options, *args):
+    """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
     options = {name: value for name, value in options.items() if name != "deterministic"}
     rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
     if seed is not None:
@@ -200,6 +203,7 @@ def truth_of(truth, given, options, *args):
         *(given[k] for k in ("query", "key", "value")),
         **{k: a for k, a in given.items() if k not in xla.OPERANDS[:3]},
         **options,
+        product=attention_oracle.THREE_PRODUCTS if name in KERNELS and given["query"].dtype == np.float32 else 0.0,
     )
 
 
@@ -208,8 +212,8 @@ def assert_ran(forced, f, *args):
         cases.assert_ran(forced, f, *args, without=("attention_jvp", "attention_vjp"))
 
 
-def assert_right(results, given, options):
-    for result, truth in zip(results, truth_of(attention_oracle.attention, given, options), strict=True):
+def assert_right(name, results, given, options):
+    for result, truth in zip(results, truth_of(attention_oracle.attention, name, given, options), strict=True):
         assert oracle.error(result, truth) <= 1
 
 
@@ -222,7 +226,13 @@ WITH_COTANGENTS = [name for name in FEATURES if name not in WITHOUT_COTANGENTS]
 @pytest.mark.parametrize(
     ("implementation", "dtype", "feature"),
     [("xla in tiles", "bfloat16", feature) for feature in WITHOUT_COTANGENTS]
-    + [pytest.param(*pair.values, feature, marks=pair.marks) for pair in NATIVE for feature in FEATURES],
+    + [pytest.param(*pair.values, feature, marks=pair.marks) for pair in NATIVE for feature in FEATURES]
+    + [
+        pytest.param(*pair.values, feature, marks=pair.marks)
+        for pair in NATIVE_FLOAT32
+        for feature in WITH_COTANGENTS
+        if not feature.startswith("bias (")
+    ],
 )
 def test_values_and_lse(implementation, forced, feature, dtype):
     given, options = FEATURES[feature](dtype)
@@ -231,7 +241,7 @@ def test_values_and_lse(implementation, forced, feature, dtype):
     assert_ran(forced, f, moving)
     out, lse = f(moving)
     assert (out.dtype, lse.dtype) == (jnp.dtype(dtype), jnp.float32)
-    assert_right((out, lse), given, options)
+    assert_right(forced, (out, lse), given, options)
 
 
 # What depends on how scores are cut runs in tiles, the rest in one, and these in both; all else is slow.
@@ -294,9 +304,9 @@ def check_cotangents(forced, given, options):
     assert_ran(forced, pull, moving, dout, dlse)
     (out, lse), actual = pull(moving, dout, dlse)
     assert (out.dtype, lse.dtype) == (given["query"].dtype, jnp.float32)
-    assert_right((out, lse), given, options)
+    assert_right(forced, (out, lse), given, options)
     dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
-    for name, truth in truth_of(attention_oracle.cotangents, given, options, dout, dlse).items():
+    for name, truth in truth_of(attention_oracle.cotangents, forced, given, options, dout, dlse).items():
         assert actual[name].dtype == given[name].dtype
         assert oracle.error(actual[name], truth) <= 1, name
 
@@ -349,7 +359,7 @@ def check_random_call(name, call):
         except NotImplementedError:
             assume(name == "xla")  # a kernel gets another example in place of one that it refuses, until there are enough
             raise
-        assert_right(results, given, options)
+        assert_right(name, results, given, options)
 
 
 @QUICKLY
@@ -508,13 +518,13 @@ def test_native_tiles_without_a_table(kind, monkeypatch):
     check_in_shape("mosaic", kind)
 
 
-def check_in_shape(name, kind):
-    dtype = ("bfloat16", "float16")[list(IN_SHAPES).index(kind) % 2]
+def check_in_shape(name, kind, dtype=None):
+    dtype = dtype or ("bfloat16", "float16")[list(IN_SHAPES).index(kind) % 2]
     given, options = IN_SHAPES[kind](dtype)
     moving, fixed = split(given)
     f = jax.jit(function(options, fixed, name))
     cases.assert_all_run_on(name, explain(f, moving))  # none is refused
-    assert_right(f(moving), given, options)
+    assert_right(name, f(moving), given, options)
 
 
 # A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
@@ -523,14 +533,21 @@ EACH_KIND += ["sizes 64 and 64, whole", "sizes 192 and 192, whole", "sizes 256 a
 EACH_KIND += ["lengths, causal", "segments sorted", "segments shuffled", "soft cap", "sinks alone", "dropout", "everything"]
 EACH_KIND += ["nothing to see", "mask (2,4,130,200) bool", "mask (1,1,130,201) bool", "bias (2,4,130,201) bfloat16"]
 
+EACH_KIND_OF_FLOAT32 = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 64 and 128", "sizes 8 and 8"]
+EACH_KIND_OF_FLOAT32 += ["sizes 64 and 64, whole", "sizes 128 and 128, whole", "4097", "many tiles", "no batch axes"]
+EACH_KIND_OF_FLOAT32 += ["groups of 3", "segments shuffled", "soft cap, causal", "dropout, causal", "everything"]
+EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "nothing to see", "mask (2,4,130,201) bool"]
+
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, None) for kind in EACH_KIND] + [(kind, "float32") for kind in EACH_KIND_OF_FLOAT32]
+)
 @pytest.mark.parametrize("name", KERNELS)
-def test_one_of_each_kind(name, kind):
+def test_one_of_each_kind(name, kind, dtype):
     if why := kernels.missing(9):
         pytest.skip(why)
-    check_in_shape(name, kind)
+    check_in_shape(name, kind, dtype)
 
 
 # What nobody sees may hold anything.
@@ -538,7 +555,9 @@ def test_one_of_each_kind(name, kind):
 
 @QUICKLY
 @pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone", "bias of -inf"])
-@pytest.mark.parametrize(("implementation", "dtype"), [("xla", "float32"), ("xla in tiles", "float32"), *NATIVE])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("xla", "float32"), ("xla in tiles", "float32"), *NATIVE, *NATIVE_FLOAT32]
+)
 def test_what_nobody_sees_has_no_effect(implementation, forced, feature, dtype):
     given, options = FEATURES[feature](dtype)
     moving, fixed = split(given)
@@ -931,7 +950,7 @@ def test_memory_of_tiles_grows_with_the_length():
 def test_a_long_sequence_is_right():
     given = arrays(batch=(), length=1100, keys=1300, heads=1, key_heads=1, size=8)
     out = jax.jit(lambda given: attend(**given, is_causal=True, return_residual=True))(given)
-    assert_right(out, given, {"is_causal": True})
+    assert_right("xla", out, given, {"is_causal": True})
 
 
 @pytest.mark.usefixtures("x64")
@@ -1165,6 +1184,10 @@ BAD = {
     "dropout without a key": ({"dropout_rate": 0.1}, ValueError, ["dropout_rng", "key", "None"]),
     "dropout with a number": ({"dropout_rate": 0.1, "dropout_rng": 3}, TypeError, ["dropout_rng", "key", "int"]),
     "implementation": ({"implementation": "cudnn"}, ValueError, ["implementation", "'xla'", "'cudnn'"]),
+    "precision": ({"precision": "exact"}, ValueError, ["precision", "jax.lax.dot", "'exact'"]),
+    "one precision of two": ({"precision": ("high", "low")}, ValueError, ["precision", "jax.lax.dot", "'low'"]),
+    "precision is a number": ({"precision": 2}, TypeError, ["precision", "string", "2"]),
+    "three precisions": ({"precision": ("high",) * 3}, TypeError, ["precision", "('high', 'high', 'high')"]),
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -85,6 +86,7 @@ FEATURES = {
 EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias", "dropout")
 # Head sizes of keys and values that have every configuration, and sizes that are padded.
 SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
+SIZES_OF_FLOAT32 = [(64, 64), (128, 128), (8, 8), (80, 72), (64, 128), (128, 16)]
 LENGTHS = {"exact": (384, 512), "ragged": (300, 301)}
 
 
@@ -105,31 +107,46 @@ def test_every_feature_lowers_for_cuda(feature, lengths):
     lower(given, **options)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_configuration_lowers_for_cuda(sizes):
-    ragged = SIZES.index(sizes) % 2 == 1
-    first, second = ("ragged", "exact") if ragged else ("exact", "ragged")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_lowers_for_cuda_in_float32(feature):
+    index = list(FEATURES).index(feature)
+    given, options = with_features([feature], SIZES_OF_FLOAT32[index % 3], [*LENGTHS.values()][index % 2], "float32")
+    lower(given, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index", "sizes"),
+    [("bfloat16", *each) for each in enumerate(SIZES)] + [("float32", *each) for each in enumerate(SIZES_OF_FLOAT32)],
+    ids=str,
+)
+def test_every_configuration_lowers_for_cuda(dtype, index, sizes):
+    first, second = ("ragged", "exact") if index % 2 == 1 else ("exact", "ragged")
     for features, lengths in (((), first), (EVERYTHING, second)):
-        given, options = with_features(features, sizes, LENGTHS[lengths])
+        given, options = with_features(features, sizes, LENGTHS[lengths], dtype)
         lower(given, **options)
 
 
-def test_every_configuration_is_that_of_a_size_that_is_lowered():
-    every = range(8, mosaic.MAX_HEAD_SIZE + 1, 8)
+@pytest.mark.parametrize("dtype", mosaic.DTYPES)
+def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
+    every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     windows = ((None, None), (None, 0))
-    tested = {mosaic.config_for(*sizes, window) for sizes in SIZES for window in windows}
-    found = {mosaic.config_for(*sizes, window) for sizes in itertools.product(every, every) for window in windows}
+    lowered = SIZES_OF_FLOAT32 if dtype == "float32" else SIZES
+    tested = {mosaic.config_for(*sizes, window, dtype) for sizes in lowered for window in windows}
+    found = {mosaic.config_for(*sizes, window, dtype) for sizes in itertools.product(every, every) for window in windows}
     assert found == tested
 
 
-def test_every_configuration_fits_into_shared_memory_and_registers():
-    every = range(8, mosaic.MAX_HEAD_SIZE + 1, 8)
+@pytest.mark.parametrize("dtype", mosaic.DTYPES)
+def test_every_configuration_fits_into_shared_memory_and_registers(dtype):
+    every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
-        config, (size, value_size) = mosaic.config_for(*sizes), (-(-own // 64) * 64 for own in sizes)
+        config, (size, value_size) = mosaic.config_for(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
+        assert config.split == (dtype == "float32")
+        itemsize = 4 if config.split else 2  # of the terms together
         queries = config.warpgroups * mosaic.ROWS * size
-        output = config.warpgroups * mosaic.ROWS * value_size if config.own_output else 0
+        output = config.warpgroups * mosaic.ROWS * value_size if config.own_output and not config.split else 0
         assert config.own_output or size == value_size  # the output is in the place of the queries
-        assert 2 * (queries + output + config.stages * config.block_kv * (size + value_size)) <= 226 * 1024
+        assert itemsize * (queries + output + config.stages * config.block_kv * (size + value_size)) <= 226 * 1024
         less, more = config.registers
         assert 128 * (less + config.warpgroups * more) <= 65536
         assert less % 8 == more % 8 == 0
@@ -143,8 +160,10 @@ def test_every_configuration_fits_into_shared_memory_and_registers():
         operands(length=1),
         operands(keys=1),
         operands(length=4097, keys=63, dtype="float16"),
+        operands(batch=(), length=1, keys=1, heads=6, key_heads=1, dtype="float32"),
+        operands(batch=(2, 3), length=4097, keys=4097, dtype="float32"),
     ],
-    ids=["no batch", "two batch axes", "one query", "one key", "many queries"],
+    ids=["no batch", "two batch axes", "one query", "one key", "many queries", "one float32 key", "many float32 queries"],
 )
 def test_shapes_lower_for_cuda(given):
     lower(given, is_causal=True)
@@ -192,7 +211,9 @@ def test_explain_says_that_derivatives_have_no_kernel():
 
 
 REFUSALS = {
-    "float32": (operands(dtype="float32"), {}, "dtypes must be among float16, bfloat16, got float32"),
+    "float32, head size 136": (operands(size=136, dtype="float32"), {}, "head size .* from 8 to 128, got 136 in float32"),
+    "float32, value size 256": (operands(value_size=256, dtype="float32"), {}, "value size .* to 128, got 256 in float32"),
+    "float32, more precise": (operands(dtype="float32"), {"precision": "highest"}, "of bfloat16, and precision asks for more"),
     "head size 12": (operands(size=12), {}, "head size must be a multiple of 8 from 8 to 256, got 12"),
     "head size 4": (operands(size=4), {}, "head size must be a multiple of 8 from 8 to 256, got 4"),
     "head size 264": (operands(size=264), {}, "head size must be a multiple of 8 from 8 to 256, got 264"),
@@ -256,6 +277,37 @@ def test_the_limits_themselves_are_served():
     for size, value_size in ((8, 8), (256, 256), (8, 256)):
         given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
         kernels.assert_ran(explain(lambda given: attend(**given, scale=1e-3), given, platform="cuda"), "mosaic")
+    given = operands((1,), 1, 1, 1, 1, 128, 128, dtype="float32")
+    kernels.assert_ran(explain(lambda given: attend(**given), given, platform="cuda"), "mosaic")
+
+
+ALGORITHM = lax.DotAlgorithm(np.float32, np.float32, np.float32)
+PRECISE = ["highest", "float32", lax.Precision.HIGHEST, ("high", "highest"), "F32_F32_F32", "BF16_BF16_F32_X6", ALGORITHM]
+PRECISE += [lax.DotAlgorithmPreset.F64_F64_F64, lax.DotAlgorithmPreset.TF32_TF32_F32_X3]
+NOT_PRECISE = [None, "default", "high", "bfloat16", "tensorfloat32", lax.Precision.HIGH, ("high", "default")]
+NOT_PRECISE += ["BF16_BF16_F32_X3", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT]
+
+
+@pytest.mark.parametrize("precision", [*PRECISE, *NOT_PRECISE], ids=str)
+def test_precision_says_whether_float32_has_a_kernel(precision):
+    for dtype, expected in (("float32", "xla" if precision in PRECISE else "mosaic"), ("bfloat16", "mosaic")):
+        found = explain(lambda given: attend(**given, precision=precision), operands(dtype=dtype), platform="cuda")
+        kernels.assert_ran(found, expected)
+
+
+def test_the_default_precision_is_that_of_the_context():
+    given = operands(dtype="float32")
+    f = jax.jit(lambda given: attend(**given))
+
+    def names():
+        return kernels.kernel_names(f.trace(given).lower(lowering_platforms=("cuda",)).as_text())
+
+    for _ in range(2):  # also where it is cached
+        assert names() == [NAME]
+        with jax.default_matmul_precision("highest"):
+            assert names() == []
+        with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+            assert names() == [NAME]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -385,8 +385,8 @@ def test_calls_of_attention_with_fewer_queries(options):
 
 
 def test_peers_of_attention():
-    def names(name):
-        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention forward bfloat16 {name}"].contenders))
+    def names(name, dtype="bfloat16"):
+        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention forward {dtype} {name}"].contenders))
 
     assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "tokamax", "torch"]
     assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "tokamax", "torch"]
@@ -394,6 +394,7 @@ def test_peers_of_attention():
     assert names("4x4096x16x128 mask=1x1xTxS") == [OURS, "cudnn"]
     assert names("1x16384x16x128 causal=1 documents=12") == [OURS]
     assert names("4x4096x16x128 sinks=1") == [OURS]
+    assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn"]
 
 
 def test_operands_of_the_attention_of_pallas():

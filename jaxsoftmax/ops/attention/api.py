@@ -41,6 +41,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
 ) -> jax.Array: ...
 
@@ -66,6 +67,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -90,12 +92,13 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, `softmax(scale * query key^T + bias) value` for each head, without the T x S matrix in memory.
 
-    Arithmetic is float32 inside, or float64 where the operands are. It may be differentiated, any number of times and in both
-    modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
+    Arithmetic is float32 inside, up to `precision`, or float64 where the operands are. It may be differentiated, any number of
+    times and in both modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
     rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
@@ -123,6 +126,10 @@ def dot_product_attention(
       deterministic: whether there is no dropout after all.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them.
+      precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. With
+        `"highest"` or `"float32"`, and with algorithms that have more than three bfloat16 products, they are those of float32.
+        With all else, the default too, `mosaic` makes three bfloat16 products of each. They err by up to 2^-15 of the sum of
+        their absolute terms (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10), and infinite operands give NaN.
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
@@ -131,7 +138,7 @@ def dot_product_attention(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
-      ValueError: an argument has a shape or a value that does not fit; no such `implementation`.
+      ValueError: an argument has a shape or a value that does not fit; no such `implementation` or `precision`.
       NotImplementedError: `implementation` cannot run this call; with the reason.
 
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -166,6 +173,7 @@ def dot_product_attention(
         window=window,
         soft_cap=_soft_cap(logits_soft_cap, query.dtype),
         dropout_rate=0.0 if seeds is None else rate,
+        precision=_precision(precision),
         implementation=implementation,
     )
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
@@ -325,6 +333,39 @@ def _dropout_rate(value):
     if not 0 <= rate < 1:
         raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
     return rate
+
+
+_MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
+    lax.Precision.HIGHEST,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    lax.DotAlgorithmPreset.F32_F32_F32,
+    lax.DotAlgorithmPreset.F64_F64_F64,
+}
+
+
+def _precision(value: Any) -> Literal["high", "highest"]:
+    """Whether float32 products must be those of float32, or may be made of three bfloat16 products."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision
+    if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
+        return "highest"
+    both = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+    return "highest" if any(_one_precision(one) in _MORE_THAN_THREE_PRODUCTS for one in both) else "high"
+
+
+def _one_precision(value):
+    if value is None or isinstance(value, lax.Precision | lax.DotAlgorithmPreset):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{_NAME}: precision must be None, a string or one of jax.lax's, got {value!r}")
+    if value in lax.DotAlgorithmPreset.__members__:
+        return lax.DotAlgorithmPreset[value]
+    try:
+        return lax.Precision(value)
+    except ValueError:
+        raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {value!r}") from None
 
 
 def _flag(name, value):

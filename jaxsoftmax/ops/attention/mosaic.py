@@ -1,14 +1,17 @@
 """Attention on Hopper, forward: a block of queries keeps the state of its rows and pushes the keys block by block.
 
-A block of threads is one warpgroup that copies and two or three that compute, each for 64 queries. It works through tiles
-(a block of queries of one head) in an order by which keys and values stay in the L2 cache and all blocks end at about the
+A block of threads is one warpgroup that copies, or two, and two or three that compute, each for 64 queries. It works through
+tiles (a block of queries of one head) in an order by which keys and values stay in the L2 cache and all blocks end at about the
 same time: that of a table, or, where operands decide how long a tile takes, one after another as blocks come free. Keys and
 values come by bulk copies into a ring in shared memory. The scores of a key block are in registers, and so are its weights,
-from where the second product takes them: it runs while the scores of the next key block are computed. Warpgroups take turns
-at the tensor cores, so that one multiplies while another exponentiates. Key blocks that no query of a tile sees are not
-visited, and those that all see are not masked.
+from where the second product takes them: it runs while the scores of the next key block are computed. Warpgroups take turns at
+the tensor cores, so that one multiplies while another exponentiates. Key blocks that no query of a tile sees are not visited,
+and those that all see are not masked.
 
 For each tile Q is read and O written once, and K and V are read from the cache: `4 * T * S * H` operations a head.
+
+A float32 operand is split into the sum of two of bfloat16, and a product is three of theirs: all but that of the low terms.
+Who copies splits them, by way of registers; the output goes from registers to global memory.
 
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 """
@@ -25,21 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jaxsoftmax import hopper, online
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.xla import OPERANDS, RANKS
 
-DTYPES = ("float16", "bfloat16")
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
+DTYPES = tuple(MAX_HEAD_SIZE)
 ROWS = 64  # of a warpgroup
 _SWIZZLED = 64  # 16-bit elements of 128 bytes
 
 _LOG2E = math.log2(math.e)
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
 # are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
-_SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13)}
+_SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)}
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)
 
@@ -55,6 +59,8 @@ class Config:
       own_output: whether the output has shared memory of its own; else it has that of the queries, which are as large then.
       registers: of a thread of the warpgroup that copies, and of those that compute.
       turns: whether the warpgroups take turns at the tensor cores.
+      split: whether operands are float32, of each of which there are two terms; the output needs no shared memory then.
+      copiers: warpgroups that copy: one, or one for queries and keys and one for values.
     """
 
     warpgroups: int
@@ -63,11 +69,22 @@ class Config:
     own_output: bool = True
     registers: tuple[int, int] = (24, 240)
     turns: bool = True
+    split: bool = False
+    copiers: int = 1
 
 
-def config_for(head_size: int, value_size: int, window: tuple[int | None, int | None] = (None, None)) -> Config:
-    """The configuration for head sizes and a window, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
+def config_for(
+    head_size: int,
+    value_size: int,
+    window: tuple[int | None, int | None] = (None, None),
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Config:
+    """The configuration for a call, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
     sizes = _up(head_size, _SWIZZLED), _up(value_size, _SWIZZLED)
+    if jnp.dtype(dtype) == jnp.float32:
+        if max(sizes) <= 64:
+            return Config(3, 64, 3, registers=(72, 144), turns=False, split=True)
+        return Config(2, 64, 2, registers=(96, 160), turns=False, split=True, copiers=2)
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return Config(2, 64, 2, turns=False)
     if max(sizes) <= 64:
@@ -77,7 +94,7 @@ def config_for(head_size: int, value_size: int, window: tuple[int | None, int | 
     return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, turns=False)
 
 
-def unsupported(primitive, target, *avals, scale, **params) -> str | None:
+def unsupported(primitive, target, *avals, scale, precision, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if primitive != "attention":
         return "there is no kernel for derivatives yet"
@@ -87,14 +104,17 @@ def unsupported(primitive, target, *avals, scale, **params) -> str | None:
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {query.dtype.name}"
+    if query.dtype == jnp.float32 and precision == "highest":
+        return "float32 products are sums of three of bfloat16, and precision asks for more"
+    most = MAX_HEAD_SIZE[query.dtype.name]
     for name, size in (("head", query.shape[-1]), ("value", value.shape[-1])):
-        if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
-            return f"{name} size must be a multiple of 8 from 8 to {MAX_HEAD_SIZE}, got {size}"
+        if size % 8 or not 8 <= size <= most:
+            return f"{name} size must be a multiple of 8 from 8 to {most}, got {size} in {query.dtype.name}"
     if 0 in query.shape or 0 in key.shape:
         return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
     for name in {"bias", "sinks"} & given.keys():
-        if given[name].dtype.name not in (*DTYPES, "float32"):
-            return f"{name} must be of dtype {', '.join(DTYPES)} or float32, got {given[name].dtype.name}"
+        if given[name].dtype.name not in DTYPES:
+            return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
     for name in {"query_segments", "key_segments"} & given.keys():
         if given[name].dtype.itemsize > 4:
             return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
@@ -124,10 +144,12 @@ def attention(
     window,
     soft_cap,
     dropout_rate,
+    precision="high",
     config=None,
 ):
     """Attention as in `xla.attention`: `[out, lse]`."""
-    config = config or config_for(query.shape[-1], value.shape[-1], window)
+    del precision  # which `unsupported` has looked at
+    config = config or config_for(query.shape[-1], value.shape[-1], window, query.dtype)
     given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
     given |= {"query_segments": query_segments, "key_segments": key_segments, "seeds": seeds if dropout_rate else None}
     given = {name: operand for name, operand in given.items() if operand is not None}
@@ -225,6 +247,8 @@ class _Problem:
     @property
     def is_ragged(self) -> bool:
         """Whether lengths or head sizes are no multiples of a tile's, which is what bulk copies of several tiles move."""
+        if self.config.split:  # there are none
+            return False
         lengths, sizes = (self.query[0], self.key[0]), (self.query[2], self.value_size)
         return any(length % 8 for length in lengths) or any(size % _SWIZZLED for size in sizes)
 
@@ -233,6 +257,11 @@ class _Problem:
         """In how many slabs of columns queries and keys, and values and the output, are in shared memory."""
         head, value = (size // _SWIZZLED if self.is_ragged else 1 for size in self.sizes)
         return head, value
+
+    @property
+    def value_products(self) -> int:
+        """How many products make up that of weights and values."""
+        return 3 if self.config.split else self.parts[1]
 
     def key_blocks(self, first: int, last: int) -> tuple[int, int]:
         """From and to which key block the window lets queries `first` to `last` see, at least one."""
@@ -262,7 +291,8 @@ class _Problem:
         if len(set(costs)) == 1:
             return 1
         keys, key_heads, size = self.key
-        bytes_of_head = max(1, 2 * keys * (size + self.value_size) * key_heads // self.query[1])
+        itemsize = 4 if self.config.split else 2
+        bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
         return min(8, 1 << max(1, _L2 // bytes_of_head).bit_length() - 1)
 
     def ranges(self, query_segments, key_segments) -> jax.Array:
@@ -295,6 +325,10 @@ class _Problem:
         arrays = [a.reshape(-1, *a.shape[a.ndim - t :]) for a, t in zip(arrays, trailing, strict=True)]
         sizes = {name: array.shape[1:3] for name, array in zip(names, arrays[3:], strict=True)}  # heads and rows
         arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
+        out_shape = math.prod(self.batch), length, heads, self.value_size
+        if self.config.split:
+            arrays[:3] = [a.reshape(-1, a.shape[-2] * a.shape[-1]) for a in arrays[:3]]
+            out_shape = out_shape[0] * length, heads * self.value_size
         # How long a tile takes may depend on operands: then blocks of threads take one after another.
         facts = sum({"query_lengths": 1, "key_lengths": 1, "ranges": 4}.get(name, 0) for name in names)
         if tiles <= _MAX_SCHEDULED:
@@ -306,12 +340,12 @@ class _Problem:
         out, lse = plgpu.kernel(
             functools.partial(_kernel, self, names, sizes, at, facts > 0, blocks, tiles),
             out_type=[
-                jax.ShapeDtypeStruct((math.prod(self.batch), length, heads, self.value_size), query.dtype),
+                jax.ShapeDtypeStruct(out_shape, query.dtype),
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
             ],
             grid=(blocks,),
             grid_names=("block",),
-            num_threads=self.config.warpgroups + 1,
+            num_threads=self.config.warpgroups + self.config.copiers,
             thread_name="warpgroup",
             scratch_types=self._scratch(query.dtype, facts),
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -329,6 +363,8 @@ class _Problem:
         tiling, swizzle = plgpu.TilingTransform((8, _SWIZZLED)), plgpu.SwizzleTransform(128)
 
         def memory(slots, rows, size, parts):
+            if config.split:
+                return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, swizzle))
             if not self.is_ragged:
                 return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
             # A slab of 64 columns has the same bytes with tiles and without, and without them bulk copies clip it anywhere.
@@ -336,11 +372,12 @@ class _Problem:
             return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=t) for t in ((swizzle,), (tiling, swizzle))))
 
         own: dict[str, Any] = {}
+        others = config.warpgroups + config.copiers - 1
         if facts:
             own |= {"ticket": plgpu.SMEM((_SLOTS,), jnp.int32), "ticket_full": plgpu.Barrier()}
             own |= {"tile": plgpu.SMEM((_SLOTS, 1 + facts), jnp.int32), "tile_full": plgpu.Barrier(num_barriers=_SLOTS)}
-            own |= {"tile_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=_SLOTS)}
-        if config.own_output:
+            own |= {"tile_empty": plgpu.Barrier(num_arrivals=others, num_barriers=_SLOTS)}
+        if config.own_output and not config.split:
             own |= {"o": memory(config.warpgroups, ROWS, value_size, value_parts)}
         everyone = {"num_arrivals": config.warpgroups, "num_barriers": config.stages}
         return own | {
@@ -440,7 +477,7 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
         say(taken, [jnp.int32(-1)])
 
     def each_tile_told(work):
-        """The same for those that compute."""
+        """The same for the others."""
 
         def hear(i):
             slot = lax.rem(i, jnp.int32(_SLOTS))
@@ -460,10 +497,13 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
 
     less, more = problem.config.registers
 
-    @pl.when(warpgroup == problem.config.warpgroups)
-    def _():
-        plgpu.set_max_registers(less, action="decrease")
-        (each_tile_taken if taken else each_tile)(tile.copy_in)
+    for i, letters in enumerate(("kqv",) if problem.config.copiers == 1 else ("kq", "v")):
+
+        @pl.when(warpgroup == problem.config.warpgroups + i)
+        def _(i=i, letters=letters):
+            plgpu.set_max_registers(less, action="decrease")
+            each = each_tile if not taken else each_tile_told if i else each_tile_taken
+            each(functools.partial(tile.copy_in, letters))
 
     @pl.when(warpgroup < problem.config.warpgroups)
     def _():
@@ -581,7 +621,9 @@ class _Tile:
             copy(pl.ds(part * _SWIZZLED, _SWIZZLED), copied.at[slot, part])
 
     def _parts(self, letter, slot):
-        """The parts of a slot as the tensor cores take them."""
+        """The parts of a slot as the tensor cores take them, or the terms of what is split."""
+        if self.config.split:
+            return [self.memory[letter].at[slot, term] for term in range(2)]
         if not self.problem.is_ragged:
             return [self.memory[letter].at[slot]]
         _, tiled = self.memory[letter]
@@ -592,39 +634,63 @@ class _Tile:
 
     # The warpgroup that copies.
 
-    def copy_in(self, place, steps):
-        """Copies what a tile needs, the last key block first; gives how many steps there have been."""
+    def copy_in(self, letters, place, steps):
+        """Copies what a tile needs of these, the last key block first; gives how many steps there have been."""
         b, head, block = place.b, place.head, place.block
         low, high = self._key_blocks(place)
         problem, memory = self.problem, self.memory
         key_head = lax.div(head, jnp.int32(problem.query[1] // problem.key[1]))
         size, count = self.config.block_kv, high - low
 
-        def copy(name, rows, head, letter, slot):
+        def copy(name, first, rows, head, letter, slot):
+            empty, full = (memory[f"{letter}_{state}"].at[slot] for state in ("empty", "full"))
+            if self.config.split:
+                pieces = self._load(name, b, first, rows, head)  # which takes long, so before the wait
+                plgpu.barrier_wait(empty)
+                for i, piece in enumerate(pieces):
+                    for part, term in zip(self._parts(letter, slot), _split(piece), strict=True):
+                        part[i * ROWS : (i + 1) * ROWS] = term
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full)
+                return
+            plgpu.barrier_wait(empty)
+
             def copy_part(cols, part):
-                plgpu.copy_gmem_to_smem(self._at(name, b).at[rows, head, cols], part, memory[f"{letter}_full"].at[slot])
+                plgpu.copy_gmem_to_smem(self._at(name, b).at[pl.ds(first, rows), head, cols], part, full)
 
             self._copy_parts(letter, slot, copy_part)
 
         def copy_block(name, letter, i):
             stage = self._stage(steps + i)
-            plgpu.barrier_wait(memory[f"{letter}_empty"].at[stage])
-            rows = pl.ds((high - 1 - i) * size, size)
-            copy(name, rows, key_head, letter, stage)
+            copy(name, (high - 1 - i) * size, size, key_head, letter, stage)
 
-        copy_block("key", "k", 0)
-        for warpgroup in range(self.config.warpgroups):
-            plgpu.barrier_wait(memory["q_empty"].at[warpgroup])
-            rows = pl.ds(block * problem.block_q + warpgroup * ROWS, ROWS)
-            copy("query", rows, head, "q", warpgroup)
+        if "k" in letters:
+            copy_block("key", "k", 0)
+        if "q" in letters:
+            for warpgroup in range(self.config.warpgroups):
+                copy("query", block * problem.block_q + warpgroup * ROWS, ROWS, head, "q", warpgroup)
 
         @pl.loop(1, count)
         def _(i):
-            copy_block("key", "k", i)
-            copy_block("value", "v", i - 1)
+            if "k" in letters:
+                copy_block("key", "k", i)
+            if "v" in letters:
+                copy_block("value", "v", i - 1)
 
-        copy_block("value", "v", count - 1)
+        if "v" in letters:
+            copy_block("value", "v", count - 1)
         return steps + count
+
+    def _load(self, name, b, first, rows, head):
+        """Rows of a float32 operand in registers, by as many as a warpgroup holds of a product; 0 beyond the ends."""
+        ref, index = self.operands[name]
+        length, heads, _ = self.problem.query if name == "query" else self.problem.key
+        size = ref.shape[1] // heads
+        shape = ROWS, _up(size, _SWIZZLED)
+        return [
+            hopper.load_product(ref, index(b) * length + start, head * size, (length - start, size), shape, varies=(True, True))
+            for start in (first + i for i in range(0, rows, ROWS))
+        ]
 
     # Those that compute.
 
@@ -661,13 +727,27 @@ class _Tile:
         scores = _Scores(self, place, first)
 
         def multiply_keys(s_acc, step):
-            for q, k in zip(self._parts("q", warpgroup), self._parts("k", self._stage(step)), strict=True):
+            pairs = _pairs_of_terms if config.split else functools.partial(zip, strict=True)
+            for q, k in pairs(self._parts("q", warpgroup), self._parts("k", self._stage(step))):
                 plgpu.wgmma(s_acc, q, k.T)
 
         def multiply_values(o_acc, weights, step):
             plgpu.barrier_wait(memory["v_full"].at[self._stage(step)])
-            for i, v in enumerate(self._parts("v", self._stage(step))):
+            values = self._parts("v", self._stage(step))
+            if config.split:
+                for term, v in _pairs_of_terms(weights, values):
+                    plgpu.wgmma(o_acc, term, v)
+                return
+            for i, v in enumerate(values):
                 plgpu.wgmma(o_acc.at[:, i * v.shape[1] : (i + 1) * v.shape[1]], weights, v)
+
+        def kept(weights, block):
+            """The weights that dropout keeps, split already: that is work, which overlaps with a product."""
+            weights = scores.kept(weights, block)
+            return _split(weights) if config.split else weights
+
+        def rounded(weights):
+            return weights if config.split else weights.astype(self.out_ref.dtype)
 
         def wait_for_keys(step):
             plgpu.barrier_wait(memory["k_full"].at[self._stage(step)])
@@ -710,22 +790,22 @@ class _Tile:
                     multiply_values(o_acc, weights, steps + i - 1)
                     self._pass_turn(warpgroup)
                     bits = scores.bits(high - 1 - i)
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=problem.parts[1]), bits
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=problem.value_products), bits
 
                 s, bits = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
                 plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps + i)])
                 s = scores.of(s, bits, high - 1 - i, banded=banded)
                 state, factor, weights = scores.push(State(m, d), s)
-                weights = scores.kept(weights, high - 1 - i)
+                weights = kept(weights, high - 1 - i)
                 (m, d, _), factor, weights = lax.optimization_barrier((state, factor, weights))
                 # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
                 pl.when(i + 1 < count)(lambda: wait_for_keys(steps + i + 1))
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(memory["v_empty"].at[self._stage(steps + i - 1)])
                 o_acc[...] = hopper.scale_rows(o, factor)
-                return m, d, weights.astype(self.out_ref.dtype)
+                return m, d, rounded(weights)
 
-            weights = scores.kept(weights, high - 1).astype(self.out_ref.dtype)
+            weights = rounded(kept(weights, high - 1))
             carry = (state.m, state.d, weights)
             for banded, start, stop in scores.spans(*self._seen_whole(place, first, ROWS), low, high):
                 carry = lax.fori_loop(start, stop, functools.partial(step, banded), carry)
@@ -743,10 +823,23 @@ class _Tile:
         return end
 
     def _store(self, warpgroup, b, head, first, scores, state):
-        """Stores the output, by way of shared memory, and the log-sum-exp of a warpgroup's rows."""
+        """Stores the output, that of 16 bits by way of shared memory, and the log-sum-exp of a warpgroup's rows."""
         length, heads, _ = self.problem.query
         reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.problem.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
+        if self.config.split:
+            size = self.problem.value_size
+            hopper.store_product(self.out_ref, b * length + first, head * size, (length - first, size), o)
+        else:
+            self._copy_out(warpgroup, b, head, first, o)
+        lse = scores.unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
+        row = (b * heads + head) * length + first
+        hopper.store_product_rows(self.lse_ref, row, length - first, lse)
+        if not self.config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.memory["q_empty"].at[warpgroup])
+
+    def _copy_out(self, warpgroup, b, head, first, o):
         letter, rows = "o" if self.config.own_output else "q", pl.ds(first, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, part in enumerate(self._parts(letter, warpgroup)):
@@ -755,12 +848,17 @@ class _Tile:
         self._copy_parts(
             letter, warpgroup, lambda cols, part: plgpu.copy_smem_to_gmem(part, self.out_ref.at[b, rows, head, cols])
         )
-        lse = scores.unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
-        row = (b * heads + head) * length + first
-        hopper.store_product_rows(self.lse_ref, row, length - first, lse)
-        if not self.config.own_output:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.memory["q_empty"].at[warpgroup])
+
+
+def _split(array):
+    """The two terms of a float32 array, in bfloat16: what it is rounded to, and what is missing then."""
+    high = array.astype(jnp.bfloat16)
+    return high, (array - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _pairs_of_terms(left, right):
+    """Which terms are multiplied, the smallest products first: that of both low terms is left out."""
+    return zip((left[1], left[0], left[0]), (right[0], right[1], right[0]), strict=True)
 
 
 class _Scores:

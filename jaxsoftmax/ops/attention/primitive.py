@@ -8,7 +8,7 @@ two linear maps, in anything but the (co)tangents, are those of the reference.
 Operands are in the order `xla.OPERANDS`, with shapes as in `xla`. All have the same number of batch axes in front, each of
 size 1 where an operand does not vary along it. Any of the tangents may be None, for zero, and so may one of the cotangents. The
 parameter `wanted` of `attention_vjp` says which cotangents it returns. Parameters of all are `scale`, `window`, `soft_cap`,
-`dropout_rate` and `implementation`.
+`dropout_rate`, `precision` and `implementation`.
 """
 
 import functools
