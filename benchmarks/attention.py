@@ -308,7 +308,8 @@ def _none_fewer(inputs, output):
 def _contenders(call: Call):
     yield Contender(OURS, lambda: lambda q, k, v, *extras: jaxsoftmax.dot_product_attention(q, k, v, **call.arguments(*extras)))
     if call.dtype == "float32":  # the others have none
-        yield Contender("jax.nn", lambda: _of_jax_nn(call, "xla"))
+        yield Contender("jax.nn", lambda: _of_jax_nn(call, "xla"))  # in TF32
+        yield Contender("jax.nn highest", lambda: jax.default_matmul_precision("highest")(_of_jax_nn(call, "xla")))
         return
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
         yield Contender("cudnn", lambda: _of_jax_nn(call, "cudnn"))

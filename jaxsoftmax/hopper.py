@@ -102,19 +102,21 @@ def _turn(kind: str, barrier) -> None:
     turn(jnp.int32(barrier))
 
 
-def take_ticket(counter, ref, index) -> None:
-    """Adds 1 to the first entry of `counter`, in global memory; what it was is then in `ref[index]`, in shared memory.
+def take_ticket(counter) -> jax.Array:
+    """Adds 1 to the first entry of `counter`, int32 in global memory, by the first thread of the warpgroup.
 
-    One thread of the warpgroup does it: others may read it behind a barrier that this one has arrived at.
+    Returns:
+      What the entry was, in that thread alone; others hold 0. `store_scalars` tells them.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT))
-    def take(_, counter, ref, index):
-        ptx = "{ .reg .u32 ticket; atom.global.add.u32 ticket, [$0], 1; st.shared.u32 [$1], ticket; }"
-        with utils.when(_is_first_thread()):
-            utils.inline_ptx(ptx, _address(counter), _shared_address(ref, index, 1), has_side_effects=True)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SPLAT))
+    def take(_, counter):
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
+        ticket = utils.inline_ptx(ptx, _address(counter), _thread(), result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
 
-    take(counter, ref, jnp.int32(index))
+    return take(counter)
 
 
 def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
@@ -123,15 +125,16 @@ def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, *(_SPLAT,) * len(values)))
     def store(_, ref, index, *values):
         address = _shared_address(ref, index, ref.type.shape[1])
-        with utils.when(_is_first_thread()):
+        with utils.when(_compare("eq", _thread(), constant(0))):
             for k, value in enumerate(values):
                 utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value.registers.item(), has_side_effects=True)
 
     store(ref, jnp.int32(index), *values)
 
 
-def _is_first_thread():
-    return _compare("eq", arith.remui(utils.thread_idx(), constant(WARPS * WARP)), constant(0))
+def _thread():
+    """The index of a thread in its warpgroup."""
+    return arith.remui(utils.thread_idx(), constant(WARPS * WARP))
 
 
 def _shared_address(ref, index, words: int):
@@ -518,7 +521,7 @@ def _product_pairs(ref, scalars, count, itemsize, varies=(True, True)):
 
 
 def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
-    """A tile of a mask as bits: for each 32 columns a uint32 of each row, 0 beyond the limits.
+    """A tile of a mask as bits: for each 32 columns a uint32 of each row, 0 beyond the limits of what varies.
 
     The four threads that hold the same rows share the work: each loads some of the words in vectors as long as `ref` allows.
 
@@ -539,41 +542,19 @@ def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: 
         first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
         own_row, own_col = _product_position()
         member = arith.divui(own_col, constant(2))  # of the four
-        step = math.gcd(ref.type.shape[1], 16) if varies[1] else 1
 
         def load_word(place):
             """The word `place`, an int32 MLIR value below `2 * count`: first those of the row, then of the one 8 below."""
             here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
             inside = _compare("slt", here, rows)
             entry = arith.muli(_i64(arith.addi(first_row, here) if varies[0] else first_row), _i64(ref.type.shape[1]))
+            address = arith.addi(_address(ref), entry)
             if not varies[1]:
-                value = _load(
-                    arith.addi(_address(ref), entry),
-                    0,
-                    inside,
-                    ir.VectorType.get((1,), ir.IntegerType.get_signless(8)),
-                    0,
-                    None,
-                )
+                value = _load(address, 0, inside, ir.VectorType.get((1,), ir.IntegerType.get_signless(8)), 0, None)
                 return arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))
             start = arith.muli(arith.remui(place, constant(count)), constant(32))
-            address = arith.addi(_address(ref), arith.addi(entry, _i64(arith.addi(first_col, start))))
-            left = arith.subi(cols, start)
-            register = ir.VectorType.get((step,), ir.IntegerType.get_signless(8))
-            groups = [constant(0)] * 4  # of 8 bits
-            for offset in range(0, 32, step):
-                own = _both(inside, _compare("sgt", left, constant(offset)))
-                loaded = _load(address, offset, own, _words(register), 0, None)
-                for k in range(loaded.type.shape[0]):
-                    group, first = divmod(offset + 4 * k, 8)
-                    places = [1 << (first + e) for e in range(min(step, 4))]
-                    weights = constant(int.from_bytes([*places, *[0] * (4 - len(places))], "little", signed=True))
-                    word = llvm.extractelement(loaded, constant(k))
-                    word = word if word.type == i32 else arith.extui(i32, word)
-                    groups[group] = utils.inline_ptx(
-                        "dp4a.u32.u32 $0, $1, $2, $3;", word, weights, groups[group], result_types=i32
-                    )
-            return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
+            address = arith.addi(address, _i64(arith.addi(first_col, start)))
+            return _load_bits(address, inside, arith.subi(cols, start), math.gcd(ref.type.shape[1], 16))
 
         own = [load_word(arith.addi(member, constant(4 * k))) for k in range(count // 2)]
         base = arith.subi(arith.remui(utils.thread_idx(), constant(WARP)), member)
@@ -589,6 +570,25 @@ def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: 
         return [_array([wide[word], wide[count + word]], layout, shape[:1], False) for word in range(count)]
 
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def _load_bits(address, inside, limit, step):
+    """32 bytes that are 0 or 1 as the bits of a word, from the lowest on, by vectors of `step`; 0 from `limit` on."""
+    i32 = ir.IntegerType.get_signless(32)
+    vector_of = ir.VectorType.get((step,), ir.IntegerType.get_signless(8))
+    groups = [constant(0)] * 4  # of 8 bits
+    for offset in range(0, 32, step):
+        own = _both(inside, _compare("sgt", limit, constant(offset)))
+        loaded = _load(address, offset, own, _words(vector_of), 0, None)
+        for k in range(loaded.type.shape[0]):
+            group, first = divmod(offset + 4 * k, 8)
+            places = [1 << (first + e) for e in range(min(step, 4))]
+            weights = constant(int.from_bytes([*places, *[0] * (4 - len(places))], "little", signed=True))
+            word = llvm.extractelement(loaded, constant(k))
+            word = word if word.type == i32 else arith.extui(i32, word)
+            ptx = "dp4a.u32.u32 $0, $1, $2, $3;"
+            groups[group] = utils.inline_ptx(ptx, word, weights, groups[group], result_types=i32)
+    return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
 
 
 def select_bits(scores: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
@@ -667,8 +667,7 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
 
 def _product_position():
     """The row and column of a thread's first element."""
-    thread = arith.remui(utils.thread_idx(), constant(WARPS * WARP))
-    warp, lane = arith.divui(thread, constant(WARP)), arith.remui(thread, constant(WARP))
+    warp, lane = arith.divui(_thread(), constant(WARP)), arith.remui(_thread(), constant(WARP))
     row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
     return row, arith.muli(arith.remui(lane, constant(4)), constant(2))
 

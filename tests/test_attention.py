@@ -282,6 +282,12 @@ def test_values_and_cotangents_of_every_feature(implementation, forced, feature)
     check_cotangents(forced, given, options)
 
 
+@pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)", "dropout, causal"])
+@pytest.mark.parametrize(("implementation", "dtype"), NATIVE_FLOAT32)
+def test_values_and_cotangents_of_float32_kernels(implementation, forced, feature, dtype):
+    check_cotangents(forced, *FEATURES[feature](dtype))
+
+
 @QUICKLY
 @pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)"])
 @EVERY_16_BITS
@@ -395,11 +401,11 @@ def ids(length, seed, kind, count=5):
     return found + (100 * seed if kind == "apart" else 0)
 
 
-def segmented(kind, length=300, keys=401, **options):
+def segmented(kind, length=300, keys=401, size=64, **options):
     def make():
         return {"query_segment_ids": ids(length, 0, kind), "key_value_segment_ids": ids(keys, 1, kind)}
 
-    return case({"length": length, "keys": keys, "size": 64}, make, **options)
+    return case({"length": length, "keys": keys, "size": size}, make, **options)
 
 
 def everything_at_once():
@@ -468,6 +474,11 @@ IN_SHAPES = {
     "lengths of keys": case(WIDE, lengths_of(None, [129, 0]), local_window_size=(40, 40)),
     **{f"segments {kind}": segmented(kind) for kind in ("sorted", "shuffled", "apart")},
     "segments, causal": segmented("sorted", 400, 400, is_causal=True),
+    **{f"segments, size {size}": segmented("sorted", size=size) for size in (128, 256)},
+    **{
+        f"lengths, size {size}": case(WIDE | {"batch": (4,), "size": size}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128]))
+        for size in (128, 256)
+    },
     "segments, window": segmented("shuffled", local_window_size=(70, 90)),
     "soft cap": case(WIDE, logits_soft_cap=2.0),
     "soft cap, causal": case(WIDE | {"size": 128}, logits_soft_cap=30.0, is_causal=True),
@@ -481,6 +492,12 @@ IN_SHAPES = {
     "bias of the least number": case(WIDE, lambda: {"bias": least_number(), "mask": random((1, 500))}),
     "bias of the least number of 16 bits": case(WIDE, lambda: {"bias": least_number("bfloat16")}, logits_soft_cap=5.0),
     **{f"one key ahead by {gap}": ahead(gap) for gap in (9, 13, 17, 20)},
+    **{  # 16 and 2 elements of a mask at a time
+        f"mask of {keys} keys, size {size}": case(
+            {"length": 130, "keys": keys, "size": size}, lambda keys=keys: {"mask": random((2, 4, 130, keys))}
+        )
+        for keys, size in ((208, 64), (202, 64), (208, 256), (202, 128))
+    },
     "nothing to see": case({"length": 130, "keys": 200, "size": 64}, lambda: {"mask": EMPTY}),
     "sinks alone everywhere": case(
         {"length": 130, "keys": 200, "size": 64}, lambda: {"mask": EMPTY, "sinks": random((4,), "bias")}
@@ -515,7 +532,25 @@ def test_native_tiles_without_a_table(kind, monkeypatch):
     if why := kernels.missing(9):
         pytest.skip(why)
     monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 0)
+    monkeypatch.setattr(mosaic, "_sms", lambda: 3)
     check_in_shape("mosaic", kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["segments, size 128", "lengths, size 128"])
+def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch):
+    if why := kernels.missing(9):
+        pytest.skip(why)
+    given, options = IN_SHAPES[kind](dtype)
+    moving, fixed = split(given)
+    results = []
+    for blocks in (1, 3, 5, 132):
+        monkeypatch.setattr(mosaic, "_sms", lambda blocks=blocks: blocks)
+        results += [jax.jit(function(options, fixed, "mosaic"))(moving) for _ in range(2)]
+    for result in results[1:]:
+        for one, other in zip(results[0], result, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def check_in_shape(name, kind, dtype=None):
@@ -531,11 +566,14 @@ def check_in_shape(name, kind, dtype=None):
 EACH_KIND = ["65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 128 and 256", "sizes 256 and 256", "groups of 3"]
 EACH_KIND += ["sizes 64 and 64, whole", "sizes 192 and 192, whole", "sizes 256 and 256, whole", "window (200, 300), size 128"]
 EACH_KIND += ["lengths, causal", "segments sorted", "segments shuffled", "soft cap", "sinks alone", "dropout", "everything"]
+EACH_KIND += ["segments, size 128", "segments, size 256", "lengths, size 128", "lengths, size 256"]
+EACH_KIND += ["mask of 208 keys, size 64", "mask of 202 keys, size 64", "mask of 208 keys, size 256"]
 EACH_KIND += ["nothing to see", "mask (2,4,130,200) bool", "mask (1,1,130,201) bool", "bias (2,4,130,201) bfloat16"]
 
 EACH_KIND_OF_FLOAT32 = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 64 and 128", "sizes 8 and 8"]
 EACH_KIND_OF_FLOAT32 += ["sizes 64 and 64, whole", "sizes 128 and 128, whole", "4097", "many tiles", "no batch axes"]
 EACH_KIND_OF_FLOAT32 += ["groups of 3", "segments shuffled", "soft cap, causal", "dropout, causal", "everything"]
+EACH_KIND_OF_FLOAT32 += ["segments, size 128", "lengths, size 128", "mask of 202 keys, size 128"]
 EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "nothing to see", "mask (2,4,130,201) bool"]
 
 
@@ -544,9 +582,10 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
     ("kind", "dtype"), [(kind, None) for kind in EACH_KIND] + [(kind, "float32") for kind in EACH_KIND_OF_FLOAT32]
 )
 @pytest.mark.parametrize("name", KERNELS)
-def test_one_of_each_kind(name, kind, dtype):
+def test_one_of_each_kind(name, kind, dtype, monkeypatch):
     if why := kernels.missing(9):
         pytest.skip(why)
+    monkeypatch.setattr(mosaic, "_sms", lambda: 3)  # so that each works through many tiles
     check_in_shape(name, kind, dtype)
 
 
@@ -1187,7 +1226,9 @@ BAD = {
     "precision": ({"precision": "exact"}, ValueError, ["precision", "jax.lax.dot", "'exact'"]),
     "one precision of two": ({"precision": ("high", "low")}, ValueError, ["precision", "jax.lax.dot", "'low'"]),
     "precision is a number": ({"precision": 2}, TypeError, ["precision", "string", "2"]),
-    "three precisions": ({"precision": ("high",) * 3}, TypeError, ["precision", "('high', 'high', 'high')"]),
+    "three precisions": ({"precision": ("high",) * 3}, ValueError, ["precision", "two", "('high', 'high', 'high')"]),
+    "no precisions": ({"precision": (None, None)}, ValueError, ["precision", "two", "(None, None)"]),
+    "precision and algorithm": ({"precision": ("F32_F32_F32", "high")}, ValueError, ["precision", "two", "F32_F32_F32"]),
 }
 
 

@@ -129,7 +129,8 @@ def dot_product_attention(
       precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. With
         `"highest"` or `"float32"`, and with algorithms that have more than three bfloat16 products, they are those of float32.
         With all else, the default too, `mosaic` makes three bfloat16 products of each. They err by up to 2^-15 of the sum of
-        their absolute terms (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10), and infinite operands give NaN.
+        their absolute terms (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10), and operands that are infinite, or beyond
+        bfloat16's largest number, 3.39e38, give NaN. Derivatives have float32 products, of the forward pass' log-sum-exp.
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
@@ -351,8 +352,11 @@ def _precision(value: Any) -> Literal["high", "highest"]:
         value = jax.config.jax_default_matmul_precision
     if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
         return "highest"
-    both = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
-    return "highest" if any(_one_precision(one) in _MORE_THAN_THREE_PRODUCTS for one in both) else "high"
+    several = isinstance(value, tuple | list)
+    found = [_one_precision(one) for one in (value if several else [value])]
+    if several and not (len(found) == 2 and all(isinstance(one, lax.Precision) for one in found)):
+        raise ValueError(f"{_NAME}: several precisions must be two of jax.lax.Precision, got {value!r}")
+    return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in found) else "high"
 
 
 def _one_precision(value):

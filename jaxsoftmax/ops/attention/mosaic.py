@@ -40,6 +40,7 @@ DTYPES = tuple(MAX_HEAD_SIZE)
 ROWS = 64  # of a warpgroup
 _SWIZZLED = 64  # 16-bit elements of 128 bytes
 
+_MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 _LOG2E = math.log2(math.e)
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
 # are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
@@ -110,8 +111,6 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
     for name, size in (("head", query.shape[-1]), ("value", value.shape[-1])):
         if size % 8 or not 8 <= size <= most:
             return f"{name} size must be a multiple of 8 from 8 to {most}, got {size} in {query.dtype.name}"
-    if 0 in query.shape or 0 in key.shape:
-        return f"there must be queries and keys, got shapes {query.shape} and {key.shape}"
     for name in {"bias", "sinks"} & given.keys():
         if given[name].dtype.name not in DTYPES:
             return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
@@ -120,8 +119,10 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
             return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
     batch = _batch(given)
     rows, keys = math.prod(batch) * query.shape[-2] * query.shape[-3], math.prod(batch) * key.shape[-3]
-    if max(rows, keys) >= 2**31:
-        return f"there must be less than 2^31 rows of scores, and keys, got {rows} and {keys}"
+    if not (rows and keys):
+        return f"there must be queries and keys, got shapes {query.shape} and {key.shape} in a batch of {batch}"
+    if max(rows, keys) >= _MAX_ROWS:
+        return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     return None
@@ -374,7 +375,7 @@ class _Problem:
         own: dict[str, Any] = {}
         others = config.warpgroups + config.copiers - 1
         if facts:
-            own |= {"ticket": plgpu.SMEM((_SLOTS,), jnp.int32), "ticket_full": plgpu.Barrier()}
+            own |= {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
             own |= {"tile": plgpu.SMEM((_SLOTS, 1 + facts), jnp.int32), "tile_full": plgpu.Barrier(num_barriers=_SLOTS)}
             own |= {"tile_empty": plgpu.Barrier(num_arrivals=others, num_barriers=_SLOTS)}
         if config.own_output and not config.split:
@@ -441,15 +442,15 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
     def each_tile(work):
         count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
-        def at(i):  # without a table the last block of queries first, which may see the most keys
+        def number_of(i):  # without a table the last block of queries first, which may see the most keys
             return tiles - 1 - block - i * blocks if table is None else table[block, i + 1]
 
         def one(i, carry):
             number, steps = carry
-            following = at(i + 1)  # long before it is needed
+            following = number_of(i + 1)  # long before it is needed
             return following, work(tile.place(number, []), steps)
 
-        lax.fori_loop(0, count, one, (at(0), jnp.int32(0)))
+        lax.fori_loop(0, count, one, (number_of(0), jnp.int32(0)))
 
     def each_tile_taken(work):
         """The same for the warpgroup that copies, which says what it takes: first one tile for each block, then the next."""
@@ -463,18 +464,19 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
 
         def one(carry):
             i, ticket, steps = carry
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            hopper.take_ticket(counter, memory["ticket"], slot)
-            plgpu.barrier_arrive(memory["ticket_full"])
             number = tiles - 1 - ticket if table is None else table[ticket]
             facts = tile.look_up(number)
             say(i, [number, *facts])
+            following = hopper.take_ticket(counter)  # long before it is needed, which is when it is stored
             steps = work(tile.place(number, facts), steps)
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            hopper.store_scalars(memory["ticket"], slot, [following])
+            plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return i + 1, memory["ticket"][slot] + blocks, steps
+            return i + 1, memory["ticket"][slot, 0] + blocks, steps
 
-        taken, *_ = lax.while_loop(lambda carry: carry[1] < tiles, one, (jnp.int32(0), block, jnp.int32(0)))
-        say(taken, [jnp.int32(-1)])
+        count, *_ = lax.while_loop(lambda carry: carry[1] < tiles, one, (jnp.int32(0), block, jnp.int32(0)))
+        say(count, [jnp.int32(-1)])
 
     def each_tile_told(work):
         """The same for the others."""
@@ -543,7 +545,7 @@ class _Tile:
     def config(self) -> Config:
         return self.problem.config
 
-    def _split(self, number):
+    def _coordinates(self, number):
         """Batch entry, head, and block of queries of a tile."""
         blocks, heads = jnp.int32(self.problem.blocks_q), jnp.int32(self.problem.query[1])
         pair = lax.div(number, blocks)
@@ -551,7 +553,7 @@ class _Tile:
 
     def look_up(self, number) -> list[Any]:
         """What operands say of a tile: its lengths and ranges, as far as there are any."""
-        b, _, block = self._split(number)
+        b, _, block = self._coordinates(number)
         found = []
         for name in ("query_lengths", "key_lengths", "ranges"):
             if name in self.operands:
@@ -561,7 +563,7 @@ class _Tile:
 
     def place(self, number, found) -> _Place:
         """The place of a tile, with what was looked up."""
-        b, head, block = self._split(number)
+        b, head, block = self._coordinates(number)
         found, lengths = list(found), []
         for name, size in (("query_lengths", self.problem.query[0]), ("key_lengths", self.problem.key[0])):
             lengths.append(jnp.minimum(jnp.int32(size), found.pop(0)) if name in self.operands else jnp.int32(size))
@@ -648,7 +650,7 @@ class _Tile:
                 pieces = self._load(name, b, first, rows, head)  # which takes long, so before the wait
                 plgpu.barrier_wait(empty)
                 for i, piece in enumerate(pieces):
-                    for part, term in zip(self._parts(letter, slot), _split(piece), strict=True):
+                    for part, term in zip(self._parts(letter, slot), _terms(piece), strict=True):
                         part[i * ROWS : (i + 1) * ROWS] = term
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full)
@@ -744,7 +746,7 @@ class _Tile:
         def kept(weights, block):
             """The weights that dropout keeps, split already: that is work, which overlaps with a product."""
             weights = scores.kept(weights, block)
-            return _split(weights) if config.split else weights
+            return _terms(weights) if config.split else weights
 
         def rounded(weights):
             return weights if config.split else weights.astype(self.out_ref.dtype)
@@ -850,7 +852,7 @@ class _Tile:
         )
 
 
-def _split(array):
+def _terms(array):
     """The two terms of a float32 array, in bfloat16: what it is rounded to, and what is missing then."""
     high = array.astype(jnp.bfloat16)
     return high, (array - high.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -921,7 +923,7 @@ class _Scores:
         if self._has("sinks"):
             ref, index = self.operands["sinks"]
             _, headroom = self.slack_and_headroom
-            m = (ref[index(self.b), self.head].astype(jnp.float32) * _LOG2E - headroom) / self.unit
+            m = ref[index(self.b), self.head].astype(jnp.float32) * (_LOG2E / self.unit) - headroom / self.unit
             d = jnp.float32(2**headroom)
         rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, d)]
         return State(*(plgpu.layout_cast(part, _ROW_LAYOUT) for part in rows))
