@@ -37,6 +37,7 @@ class Contender:
       framework: whose function it is.
       needs: the modules that must be installed.
       truth: as for `Cell`, where it differs from the cell's.
+      alone: whether no other contender may be built at the same time.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Contender:
     framework: Literal["jax", "torch"] = "jax"
     needs: tuple[str, ...] = ()
     truth: Truth | None = None
+    alone: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot take part on this machine, or None."""

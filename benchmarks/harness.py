@@ -92,8 +92,9 @@ class Run:
         jax.block_until_ready(inputs)
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
-            own = {c: pool.submit(self._enter, cell, c, inputs) for c in contenders if c.framework == "jax"}
-            entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
+            together = [c for c in contenders if c.framework == "jax" and not c.alone]
+            own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
+        entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
         entrants = [entrant for entrant in entrants if entrant is not None]
         if cell.pass_ != FIRST_CALL:
             self._time(cell, entrants)

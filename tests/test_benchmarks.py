@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -455,6 +456,26 @@ def test_a_peer_is_left_out_only_if_grossly_wrong():
     assert [row.implementation for row in rows] == ["torch"]
     assert rows[0].error > 1
     assert "quack left out: its relative error is 0.5" in said
+
+
+def test_contenders_are_built_at_the_same_time_but_for_those_that_must_be_alone():
+    both, building, seen = threading.Barrier(2, timeout=60), [], {}
+
+    def build(name):
+        building.append(name)
+        if name != "cudnn":
+            both.wait()
+        seen[name] = set(building)
+        if name != "cudnn":
+            both.wait()
+        building.remove(name)
+        return jax.nn.softmax
+
+    names = ("torch", "cudnn", "quack")
+    peers = tuple(Contender(name, lambda name=name: build(name), alone=name == "cudnn") for name in names)
+    _, rows, _ = measured(tiny("softmax forward float32 1024x512", contenders=peers))
+    assert seen == {"torch": {"torch", "quack"}, "quack": {"torch", "quack"}, "cudnn": {"cudnn"}}
+    assert {row.implementation for row in rows} == set(names)
 
 
 def test_other_bits_are_found():
