@@ -410,20 +410,29 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array
     def band(_, scores, *limits):
         _, col = _product_position()
         limits = [[arith.subi(_scalar(limit), col) for limit in rows.registers.flat] for rows in limits]
-        minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
-        registers = []
-        for index, register in enumerate(scores.registers.flat):
-            for e in range(2):
-                here = constant(index // 2 * 8 + e)
-                inside = _compare("sge", limits[0][index % 2], here)
-                if len(limits) > 1:
-                    inside = _both(inside, _compare("sle", limits[1][index % 2], here))
-                value = arith.select(inside, llvm.extractelement(register, constant(e)), minus_infinity)
-                register = llvm.insertelement(register, value, constant(e))
-            registers.append(register)
-        return _array(registers, scores.layout, scores.shape, None)
+
+        def seen(below, skipped):
+            inside = _compare("sge", limits[0][below], constant(skipped))
+            return inside if len(limits) == 1 else _both(inside, _compare("sle", limits[1][below], constant(skipped)))
+
+        return _only(scores, seen)
 
     return band(scores, high) if low is None else band(scores, high, low)
+
+
+def _only(scores, seen):
+    """A product with `-inf` where not `seen(below, skipped)`.
+
+    `below` is 1 for elements of the row 8 below a thread's first one, and `skipped` is how many columns behind its they are.
+    """
+    minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
+    registers = []
+    for index, register in enumerate(scores.registers.flat):
+        for e in range(2):
+            inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, constant(e))
+            register = llvm.insertelement(register, arith.select(inside, value, minus_infinity), constant(e))
+        registers.append(register)
+    return _array(registers, scores.layout, scores.shape, None)
 
 
 def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
@@ -452,33 +461,33 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
-    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it: 0 beyond the limits, and int8 if it is bool.
+    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it: 0 beyond the limits.
 
     Args:
-      ref: the array.
+      ref: the array, floating.
       row: scalar int32, the first row.
       col: scalar int32, the first column, an even one.
       limits: scalars int32, how many rows and columns from there on are there.
       shape: of the tile.
       varies: whether the array varies along rows and columns; if not, the first one stands for all.
     """
-    dtype = jnp.dtype(jnp.int8) if ref.dtype == bool else ref.dtype
+    itemsize = ref.dtype.itemsize
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *(_SPLAT,) * 4),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_PRODUCT),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=_PRODUCT),
     )
     def load(_, ref, *scalars):
         layout = _PRODUCT.to_mgpu()
-        register = layout.registers_element_type(utils.dtype_to_ir_type(dtype))
+        register = layout.registers_element_type(ref.type.element_type)
         registers = []
-        for address, offset, own in _product_pairs(ref, scalars, shape[1], dtype.itemsize, varies):
-            steps = [offset + e * dtype.itemsize * varies[1] for e in range(2)]
+        for address, offset, own in _product_pairs(ref, scalars, shape[1], itemsize, varies):
+            steps = [offset + e * itemsize * varies[1] for e in range(2)]
             if varies[1] and ref.type.shape[1] % 2 == 0:
-                registers.append(_Vector(address, offset, dtype.itemsize, own[0]).load(register, 0))
+                registers.append(_Vector(address, offset, itemsize, own[0]).load(register, 0))
             else:
                 registers.append(_gather(register, [address] * 2, steps, own))
-        return _array(registers, layout, shape, True if dtype == jnp.int8 else None)
+        return _array(registers, layout, shape, None)
 
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
 
@@ -601,17 +610,12 @@ def select_bits(scores: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
     def select(_, scores, *words):
         _, col = _product_position()
         shifted = [[arith.shrui(_scalar(word), col) for word in of_rows.registers.flat] for of_rows in words]
-        minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
-        registers = []
-        for index, register in enumerate(scores.registers.flat):
-            for e in range(2):
-                which, bit = divmod(index // 2 * 8 + e, 32)
-                own = arith.andi(shifted[which][index % 2], constant(1 << bit))
-                value = llvm.extractelement(register, constant(e))
-                value = arith.select(_compare("ne", own, constant(0)), value, minus_infinity)
-                register = llvm.insertelement(register, value, constant(e))
-            registers.append(register)
-        return _array(registers, scores.layout, scores.shape, None)
+
+        def seen(below, skipped):
+            which, bit = divmod(skipped, 32)
+            return _compare("ne", arith.andi(shifted[which][below], constant(1 << bit)), constant(0))
+
+        return _only(scores, seen)
 
     return select(scores, *words)
 

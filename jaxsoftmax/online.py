@@ -52,6 +52,7 @@ Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from typing import NamedTuple, cast
@@ -60,7 +61,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["State", "finish", "identity", "lift", "merge", "merge_along", "push", "push_log2", "weights"]
+__all__ = [
+    "State",
+    "finish",
+    "identity",
+    "lift",
+    "lift_log2",
+    "lse_log2",
+    "merge",
+    "merge_along",
+    "push",
+    "push_log2",
+    "weights",
+]
+
+_LOG2E = math.log2(math.e)
 
 
 class State(NamedTuple):
@@ -167,6 +182,16 @@ def push_log2(
     factor = jnp.exp2((state.m - shifted) * unit)
     weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axes)) * unit)
     return State(m, state.d * factor + jnp.sum(weight, axes)), factor, weight
+
+
+def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:
+    """The state of one score, in natural units, as `push_log2` has it with this headroom and unit."""
+    return State(score * (_LOG2E / unit) - headroom / unit, jnp.full(score.shape, 2**headroom, score.dtype))
+
+
+def lse_log2(state: State, *, unit: float = 1) -> jax.Array:
+    """The log-sum-exp, in natural units, of a state of `push_log2` with this unit."""
+    return unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
 
 
 def merge_along(states: State, axis: int, *, scale: jax.Array | None = None) -> State:

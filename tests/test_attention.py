@@ -518,30 +518,27 @@ IN_SHAPES = {
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", IN_SHAPES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_native_values_and_lse_in_many_shapes(name, kind):
-    if why := kernels.missing(9):
-        pytest.skip(why)
     check_in_shape(name, kind)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["385 and 513, causal", "segments sorted", "lengths, causal"])
 def test_native_tiles_without_a_table(kind, monkeypatch):
-    if why := kernels.missing(9):
-        pytest.skip(why)
     monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 0)
     monkeypatch.setattr(mosaic, "_sms", lambda: 3)
     check_in_shape("mosaic", kind)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["segments, size 128", "lengths, size 128"])
 def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch):
-    if why := kernels.missing(9):
-        pytest.skip(why)
     given, options = IN_SHAPES[kind](dtype)
     moving, fixed = split(given)
     results = []
@@ -578,13 +575,12 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(kind, None) for kind in EACH_KIND] + [(kind, "float32") for kind in EACH_KIND_OF_FLOAT32]
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_of_each_kind(name, kind, dtype, monkeypatch):
-    if why := kernels.missing(9):
-        pytest.skip(why)
     monkeypatch.setattr(mosaic, "_sms", lambda: 3)  # so that each works through many tiles
     check_in_shape(name, kind, dtype)
 

@@ -505,9 +505,8 @@ def test_sharded_rows_lower_to_kernels_for_cuda(probe):
 
 
 @pytest.fixture
-def gpu(probe):
-    if reason := kernels.missing(9):
-        pytest.skip(reason)
+def gpu(gpu, probe):
+    """With the probe among the implementations."""
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch):

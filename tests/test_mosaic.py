@@ -609,12 +609,6 @@ def test_what_the_interpreter_refuses_it_still_refuses(forced, kind):
 # Native.
 
 
-@pytest.fixture
-def gpu():
-    if reason := kernels.missing(9):
-        pytest.skip(reason)
-
-
 @functools.cache
 def program(name, shape, dtype, *, mask=None, scale=None, result=None, cast=False):
     """A compiled function of (x, t, c, where, scale) to (op, op of the jvp, tangent, cotangent).

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax.online import State, finish, identity, lift, merge, merge_along, push, push_log2, weights
+from jaxsoftmax.online import State, finish, identity, lift, lift_log2, lse_log2, merge, merge_along, push, push_log2, weights
 
 laws = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -358,6 +358,20 @@ def test_push_in_powers_of_two_with_headroom_and_another_unit(several, scale, sl
     if slack == 0:
         largest = np.where(m == -np.inf, 0, 2.0**headroom)
         np.testing.assert_allclose(weight.max(1, initial=0), largest, rtol=1e-4)
+
+
+@laws
+@given(parts(near), st.sampled_from([0, 13]), st.sampled_from([1, LOG2E]))
+def test_one_score_is_lifted_and_lse_given_in_natural_units(several, headroom, unit):
+    first, *_ = several
+    score, more = first[:, 0], {"headroom": headroom, "unit": unit}
+    lifted = lift_log2(score, **more)
+    np.testing.assert_array_equal(lifted.d, 2**headroom)
+    np.testing.assert_allclose(lse_log2(lifted, unit=unit), score, rtol=1e-6, atol=1e-5)
+    state, _ = pushed_log2(lifted, several, 1.0, **more)
+    m, d = scaled_truth(np.concatenate([score[:, None], *several], 1), 1.0)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse_log2(state, unit=unit), m + np.log(d), rtol=1e-5, atol=1e-4)
 
 
 def test_the_largest_finite_scores_are_weighed_alike_in_another_unit():

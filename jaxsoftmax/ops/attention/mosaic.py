@@ -80,7 +80,7 @@ def config_for(
     window: tuple[int | None, int | None] = (None, None),
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Config:
-    """The configuration for a call, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
+    """The configuration for a call, as measured on an H200; `benchmarks/results/h200/attention.csv` has those of 16 bits."""
     sizes = _up(head_size, _SWIZZLED), _up(value_size, _SWIZZLED)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
@@ -111,11 +111,11 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
     for name, size in (("head", query.shape[-1]), ("value", value.shape[-1])):
         if size % 8 or not 8 <= size <= most:
             return f"{name} size must be a multiple of 8 from 8 to {most}, got {size} in {query.dtype.name}"
-    for name in {"bias", "sinks"} & given.keys():
-        if given[name].dtype.name not in DTYPES:
+    for name in ("bias", "sinks"):
+        if name in given and given[name].dtype.name not in DTYPES:
             return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
-    for name in {"query_segments", "key_segments"} & given.keys():
-        if given[name].dtype.itemsize > 4:
+    for name in ("query_segments", "key_segments"):
+        if name in given and given[name].dtype.itemsize > 4:
             return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
     batch = _batch(given)
     rows, keys = math.prod(batch) * query.shape[-2] * query.shape[-3], math.prod(batch) * key.shape[-3]
@@ -183,17 +183,15 @@ _L2 = 24 << 20  # bytes of keys and values that tiles may share at a time
 _TILE_COST = 1.5  # of starting and ending a tile, in key blocks
 
 
-@functools.lru_cache(maxsize=256)
 def _order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
     """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
 
     Tile `head * len(costs) + i` takes `costs[i]` key blocks.
     """
-    order = np.argsort(-np.asarray(costs), stable=True).astype(np.int32)
-    firsts = range(0, heads, group)
-    return np.concatenate(
-        [np.add.outer(order, np.arange(f, min(f + group, heads), dtype=np.int32) * len(costs)).ravel() for f in firsts]
-    )
+    long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
+    tiles = np.add.outer(long_first, head * len(costs))
+    groups = np.broadcast_to(head // group, tiles.shape)
+    return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -331,7 +329,7 @@ class _Problem:
             arrays[:3] = [a.reshape(-1, a.shape[-2] * a.shape[-1]) for a in arrays[:3]]
             out_shape = out_shape[0] * length, heads * self.value_size
         # How long a tile takes may depend on operands: then blocks of threads take one after another.
-        facts = sum({"query_lengths": 1, "key_lengths": 1, "ranges": 4}.get(name, 0) for name in names)
+        facts = sum(_FACTS.get(name, 0) for name in names)
         if tiles <= _MAX_SCHEDULED:
             costs = self.costs()
             group = self.group(costs, "ranges" in names)
@@ -339,7 +337,7 @@ class _Problem:
             arrays.append(jax.jit(lambda: jnp.asarray(table))())  # custom_partitioning takes no constants but inner ones
         rows = math.prod(self.batch) * heads * length
         out, lse = plgpu.kernel(
-            functools.partial(_kernel, self, names, sizes, at, facts > 0, blocks, tiles),
+            functools.partial(_kernel, self, names, sizes, at, blocks, tiles),
             out_type=[
                 jax.ShapeDtypeStruct(out_shape, query.dtype),
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -430,8 +428,8 @@ def _flat(name, array):
     return array.reshape(-1) if name in ("query_segments", "key_segments") else array
 
 
-def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
-    """The program of all warpgroups of a block; `taken` says whether it takes one tile after another."""
+def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
+    """The program of all warpgroups of a block."""
     refs = list(refs)
     table = refs.pop(3 + len(names)) if tiles <= _MAX_SCHEDULED else None
     operands = dict(zip(["query", "key", "value", *names], zip(refs, at, strict=False), strict=False))
@@ -497,6 +495,7 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
             plgpu.barrier_arrive(memory["tile_empty"].at[slot])
         lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))
 
+    taken = "tile" in memory
     less, more = problem.config.registers
 
     for i, letters in enumerate(("kqv",) if problem.config.copiers == 1 else ("kq", "v")):
@@ -515,6 +514,7 @@ def _kernel(problem, names, sizes, at, taken, blocks, tiles, *refs, **memory):
         plgpu.wait_smem_to_gmem(0)
 
 
+_FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4}  # how many numbers an operand says of a tile
 _SLOTS = 2  # for what is said of a tile: which one it is, and what `_Tile.look_up` finds
 _TURN = 8  # the first of the hardware's barriers by which warpgroups take turns; Mosaic GPU uses the first ones
 
@@ -555,10 +555,10 @@ class _Tile:
         """What operands say of a tile: its lengths and ranges, as far as there are any."""
         b, _, block = self._coordinates(number)
         found = []
-        for name in ("query_lengths", "key_lengths", "ranges"):
+        for name, count in _FACTS.items():
             if name in self.operands:
                 ref, index = self.operands[name]
-                found += [ref[index(b), block, i] for i in range(4)] if name == "ranges" else [ref[index(b)]]
+                found += [ref[index(b)]] if count == 1 else [ref[index(b), block, i] for i in range(count)]
         return found
 
     def place(self, number, found) -> _Place:
@@ -834,7 +834,7 @@ class _Tile:
             hopper.store_product(self.out_ref, b * length + first, head * size, (length - first, size), o)
         else:
             self._copy_out(warpgroup, b, head, first, o)
-        lse = scores.unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
+        lse = online.lse_log2(state, unit=scores.unit)
         row = (b * heads + head) * length + first
         hopper.store_product_rows(self.lse_ref, row, length - first, lse)
         if not self.config.own_output:
@@ -919,13 +919,12 @@ class _Scores:
 
     def start(self) -> State:
         """The state before the first key: that of the sink, if there is one."""
-        m, d = jnp.float32(-jnp.inf), jnp.float32(0)
+        state = online.identity(())
         if self._has("sinks"):
             ref, index = self.operands["sinks"]
             _, headroom = self.slack_and_headroom
-            m = ref[index(self.b), self.head].astype(jnp.float32) * (_LOG2E / self.unit) - headroom / self.unit
-            d = jnp.float32(2**headroom)
-        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (m, d)]
+            state = online.lift_log2(ref[index(self.b), self.head].astype(jnp.float32), headroom=headroom, unit=self.unit)
+        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)]
         return State(*(plgpu.layout_cast(part, _ROW_LAYOUT) for part in rows))
 
     def spans(self, whole_from, whole_to, low, high):
