@@ -275,7 +275,7 @@ def _added(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 def shift(m: jax.Array) -> jax.Array:
     """What to subtract from scores whose maximum is `m`: 0 for an infinite one, where `m - m` would be NaN."""
-    return jnp.where(jnp.abs(m) < jnp.inf, m, jnp.zeros_like(m))
+    return jnp.where(jnp.abs(m) < jnp.inf, m, 0)  # not `zeros_like`, which reshards under a mesh: no kernel can
 
 
 def _over_values(row: jax.Array, o: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain, hopper
@@ -274,6 +275,27 @@ def test_ops_and_their_derivatives_lower_to_their_kernels(name):
         explanation = explain(f, *operands, platform="cuda")
         kernels.assert_ran(explanation, "mosaic")
         assert explanation[0].operands[0] == "bfloat16[6,130]"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_are_traced_under_a_mesh_as_without_one(name, kind, masked):
+    """Where a row is a block its state is scalars, of which some functions of `jax.numpy` reshard their constants."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,), devices=jax.devices("cpu")[:1])
+    scaled = {} if name == "logsumexp" else {"scale": 0.5}
+    op = functools.partial(OPS[name], implementation="mosaic", **scaled)  # refused, it would raise
+    forward, tangent, backward = NAMES[name]
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec())
+        for shape, dtype in (((8, 100), "float32"), ((8, 4096), "float32"), ((8, 32768), "bfloat16")):
+            x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole)
+            where = jax.ShapeDtypeStruct(shape, bool, sharding=whole) if masked else None
+            for both, names in (
+                (lambda x, where: jax.jvp(lambda x: op(x, where=where), [x], [jnp.sin(x)]), [forward, tangent]),
+                (lambda x, where: jax.grad(lambda x: jnp.sum(op(x, where=where) ** 2))(x), [forward, backward]),
+            ):
+                kernels.lowered_for_cuda(both, x, where, kernels=names)
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])

@@ -180,7 +180,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state):
     def body(tile, x, where, scale):
         scores, size = _directed(tile, x, where, scale)
         state = tile.merge(tile.lift(scores, size), size)
-        m = state.m if where is everything else jnp.where(state.m != -jnp.inf, state.m, jnp.zeros_like(state.m))
+        m = state.m if where is everything else jnp.where(state.m != -jnp.inf, state.m, 0)
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
         out = each(lambda s: _times(s - along_m, size) - log_d, scores)
@@ -328,7 +328,7 @@ def _directed(tile, x, where, scale):
 def _weights(tile, x, m, d, where, scale):
     """The softmax weights, from the saved state."""
     if where is not everything:
-        d = jnp.where(d != 0, d, jnp.ones_like(d))  # a row with nothing to see
+        d = jnp.where(d != 0, d, 1)  # a row with nothing to see
     scores, size = _directed(tile, x, where, scale)
     reciprocal = tile.along(1 / d)
     return each(lambda s: online.weights(s, m, scale=size) * reciprocal, scores)
