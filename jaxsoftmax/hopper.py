@@ -397,6 +397,7 @@ class RowTile:
 
 _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
+_OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
 _PRODUCT_COLS = _PRODUCT.reduce(0)
 
 
@@ -458,6 +459,52 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
         return _array(list(branch.results), product.layout, product.shape, None)
 
     return scale(product, factor)
+
+
+def reciprocal(product: jax.Array) -> jax.Array:
+    """`1 / product` of float32 to within one unit in the last place: a division takes six instructions more."""
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT))
+    def invert(_, product):
+        registers, f32 = [], ir.F32Type.get()
+        for register in product.registers.flat:
+            for e in range(2):
+                value = llvm.extractelement(register, constant(e))
+                value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32)
+                register = llvm.insertelement(register, value, constant(e))
+            registers.append(register)
+        return _array(registers, product.layout, product.shape, None)
+
+    return invert(product)
+
+
+def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two terms of a float32 product in bfloat16: what it is rounded to, and what is missing then.
+
+    Two elements are converted at a time. ptxas converts single ones in the unit of exponentials, at a quarter of the rate.
+    """
+    kind = plgpu.ShapeDtypeStruct(product.shape, jnp.bfloat16, layout=_PRODUCT)
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=[kind, kind])
+    def split(_, product):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        register_type = ir.VectorType.get((2,), ir.BF16Type.get())
+        one = ir.VectorType.get((1,), i32)
+
+        def rounded(pair):
+            return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=i32)
+
+        terms: tuple[list[Any], list[Any]] = [], []
+        for register in product.registers.flat:
+            pair = [llvm.extractelement(register, constant(e)) for e in range(2)]
+            high = rounded(pair)
+            kept = arith.shli(high, constant(16)), arith.andi(high, constant(-(2**16)))
+            missing = [arith.subf(value, arith.bitcast(f32, bits)) for value, bits in zip(pair, kept, strict=True)]
+            for term, word in zip(terms, (high, rounded(missing)), strict=True):
+                term.append(vector.bitcast(register_type, vector.broadcast(one, word)))
+        return [_array(registers, product.layout, product.shape, None) for registers in terms]
+
+    return tuple(split(product))
 
 
 def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
@@ -529,10 +576,11 @@ def _product_pairs(ref, scalars, count, itemsize, varies=(True, True)):
         yield addresses[index % 2], skipped * itemsize if varies[1] else 0, own
 
 
-def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
-    """A tile of a mask as bits: for each 32 columns a uint32 of each row, 0 beyond the limits of what varies.
+def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
+    """Loads a tile of a mask. The four threads that hold the same rows of a product share the work.
 
-    The four threads that hold the same rows share the work: each loads some of the words in vectors as long as `ref` allows.
+    Of `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below, each thread loads every fourth,
+    in vectors as long as `ref` allows.
 
     Args:
       ref: `[rows, cols]` in global memory, bool.
@@ -541,11 +589,16 @@ def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: 
       limits: scalars int32, how many rows and columns from there on are there.
       shape: of the tile, of 64 or 128 columns.
       varies: whether the mask varies along rows and columns; if not, the first one stands for all.
-    """
-    count = shape[1] // 32  # words of a row
-    kind = plgpu.ShapeDtypeStruct(shape[:1], jnp.uint32, layout=_PRODUCT_ROWS)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4), return_type=[kind] * count)
+    Returns:
+      What each thread has loaded, for `pack_mask`: bytes, or bits if they had to come one by one or two by two. They are 0
+      beyond the limits of what varies.
+    """
+    count = shape[1] // 32
+    step = math.gcd(ref.shape[1], 16) if varies[1] else 1
+    arrays = count // 2 * 8 // 2 if step >= 4 else 1
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4), return_type=[_OWN_WORDS] * arrays)
     def load(_, ref, *scalars):
         i32 = ir.IntegerType.get_signless(32)
         first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
@@ -553,63 +606,83 @@ def load_product_bits(ref, row, col, limits, shape: tuple[int, int], *, varies: 
         member = arith.divui(own_col, constant(2))  # of the four
 
         def load_word(place):
-            """The word `place`, an int32 MLIR value below `2 * count`: first those of the row, then of the one 8 below."""
+            """The words of 4 bytes, or the one of 32 bits, of the word `place`, an int32 MLIR value below `2 * count`."""
             here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
             inside = _compare("slt", here, rows)
             entry = arith.muli(_i64(arith.addi(first_row, here) if varies[0] else first_row), _i64(ref.type.shape[1]))
             address = arith.addi(_address(ref), entry)
             if not varies[1]:
                 value = _load(address, 0, inside, ir.VectorType.get((1,), ir.IntegerType.get_signless(8)), 0, None)
-                return arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))
+                return [arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))]
             start = arith.muli(arith.remui(place, constant(count)), constant(32))
             address = arith.addi(address, _i64(arith.addi(first_col, start)))
-            return _load_bits(address, inside, arith.subi(cols, start), math.gcd(ref.type.shape[1], 16))
+            vector_of, limit, found = ir.VectorType.get((step,), ir.IntegerType.get_signless(8)), arith.subi(cols, start), []
+            for offset in range(0, 32, step):
+                own = _both(inside, _compare("sgt", limit, constant(offset)))
+                loaded = _load(address, offset, own, _words(vector_of), 0, None)
+                found += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
+            return found if step >= 4 else [_bits([arith.extui(i32, part) for part in found], step)]
 
-        own = [load_word(arith.addi(member, constant(4 * k))) for k in range(count // 2)]
-        base = arith.subi(arith.remui(utils.thread_idx(), constant(WARP)), member)
-        shared = [
-            nvvm.shfl_sync(
-                constant(-1), own[place // 4], arith.addi(base, constant(place % 4)), constant(WARP - 1), nvvm.ShflKind.idx
-            )
-            for place in range(2 * count)
-        ]
-        layout = _PRODUCT_ROWS.to_mgpu()
-        register = layout.registers_element_type(i32)
-        wide = [vector.broadcast(register, word) for word in shared]
-        return [_array([wide[word], wide[count + word]], layout, shape[:1], False) for word in range(count)]
+        words = [word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))]
+        return _own_words(words)
 
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
 
 
-def _load_bits(address, inside, limit, step):
-    """32 bytes that are 0 or 1 as the bits of a word, from the lowest on, by vectors of `step`; 0 from `limit` on."""
-    i32 = ir.IntegerType.get_signless(32)
-    vector_of = ir.VectorType.get((step,), ir.IntegerType.get_signless(8))
-    groups = [constant(0)] * 4  # of 8 bits
-    for offset in range(0, 32, step):
-        own = _both(inside, _compare("sgt", limit, constant(offset)))
-        loaded = _load(address, offset, own, _words(vector_of), 0, None)
-        for k in range(loaded.type.shape[0]):
-            group, first = divmod(offset + 4 * k, 8)
-            places = [1 << (first + e) for e in range(min(step, 4))]
-            weights = constant(int.from_bytes([*places, *[0] * (4 - len(places))], "little", signed=True))
-            word = llvm.extractelement(loaded, constant(k))
-            word = word if word.type == i32 else arith.extui(i32, word)
-            ptx = "dp4a.u32.u32 $0, $1, $2, $3;"
-            groups[group] = utils.inline_ptx(ptx, word, weights, groups[group], result_types=i32)
+def pack_mask(loaded: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """Bits of what `load_mask` loaded: one or two words that each thread has for the others, for `select_bits`."""
+    if len(loaded) == 1:
+        return loaded[0]
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT_ROWS,) * len(loaded), return_type=_OWN_WORDS)
+    def pack(_, *loaded):
+        words = [_scalar(register) for array in loaded for register in array.registers.flat]
+        (packed,) = _own_words([_bits(words[k : k + 8], 4) for k in range(0, len(words), 8)])
+        return packed
+
+    return pack(*loaded)
+
+
+def _bits(words, step):
+    """The bits of 32 bytes that are 0 or 1, from the lowest on, of which each word has `step` in its lowest bytes."""
+    i32, groups = ir.IntegerType.get_signless(32), [constant(0)] * 4  # of 8 bits
+    for k, word in enumerate(words):
+        group, first = divmod(k * step, 8)
+        places = [1 << (first + e) for e in range(step)] + [0] * (4 - step)
+        weights = constant(int.from_bytes(places, "little", signed=True))
+        ptx = "dp4a.u32.u32 $0, $1, $2, $3;"
+        groups[group] = utils.inline_ptx(ptx, word, weights, groups[group], result_types=i32)
     return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
 
 
-def select_bits(scores: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
-    """A product with `-inf` where the words that `load_product_bits` gives have no bit."""
+def _own_words(words):
+    """Words of a thread's own as arrays of two."""
+    layout = _PRODUCT_ROWS.to_mgpu()
+    kind = layout.registers_element_type(ir.IntegerType.get_signless(32))
+    words = [vector.broadcast(kind, word) for word in [*words, *[constant(0)] * (len(words) % 2)]]
+    return [_array(words[k : k + 2], layout, _OWN_WORDS.shape, False) for k in range(0, len(words), 2)]
+
+
+def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
+    """A product with `-inf` where the mask that `pack_mask` packed has no bit."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * len(words)),
+        arg_types=(_PRODUCT, _PRODUCT_ROWS),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
-    def select(_, scores, *words):
+    def select(_, scores, packed):
         _, col = _product_position()
-        shifted = [[arith.shrui(_scalar(word), col) for word in of_rows.registers.flat] for of_rows in words]
+        count = scores.shape[1] // 32
+        own = [_scalar(register) for register in packed.registers.flat]
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        first = arith.subi(lane, arith.divui(col, constant(2)))  # of the four that share rows
+        every, kind = constant(-1), nvvm.ShflKind.idx
+
+        def word(place):
+            giver = arith.addi(first, constant(place % 4))
+            return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
+
+        shifted = [[word(below * count + which) for below in range(2)] for which in range(count)]
 
         def seen(below, skipped):
             which, bit = divmod(skipped, 32)
@@ -617,7 +690,7 @@ def select_bits(scores: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
 
         return _only(scores, seen)
 
-    return select(scores, *words)
+    return select(scores, packed)
 
 
 def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:

@@ -85,7 +85,7 @@ def config_for(
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return Config(3, 64, 3, registers=(72, 144), turns=False, split=True)
-        return Config(2, 64, 2, registers=(96, 160), turns=False, split=True, copiers=2)
+        return Config(2, 64, 2, registers=(72, 184), turns=False, split=True, copiers=2)
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return Config(2, 64, 2, turns=False)
     if max(sizes) <= 64:
@@ -647,11 +647,11 @@ class _Tile:
         def copy(name, first, rows, head, letter, slot):
             empty, full = (memory[f"{letter}_{state}"].at[slot] for state in ("empty", "full"))
             if self.config.split:
-                pieces = self._load(name, b, first, rows, head)  # which takes long, so before the wait
-                plgpu.barrier_wait(empty)
-                for i, piece in enumerate(pieces):
-                    for part, term in zip(self._parts(letter, slot), _terms(piece), strict=True):
-                        part[i * ROWS : (i + 1) * ROWS] = term
+                for i, (place, piece) in enumerate(self._load(name, b, first, rows, head)):
+                    if i == 0:
+                        plgpu.barrier_wait(empty)  # behind the first load, as loads take long
+                    for part, term in zip(self._parts(letter, slot), hopper.bfloat16_terms(piece), strict=True):
+                        part[place] = term
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full)
                 return
@@ -684,15 +684,16 @@ class _Tile:
         return steps + count
 
     def _load(self, name, b, first, rows, head):
-        """Rows of a float32 operand in registers, by as many as a warpgroup holds of a product; 0 beyond the ends."""
+        """Rows of a float32 operand in registers, 0 beyond the ends, piece by piece, and where in a slot each belongs."""
         ref, index = self.operands[name]
         length, heads, _ = self.problem.query if name == "query" else self.problem.key
         size = ref.shape[1] // heads
-        shape = ROWS, _up(size, _SWIZZLED)
-        return [
-            hopper.load_product(ref, index(b) * length + start, head * size, (length - start, size), shape, varies=(True, True))
-            for start in (first + i for i in range(0, rows, ROWS))
-        ]
+        for row in range(0, rows, ROWS):
+            for col in range(0, size, _SWIZZLED):
+                limits = length - first - row, size - col
+                start = index(b) * length + first + row
+                place = slice(row, row + ROWS), slice(col, col + _SWIZZLED)
+                yield place, hopper.load_product(ref, start, head * size + col, limits, (ROWS, _SWIZZLED), varies=(True, True))
 
     # Those that compute.
 
@@ -743,13 +744,8 @@ class _Tile:
             for i, v in enumerate(values):
                 plgpu.wgmma(o_acc.at[:, i * v.shape[1] : (i + 1) * v.shape[1]], weights, v)
 
-        def kept(weights, block):
-            """The weights that dropout keeps, split already: that is work, which overlaps with a product."""
-            weights = scores.kept(weights, block)
-            return _terms(weights) if config.split else weights
-
         def rounded(weights):
-            return weights if config.split else weights.astype(self.out_ref.dtype)
+            return hopper.bfloat16_terms(weights) if config.split else weights.astype(self.out_ref.dtype)
 
         def wait_for_keys(step):
             plgpu.barrier_wait(memory["k_full"].at[self._stage(step)])
@@ -773,45 +769,46 @@ class _Tile:
                 self._take_turn(warpgroup)
                 multiply_keys(s_acc, steps)
                 self._pass_turn(warpgroup)
-                bits = scores.bits(high - 1)
-                return s_acc[...], bits
+                masks = [scores.mask(high - 1 - i, i < count) for i in range(2)]
+                return s_acc[...], masks
 
             plgpu.barrier_wait(memory["q_full"].at[warpgroup])
-            s, bits = pl.run_scoped(first_block, plgpu.ACC(scores.shape, jnp.float32))
+            s, masks = pl.run_scoped(first_block, plgpu.ACC(scores.shape, jnp.float32))
             plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps)])
-            s = scores.of(s, bits, high - 1, banded=True)
+            mask, following = (scores.packed(mask) for mask in masks)
+            s = scores.of(s, mask, high - 1, banded=True)
             state, _, weights = scores.push(scores.start(), s)
             pl.when(count > 1)(lambda: wait_for_keys(steps + 1))
 
             def step(banded, i, carry):
-                m, d, weights = carry
+                m, d, weights, mask = carry
 
                 def both(s_acc):
                     self._take_turn(warpgroup)
                     multiply_keys(s_acc, steps + i)
                     multiply_values(o_acc, weights, steps + i - 1)
                     self._pass_turn(warpgroup)
-                    bits = scores.bits(high - 1 - i)
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=problem.value_products), bits
+                    following = scores.mask(high - 2 - i, i + 1 < count)
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=problem.value_products), following
 
-                s, bits = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
+                s, following = pl.run_scoped(both, plgpu.ACC(scores.shape, jnp.float32))
                 plgpu.barrier_arrive(memory["k_empty"].at[self._stage(steps + i)])
-                s = scores.of(s, bits, high - 1 - i, banded=banded)
+                s = scores.of(s, mask, high - 1 - i, banded=banded)
                 state, factor, weights = scores.push(State(m, d), s)
-                weights = kept(weights, high - 1 - i)
+                weights = scores.kept(weights, high - 1 - i)
                 (m, d, _), factor, weights = lax.optimization_barrier((state, factor, weights))
                 # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
                 pl.when(i + 1 < count)(lambda: wait_for_keys(steps + i + 1))
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(memory["v_empty"].at[self._stage(steps + i - 1)])
                 o_acc[...] = hopper.scale_rows(o, factor)
-                return m, d, rounded(weights)
+                return m, d, rounded(weights), scores.packed(following)
 
-            weights = rounded(kept(weights, high - 1))
-            carry = (state.m, state.d, weights)
+            weights = rounded(scores.kept(weights, high - 1))
+            carry = (state.m, state.d, weights, following)
             for banded, start, stop in scores.spans(*self._seen_whole(place, first, ROWS), low, high):
                 carry = lax.fori_loop(start, stop, functools.partial(step, banded), carry)
-            m, d, weights = carry
+            m, d, weights, _ = carry
             if config.own_output:
                 plgpu.barrier_arrive(memory["q_empty"].at[warpgroup])
             last = steps + count - 1
@@ -850,12 +847,6 @@ class _Tile:
         self._copy_parts(
             letter, warpgroup, lambda cols, part: plgpu.copy_smem_to_gmem(part, self.out_ref.at[b, rows, head, cols])
         )
-
-
-def _terms(array):
-    """The two terms of a float32 array, in bfloat16: what it is rounded to, and what is missing then."""
-    high = array.astype(jnp.bfloat16)
-    return high, (array - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _pairs_of_terms(left, right):
@@ -910,7 +901,12 @@ class _Scores:
 
     @property
     def scale_log2(self) -> float:
-        return 1.0 if self.is_biased else _LOG2E if self.problem.soft_cap is not None else _LOG2E * self.problem.scale
+        return 1.0 if self.is_biased else _LOG2E * self.factor
+
+    @property
+    def factor(self) -> float:
+        """Of the scores, to be multiplied with last."""
+        return self.problem.scale if self.problem.soft_cap is None else self.problem.soft_cap
 
     def push(self, state, s):
         """`online.push_log2` of a key block."""
@@ -936,19 +932,19 @@ class _Scores:
         spans.append((False, first if self.has_high else 1, second if self.has_low else high - low))
         return [*spans, (True, second, high - low)] if self.has_low else spans
 
-    def of(self, s, bits, block, *, banded):
-        """The scores of a key block, `-inf` for keys that are not seen; `bits` are those of its mask."""
+    def of(self, s, mask, block, *, banded):
+        """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `packed` gives of its."""
         size = self.problem.config.block_kv
         start = block * size
         if self.problem.soft_cap is not None:
-            s = self.problem.soft_cap * _tanh(s * (self.problem.scale / self.problem.soft_cap))
-        elif self.is_biased:
-            s = s * self.problem.scale
+            s = _tanh(s * (self.problem.scale / self.problem.soft_cap))
+        if self.is_biased:
+            s = s * self.factor
         if self._has("bias"):
             bias = self._tile_of("bias", block, hopper.load_product).astype(jnp.float32)
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if self._has("mask"):
-            s = hopper.select_bits(s, bits)
+            s = hopper.select_bits(s, mask)
         if self.ranges and banded:
             _, _, whole_from, whole_to = self.ranges
             several = (block < whole_from) | (block >= whole_to)
@@ -970,9 +966,13 @@ class _Scores:
         first, second = (jnp.broadcast_to(ref[index(self.b), self.head, i], self.shape) for i in range(2))
         return jnp.where(dropout.keep(first, second, row, col, rate), weights, 0.0)
 
-    def bits(self, block):
-        """The mask of a key block, to load while the tensor cores work; nothing if there is none."""
-        return self._tile_of("mask", block, hopper.load_product_bits) if self._has("mask") else []
+    def mask(self, block, there):
+        """Loads the mask of a key block if the block is there: a step before it is needed, as loads take long."""
+        return self._tile_of("mask", block, hopper.load_mask, there) if self._has("mask") else []
+
+    def packed(self, loaded):
+        """What `mask` loaded, in bits."""
+        return hopper.pack_mask(loaded, self.shape) if loaded else []
 
     def _of_own_segment(self, s, start):
         """The scores of the keys from `start` on, `-inf` for keys of another segment."""
@@ -982,13 +982,13 @@ class _Scores:
         same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == lax.broadcast_in_dim(own, s.shape, (1,))
         return jnp.where(same, s, -jnp.inf)
 
-    def _tile_of(self, name, block, load):
-        """The elements of a bias or mask that belong to the scores of a key block."""
+    def _tile_of(self, name, block, load, there=True):
+        """The elements of a bias or mask that belong to the scores of a key block, none if it is not there."""
         ref, index = self.operands[name]
         heads, rows = self.sizes[name]
         row = (index(self.b) * heads + (self.head if heads > 1 else 0)) * rows + (self.first if rows > 1 else 0)
         start = block * self.shape[1]
-        limits = self.problem.query[0] - self.first, self.problem.key[0] - start
+        limits = jnp.where(there, self.problem.query[0] - self.first, 0), self.problem.key[0] - start
         return load(ref, row, start, limits, self.shape, varies=(rows > 1, ref.shape[1] > 1))
 
 
@@ -999,7 +999,7 @@ def _tanh(x):
     """
     square = x * x
     series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
-    large = 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2E)))
+    large = 1 - 2 * hopper.reciprocal(1 + jnp.exp2(x * (2 * _LOG2E)))
     return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
 
 
