@@ -85,7 +85,7 @@ def config_for(
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return Config(3, 64, 3, registers=(72, 144), turns=False, split=True)
-        return Config(2, 64, 2, registers=(72, 184), turns=False, split=True, copiers=2)
+        return Config(2, 64, 2, registers=(96, 160), turns=False, split=True, copiers=2)
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return Config(2, 64, 2, turns=False)
     if max(sizes) <= 64:
