@@ -277,7 +277,21 @@ def test_the_limits_themselves_are_served():
     for size, value_size in ((8, 8), (256, 256), (8, 256)):
         given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
         kernels.assert_ran(explain(lambda given: attend(**given, scale=1e-3), given, platform="cuda"), "mosaic")
-    given = operands((1,), 1, 1, 1, 1, 128, 128, dtype="float32")
+    given = operands((1,), 2, 1, 1, 1, 128, 128, dtype="float32")
+    kernels.assert_ran(explain(lambda given: attend(**given), given, platform="cuda"), "mosaic")
+
+
+FEW = [(1, 4, "xla"), (2, 4, "mosaic"), (4, 1, "xla"), (5, 1, "mosaic")]
+
+
+@pytest.mark.parametrize(("length", "key_heads", "expected"), FEW)
+def test_few_float32_queries_of_a_key_head_are_left_to_xla(length, key_heads, expected):
+    given = operands((2,), length, 300, 4, key_heads, dtype="float32")
+    found = explain(lambda given: attend(**given), given, platform="cuda")
+    kernels.assert_ran(found, expected)
+    assert expected == "mosaic" or "few queries" in str(found[0])
+    kernels.assert_ran(explain(lambda given: attend(**given, implementation="mosaic"), given, platform="cuda"), "mosaic")
+    given = operands((2,), length, 300, 4, key_heads)
     kernels.assert_ran(explain(lambda given: attend(**given), given, platform="cuda"), "mosaic")
 
 

@@ -128,6 +128,14 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
     return None
 
 
+def unprofitable(primitive, target, fused, cast, query, key, *avals, **params) -> str | None:
+    """Why the reference should be faster although the kernel could run, in words, or None."""
+    del primitive, target, fused, cast, avals, params
+    if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
+        return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
+    return None
+
+
 def attention(
     query,
     key,
