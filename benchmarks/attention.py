@@ -1,13 +1,18 @@
-"""The cells of attention, forward.
+"""The cells of attention: forward, and forward and backward together.
 
 An array has 16384 tokens, `batch = 16384 / T`, and heads for a hidden size of 2048 or as near below as their size allows.
 `flops` are two for each multiplication and addition of both products: of all pairs of queries and keys, of half of them for
 causal attention, and of those that see each other where a window, documents or lengths rule out more. `bytes` are those of
 query, key, value and output, and of a mask or bias, once. Some queries of one head of one batch entry are checked.
+
+Forward and backward together are the gradients of query, key, value and a bias, in one program, from the output's cotangent, an
+input. They have five products more. `bytes` are those of the two passes: backward reads what forward reads and writes, and the
+cotangent, and writes the gradients. Some keys of one head are checked too.
 """
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +25,13 @@ from jax import lax
 
 import jaxsoftmax
 from benchmarks.cells import OURS, Cell, Contender, torch
-from benchmarks.check import attention_oracle, sampled, to_torch
+from benchmarks.check import attention_oracle, oracle, sampled, to_torch
 
 TOKENS = 16384
 HIDDEN = 2048
 HEAD_SIZES = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS_BACKWARD = (512, 2048, 4096, 8192, 16384)
 DOCUMENTS = 12
 WINDOW = 1024
 SOFT_CAP = 30.0
@@ -37,7 +43,10 @@ _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: e
 
 @dataclass(frozen=True)
 class Call:
-    """What a cell computes: shapes, and what rules out keys or changes scores. `extras` are the operands beside the three."""
+    """What a cell computes: shapes, and what rules out keys or changes scores. `extras` are the operands beside the three.
+
+    With `backward`, their gradients; `deterministic` asks for the same bits each time, which these need not have.
+    """
 
     batch: int
     length: int
@@ -50,6 +59,12 @@ class Call:
     soft_cap: float | None = None
     extras: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    backward: bool = False
+    deterministic: bool = False
+
+    @property
+    def pass_(self) -> str:
+        return "forward+backward" if self.backward else "forward"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -67,6 +82,10 @@ class Call:
             (*lead, self.heads, value_size),
         ]
 
+    def key_head(self, head: int) -> int:
+        """The key head that serves a head."""
+        return head * (self.key_heads or self.heads) // self.heads
+
     @property
     def options(self) -> str:
         words = {
@@ -80,18 +99,22 @@ class Call:
             "documents": DOCUMENTS if "segments" in self.extras else None,
             "key_lengths": 1 if "key_lengths" in self.extras else None,
             "sinks": 1 if "sinks" in self.extras else None,
+            "deterministic": int(self.deterministic) or None,
         }
         return " ".join(f"{name}={value}" for name, value in sorted(words.items()) if value is not None)
 
     @property
     def bytes(self) -> int:
         itemsize, scores = jnp.dtype(self.dtype).itemsize, self.length**2
-        extra = scores * ("mask" in self.extras) + scores * self.heads * itemsize * ("bias" in self.extras)
-        return sum(map(math.prod, self.shapes)) * itemsize + extra
+        varied = sum(map(math.prod, self.shapes)) + scores * self.heads * ("bias" in self.extras)
+        times, times_mask = (3, 2) if self.backward else (1, 1)
+        return times * varied * itemsize + times_mask * scores * ("mask" in self.extras)
 
     @property
     def flops(self) -> int:
-        return 2 * self.heads * self.pairs * (self.head_size + (self.value_size or self.head_size))
+        of_keys, of_values = (4, 3) if self.backward else (1, 1)  # products
+        sizes = of_keys * self.head_size + of_values * (self.value_size or self.head_size)
+        return 2 * self.heads * self.pairs * sizes
 
     @property
     def pairs(self) -> int:
@@ -142,6 +165,8 @@ class Call:
             given["local_window_size"] = (self.window - 1, 0)
         if self.soft_cap is not None:
             given["logits_soft_cap"] = self.soft_cap
+        if self.deterministic:
+            given["deterministic"] = True
         for name, extra in zip(self.extras, extras, strict=True):
             if name == "segments":
                 given["query_segment_ids"], given["key_value_segment_ids"] = extra
@@ -166,13 +191,13 @@ def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
         usual: dict[str, Any] = {"batch": max(tokens // length, 1), "heads": max(hidden // head_size, 1)}
         return Call(length=length, head_size=head_size, **(usual | more))
 
-    grid = [
-        call(length, head_size, causal=causal)
-        for head_size in HEAD_SIZES
-        for causal in (False, True)
-        for length in LENGTHS
-        if length <= most
-    ]
+    def grid(lengths: Sequence[int], **more: Any) -> list[Call]:
+        kinds = itertools.product(HEAD_SIZES, (False, True), lengths)
+        return [call(length, head_size, causal=causal, **more) for head_size, causal, length in kinds]
+
+    def up_to_most(lengths: Sequence[int]) -> list[int]:
+        return [length for length in lengths if length <= most]
+
     usual = call(4096, 128)
     wide = replace(usual, heads=4 * usual.heads)
     long = call(TOKENS, 128, causal=True)
@@ -194,13 +219,23 @@ def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
         *(replace(cell, dtype="float32") for cell in (usual, replace(usual, causal=True), call(4096, 64))),
         replace(usual, dtype="float16"),
     ]
-    return [cell_of(call) for call in [*grid, *more]]
+    backward = [
+        replace(wide, key_heads=max(wide.heads // 8, 1), causal=True),
+        replace(long, extras=("segments",)),
+        replace(long, window=min(WINDOW, long.length // 16)),
+        *(replace(usual, extras=(name,), causal=causal) for name in ("key_lengths", "bias") for causal in (False, True)),
+        *(replace(usual, dtype="float16", causal=causal) for causal in (False, True)),
+        *grid((4096,), deterministic=True),
+    ]
+    both = (replace(call, backward=True) for call in [*grid(up_to_most(LENGTHS_BACKWARD)), *backward])
+    return [cell_of(call) for call in [*grid(up_to_most(LENGTHS)), *more, *both]]
 
 
 def cell_of(call: Call) -> Cell:
+    fewer = not call.backward and (call.length == _FEW_LENGTH or call.extras or call.window)
     return Cell(
         "attention",
-        "forward",
+        call.pass_,
         call.dtype,
         call.shape,
         call.options,
@@ -210,8 +245,9 @@ def cell_of(call: Call) -> Cell:
         _no_truth,
         flops=call.flops,
         blocks=call.blocks,
-        sample=functools.partial(_sample, call),
-        fewer=functools.partial(_fewer, call) if call.length == _FEW_LENGTH or call.extras or call.window else _none_fewer,
+        sample=functools.partial(_sample_of_gradients if call.backward else _sample, call),
+        fewer=functools.partial(_fewer, call) if fewer else _none_fewer,
+        repeatable=call.deterministic or not call.backward,
     )
 
 
@@ -234,7 +270,7 @@ def _operands(key, hurtful, shapes, dtype):
 
 
 def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
-    """Query, key and value, and the call's extras."""
+    """Query, key and value, the call's extras, and a cotangent of the output where gradients are computed."""
     own = jax.random.fold_in(key, 1)
     scores = (1, call.heads, call.length, call.length)
     segments = jnp.broadcast_to(documents(call.length), (call.batch, call.length))
@@ -246,7 +282,10 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
         "sinks": lambda: jax.random.normal(own, (call.heads,)),
     }
     operands = _operands(key, hurtful, tuple(call.shapes[:3]), call.dtype)
-    return (*operands, *(makers[name]() for name in call.extras))
+    extras = [makers[name]() for name in call.extras]
+    if call.backward:
+        extras.append(jax.random.normal(jax.random.fold_in(key, 2), call.shapes[3]).astype(call.dtype))
+    return (*operands, *extras)
 
 
 # Whether it is right.
@@ -254,13 +293,37 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
 
 def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
     """Some queries of one head, the first and the last ones among them, and the truth of them."""
-    b, head = call.batch - 1, call.heads // 2
-    at = sampled(call.length)
+    entries, head, at = [call.batch - 1], call.heads // 2, sampled(call.length)
+    operands, given = _of_queries(call, inputs, entries, head, at)
+    truth, _ = attention_oracle.attention(*operands, **given)
+    return [(_some(output, entries, head, at), truth)]
+
+
+def _sample_of_gradients(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
+    """Likewise, of the gradients of query, bias, key and value: those of fewer queries, and of as many keys."""
+    *operands, dout = inputs
+    head, at = call.heads // 2, sampled(call.length, ends=4, random=8)
+    has_bias = "bias" in call.extras
+    entries = list(range(0 if has_bias else call.batch - 1, call.batch))  # all share a bias
+    (query, key, value), given = _of_queries(call, operands, entries, head, at)
+    dout = _some(dout, entries, head, at)
+    truths = attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), query, key, value, **given)
+    pairs = [(_some(output[0], entries, head, at), truths["query"])]
+    if has_bias:
+        # A weight that flushes to 0 is times a cotangent of the weights, at most.
+        largest = 2 * len(entries) * np.max(np.sum(np.abs(oracle.to64(dout)), -1)) * np.max(np.abs(oracle.to64(value)))
+        truth = oracle.Truth(truths["bias"].value, truths["bias"].budget + largest * oracle.TINY)
+        pairs.append((np.asarray(output[3][:, head, at])[:, None], truth))
+    b, key_head = call.batch - 1, call.key_head(head)
+    of_keys = (np.asarray(_of_head(gradient, b, key_head))[at] for gradient in output[1:3])
+    return [*pairs, *zip(of_keys, _truths_of_keys(call, inputs, b, key_head, at), strict=True)]
+
+
+def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int, at: np.ndarray):
+    """What the oracle takes for some queries of one head: query, key and value, and its keyword arguments."""
     query, key, value = inputs[:3]
-    key_head = head * key.shape[2] // call.heads
-    # [1, rows, 1, size]: one batch entry, one head.
-    query, actual = (np.asarray(_of_head(a, b, head))[at][None, :, None] for a in (query, output))
-    key, value = (np.asarray(_of_head(a, b, key_head))[None, :, None] for a in (key, value))
+    query = _some(query, entries, head, at)
+    key, value = (_some(a, entries, call.key_head(head)) for a in (key, value))
     cols = np.arange(call.length)
     seen = (cols >= call.seen_from[at, None]) & (cols < call.seen_to[at, None])
     given: dict[str, Any] = {"logits_soft_cap": call.soft_cap}
@@ -272,11 +335,68 @@ def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
         elif name == "mask":
             seen = seen & np.asarray(extra[0, 0, at])
         elif name == "key_lengths":
-            seen = seen & (cols < int(extra[b]))
+            seen = seen & (cols < np.asarray(extra)[entries, None, None])
     if call.dtype == "float32":
         given["product"] = attention_oracle.THREE_PRODUCTS
-    truth, _ = attention_oracle.attention(query, key, value, mask=seen[None, None], **given)
-    return [(actual, truth)]
+    return (query, key, value), given | {"mask": seen.reshape(-1, 1, *seen.shape[-2:])}
+
+
+def _some(array: Any, entries: list[int], head: int, at: Any = slice(None)) -> np.ndarray:
+    """`[entries, rows, 1, size]`: rows of one head of some batch entries."""
+    return np.stack([np.asarray(_of_head(array, b, head))[at] for b in entries])[:, :, None]
+
+
+def _truths_of_keys(call: Call, inputs: Sequence[Any], b: int, key_head: int, at: np.ndarray) -> list[Any]:
+    """The gradients of some keys and values of one key head, which come from all queries that it serves.
+
+    Budgets are those of the oracle. What is the same for a whole query, as its log-sum-exp, is of float32: what that misses is
+    lost beside the rounding of 16 bits. There is no soft cap, mask or sink.
+    """
+    query, key, value, *extras, dout = inputs
+    extra = dict(zip(call.extras, extras, strict=True))
+    low, high = call.seen_from, call.seen_to
+    if "key_lengths" in extra:
+        high = np.minimum(high, int(extra["key_lengths"][b]))
+    keys, values = (_of_head(a, b, key_head) for a in (key, value))
+    k, v = (oracle.to64(a)[at] for a in (keys, values))
+    narrow, scale = oracle.half_unit(keys.dtype), call.head_size**-0.5
+    seen = (at >= low[:, None]) & (at < high[:, None])
+    results = [np.zeros(array.shape) for array in (k, k, v, v)]
+    group = call.heads // key.shape[2]
+    for head in range(key_head * group, (key_head + 1) * group):
+        queries, douts = (_of_head(a, b, head) for a in (query, dout))
+        bias = extra["bias"][0, head] if "bias" in extra else None
+        of_rows = _of_rows(queries, keys, values, douts, bias, low, high, scale)
+        lse, delta, delta_size = (oracle.to64(array)[:, None] for array in of_rows)
+        q, do, added = oracle.to64(queries), oracle.to64(douts), 0.0 if bias is None else oracle.to64(bias[:, at])
+        s, size = scale * q @ k.T + added, scale * np.abs(q) @ np.abs(k).T + np.abs(added)
+        p = np.exp(np.where(seen, s - lse, -np.inf))
+        # Twice, as its denominator errs too.
+        unit = 2 * (8 + 3 * np.abs(s - lse) + 8 * size) * oracle.EPS + narrow
+        ds, dp_size = p * (do @ v.T - delta), np.abs(do) @ np.abs(v).T
+        ds_error = p * (unit * (dp_size + 2 * delta_size) + narrow * delta_size)
+        terms = (scale * ds, q), (scale * ds_error, np.abs(q)), (p, do), (p * unit, np.abs(do))
+        results = [result + of_keys.T @ of_queries for result, (of_keys, of_queries) in zip(results, terms, strict=True)]
+    dk, dk_error, dv, dv_error = results
+    return [oracle.Truth(dk, dk_error + oracle.TINY), oracle.Truth(dv, dv_error + oracle.TINY)]
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def _of_rows(query, key, value, dout, bias, low, high, scale):
+    """Of each query of one head the log-sum-exp, the sum of `weight * (dout value)`, and that of its absolute terms."""
+    query, key, value, dout = (array.astype(jnp.float32) for array in (query, key, value, dout))
+    cols = jnp.arange(len(key))
+
+    def of_row(row):
+        query, dout, bias, low, high = row
+        s = scale * (key @ query) + (0.0 if bias is None else bias.astype(jnp.float32))
+        s = jnp.where((cols >= low) & (cols < high), s, -jnp.inf)
+        lse = jax.nn.logsumexp(s)
+        p = jnp.exp(s - lse)
+        return lse, p @ (value @ dout), p @ (jnp.abs(value) @ jnp.abs(dout))
+
+    with jax.default_matmul_precision("highest"):
+        return lax.map(of_row, (query, dout, bias, low, high), batch_size=512)
 
 
 @jax.jit
@@ -306,23 +426,46 @@ def _none_fewer(inputs, output):
 
 
 def _contenders(call: Call):
-    yield Contender(OURS, lambda: lambda q, k, v, *extras: jaxsoftmax.dot_product_attention(q, k, v, **call.arguments(*extras)))
+    yield Contender(OURS, lambda: _as_measured(call, _of_ours(call)))
+    if call.deterministic:  # is compared with the same without
+        return
     if call.dtype == "float32":  # the others have none
         yield Contender("jax.nn", lambda: _of_jax_nn(call, "xla"))  # in TF32
         yield Contender("jax.nn highest", lambda: jax.default_matmul_precision("highest")(_of_jax_nn(call, "xla")))
         return
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
         # Alone, as it captures a CUDA graph when it is built, which what others start at that time breaks.
-        yield Contender("cudnn", lambda: _of_jax_nn(call, "cudnn"), alone=True)
+        yield Contender("cudnn", lambda: _as_measured(call, _of_jax_nn(call, "cudnn")), alone=True)
     if call.extras or call.window or call.soft_cap or call.value_size:
         return
     if call.head_size % 64 == 0 and call.key_heads is None and call.length % 128 == 0:
-        for block_kv in _BLOCKS_KV[call.head_size]:
+        for config in _configs_of_pallas(call):
             yield Contender(
-                "attention_mgpu", functools.partial(_of_pallas, call, block_kv), prepare=functools.partial(_scaled, call)
+                "attention_mgpu", functools.partial(_of_pallas, call, config), prepare=functools.partial(_scaled, call)
             )
+    if call.backward:
+        yield Contender("torch", lambda: _gradients_of_torch(call), prepare=_with_grad, framework="torch", needs=("torch",))
+        return
     yield Contender("tokamax", lambda: _of_tokamax(call), needs=("tokamax",))
     yield Contender("torch", lambda: _of_torch(call), prepare=_heads_first, framework="torch", needs=("torch",))
+
+
+def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a cell's inputs: attention, or the gradients of query, key, value and a bias, the first of the extras."""
+    if not call.backward:
+        return attention
+
+    def gradients(*inputs):
+        *operands, dout = inputs
+        count = 3 + ("bias" in call.extras)
+        varied, others = operands[:count], operands[count:]
+        return jax.vjp(lambda *varied: attention(*varied, *others), *varied)[1](dout)
+
+    return gradients
+
+
+def _of_ours(call: Call) -> Callable[..., Any]:
+    return lambda q, k, v, *extras: jaxsoftmax.dot_product_attention(q, k, v, **call.arguments(*extras))
 
 
 def _of_jax_nn(call: Call, implementation: Literal["xla", "cudnn"]) -> Callable[..., Any]:
@@ -331,18 +474,38 @@ def _of_jax_nn(call: Call, implementation: Literal["xla", "cudnn"]) -> Callable[
 
 
 _BLOCKS_KV = {64: (128, 256), 128: (64, 128), 256: (64,)}  # what shared memory holds two of
+_BLOCKS_BACKWARD = {64: (64, 128), 128: (64,), 256: (64,)}  # what registers hold, or nearly
 
 
-def _of_pallas(call: Call, block_kv: int) -> Callable[..., Any]:
+def _configs_of_pallas(call: Call) -> list[dict[str, Any]]:
+    """Of the variants that are tried; backward it has no causal attention."""
+    usual = {"block_q": 64, "max_concurrent_steps": 2, "causal": call.causal}
+    if not call.backward:
+        return [usual | {"block_kv": block} for block in _BLOCKS_KV[call.head_size]]
+    if call.causal:
+        return []
+    usual |= {"block_kv": _BLOCKS_KV[call.head_size][-1], "block_q_dq": 64, "block_kv_dkv": 64}
+    usual |= {"compute_wgs_bwd": 2 if call.head_size <= 128 else 1}
+    return [usual | {"block_kv_dq": block, "block_q_dkv": block} for block in _BLOCKS_BACKWARD[call.head_size]]
+
+
+def _of_pallas(call: Call, config: dict[str, Any]) -> Callable[..., Any]:
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    config = module.TuningConfig(block_q=64, block_kv=block_kv, max_concurrent_steps=2, causal=call.causal)
-    return lambda q, k, v: module.attention(q, k, v, config)
+    function = _as_measured(call, lambda q, k, v: module.attention(q, k, v, module.TuningConfig(**config)))
+    if not call.backward:
+        return function
+
+    def gradients(*inputs):
+        dq, dk, dv = function(*inputs)
+        return dq * jnp.float16(call.head_size**-0.5), dk, dv
+
+    return gradients
 
 
-def _scaled(call: Call, query, key, value):
+def _scaled(call: Call, *inputs):
     """What Pallas' kernel takes: it has no scale, and its shared memory is float16, which is as fast as bfloat16."""
-    query, key, value = (array.astype(jnp.float16) for array in (query, key, value))
-    return query * jnp.float16(call.head_size**-0.5), key, value
+    query, *others = (array.astype(jnp.float16) for array in inputs)
+    return query * jnp.float16(call.head_size**-0.5), *others
 
 
 def _of_tokamax(call: Call) -> Callable[..., Any]:
@@ -358,13 +521,34 @@ def _heads_first(*inputs):
     return tuple(array.transpose(1, 2) for array in to_torch(*inputs))
 
 
+def _with_grad(*inputs):
+    """Likewise, query, key and value such that torch computes their gradients."""
+    *operands, dout = _heads_first(*inputs)
+    return (*(operand.requires_grad_() for operand in operands), dout)
+
+
 def _of_torch(call: Call) -> Callable[..., Any]:
     """Its flash attention."""
+    attention = _flash_of_torch(call)
+    return lambda q, k, v: attention(q, k, v).transpose(1, 2)
+
+
+def _gradients_of_torch(call: Call) -> Callable[..., Any]:
+    attention = _flash_of_torch(call)
+
+    def run(q, k, v, dout):
+        return tuple(gradient.transpose(1, 2) for gradient in torch().autograd.grad(attention(q, k, v), (q, k, v), dout))
+
+    return run
+
+
+def _flash_of_torch(call: Call) -> Callable[..., Any]:
+    """Of arrays with torch's axes."""
     attention = importlib.import_module("torch.nn.attention")
     compute = torch().nn.functional.scaled_dot_product_attention
 
     def run(q, k, v):
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
-            return compute(q, k, v, is_causal=call.causal, enable_gqa=call.key_heads is not None).transpose(1, 2)
+            return compute(q, k, v, is_causal=call.causal, enable_gqa=call.key_heads is not None)
 
     return run

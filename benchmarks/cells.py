@@ -73,6 +73,7 @@ class Cell:
       blocks: how many blocks have to be visited, where some need not be; 0 where they are not counted.
       sample: where outputs are not made row by row: from the inputs and an output, pairs of a part of it and its truth.
       fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output.
+      repeatable: whether ours must give the same bits each time.
     """
 
     op: str
@@ -89,6 +90,7 @@ class Cell:
     blocks: int = 0
     sample: Callable[[Sequence[Any], Any], list[tuple[Any, Any]]] | None = None
     fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
+    repeatable: bool = True
 
     @property
     def shape_text(self) -> str:

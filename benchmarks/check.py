@@ -34,11 +34,10 @@ def errors(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any)
     return max(oracle.error(*pair) for pair in pairs), max(_relative(actual, truth.value) for actual, truth in pairs)
 
 
-def sampled(rows: int) -> np.ndarray:
-    """Which of so many rows are compared with the truth."""
-    random = np.random.default_rng(0).integers(rows, size=_RANDOM_ROWS)
-    ends = np.arange(min(_ROWS_AT_ENDS, rows))
-    return np.unique([*ends, *(rows - 1 - ends), *random])
+def sampled(rows: int, ends: int = _ROWS_AT_ENDS, random: int = _RANDOM_ROWS) -> np.ndarray:
+    """Which of so many rows are compared with the truth: some at both ends, and some anywhere."""
+    first = np.arange(min(ends, rows))
+    return np.unique([*first, *(rows - 1 - first), *np.random.default_rng(0).integers(rows, size=random)])
 
 
 def _sample(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:

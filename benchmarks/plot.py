@@ -43,7 +43,7 @@ _STYLE = {
 
 
 def draw(run: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws the figures for which the run has rows, as `<op>_<pass>.svg` in `folder`; returns their paths."""
+    """Draws the figures for which the run has rows, as `<op>_<pass>.svg` in `folder`, `_` for `+`; returns their paths."""
     paths = []
     for op, pass_ in FIGURES:
         rows = [row for row in run if (row.op, row.pass_, row.options) == (op, pass_, "") and _large(row)]
@@ -51,10 +51,11 @@ def draw(run: Sequence[Row], folder: Path) -> list[Path]:
         if dtypes:
             copies = {row.dtype: row for row in run if row.op == "copy"}
             paths.append(_figure(folder / f"{op}_{pass_}.svg", op, pass_, rows, dtypes, copies))
-    rows = [row for row in run if (row.op, row.pass_, row.dtype) == ("attention", "forward", "bfloat16")]
-    rows = _of_one_size([row for row in rows if row.options in _CAUSAL and _is_power(_length(row))])
-    if rows:
-        paths.append(_figure_of_attention(folder / "attention_forward.svg", rows))
+    for pass_ in ("forward", "forward+backward"):
+        rows = [row for row in run if (row.op, row.pass_, row.dtype) == ("attention", pass_, "bfloat16")]
+        rows = _of_one_size([row for row in rows if row.options in _CAUSAL and _is_power(_length(row))])
+        if rows:
+            paths.append(_figure_of_attention(folder / f"attention_{pass_.replace('+', '_')}.svg", rows))
     return paths
 
 
@@ -93,7 +94,7 @@ def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
             axis.set_xlabel("sequence length")
         _legend(figure, panels)
         newest = rows[-1]
-        figure.suptitle(f"attention forward, {newest.dtype}, {newest.gpu}, jax {newest.jax}, {newest.commit}")
+        figure.suptitle(f"attention {newest.pass_}, {newest.dtype}, {newest.gpu}, jax {newest.jax}, {newest.commit}")
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return path
 

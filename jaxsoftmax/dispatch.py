@@ -173,7 +173,7 @@ def choose(
       NotImplementedError: `forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
-    if forced is not None and not hasattr(importlib.import_module(implementations[op][forced]), primitive):
+    if forced is not None and _lacks(importlib.import_module(implementations[op][forced]), primitive, avals):
         forced = "xla"
     for name, module_name in implementations[op].items():
         reason = _refusal(name, module_name, primitive, target, forced, params, avals, narrow, fused, obstacle)
@@ -185,6 +185,11 @@ def choose(
             raise NotImplementedError(f"{op}: implementation={forced!r} cannot run {primitive}: {reason}")
         refusals.append((name, reason))
     raise AssertionError(f"no implementation of {op} runs {primitive}: {refusals}")
+
+
+def _lacks(module, primitive, avals) -> bool:
+    """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
+    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, *avals))
 
 
 def record(decision: Decision) -> None:

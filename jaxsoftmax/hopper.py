@@ -102,6 +102,49 @@ def _turn(kind: str, barrier) -> None:
     turn(jnp.int32(barrier))
 
 
+def meet(barrier: int, warpgroups: int) -> None:
+    """Waits for other warpgroups at `barrier`, the number of one of the hardware's 16.
+
+    What they wrote to shared memory is then visible, to tensor cores and bulk copies too.
+    """
+    _barrier(f"fence.proxy.async.shared::cta; bar.sync {barrier}, {warpgroups * WARPS * WARP};")
+
+
+def await_count(ref, index, count) -> None:
+    """Waits until `ref[index]`, int32 in global memory, is `count`; all that came before its `add_one` is then done."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, _SPLAT))
+    def wait(_, ref, index, count):
+        ptx = (
+            "{ .reg .pred differs; .reg .u32 found; again: ld.acquire.gpu.global.u32 found, [$0];"
+            " setp.ne.u32 differs, found, $1; @differs bra again; } fence.proxy.async.global;"
+        )
+        operands = _entry(ref, index), count.registers.item()
+        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+
+    wait(ref, jnp.int32(index), jnp.int32(count))
+
+
+def add_one(ref, index) -> None:
+    """Adds 1 to `ref[index]`, int32 in global memory, when all that the warpgroup has done is done."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))
+    def add(_, ref, index):
+        utils.warpgroup_barrier()
+        ptx = (
+            "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global; @first fence.acq_rel.gpu;"
+            " @first red.release.gpu.global.add.u32 [$0], 1; }"
+        )
+        utils.inline_ptx(ptx, _entry(ref, index), _thread(), has_side_effects=True)
+
+    add(ref, jnp.int32(index))
+
+
+def _entry(ref, index):
+    """The address of an int32 entry of a line in global memory."""
+    return arith.addi(_address(ref), arith.muli(_i64(index.registers.item()), _i64(4)))
+
+
 def take_ticket(counter) -> jax.Array:
     """Adds 1 to the first entry of `counter`, int32 in global memory, by the first thread of the warpgroup.
 
@@ -574,6 +617,93 @@ def _product_pairs(ref, scalars, count, itemsize, varies=(True, True)):
         skipped = index // 2 * 8
         own = [_both(inside[index % 2], _compare("sgt", cols, constant(skipped + e))) for e in range(2)]
         yield addresses[index % 2], skipped * itemsize if varies[1] else 0, own
+
+
+def load_transposed(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
+    """A tile of `ref` as `load_product` loads it, transposed, and as int8 if it is bool; `shape` is that of the product."""
+    is_bool, itemsize = ref.dtype == bool, ref.dtype.itemsize
+    kind = plgpu.ShapeDtypeStruct(shape, jnp.int8 if is_bool else ref.dtype, layout=_PRODUCT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4), return_type=kind)
+    def load(_, ref, *scalars):
+        layout = _PRODUCT.to_mgpu()
+        element = ir.IntegerType.get_signless(8) if is_bool else ref.type.element_type
+        register, registers = layout.registers_element_type(element), []
+        for pair in _transposed_pairs(ref, scalars, shape[1], itemsize, varies):
+            registers.append(_gather(register, *zip(*pair, strict=True)))
+        return _array(registers, layout, shape, True if is_bool else None)
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
+    """Adds a product of float32 to a tile of `ref`, in global memory, transposed: one element each, in any order.
+
+    Args:
+      ref, row, col, limits: the tile, as `load_transposed` takes it; beyond the limits values are 0, or not added.
+      values: the product.
+      varies: whether `ref` varies along rows and columns; along the others values are summed.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4, _PRODUCT))
+    def add(_, ref, *scalars_and_values):
+        *scalars, values = scalars_and_values
+        pairs = list(_transposed_pairs(ref, scalars, values.shape[1], 4, varies))
+        elements = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in values.registers.flat]
+        lane = arith.remui(_thread(), constant(WARP))
+        # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
+        if not varies[1]:
+            pairs, halves = pairs[::2], zip(elements[::2], elements[1::2], strict=True)
+            elements = [[_summed_over_lanes(arith.addf(a, b), (4, 8, 16)) for a, b in zip(*two, strict=True)] for two in halves]
+        # Its columns are rows of `ref`: 4 lanes have them, and each a quarter.
+        if not varies[0]:
+            count = 1 if not varies[1] else 2
+            sums = [functools.reduce(arith.addf, [value for pair in elements[k::count] for value in pair]) for k in range(count)]
+            pairs, elements = [[pair[0]] for pair in pairs[:count]], [[_summed_over_lanes(value, (1, 2))] for value in sums]
+        mine = None
+        if not varies[1]:
+            mine = _compare("ult", lane, constant(4 if varies[0] else 1))
+        elif not varies[0]:
+            mine = _compare("eq", arith.remui(lane, constant(4)), constant(0))
+        for places, numbers in zip(pairs, elements, strict=True):
+            for (address, offset, inside), value in zip(places, numbers, strict=True):
+                inside = inside if mine is None else _both(inside, mine)
+                utils.inline_ptx(f"@$2 red.global.add.f32 [$0+{offset}], $1;", address, value, inside, has_side_effects=True)
+
+    add(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+
+
+def _summed_over_lanes(value, steps):
+    """The sum of a float32 of lanes whose numbers differ in these bits, in each."""
+    i32, every = ir.IntegerType.get_signless(32), constant(-1)
+    for step in steps:
+        bits = nvvm.shfl_sync(every, arith.bitcast(i32, value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
+        value = arith.addf(value, arith.bitcast(value.type, bits))
+    return value
+
+
+def _transposed_pairs(ref, scalars, count, itemsize, varies):
+    """Where each element of a thread's pairs is, of the transposed: an address, bytes from there, and whether it is inside.
+
+    Along what does not vary all are inside, as sums of what is not are 0.
+    """
+    first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+    own_col, own_row = _product_position()
+    width, inside, addresses = ref.type.shape[1], [], []
+    rows = arith.subi(rows, own_row)
+    for below in (0, 8):
+        own = arith.addi(own_col, constant(below))
+        inside.append(_compare("slt", own, cols))
+        entry = arith.muli(_i64(arith.addi(first_row, own_row) if varies[0] else first_row), _i64(width))
+        if varies[1]:
+            entry = arith.addi(entry, _i64(arith.addi(first_col, own)))
+        addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(itemsize))))
+    for index in range(count // 8 * 2):
+        places = []
+        for skipped in (index // 2 * 8, index // 2 * 8 + 1):
+            own = _both(inside[index % 2], _compare("sgt", rows, constant(skipped)))
+            places.append((addresses[index % 2], skipped * width * itemsize if varies[0] else 0, own))
+        yield places
 
 
 def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:

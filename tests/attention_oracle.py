@@ -10,6 +10,19 @@ a kernel rounds the weights to them before they are multiplied: one more `half_u
 cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
 a unit of a result that has 16 bits itself.
 
+Where `cotangents` are to be `tight`, a score's cotangent `ds = p g` with `g = z dp - delta + dlse` errs, in float32, by
+
+    e(ds) = e(p) |ds| + p (1 + e(p)) e(g),   e(p) = unit + e(lse) + 8 * 2^-24, relative to p,
+    e(g) = (8 + Hv / 8) 2^-24 (z sum |do| |v| + sum |do| sum z p |v| + |dlse|) + e(delta),
+    e(delta) = sum |do| (half_unit |out| + floor + sum (unit + half_unit) z p |v|),
+
+of which the last is the rounding of the saved out, and of the weights that it was made of. `ds` and `p` are rounded before they
+are multiplied, by `half_unit ds + floor` and `half_unit p + floor`. So an entry of dq errs by the scale times the sum over keys
+of `e(ds) + half_unit |ds| + floor` times `|k|`, one of dk likewise, and one of dv by that of `(e(p) + half_unit) z p + floor`
+times `|do|`. Where heads are larger than 128, p is rounded before it is multiplied with g too: `half_unit |ds| + floor |g|`
+more. `floor` is what float16 may miss below its smallest normal number, 2^-25. Sums of n products have n / 8 * 2^-24 of their
+absolute terms for themselves: tensor cores add 16 at a time, and cut off what is below 2^-23.
+
 Where an implementation makes float32 products of three of bfloat16, each errs by up to `THREE_PRODUCTS` of the sum of its
 absolute terms. bfloat16 has 8 bits: of x in [1, 2) the high term misses at most 2^-8, which the low one is, and the low term at
 most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
@@ -41,6 +54,7 @@ class Weights:
     lse_budget: np.ndarray
     groups: int
     narrow: float
+    floor: float
 
 
 def seen_by(shape, *, mask, bias, is_causal, window, query_lengths, key_lengths, query_segments, key_segments):
@@ -90,6 +104,7 @@ def weights(
     `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
     """
     narrow = half_unit(query.dtype) + product
+    floor = 2.0**-25 if query.dtype == np.float16 else 0.0
     groups = query.shape[-2] // key.shape[-2]
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))
@@ -128,7 +143,7 @@ def weights(
         budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
     unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
     z = np.ones(shape) if kept is None else kept
-    return Weights(q, k, v, seen, scale, slope, p, p_sink, z, unit, lse, budget, groups, narrow)
+    return Weights(q, k, v, seen, scale, slope, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
 
 
 def attention(*args, **kwargs) -> tuple[Truth, Truth]:
@@ -139,7 +154,7 @@ def attention(*args, **kwargs) -> tuple[Truth, Truth]:
     return out, Truth(np.swapaxes(w.lse, -1, -2), np.swapaxes(w.lse_budget, -1, -2))
 
 
-def cotangents(dout, dlse, *args, **kwargs) -> dict[str, Truth]:
+def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     """Those of query, key, value, bias and sinks, from dout `[*batch, T, N, Hv]` and dlse `[*batch, T, N]`."""
     w = weights(*args, **kwargs)
     do, dl = np.swapaxes(to64(dout), -2, -3), np.swapaxes(to64(dlse), -1, -2)[..., None]
@@ -147,7 +162,8 @@ def cotangents(dout, dlse, *args, **kwargs) -> dict[str, Truth]:
     do = np.where(rows_seen, do, 0.0)
     dp = np.einsum("...th,...sh->...ts", do, w.v)
     delta = np.sum(w.p * w.z * dp, -1, keepdims=True)
-    ds = w.p * (w.z * dp - delta + dl)
+    g = w.z * dp - delta + dl
+    ds = w.p * g
     dp_size = np.einsum("...th,...sh->...ts", np.abs(do), np.abs(w.v))
     out_size = np.einsum("...ts,...sh->...th", w.p * w.z, np.abs(w.v))
     delta_size = np.sum(out_size * np.abs(do), -1, keepdims=True)
@@ -157,6 +173,18 @@ def cotangents(dout, dlse, *args, **kwargs) -> dict[str, Truth]:
     ds_size = w.p * (w.z * dp_size + delta_size + np.abs(dl))
     ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
     p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
+    dx_size, dx_floor = ds_size, 0.0
+    if tight:
+        out = np.abs(np.einsum("...ts,...sh->...th", w.p * w.z, w.v))
+        out_error = np.einsum("...ts,...sh->...th", (w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
+        delta_error = np.sum((out_error + w.narrow * out + w.floor) * np.abs(do), -1)
+        g_error = (8 + w.v.shape[-1] / 8) * EPS * (w.z * dp_size + delta_size + np.abs(dl)) + delta_error[..., None]
+        relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
+        is_wide = max(w.q.shape[-1], w.v.shape[-1]) > 128
+        ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error
+        ds_error += w.narrow * np.abs(ds) + floor * np.abs(g) if is_wide else 0.0
+        p_error += floor * np.max(w.z, initial=1.0)
+        dx_size, dx_floor = np.abs(ds), np.abs(w.scale) * floor * (1 + (np.abs(g) if is_wide else 0.0))
 
     def grouped(array):
         heads = array.shape[-3] // w.groups
@@ -165,22 +193,32 @@ def cotangents(dout, dlse, *args, **kwargs) -> dict[str, Truth]:
     def heads_last(value, error):
         return Truth(np.swapaxes(value, -2, -3), np.swapaxes(error, -2, -3) + TINY)
 
-    dx, dx_error, slope = w.slope * ds, np.abs(w.slope) * ds_error, np.abs(w.slope)
+    dx, slope = w.slope * ds, np.abs(w.slope)
+    dx_error = slope * ds_error
+    if tight:
+        dx_error += w.narrow * np.abs(dx) + dx_floor
     if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
-        dx_error = dx_error + 16 * EPS * abs(w.scale) * ds_size + slope * ds_size * w.unit
+        dx_error = dx_error + 16 * EPS * abs(w.scale) * dx_size + slope * dx_size * w.unit
+    of_row, of_col = ((n / 8 * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
     results = {
-        "query": heads_last(np.einsum("...ts,...sh->...th", dx, w.k), np.einsum("...ts,...sh->...th", dx_error, np.abs(w.k))),
+        "query": heads_last(
+            np.einsum("...ts,...sh->...th", dx, w.k),
+            np.einsum("...ts,...sh->...th", dx_error + of_row * np.abs(dx), np.abs(w.k)),
+        ),
         "key": heads_last(
-            grouped(np.einsum("...ts,...th->...sh", dx, w.q)), grouped(np.einsum("...ts,...th->...sh", dx_error, np.abs(w.q)))
+            grouped(np.einsum("...ts,...th->...sh", dx, w.q)),
+            grouped(np.einsum("...ts,...th->...sh", dx_error + of_col * np.abs(dx), np.abs(w.q))),
         ),
         "value": heads_last(
             grouped(np.einsum("...ts,...th->...sh", w.p * w.z, do)),
-            grouped(np.einsum("...ts,...th->...sh", p_error, np.abs(do))),
+            grouped(np.einsum("...ts,...th->...sh", p_error + of_col * w.p * w.z, np.abs(do))),
         ),
     }
     bias = args[3] if len(args) > 3 else kwargs.get("bias")
     if bias is not None:
-        results["bias"] = Truth(_summed_to(ds, bias.shape), _summed_to(ds_error, bias.shape) + TINY)
+        of_bias = ds.size / max(1, bias.size) / 8 * EPS if tight else 0.0
+        error = _summed_to(ds_error + of_bias * np.abs(ds), bias.shape)
+        results["bias"] = Truth(_summed_to(ds, bias.shape), error + TINY)
     if kwargs.get("sinks") is not None:
         p_sink = w.p_sink[..., None]
         error = p_sink * ((lse_error + w.lse_budget[..., None] + 16 * EPS) * (delta_size + np.abs(dl)) + delta_error[..., None])

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import dropout, mosaic, xla
+from jaxsoftmax.ops.attention import common, dropout, primitive, xla
 
 # Float32 on the reference, whatever the platform: a kernel makes less precise products of it, where `function` lets it.
 attend = functools.partial(jaxsoftmax.dot_product_attention, precision="highest")
@@ -529,8 +529,8 @@ def test_native_values_and_lse_in_many_shapes(name, kind):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["385 and 513, causal", "segments sorted", "lengths, causal"])
 def test_native_tiles_without_a_table(kind, monkeypatch):
-    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 0)
-    monkeypatch.setattr(mosaic, "_sms", lambda: 3)
+    monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
+    monkeypatch.setattr(common, "sms", lambda: 3)
     check_in_shape("mosaic", kind)
 
 
@@ -543,7 +543,7 @@ def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch)
     moving, fixed = split(given)
     results = []
     for blocks in (1, 3, 5, 132):
-        monkeypatch.setattr(mosaic, "_sms", lambda blocks=blocks: blocks)
+        monkeypatch.setattr(common, "sms", lambda blocks=blocks: blocks)
         results += [jax.jit(function(options, fixed, "mosaic"))(moving) for _ in range(2)]
     for result in results[1:]:
         for one, other in zip(results[0], result, strict=True):
@@ -581,7 +581,7 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_of_each_kind(name, kind, dtype, monkeypatch):
-    monkeypatch.setattr(mosaic, "_sms", lambda: 3)  # so that each works through many tiles
+    monkeypatch.setattr(common, "sms", lambda: 3)  # so that each works through many tiles
     check_in_shape(name, kind, dtype)
 
 
@@ -747,6 +747,79 @@ def test_dropout_is_reproducible_and_its_mean_is_attention():
     np.testing.assert_allclose(lse, attend(**given, return_residual=True)[1], rtol=1e-6)
 
 
+# What is left to chance.
+
+
+def equations(jaxpr):
+    """The equations of a jaxpr and of all that it holds."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for param in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def bound(f, *args):
+    """The primitives of attention in `f(*args)`, by name and parameters."""
+    found = equations(jax.make_jaxpr(f)(*args).jaxpr)
+    return [(e.primitive.name, e.params) for e in found if e.primitive.name.startswith("attention")]
+
+
+def all_deterministic(**options):
+    """The parameter, if it is the same in forward pass, tangent and cotangent."""
+
+    def loss(q):
+        return jnp.sum(attend(q, K, K, **options))
+
+    found = [*bound(jax.grad(loss), Q), *bound(lambda q: jax.jvp(loss, (q,), (q,)), Q)]
+    assert {name for name, _ in found} == {"attention", "attention_jvp", "attention_vjp"}
+    values = {params["deterministic"] for _, params in found}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (None, False),
+        ("", False),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops=True", True),
+        ("--xla_gpu_deterministic_ops=1", True),
+        ("--xla_gpu_deterministic_ops='true'", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops=0", False),
+        ("--xla_gpu_exclude_nondeterministic_ops", True),
+        ("--xla_gpu_exclude_nondeterministic_ops=false", False),
+        ("--xla_gpu_autotune_level=0\n  --xla_gpu_deterministic_ops=true --xla_gpu_cuda_data_dir=a=b", True),
+        ("--xla_gpu_deterministic_ops=false --xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops --xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_exclude_nondeterministic_ops --xla_gpu_deterministic_ops=false", True),
+        ("--xla_gpu_autotune_level=1 --xla_cpu_enable_fast_math=true", False),
+    ],
+)
+def test_derivatives_are_deterministic_where_the_caller_or_xla_flags_say_so(flags, expected, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if flags is not None:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    assert all_deterministic() is expected
+    assert all_deterministic(deterministic=np.bool_(True)) is True
+
+
+def test_dropout_and_deterministic_derivatives_go_together(monkeypatch):
+    given, _ = FEATURES["plain"]()
+    dropped = functools.partial(attend, **given, dropout_rate=0.5, dropout_rng=jax.random.key(1))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    expected = dropped()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    np.testing.assert_array_equal(dropped(), expected)
+    assert all_deterministic(dropout_rate=0.5, dropout_rng=jax.random.key(1))
+    np.testing.assert_array_equal(dropped(deterministic=True), attend(**given))
+    assert np.any(expected != attend(**given))
+
+
 # Transformations.
 
 
@@ -841,6 +914,117 @@ def test_jit_scan_checkpoint_and_linearize():
         return jnp.sum(jax.lax.scan(lambda c, _: (c, everything(c)), moving, None, length=3)[1])
 
     check(jax.grad(scanned)(moving), jax.tree.map(lambda a: 3 * a, expected))
+
+
+OUT, LSE = primitive.SAVED_NAMES
+POLICIES = jax.checkpoint_policies
+BOTH = POLICIES.save_only_these_names(OUT, LSE)
+OFFLOADED = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": [OUT, LSE]}
+RUNS = {  # of the forward pass, by what a checkpoint saves
+    "out and lse": (BOTH, 1),
+    "out": (POLICIES.save_only_these_names(OUT), 2),
+    "lse": (POLICIES.save_only_these_names(LSE), 2),
+    "all names": (POLICIES.save_any_names_but_these(), 1),
+    "out and lse, on the host": (
+        POLICIES.save_and_offload_only_these_names(**OFFLOADED, offload_src="device", offload_dst="pinned_host"),
+        1,
+    ),
+    "everything": (POLICIES.everything_saveable, 1),
+    "nothing": (POLICIES.nothing_saveable, 2),
+    "products": (POLICIES.dots_saveable, 2),
+    "products without a batch": (POLICIES.dots_with_no_batch_dims_saveable, 2),
+    "products, out and lse": (POLICIES.save_from_both_policies(POLICIES.dots_saveable, BOTH), 1),
+}
+
+
+def layer(x, w):
+    """Attention between two products: what comes after saves its output too."""
+    x = jnp.tanh(jnp.dot(x, w, precision="highest"))
+    out, lse = attend(x, x, x, is_causal=True, return_residual=True)
+    return jnp.tanh(jnp.dot(out, w, precision="highest")), lse
+
+
+def loss_of(layer):
+    return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in layer(*args))
+
+
+def layer_inputs():
+    x = random((2, 6, 4, 4), "bias")
+    return x, random((4, 4), "bias", seed=2)
+
+
+def runs(f, *args):
+    """How often attention's forward pass runs in `f(*args)`."""
+    return [name for name, _ in bound(f, *args)].count("attention")
+
+
+def test_the_names_of_what_is_saved_are_documented():
+    for name in primitive.SAVED_NAMES:
+        assert name in jaxsoftmax.dot_product_attention.__doc__
+
+
+def test_only_derivatives_name_what_they_save():
+    def names(f):
+        found = equations(jax.make_jaxpr(f)(*layer_inputs()).jaxpr)
+        return [e.params["name"] for e in found if e.primitive.name == "name"]
+
+    assert names(layer) == []
+    assert names(jax.grad(loss_of(layer))) == [OUT, LSE]
+
+
+@QUICKLY
+@pytest.mark.parametrize("saved", RUNS)
+def test_a_checkpoint_that_saves_out_and_lse_runs_attention_once(saved):
+    policy, expected = RUNS[saved]
+    args = layer_inputs()
+    plain, checkpointed = (jax.grad(loss_of(f), (0, 1)) for f in (layer, jax.checkpoint(layer, policy=policy)))
+    assert (runs(plain, *args), runs(checkpointed, *args)) == (1, expected)
+    jitted = jax.grad(loss_of(jax.checkpoint(jax.jit(layer), policy=policy)), (0, 1))
+    assert runs(jax.jit(jitted), *args) == expected
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(check, jax.jit(checkpointed)(*args), jax.jit(plain)(*args))
+
+
+def test_a_loop_saves_out_and_lse_once():
+    x, w = layer_inputs()
+
+    def stacked(x, ws):
+        return jax.lax.scan(lambda x, w: jax.checkpoint(layer, policy=BOTH)(x, w), x, ws)
+
+    f, args = jax.grad(loss_of(stacked), (0, 1)), (x, np.stack([w] * 3))
+    assert runs(f, *args) == 1
+    forward = next(e for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive.name == "scan")
+    stacks = [v.aval.shape for v in forward.outvars if v.aval.shape[0] == 3]
+    # The layers' inputs and out, lse as it is saved, and as it is returned.
+    assert sorted(stacks) == sorted([(3, *x.shape)] * 2 + [(3, 2, 4, 6), (3, 2, 6, 4)])
+
+
+@QUICKLY
+def test_checkpoints_in_vmap_and_in_higher_derivatives():
+    x, w = layer_inputs()
+    checkpointed = jax.checkpoint(layer, policy=BOTH)
+    stack = np.stack([x, 2 * x])
+
+    def batched(f):
+        return jax.grad(loss_of(jax.vmap(f, (0, None))), (0, 1))
+
+    def forward_over_reverse(f):
+        gradient = jax.grad(loss_of(f))
+        return lambda x, w: jax.jvp(lambda x: gradient(x, w), (x,), (x,))[1]
+
+    def reverse_over_forward(f):
+        return jax.grad(lambda x, w: jax.jvp(lambda x: loss_of(f)(x, w), (x,), (x,))[1])
+
+    def reverse_over_reverse(f):
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(jax.grad(loss_of(f))(x, w))))
+
+    transformed = [(batched, stack), (forward_over_reverse, x), (reverse_over_forward, x), (reverse_over_reverse, x)]
+    for transform, argument in transformed:
+        assert runs(transform(checkpointed), argument, w) == 1
+        actual, expected = (jax.jit(transform(f))(argument, w) for f in (checkpointed, layer))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), actual, expected)
+    around = jax.grad(loss_of(jax.checkpoint(jax.vmap(layer, (0, None)), policy=BOTH)))
+    assert runs(around, stack, w) == 1
 
 
 BATCHED = [("query",), ("key",), ("value",), ("bias",), ("sinks",), ("query", "key", "value"), tuple(MOVING)]
@@ -1115,6 +1299,26 @@ def test_eager_calls_keep_the_sharding(kind):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@QUICKLY
+@MESHES
+def test_checkpoints_on_meshes(kind):
+    (x, w), mesh = layer_inputs(), make_mesh(kind, (2, 4))
+    gradient = jax.grad(loss_of(jax.checkpoint(layer, policy=BOTH)), (0, 1))
+    expected = jax.jit(gradient)(x, w)
+    with jax.set_mesh(mesh):
+        shards = placed(x, mesh, ("data", None, "model")), placed(w, mesh, ())
+        assert runs(gradient, *shards) == 1
+        actual = jax.jit(gradient)(*shards)
+        assert spec_of(actual[0])[:3] == ("data", None, "model")
+        over = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": P("data")}
+        outside = jax.checkpoint(jax.shard_map(layer, **over), policy=BOTH)
+        inside = jax.shard_map(jax.checkpoint(layer, policy=BOTH), **over)
+        shards = placed(x, mesh, ("data",)), shards[1]
+        for f in (outside, inside):
+            assert runs(jax.grad(loss_of(f), (0, 1)), *shards) == 1
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
+
+
 @pytest.mark.parametrize(
     ("manual", "check_vma", "cut"),
     [(("data", "model"), True, True), (("data",), False, False), pytest.param(("data",), True, True, marks=pytest.mark.slow)],
@@ -1289,14 +1493,17 @@ def test_a_sink_that_outweighs_the_scores_has_the_gradient_of_what_they_add(sink
     np.testing.assert_allclose(jax.jvp(f, (sinks,), (np.ones(1, np.float32),))[1], expected, rtol=1e-4)
 
 
-def test_derivatives_of_a_forced_kernel_run_on_the_reference():
-    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none():
+    q, wide = (jax.ShapeDtypeStruct((1, 64, 2, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32))
 
     def f(q):
         return jnp.sum(attend(q, q, q, implementation="mosaic").astype(jnp.float32))
 
-    found = explain(jax.grad(f), q, platform="cuda")
-    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", "xla")]
+    for given, expected in ((q, "mosaic"), (wide, "xla")):
+        found = explain(jax.grad(f), given, platform="cuda")
+        assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", expected)]
+    found = explain(lambda q: jax.jvp(f, (q,), (q,)), q, platform="cuda")
+    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_jvp", "xla")]
     with pytest.raises(NotImplementedError, match="cannot run attention: it runs on cuda, not on cpu"):
         explain(jax.grad(f), q, platform="cpu")
 

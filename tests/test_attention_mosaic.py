@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import mosaic
-from jaxsoftmax.ops.attention.mosaic import Config, _order, _Problem, _schedule
+from jaxsoftmax.ops.attention import common, mosaic
+from jaxsoftmax.ops.attention.mosaic import Config, _Problem
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
@@ -398,13 +398,13 @@ costs = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple)
 def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, heads, group, blocks):
     tiles = heads * len(costs)
     blocks = min(blocks, tiles)
-    table = _schedule(costs, heads, group, blocks)
+    table = common.schedule(costs, heads, group, blocks)
     counts = table[:, 0]
     assert table.dtype == np.int32
     assert table.shape == (blocks, 2 + counts.max())
     own = [row[1 : 1 + row[0]] for row in table]
     np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(tiles))
-    cost = np.asarray(costs) + mosaic._TILE_COST
+    cost = np.asarray(costs) + common.TILE_COST
     loads = [cost[tiles % len(costs)].sum() for tiles in own]
     assert max(loads) <= np.mean(loads) + cost.max()
     assert counts.min() >= 1  # what a block reads first is a tile's
@@ -416,9 +416,9 @@ def assert_long_ones_come_first(tiles):
 
 
 def test_long_tiles_come_first():
-    for row in _schedule((1, 2, 3, 4), 6, 2, 5):
+    for row in common.schedule((1, 2, 3, 4), 6, 2, 5):
         assert_long_ones_come_first(row[1 : 1 + row[0]])
-    order = _order((1, 2, 3, 4), 6, 2)
+    order = common.order((1, 2, 3, 4), 6, 2)
     assert_long_ones_come_first(order)
     assert order.dtype == np.int32
     np.testing.assert_array_equal(np.sort(order), np.arange(24))
@@ -431,12 +431,12 @@ def table_shapes(given, **options):
 
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
-    monkeypatch.setattr(mosaic, "_sms", lambda: 10)
-    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 24)
+    monkeypatch.setattr(common, "sms", lambda: 10)
+    monkeypatch.setattr(common, "MAX_SCHEDULED", 24)
     assert table_shapes(given) == ["10x5"]
     lengths = np.array([1000, 10], np.int32)
     assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
-    monkeypatch.setattr(mosaic, "_MAX_SCHEDULED", 23)
+    monkeypatch.setattr(common, "MAX_SCHEDULED", 23)
     assert table_shapes(given) == []
     assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
@@ -594,7 +594,7 @@ def test_the_index_of_a_batch_entry_in_an_operand_that_is_not_whole(batch):
     for own in itertools.product(*((1, size) for size in batch)):
         for shape in {own, own[1:] if own[:1] == (1,) else own}:
             expected = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), batch).reshape(-1)
-            index = mosaic._batch_index(batch, shape)
+            index = common.batch_index(batch, shape)
             actual = [int(index(jnp.int32(b))) for b in range(math.prod(batch))]
             np.testing.assert_array_equal(actual, expected)
 

@@ -19,6 +19,7 @@ CELLS = {cell.name: cell for cell in softmax.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
+GRADIENTS = "forward+backward"
 
 
 def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
@@ -78,9 +79,10 @@ def tiny(pattern, **changes):
     return dataclasses.replace(cell, **changes)
 
 
-def tiny_attention(options, dtype="bfloat16"):
+def tiny_attention(options, dtype="bfloat16", pass_="forward"):
     """Attention on 512 tokens, the first cell of these options."""
-    return next(cell for cell in attention.cells(512, 256) if (cell.options, cell.dtype) == (options, dtype))
+    wanted = options, dtype, pass_
+    return next(cell for cell in attention.cells(512, 256) if (cell.options, cell.dtype, cell.pass_) == wanted)
 
 
 def measured(*cells, **options):
@@ -243,6 +245,10 @@ def test_check_fails(tmp_path, capsys, name, change, found):
         ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
         ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
         ("4x4096x64x128", {"op": "none"}, "the other not measured"),
+        (f"{GRADIENTS} 2x8192x16x128 causal=1", {"us": 10000.0}, "0.9941"),
+        (f"{GRADIENTS} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
+        (f"{GRADIENTS} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
+        (f"{GRADIENTS} 32x512x16x128", {"op": "none"}, "not measured"),
     ],
 )
 def test_check_of_attention(tmp_path, capsys, name, change, found):
@@ -250,7 +256,8 @@ def test_check_of_attention(tmp_path, capsys, name, change, found):
     folders = tmp_path / "right", tmp_path / "wrong"
     written(folders[0], rows, "attention")
     assert main(["--check", "--out", str(folders[0])]) == 0
-    name = f"attention forward bfloat16 {name}"
+    pass_, shape = name.split(" ", 1) if name.startswith(GRADIENTS) else ("forward", name)
+    name = f"attention {pass_} bfloat16 {shape}"
     changed = [
         dataclasses.replace(row, **change) if name_of(row) == name and row.implementation == "mosaic" else row for row in rows
     ]
@@ -261,7 +268,7 @@ def test_check_of_attention(tmp_path, capsys, name, change, found):
 
 def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
     written(tmp_path, a_full_run())
-    written(tmp_path, a_full_run_of_attention()[:-1], "attention")
+    written(tmp_path, [row for row in a_full_run_of_attention() if row.implementation != "tokamax"], "attention")
     assert main(["--check", "--out", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "softmax.csv" in first
@@ -352,9 +359,16 @@ def test_cells_of_other_kinds_run(name):
     assert any(bars.is_ours(row) for row in rows)
 
 
-@pytest.mark.parametrize("options", ["causal=1 kv_heads=1", "causal=1 documents=12"])
-def test_cells_of_attention_run(options):
-    run, rows, _ = measured(tiny_attention(options), peers=frozenset())
+@pytest.mark.parametrize(
+    ("options", "pass_"),
+    [
+        ("causal=1 kv_heads=1", "forward"),
+        ("causal=1 documents=12", "forward"),
+        ("causal=1 deterministic=1", GRADIENTS),
+    ],
+)
+def test_cells_of_attention_run(options, pass_):
+    run, rows, _ = measured(tiny_attention(options, pass_=pass_), peers=frozenset())
     assert not run.problems
     (row,) = rows
     assert bars.is_ours(row)
@@ -375,6 +389,48 @@ def test_the_truth_of_attention(options):
     assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"causal": True, "key_heads": 2},
+        {"causal": True, "window": 32},
+        {"causal": True, "extras": ("segments",)},
+        {"extras": ("key_lengths",)},
+        {"causal": True, "extras": ("bias",)},
+    ],
+    ids=str,
+)
+def test_the_truth_of_gradients(more):
+    call = attention.Call(2, 160, 4, 64, backward=True, **more)
+    cell = attention.cell_of(call)
+    *operands, dout = inputs = cell.inputs(jax.random.key(0), True)
+    output = jax.jit(cell.contenders[0].build())(*inputs)
+    pairs = cell.sample(inputs, output)
+    assert len(pairs) == len(output) == 3 + ("bias" in call.extras)
+    assert all(0 < check.oracle.error(*pair) <= 1 for pair in pairs)
+    for wrong in range(len(output)):
+        gradients = [gradient * (1.1 if at == wrong else 1) for at, gradient in enumerate(output)]
+        assert check.errors(cell, cell.contenders[0], inputs, gradients)[0] > 1
+
+    given = call.arguments(*operands[3:])
+    truths = check.attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), *operands[:3], **given)
+    at, key_head = check.sampled(160, ends=4, random=8), call.key_head(2)
+    for (_, truth), name in zip(pairs[-2:], ("key", "value"), strict=True):
+        value, budget = (array[-1, at, key_head] for array in (truths[name].value, truths[name].budget))
+        assert np.all(np.abs(truth.value - value) <= 0.01 * budget)  # which is more than float32 misses
+        np.testing.assert_allclose(truth.budget, budget, rtol=0.05)
+
+
+def test_bits_are_compared_where_they_must_be_the_same(monkeypatch):
+    cell = tiny("softmax forward float32 1024x512")
+    monkeypatch.setattr(check, "differing_bits", lambda *args, **kwargs: ["other bits"])
+    assert measured(cell, peers=frozenset())[0].problems == [f"{cell.name}: other bits"]
+    assert not measured(dataclasses.replace(cell, repeatable=False), peers=frozenset())[0].problems
+    for cell in ATTENTION.values():
+        assert cell.repeatable == (cell.pass_ == "forward" or "deterministic=1" in cell.options)
+
+
 @pytest.mark.parametrize("options", ["mask=1x1xTxS", "causal=1 documents=12", "sinks=1"])
 def test_calls_of_attention_with_fewer_queries(options):
     cell = tiny_attention(options)
@@ -386,8 +442,8 @@ def test_calls_of_attention_with_fewer_queries(options):
 
 
 def test_peers_of_attention():
-    def names(name, dtype="bfloat16"):
-        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention forward {dtype} {name}"].contenders))
+    def names(name, dtype="bfloat16", pass_="forward"):
+        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention {pass_} {dtype} {name}"].contenders))
 
     assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "tokamax", "torch"]
     assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "tokamax", "torch"]
@@ -396,6 +452,15 @@ def test_peers_of_attention():
     assert names("1x16384x16x128 causal=1 documents=12") == [OURS]
     assert names("4x4096x16x128 sinks=1") == [OURS]
     assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn", "jax.nn highest"]
+
+    assert names("4x4096x16x128", pass_=GRADIENTS) == [OURS, "cudnn", "attention_mgpu", "torch"]
+    assert names("4x4096x16x128 causal=1", pass_=GRADIENTS) == [OURS, "cudnn", "torch"]
+    assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=GRADIENTS) == [OURS, "cudnn", "torch"]
+    assert names("4x4096x16x128 bias=1xNxTxS", pass_=GRADIENTS) == [OURS, "cudnn"]
+    assert names("1x16384x16x128 causal=1 documents=12", pass_=GRADIENTS) == [OURS]
+    assert names("4x4096x16x128 deterministic=1", pass_=GRADIENTS) == [OURS]
+    for cell in ATTENTION.values():
+        assert all(contender.alone == (contender.name == "cudnn") for contender in cell.contenders)
 
 
 def test_operands_of_the_attention_of_pallas():
@@ -560,8 +625,8 @@ def test_cells_have_names_of_their_own_and_options_in_order(suite, cells):
 
 
 def test_flops_bytes_and_blocks_of_attention():
-    def of(name):
-        return ATTENTION[f"attention forward bfloat16 {name}"]
+    def of(name, pass_="forward"):
+        return ATTENTION[f"attention {pass_} bfloat16 {name}"]
 
     whole = 4 * 16 * 16384**2 * 128
     assert of("1x16384x16x128").flops == whole
@@ -576,12 +641,16 @@ def test_flops_bytes_and_blocks_of_attention():
     assert (len(lengths), lengths.sum()) == (12, 16384)
     assert of("1x16384x16x128 causal=1 documents=12").flops == 4 * 16 * 128 * sum(n * (n + 1) // 2 for n in lengths)
     assert of("4x4096x16x128 key_lengths=1").flops == 4 * 16 * 128 * 4096 * (4096 + 3413 + 2730 + 2048)
+    for name in ("1x16384x16x128", "4x4096x8x256 causal=1", "1x16384x16x128 causal=1 documents=12"):
+        assert of(name, GRADIENTS).flops == 3.5 * of(name).flops
 
     array = 2 * 16384 * 2048
     assert of("1x16384x16x128").bytes == 4 * array
     assert of("4x4096x64x128 kv_heads=8").bytes == 4 * (2 * array + 2 * array // 8)
     assert of("4x4096x16x128 mask=1x1xTxS").bytes == 4 * array + 4096**2
     assert of("4x4096x16x128 bias=1xNxTxS").bytes == 4 * array + 2 * 16 * 4096**2
+    assert of("1x16384x16x128", GRADIENTS).bytes == 12 * array
+    assert of("4x4096x16x128 bias=1xNxTxS", GRADIENTS).bytes == 12 * array + 3 * 2 * 16 * 4096**2
 
     assert of("1x16384x16x128").blocks == 128**2
     assert of("1x16384x16x128 causal=1").blocks == 128 * 129 // 2
@@ -603,6 +672,6 @@ def test_plots_are_drawn(tmp_path, capsys):
 def test_plot_of_attention(tmp_path, capsys):
     path = written(tmp_path, a_full_run_of_attention(), "attention")
     assert main(["attention", "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
-    drawn = path.with_name("attention_forward.svg")
-    assert capsys.readouterr().out.split() == [str(drawn)]
-    assert drawn.read_text().startswith("<?xml")
+    drawn = [path.with_name("attention_forward.svg"), path.with_name("attention_forward_backward.svg")]
+    assert capsys.readouterr().out.split() == [str(figure) for figure in drawn]
+    assert all(figure.read_text().startswith("<?xml") for figure in drawn)

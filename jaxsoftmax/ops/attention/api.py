@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 from typing import Any, Literal, overload
 
 import jax
@@ -18,6 +19,9 @@ Window = int | tuple[int | None, int | None] | None
 
 _NAME = "dot_product_attention"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Either makes XLA's own GPU programs give the same bits run after run.
+_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 
 
 @overload
@@ -104,6 +108,10 @@ def dot_product_attention(
     rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
     no effect; NaN too, but for values on `mosaic`, which multiplies them with weights of 0.
 
+    Derivatives save the output and the log-sum-exp, named `"jaxsoftmax_attention_out"` and `"jaxsoftmax_attention_lse"`. Under
+    `jax.checkpoint`, a policy that saves both names, such as `save_only_these_names` of them, keeps the forward pass from
+    running twice. One that saves matrix products, such as `dots_saveable`, does not, as it sees none of those in here.
+
     Args:
       query: `[*batch, T, N, H]`, float16, bfloat16, float32 or float64, with any number of batch axes or none.
       key: `[*batch, S, K, H]`, of the same dtype. N is a multiple of K: each key head serves N / K query heads that follow one
@@ -123,7 +131,10 @@ def dot_product_attention(
       sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
-      deterministic: whether there is no dropout after all.
+      deterministic: whether nothing is left to chance: no weight is dropped, and derivatives have the same bits run after run.
+        Otherwise a kernel may add to derivatives in any order, unless `--xla_gpu_deterministic_ops` or
+        `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
+        and reproducible derivatives go together.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them.
       precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. With
@@ -175,6 +186,7 @@ def dot_product_attention(
         soft_cap=_soft_cap(logits_soft_cap, query.dtype),
         dropout_rate=0.0 if seeds is None else rate,
         precision=_precision(precision),
+        deterministic=deterministic or _xla_is_deterministic(),
         implementation=implementation,
     )
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
@@ -376,6 +388,15 @@ def _flag(name, value):
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def _xla_is_deterministic() -> bool:
+    """Whether XLA_FLAGS asks for GPU programs that give the same bits run after run; of equal flags the last counts."""
+    found = {}
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, equals, value = flag.partition("=")
+        found[name] = not equals or value.strip("'\"").lower() in ("true", "1")
+    return any(found.get(name, False) for name in _DETERMINISTIC_FLAGS)
 
 
 def _random_key(key):

@@ -17,7 +17,6 @@ Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 
 """
 
 import functools
-import heapq
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +31,8 @@ from jax.typing import DTypeLike
 
 from jaxsoftmax import hopper, online
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.ops.attention.xla import OPERANDS, RANKS
+from jaxsoftmax.ops.attention import backward, common, dropout
+from jaxsoftmax.ops.attention.xla import OPERANDS
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
 DTYPES = tuple(MAX_HEAD_SIZE)
@@ -81,7 +80,7 @@ def config_for(
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Config:
     """The configuration for a call, as measured on an H200; `benchmarks/results/h200/attention.csv` has those of 16 bits."""
-    sizes = _up(head_size, _SWIZZLED), _up(value_size, _SWIZZLED)
+    sizes = common.up(head_size, _SWIZZLED), common.up(value_size, _SWIZZLED)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return Config(3, 64, 3, registers=(72, 144), turns=False, split=True)
@@ -95,13 +94,19 @@ def config_for(
     return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, turns=False)
 
 
+def lacks(primitive, query, *avals) -> bool:
+    """Whether there is no kernel at all: for derivatives of float32."""
+    del avals
+    return primitive == "attention_vjp" and query.dtype == jnp.float32
+
+
 def unsupported(primitive, target, *avals, scale, precision, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    if primitive != "attention":
-        return "there is no kernel for derivatives yet"
+    if primitive == "attention_jvp":
+        return "there is no kernel for tangents"
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    given = {name: aval for name, aval in zip(OPERANDS, avals, strict=True) if aval is not None}
+    given = {name: aval for name, aval in zip(OPERANDS, avals[: len(OPERANDS)], strict=True) if aval is not None}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {query.dtype.name}"
@@ -117,7 +122,7 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
     for name in ("query_segments", "key_segments"):
         if name in given and given[name].dtype.itemsize > 4:
             return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
-    batch = _batch(given)
+    batch = common.batch_of(given)
     rows, keys = math.prod(batch) * query.shape[-2] * query.shape[-3], math.prod(batch) * key.shape[-3]
     if not (rows and keys):
         return f"there must be queries and keys, got shapes {query.shape} and {key.shape} in a batch of {batch}"
@@ -125,7 +130,7 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
         return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
-    return None
+    return backward.unsupported(given, **params) if primitive == "attention_vjp" else None
 
 
 def unprofitable(primitive, target, fused, cast, query, key, *avals, **params) -> str | None:
@@ -154,70 +159,27 @@ def attention(
     soft_cap,
     dropout_rate,
     precision="high",
+    deterministic=False,
     config=None,
 ):
     """Attention as in `xla.attention`: `[out, lse]`."""
-    del precision  # which `unsupported` has looked at
+    del precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
     config = config or config_for(query.shape[-1], value.shape[-1], window, query.dtype)
     given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
     given |= {"query_segments": query_segments, "key_segments": key_segments, "seeds": seeds if dropout_rate else None}
     given = {name: operand for name, operand in given.items() if operand is not None}
-    batch = _batch({"query": query, "key": key, "value": value} | given)
+    batch = common.batch_of({"query": query, "key": key, "value": value} | given)
     problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, dropout_rate, config)
     if query_segments is not None:
-        given["ranges"] = problem.ranges(query_segments, key_segments)
+        given["ranges"] = common.ranges(query_segments, key_segments, problem.block_q, config.block_kv)
     return problem.run(query, key, value, given)
 
 
-# How many axes come behind those of the batch.
-_TRAILING = RANKS | {"ranges": 2}
-
-
-def _batch(given):
-    """The batch that operands, or their types, have together."""
-    return lax.broadcast_shapes(*(operand.shape[: operand.ndim - _TRAILING[name]] for name, operand in given.items()))
-
-
-def _sms() -> int:
-    """Multiprocessors of the GPU at hand, else of an H100 or H200."""
-    try:
-        return jax.devices("cuda")[0].core_count
-    except (RuntimeError, AttributeError):
-        return 132
-
-
-_MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
-_L2 = 24 << 20  # bytes of keys and values that tiles may share at a time
-_TILE_COST = 1.5  # of starting and ending a tile, in key blocks
-
-
-def _order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
-    """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
-
-    Tile `head * len(costs) + i` takes `costs[i]` key blocks.
-    """
-    long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
-    tiles = np.add.outer(long_first, head * len(costs))
-    groups = np.broadcast_to(head // group, tiles.shape)
-    return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
-
-
-@functools.lru_cache(maxsize=256)
-def _schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
-    """Which tiles each block of threads works through, `[blocks, most + 2]`: how many, their numbers, and what is never used.
-
-    Tiles are handed out one by one, in their order, to whoever is free first.
-    """
-    queue = [(0.0, block) for block in range(blocks)]
-    tiles: list[list[int]] = [[] for _ in range(blocks)]
-    for tile in _order(costs, heads, group).tolist():
-        free, block = queue[0]
-        tiles[block].append(tile)
-        heapq.heapreplace(queue, (free + costs[tile % len(costs)] + _TILE_COST, block))
-    table = np.zeros((blocks, 2 + max(map(len, tiles))), np.int32)
-    for row, own in zip(table, tiles, strict=True):
-        row[0], row[1 : 1 + len(own)] = len(own), own
-    return table
+def attention_vjp(*operands, precision="high", **params):
+    """The cotangents of attention as in `xla.attention_vjp`."""
+    del precision  # of float32 operands, which have no kernel
+    given = dict(zip(OPERANDS, operands[: len(OPERANDS)], strict=True))
+    return backward.attention_vjp(given, *operands[len(OPERANDS) :], **params)
 
 
 @dataclass(frozen=True)
@@ -249,7 +211,7 @@ class _Problem:
     @property
     def sizes(self) -> tuple[int, int]:
         """The head sizes of keys and values on chip."""
-        return _up(self.query[2], _SWIZZLED), _up(self.value_size, _SWIZZLED)
+        return common.up(self.query[2], _SWIZZLED), common.up(self.value_size, _SWIZZLED)
 
     @property
     def is_ragged(self) -> bool:
@@ -300,48 +262,31 @@ class _Problem:
         keys, key_heads, size = self.key
         itemsize = 4 if self.config.split else 2
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
-        return min(8, 1 << max(1, _L2 // bytes_of_head).bit_length() - 1)
-
-    def ranges(self, query_segments, key_segments) -> jax.Array:
-        """Which key blocks matter to each block of queries, int32 `[*batch, blocks_q, 4]`.
-
-        From and to where one may have a key of their segments, and from and to where all are of the one segment that there is.
-        """
-        q_low, q_high = _extremes(query_segments, self.block_q)
-        k_low, k_high = _extremes(key_segments, self.config.block_kv)
-        meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
-        index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
-        low = jnp.min(jnp.where(meet, index, self.blocks_kv), -1)
-        high = jnp.max(jnp.where(meet, index + 1, 0), -1)
-        one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
-        whole = meet & one
-        first = jnp.min(jnp.where(whole, index, self.blocks_kv), -1)
-        behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, self.blocks_kv), -1)
-        return jnp.stack([low, high, first, behind], -1)
+        return min(8, 1 << max(1, common.L2 // bytes_of_head).bit_length() - 1)
 
     def run(self, query, key, value, given):
         """Runs the kernel; `given` are the optional operands that are there."""
         length, heads, _ = self.query
         pairs = math.prod(self.batch) * heads
         tiles = pairs * self.blocks_q
-        blocks = min(_sms(), tiles)
+        blocks = min(common.sms(), tiles)
         names = list(given)
         arrays = [query, key, value, *given.values()]
-        trailing = [3, 3, 3, *(_TRAILING[name] for name in names)]
-        at = [_batch_index(self.batch, a.shape[: a.ndim - t]) for a, t in zip(arrays, trailing, strict=True)]
+        trailing = [3, 3, 3, *(common.TRAILING[name] for name in names)]
+        at = [common.batch_index(self.batch, a.shape[: a.ndim - t]) for a, t in zip(arrays, trailing, strict=True)]
         arrays = [a.reshape(-1, *a.shape[a.ndim - t :]) for a, t in zip(arrays, trailing, strict=True)]
         sizes = {name: array.shape[1:3] for name, array in zip(names, arrays[3:], strict=True)}  # heads and rows
-        arrays[3:] = [_flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
+        arrays[3:] = [common.flat(name, array) for name, array in zip(names, arrays[3:], strict=True)]
         out_shape = math.prod(self.batch), length, heads, self.value_size
         if self.config.split:
             arrays[:3] = [a.reshape(-1, a.shape[-2] * a.shape[-1]) for a in arrays[:3]]
             out_shape = out_shape[0] * length, heads * self.value_size
         # How long a tile takes may depend on operands: then blocks of threads take one after another.
         facts = sum(_FACTS.get(name, 0) for name in names)
-        if tiles <= _MAX_SCHEDULED:
+        if tiles <= common.MAX_SCHEDULED:
             costs = self.costs()
             group = self.group(costs, "ranges" in names)
-            table = _order(costs, pairs, group) if facts else _schedule(costs, pairs, group, blocks)
+            table = common.order(costs, pairs, group) if facts else common.schedule(costs, pairs, group, blocks)
             arrays.append(jax.jit(lambda: jnp.asarray(table))())  # custom_partitioning takes no constants but inner ones
         rows = math.prod(self.batch) * heads * length
         out, lse = plgpu.kernel(
@@ -400,46 +345,10 @@ class _Problem:
         }
 
 
-def _up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
-
-
-def _extremes(segments, block):
-    """The least and the largest id of each block of a sequence."""
-    *batch, length = segments.shape
-    padding = [(0, 0)] * len(batch) + [(0, -length % block)]
-    blocked = jnp.pad(segments, padding, mode="edge").reshape(*batch, -1, block)
-    return jnp.min(blocked, -1), jnp.max(blocked, -1)
-
-
-def _batch_index(batch, shape):
-    """A function from the index of a batch entry to that in an operand with size 1 along some axes of the batch."""
-    shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
-
-    def index(b):
-        if shape == batch:
-            return b
-        total, stride, below = jnp.int32(0), 1, 1
-        for size, own in zip(reversed(batch), reversed(shape), strict=True):
-            if own != 1:
-                total += lax.rem(lax.div(b, jnp.int32(below)), jnp.int32(size)) * stride
-            stride, below = stride * own, below * size
-        return total
-
-    return index
-
-
-def _flat(name, array):
-    """A mask or bias as rows, segments as one line: as `hopper` loads them."""
-    if name in ("bias", "mask"):
-        return array.reshape(-1, array.shape[-1])
-    return array.reshape(-1) if name in ("query_segments", "key_segments") else array
-
-
 def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
     """The program of all warpgroups of a block."""
     refs = list(refs)
-    table = refs.pop(3 + len(names)) if tiles <= _MAX_SCHEDULED else None
+    table = refs.pop(3 + len(names)) if tiles <= common.MAX_SCHEDULED else None
     operands = dict(zip(["query", "key", "value", *names], zip(refs, at, strict=False), strict=False))
     out_ref, lse_ref = refs[-2:]
     tile = _Tile(problem, operands, sizes, out_ref, lse_ref, memory)
@@ -945,7 +854,7 @@ class _Scores:
         size = self.problem.config.block_kv
         start = block * size
         if self.problem.soft_cap is not None:
-            s = _tanh(s * (self.problem.scale / self.problem.soft_cap))
+            s = common.tanh(s * (self.problem.scale / self.problem.soft_cap))
         if self.is_biased:
             s = s * self.factor
         if self._has("bias"):
@@ -998,17 +907,3 @@ class _Scores:
         start = block * self.shape[1]
         limits = jnp.where(there, self.problem.query[0] - self.first, 0), self.problem.key[0] - start
         return load(ref, row, start, limits, self.shape, varies=(rows > 1, ref.shape[1] > 1))
-
-
-def _tanh(x):
-    """`tanh` to float32's rounding, which the hardware's is not.
-
-    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
-    """
-    square = x * x
-    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
-    large = 1 - 2 * hopper.reciprocal(1 + jnp.exp2(x * (2 * _LOG2E)))
-    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
-
-
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)

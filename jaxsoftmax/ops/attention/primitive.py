@@ -2,13 +2,15 @@
 
 `attention` returns out and lse. Its tangent is a second primitive, `attention_jvp`, which takes the operands, out, lse and the
 tangents of `xla.MOVING`, and is linear in the tangents; the transpose of that is a third, `attention_vjp`, which takes the
-cotangents of out and lse instead. So the operands, out and lse are what is saved, for every implementation. Derivatives of the
-two linear maps, in anything but the (co)tangents, are those of the reference.
+cotangents of out and lse instead. So the operands, out and lse are what is saved, for every implementation; out and lse under
+the names `SAVED_NAMES`, for the policies of `jax.checkpoint`. Derivatives of the two linear maps, in anything but the
+(co)tangents, are those of the reference.
 
 Operands are in the order `xla.OPERANDS`, with shapes as in `xla`. All have the same number of batch axes in front, each of
 size 1 where an operand does not vary along it. Any of the tangents may be None, for zero, and so may one of the cotangents. The
 parameter `wanted` of `attention_vjp` says which cotangents it returns. Parameters of all are `scale`, `window`, `soft_cap`,
-`dropout_rate`, `precision` and `implementation`.
+`dropout_rate`, `precision`, `deterministic` and `implementation`. `deterministic` says whether derivatives must have the same
+bits run after run.
 """
 
 import functools
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
 from jaxsoftmax import sharding
@@ -24,6 +27,9 @@ from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.attention import xla
 from jaxsoftmax.ops.attention.xla import MOVING, OPERANDS, summed_to
 from jaxsoftmax.primitive import bind, define, set_rule, unpack
+
+# What out and lse are called where derivatives save them.
+SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")
 
 _RESULTS = ("out", "lse")
 _COUNT = len(OPERANDS)
@@ -104,6 +110,8 @@ def _attention_jvp(primals, tangents, *, present, **params):
     moves = [_none_if_zero(tangents[index]) for index in _MOVING]
     if all(move is None for move in moves):
         return results, [_zero(result) for result in results]
+    # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
+    results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
     return results, bind(attention_jvp_p, *operands, *results, *moves, **params)
 
 

@@ -60,7 +60,7 @@ OPERANDS = (
 MOVING = ("query", "key", "value", "bias", "sinks")
 
 
-def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highest", block=None):
+def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None):
     """`[out, lse]` of the operands `OPERANDS`.
 
     Args:
@@ -70,6 +70,7 @@ def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highe
       soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
       dropout_rate: of the weights; it matters with seeds only.
       precision: what float32 products must be at least, `"high"` or `"highest"`: here they are float32's.
+      deterministic: whether derivatives must have the same bits run after run: here they have them anyway.
       block: queries and keys of a tile; None to choose by `ONE_TILE`.
     """
     problem = _Problem(dict(zip(OPERANDS, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
@@ -96,7 +97,7 @@ def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highe
     return [_heads_last(state.o).astype(problem["query"].dtype), _flat_heads(state.m)]
 
 
-def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, precision="highest", block=None):
+def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None):
     """`[dout, dlse]` of `OPERANDS`, out, lse and the tangents of `MOVING`, of which each may be None."""
     names = (*OPERANDS, "out", "lse", *(f"d_{name}" for name in MOVING))
     problem = _Problem(dict(zip(names, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
@@ -128,7 +129,9 @@ def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, precision="h
     return [_heads_last(dout).astype(problem["query"].dtype), _flat_heads(dlse)]
 
 
-def attention_vjp(*operands, wanted, scale, window, soft_cap, dropout_rate, precision="highest", block=None):
+def attention_vjp(
+    *operands, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None
+):
     """The cotangents of those of `MOVING` that are `wanted`, of `OPERANDS`, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes and dtypes of the operands.

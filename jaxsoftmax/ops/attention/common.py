@@ -1,0 +1,135 @@
+"""What the kernels of attention share: the order in which tiles are handed out, operands of a batch, `tanh`."""
+
+import functools
+import heapq
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxsoftmax import hopper
+from jaxsoftmax.ops.attention.xla import RANKS
+
+_LOG2E = math.log2(math.e)
+
+# How many axes come behind those of the batch.
+TRAILING = RANKS | {"ranges": 2, "spans": 2}
+
+
+def batch_of(given):
+    """The batch that operands, or their types, have together."""
+    return lax.broadcast_shapes(*(operand.shape[: operand.ndim - TRAILING[name]] for name, operand in given.items()))
+
+
+def sms() -> int:
+    """Multiprocessors of the GPU at hand, else of an H100 or H200."""
+    try:
+        return jax.devices("cuda")[0].core_count
+    except (RuntimeError, AttributeError):
+        return 132
+
+
+MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
+L2 = 24 << 20  # bytes of keys and values that tiles may share at a time
+TILE_COST = 1.5  # of starting and ending a tile, in key blocks
+
+
+def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
+    """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
+
+    Tile `head * len(costs) + i` takes `costs[i]` key blocks.
+    """
+    long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
+    tiles = np.add.outer(long_first, head * len(costs))
+    groups = np.broadcast_to(head // group, tiles.shape)
+    return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+    """Which tiles each block of threads works through, `[blocks, most + 2]`: how many, their numbers, and what is never used.
+
+    Tiles are handed out one by one, in their order, to whoever is free first.
+    """
+    queue = [(0.0, block) for block in range(blocks)]
+    tiles: list[list[int]] = [[] for _ in range(blocks)]
+    for tile in order(costs, heads, group).tolist():
+        free, block = queue[0]
+        tiles[block].append(tile)
+        heapq.heapreplace(queue, (free + costs[tile % len(costs)] + TILE_COST, block))
+    table = np.zeros((blocks, 2 + max(map(len, tiles))), np.int32)
+    for row, own in zip(table, tiles, strict=True):
+        row[0], row[1 : 1 + len(own)] = len(own), own
+    return table
+
+
+def up(size: int, multiple: int) -> int:
+    return pl.cdiv(size, multiple) * multiple
+
+
+def _extremes(segments, block):
+    """The least and the largest id of each block of a sequence."""
+    *batch, length = segments.shape
+    padding = [(0, 0)] * len(batch) + [(0, -length % block)]
+    blocked = jnp.pad(segments, padding, mode="edge").reshape(*batch, -1, block)
+    return jnp.min(blocked, -1), jnp.max(blocked, -1)
+
+
+def batch_index(batch, shape):
+    """A function from the index of a batch entry to that in an operand with size 1 along some axes of the batch."""
+    shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
+
+    def index(b):
+        if shape == batch:
+            return b
+        total, stride, below = jnp.int32(0), 1, 1
+        for size, own in zip(reversed(batch), reversed(shape), strict=True):
+            if own != 1:
+                total += lax.rem(lax.div(b, jnp.int32(below)), jnp.int32(size)) * stride
+            stride, below = stride * own, below * size
+        return total
+
+    return index
+
+
+def flat(name, array):
+    """A mask or bias as rows, segments as one line: as `hopper` loads them."""
+    if name in ("bias", "mask"):
+        return array.reshape(-1, array.shape[-1])
+    return array.reshape(-1) if name in ("query_segments", "key_segments") else array
+
+
+def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
+    """Which key blocks matter to each block of queries, int32 `[*batch, blocks_q, 4]`.
+
+    From and to where one may have a key of their segments, and from and to where all are of the one segment that there is.
+    """
+    q_low, q_high = _extremes(query_segments, block_q)
+    k_low, k_high = _extremes(key_segments, block_kv)
+    blocks_kv = k_low.shape[-1]
+    meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
+    index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
+    low = jnp.min(jnp.where(meet, index, blocks_kv), -1)
+    high = jnp.max(jnp.where(meet, index + 1, 0), -1)
+    one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
+    whole = meet & one
+    first = jnp.min(jnp.where(whole, index, blocks_kv), -1)
+    behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, blocks_kv), -1)
+    return jnp.stack([low, high, first, behind], -1)
+
+
+def tanh(x):
+    """`tanh` to float32's rounding, which the hardware's is not.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
+    large = 1 - 2 * hopper.reciprocal(1 + jnp.exp2(x * (2 * _LOG2E)))
+    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)

@@ -1,0 +1,960 @@
+"""The Mosaic GPU kernel of attention's derivatives: natively against float64, and lowered for CUDA without a GPU.
+
+The reference runs the same checks where that is quick, so that they and their budget are tested too.
+"""
+
+import functools
+import itertools
+import operator
+import re
+
+import attention_oracle
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import oracle
+import pytest
+import test_attention as forward
+import test_attention_mosaic as lowering
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from test_attention import MOVING, case, random, segments, split
+from test_attention import compiled_quickly as compiled_quickly  # a fixture
+
+import jaxsoftmax
+from jaxsoftmax import dispatch, explain
+from jaxsoftmax.ops.attention import backward, common, mosaic, primitive, xla
+
+attend = jaxsoftmax.dot_product_attention
+forced = functools.partial(attend, implementation="mosaic")
+
+FORWARD, BACKWARD = "attention_forward_mosaic", "attention_backward_mosaic"
+QUICKLY = pytest.mark.usefixtures("compiled_quickly")
+EACH = pytest.mark.parametrize("name", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
+DTYPES = ("bfloat16", "float16")
+tight = functools.partial(attention_oracle.cotangents, tight=True)
+
+
+def quick(every, some):
+    """Parameters, of which all but `some` are slow, as lowering the kernel takes seconds."""
+    return [pytest.param(value, marks=[] if value in some else pytest.mark.slow) for value in every]
+
+
+# What is compared with what.
+
+
+def pull_of(f):
+    """What `f` gives, and the cotangents of what it is a function of, from those of its results."""
+
+    def pull(moving, cotangents):
+        results, vjp = jax.vjp(f, moving)
+        return results, *vjp(cotangents)
+
+    return pull
+
+
+def cotangents_like(results, seed=7):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), results)
+
+
+def compiled(name, f, *args, runs=(1, 1)):
+    """The program of `f(*args)`, whose kernels are those of so many forward passes and derivatives, if `name` has any."""
+    if name != "xla" and (reason := kernels.missing(9)):
+        pytest.skip(reason)
+    lowered = jax.jit(f).lower(*args)
+    expected = [] if name == "xla" else [BACKWARD] * runs[1] + [FORWARD] * runs[0]
+    assert sorted(kernels.kernel_names(lowered.as_text())) == expected
+    return lowered.compile()
+
+
+def pulled(name, given, options, **replaced):
+    """Output and lse, their cotangents, of which some may be `replaced`, and the cotangents of all that moves."""
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, name)
+    both = dict(zip(("out", "lse"), cotangents_like(jax.eval_shape(f, moving)), strict=True)) | replaced
+    results, found = compiled(name, pull_of(f), moving, tuple(both.values()))(moving, tuple(both.values()))
+    return results, both, found
+
+
+def check(name, given, options, **replaced):
+    (_, lse), both, actual = pulled(name, given, options, **replaced)
+    assert_right(name, actual, given, options, both["out"], both["lse"], lse)
+    return actual
+
+
+def assert_right(name, actual, given, options, dout, dlse, lse):
+    """Within the budget, and 0 where nothing is added up: what sees nothing, and what nothing sees."""
+    dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
+    truths = forward.truth_of(tight, name, given, options, dout, dlse)
+    for key, found in actual.items():
+        assert found.dtype == given[key].dtype
+        assert np.all(np.isfinite(oracle.to64(found))), key
+        assert oracle.error(found, truths[key]) <= 1, key
+        assert np.all(oracle.to64(found)[truths[key].budget <= oracle.TINY] == 0), key
+
+
+# The reference is within the budget.
+
+QUICK = ["causal", "multi-query", "smaller values", "causal window", "lengths", "segments", "soft cap", "sinks alone"]
+QUICK += ["dropout, causal", "rows that see nothing", "bias of -inf", "bias (1,4,40,56)", "bias (56,)"]
+
+
+@QUICKLY
+@pytest.mark.parametrize("feature", QUICK)
+def test_the_reference_is_within_the_budget(feature):
+    check("xla", *forward.FEATURES[feature](DTYPES[QUICK.index(feature) % 2]))
+
+
+# Native: one at a time. Those of the forward pass, and what matters to derivatives alone.
+
+
+def replaced(make, **shapes):
+    """A case whose arrays `make` changes, and adds to."""
+
+    def of(dtype):
+        given = forward.arrays(dtype=dtype, **({"length": 200, "keys": 300, "size": 64} | shapes))
+        return given | make(given), {}
+
+    return of
+
+
+def outliers(given):
+    """Scores up to some thousands: some entries of query and key are 50 times as large."""
+    rng = np.random.default_rng(2)
+    return {name: np.where(rng.random(given[name].shape) < 0.01, 50 * given[name], given[name]) for name in ("query", "key")}
+
+
+def apart(given):
+    """Scores of about 300 for some keys, -300 for the others."""
+    signs = np.where(np.random.default_rng(3).random(given["key"].shape[:-1]) < 0.3, 6, -6)[..., None]
+    return {"query": np.abs(given["query"]), "key": (np.abs(given["key"]) * signs).astype(given["key"].dtype)}
+
+
+def huge_where_nothing_is_seen(given):
+    """What no query sees, and queries that see nothing, are large."""
+    given = {name: array.copy() for name, array in given.items()}
+    for array in (given["key"], given["value"]):
+        array[0, 130:], array[1, 17:] = 1e4, -1e4
+    given["query"][0, 65:], given["query"][1, 129:] = 1e4, -1e4
+    return given | forward.lengths_of([65, 129], [130, 17])()
+
+
+def least_number_of_keys(dtype="float32", shape=(2, 4, 130, 200)):
+    """A padding mask as a bias: the dtype's least number for some keys, blocks of them too."""
+    bias = random(shape, "bias")
+    bias[..., 40:45] = bias[..., 64:] = jnp.finfo(dtype).min
+    return {"bias": bias.astype(jnp.dtype(dtype))}
+
+
+def infinite():
+    bias = random((2, 4, 200, 300), "bias")
+    bias[bias > 4] = -np.inf
+    bias[0, 0, :70], bias[..., 11], bias[..., 128:270], bias[1, 2] = -np.inf, -np.inf, -np.inf, -np.inf
+    return {"bias": bias}
+
+
+def constant(shape):
+    return lambda: {"bias": np.full(shape, 300, np.float32)}
+
+
+MEDIUM = {"length": 130, "keys": 200, "size": 64}
+OWN = {
+    **{f"sizes {h} and {v}": case({"length": 150, "keys": 200, "size": h, "value_size": v}) for h, v in [(72, 72), (96, 96)]},
+    "sizes 160 and 160": case({"length": 150, "keys": 200, "size": 160}, is_causal=True),
+    "sizes 136 and 8": case({"length": 129, "keys": 129, "size": 136, "value_size": 8}, is_causal=True),
+    "8 heads that share 2": case({"length": 260, "keys": 140, "heads": 8, "size": 128}, is_causal=True),
+    "8 heads that share 2, size 256": case({"length": 140, "keys": 260, "heads": 8, "size": 256}),
+    "window, size 256": case({"length": 300, "keys": 330, "size": 256}, local_window_size=(70, 100)),
+    "segments, size 256, groups of 3": case(
+        {"length": 300, "keys": 200, "size": 256, "heads": 6},
+        lambda: {"query_segment_ids": segments(300, 0), "key_value_segment_ids": segments(200, 1)},
+    ),
+    "soft cap, size 256": case({"length": 200, "keys": 150, "size": 256}, logits_soft_cap=3.0),
+    "soft cap and bias": case(MEDIUM, lambda: {"bias": random((1, 4, 130, 200), "bias")}, logits_soft_cap=3.0),
+    "soft cap and bias, size 128": case(
+        MEDIUM | {"size": 128}, lambda: {"bias": random((2, 1, 130, 200), "bias")}, logits_soft_cap=20.0
+    ),
+    **{
+        f"bias, size {size}": case(MEDIUM | {"size": size}, lambda: {"bias": random((2, 4, 130, 200), "bias")}, is_causal=True)
+        for size in (128, 256)
+    },
+    "bias of heads and keys, size 128": case(MEDIUM | {"size": 128}, lambda: {"bias": random((4, 1, 200), "bias")}),
+    "bias of queries, size 256": case(MEDIUM | {"size": 256}, lambda: {"bias": random((2, 1, 130, 1), "bias")}),
+    "bias and dropout": case(MEDIUM, lambda: {"bias": random((4, 130, 200), "bias")}, dropout_rate=0.3, dropout_rng=1),
+    "bias and dropout, size 256": case(
+        MEDIUM | {"size": 256}, lambda: {"bias": random((1, 4, 130, 200), "bias")}, dropout_rate=0.3, dropout_rng=1
+    ),
+    "mask, size 128": case(MEDIUM | {"size": 128}, lambda: {"mask": random((2, 4, 130, 200))}),
+    "mask, size 256": case(MEDIUM | {"size": 256}, lambda: {"mask": random((1, 4, 130, 200))}),
+    "sinks, size 256": case(MEDIUM | {"size": 256}, lambda: {"sinks": random((4,), "bias")}, is_causal=True),
+    "bias of -inf": case({"length": 200, "keys": 300, "size": 64}, infinite),
+    "bias of -inf, size 256": case({"length": 200, "keys": 300, "size": 256}, infinite),
+    "bias of the least number of keys": case(MEDIUM, least_number_of_keys),
+    "bias of the least number of keys, size 256": case(MEDIUM | {"size": 256}, lambda: least_number_of_keys("bfloat16")),
+    "bias of the least number of keys, of all rows": case(MEDIUM, lambda: least_number_of_keys(shape=(1, 1, 1, 200))),
+    "large constant bias": case(MEDIUM, constant((1, 1, 1, 200))),
+    "large constant bias of one, size 256": case(MEDIUM | {"size": 256}, constant(())),
+    **{f"outliers, size {size}": replaced(outliers, size=size) for size in (64, 128, 256)},
+    "scores far apart": replaced(apart, size=64),
+    "scores far apart, size 256": replaced(apart, size=256),
+    **{f"huge where nothing is seen, size {size}": replaced(huge_where_nothing_is_seen, size=size) for size in (64, 256)},
+    "small scale": case(MEDIUM, scale=1e-6),
+    "least scale": case(MEDIUM, scale=1.2e-38),
+    "large scale": case(MEDIUM | {"size": 128}, scale=3.0),
+}
+CASES = forward.IN_SHAPES | {f"{name} of derivatives" if name in forward.IN_SHAPES else name: own for name, own in OWN.items()}
+
+# A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
+EACH_KIND = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 256 and 256, whole", "groups of 3"]
+EACH_KIND += ["window (200, 300), size 128", "window, size 256", "lengths, causal", "lengths, size 256", "segments shuffled"]
+EACH_KIND += ["segments, size 128", "segments, size 256, groups of 3", "soft cap", "soft cap, size 256", "sinks alone"]
+EACH_KIND += ["dropout", "bias and dropout, size 256", "everything", "nothing to see", "mask, size 128", "mask, size 256"]
+EACH_KIND += ["bias (2,4,130,200) bfloat16", "bias of heads and keys, size 128", "bias of queries, size 256"]
+
+SOME = ["1 and 300", "300 and 1", "63 and 65", "129 and 127", "127 and 129, causal", "385 and 513"]
+SOME += [
+    f"sizes {h} and {v}" for h, v in [(8, 8), (64, 64), (128, 128), (192, 192), (192, 128), (64, 128), (8, 256), (256, 24)]
+]
+SOME += ["sizes 64 and 64, whole", "sizes 128 and 128, whole", "groups of 8", "two batch axes", "no batch axes", "many tiles"]
+SOME += [f"window {window}" for window in [(30, None), (None, 30), (0, 0), (5, 200), (600, 0)]]
+SOME += [
+    "4097",
+    "window beyond the keys",
+    "causal window",
+    "lengths",
+    "lengths of queries",
+    "lengths of keys",
+    "lengths, size 128",
+]
+SOME += ["segments sorted", "segments apart", "segments, window", "soft cap, causal", "no sink in some heads"]
+SOME += ["dropout, causal", "dropout, size 256", "bias of the least number of 16 bits", "sinks alone everywhere"]
+SOME += [f"mask {shape} bool" for shape in ["(1,4,130,201)", "(2,1,130,200)", "(2,4,1,201)", "(2,4,130,1)", "(201,)", "()"]]
+SOME += [f"bias {shape} float32" for shape in ["(1,4,130,201)", "(2,4,1,200)", "(2,4,130,1)", "(1,1,1,201)", "(200,)", "()"]]
+SOME += [f"bias {shape} bfloat16" for shape in ["(2,1,130,201)", "(130,200)", "(4,1,1)"]]
+
+
+def check_case(kind, **more):
+    make, index = CASES[kind], list(CASES).index(kind)
+    given, options = make(DTYPES[index % 2])
+    return check("mosaic", given, options | more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_one_of_each_kind(kind):
+    check_case(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in SOME or kind in OWN else pytest.mark.slow)
+        for kind in CASES
+        if kind not in EACH_KIND
+    ],
+)
+def test_native_cotangents_in_many_shapes(kind):
+    check_case(kind)
+
+
+@st.composite
+def calls(draw):
+    """Any features together, in up to some blocks of queries and of keys."""
+    yes, seed = st.booleans(), draw(st.integers(0, 99))
+    batch = draw(st.sampled_from([(), (2,), (1, 2)]))
+    length, keys = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    key_heads, groups = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    sizes = st.sampled_from([8, 64, 72, 128, 192, 256])
+    size, value_size = draw(sizes), draw(sizes)
+    heads, rng = key_heads * groups, np.random.default_rng(seed)
+    shapes = {"batch": batch, "length": length, "keys": keys, "heads": heads, "key_heads": key_heads}
+    array_options = {"size": size, "value_size": value_size, "seed": seed, "dtype": draw(st.sampled_from(DTYPES))}
+    given, options = forward.arrays(**shapes, **array_options), {}
+    for kind in ("mask", "bias"):
+        if draw(yes):
+            given[kind] = random(tuple(n if draw(yes) else 1 for n in (*batch, heads, length, keys)), kind, seed)
+    for name, most in (("query_seq_lengths", length), ("key_value_seq_lengths", keys)):
+        if draw(yes):
+            given[name] = np.asarray(rng.integers(0, most + 1, batch), np.int32)
+    if draw(yes):
+        given["query_segment_ids"] = segments(length, seed, batch)
+        given["key_value_segment_ids"] = segments(keys, seed + 1, batch)
+    if draw(yes):
+        given["sinks"] = random((heads,), "bias", seed)
+    side = st.none() | st.integers(0, 300)
+    if draw(yes):
+        options["local_window_size"] = draw(st.tuples(side, side))
+    options["is_causal"] = draw(yes)
+    if "bias" not in given or max(size, value_size) <= 128:  # the others have no kernel
+        options["logits_soft_cap"] = draw(st.sampled_from([None, 3.0, 30.0]))
+    if draw(yes):
+        options |= {"dropout_rate": draw(st.sampled_from([0.1, 0.5])), "dropout_rng": seed}
+    return given, options
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(call=calls())
+def test_native_kernels_take_random_combinations(call):
+    check("mosaic", *call)
+
+
+@QUICKLY
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(call=forward.calls())
+def test_the_reference_is_within_the_budget_of_random_combinations(call):
+    check("xla", *call)
+
+
+# Cotangents of one result alone, of some operands alone, and of rows that see nothing.
+
+
+def case_of(name):
+    """With a bias, sinks, and rows that see nothing: large for a kernel."""
+    length, keys, size = (9, 11, 8) if name == "xla" else (130, 200, 64)
+    given = forward.arrays(length=length, keys=keys, size=size, dtype="bfloat16")
+    given |= {"bias": random((1, 4, length, keys), "bias"), "sinks": random((4,), "bias")}
+    return given | {"query_seq_lengths": np.array([length, length // 2], np.int32)}, {"is_causal": True}
+
+
+@QUICKLY
+@EACH
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
+def test_cotangents_of_one_result_alone(name, which):
+    given, options = case_of(name)
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, name)
+
+    def pull(moving, cotangent):
+        def one(moving):
+            results = f(moving)
+            return results[which], results[1]
+
+        _, vjp, lse = jax.vjp(one, moving, has_aux=True)
+        return lse, *vjp(cotangent)
+
+    cotangents = cotangents_like(jax.eval_shape(f, moving))
+    lse, actual = compiled(name, pull, moving, cotangents[which])(moving, cotangents[which])
+    both = [own if i == which else np.zeros_like(own) for i, own in enumerate(cotangents)]
+    assert_right(name, actual, given, options, *both, lse)
+
+
+@QUICKLY
+@EACH
+@pytest.mark.parametrize("wanted", [("query",), ("value", "sinks"), ("bias",), ("sinks",)], ids="+".join)
+def test_cotangents_of_some_operands_alone(name, wanted):
+    given, options = case_of(name)
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, name)
+    pull = pull_of(lambda some: f(moving | some))
+    args = {key: moving[key] for key in wanted}, cotangents_like(jax.eval_shape(f, moving))
+    (_, lse), actual = compiled(name, pull, *args, runs=(1, int(wanted != ("sinks",))))(*args)
+    assert set(actual) == set(wanted)
+    assert_right(name, actual, given, options, *args[1], lse)
+
+
+@QUICKLY
+@EACH
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_cotangents_of_rows_that_see_nothing_have_no_effect(name, with_sinks):
+    given, options = case_of(name)
+    dout, dlse = cotangents_like(jax.eval_shape(forward.function(options, split(given)[1]), split(given)[0]))
+    unseen = 1, slice(given["query_seq_lengths"][1], None)
+    dout[unseen] = np.nan
+    if not with_sinks:
+        del given["sinks"]
+        dlse[unseen] = -np.inf  # as of the square of an lse of -inf
+    check(name, given, options, out=dout, lse=dlse)
+
+
+# Deterministic: the same bits every time.
+
+
+def large(make=None, length=2048, size=64, key_heads=8, **options):
+    return case({"length": length, "keys": length, "heads": 8, "key_heads": key_heads, "size": size}, make, **options)
+
+
+def packed():
+    """Segments, of a length of its own for each batch entry."""
+    ids = {f"{kind}_segment_ids": segments(2048, 0, count=9) for kind in ("query", "key_value")}
+    return ids | forward.lengths_of([2048, 1500], [2000, 1500])()
+
+
+LARGE = {
+    "whole": large(),
+    "causal": large(is_causal=True),
+    "segments and lengths": large(packed, size=128, key_heads=2, is_causal=True),
+    "window, size 256": large(size=256, key_heads=2, local_window_size=(700, 300)),
+    "bias": large(lambda: {"bias": random((2, 8, 512, 512), "bias")}, length=512, is_causal=True),
+    "dropout": large(length=1024, key_heads=1, dropout_rate=0.2, dropout_rng=0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LARGE)
+def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
+    given, options = LARGE[kind]("bfloat16")
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, "mosaic")
+    args = moving, cotangents_like(jax.eval_shape(f, moving))
+    default = compiled("mosaic", pull_of(f), *args)
+    if "dropout_rate" in options:  # which the argument would turn off
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops")
+    else:
+        f = forward.function(options | {"deterministic": True}, fixed, "mosaic")
+    program = compiled("mosaic", pull_of(lambda moving: f(moving)), *args)
+    first, *others = (jax.tree.map(np.asarray, program(*args)[1]) for _ in range(3))
+    varying = default(*args)[1]
+    for name, found in first.items():
+        assert all(found.tobytes() == other[name].tobytes() for other in others), name
+        found, other = oracle.to64(found), oracle.to64(varying[name])
+        assert np.all(np.isfinite(found))
+        # What is added in another order, in float32, may be rounded to the next number.
+        np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-16 * np.max(np.abs(other)), err_msg=name)
+
+
+DETERMINISTIC = ["385 and 513, causal", "lengths, causal", "segments shuffled", "window (200, 300), size 128", "many tiles"]
+DETERMINISTIC += ["segments, size 256, groups of 3", "bias of -inf, size 256"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DETERMINISTIC)
+def test_native_deterministic_cotangents(kind):
+    check_case(kind, deterministic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["385 and 513, causal", "lengths, causal"])
+def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
+    monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
+    monkeypatch.setattr(common, "sms", lambda: 3)
+    check_case(kind, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["segments, size 128", "385 and 513, causal"])
+def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(kind, monkeypatch):
+    found = []
+    for blocks in (1, 5, 132):
+        monkeypatch.setattr(common, "sms", lambda blocks=blocks: blocks)
+        found.append(jax.tree.map(np.asarray, check_case(kind, deterministic=True)))
+    for other in found[1:]:
+        assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
+
+
+# Transformations.
+
+TRANSFORMED = {
+    "vmap": lambda f: jax.vmap(pull_of(f)),
+    "scan": lambda f: pull_of(lambda stacks: jax.lax.scan(lambda _, moving: (None, f(moving)), None, stacks)[1]),
+    "map": lambda f: lambda *args: jax.lax.map(lambda args: pull_of(f)(*args), args),
+}
+
+
+@QUICKLY
+@EACH
+@pytest.mark.parametrize("kind", TRANSFORMED)
+def test_transformations(name, kind):
+    given, options = case_of(name)
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, name)
+    stacks = {key: np.stack([a, a[..., ::-1], -a]) for key, a in moving.items()}
+    cotangents = jax.tree.map(lambda x: np.stack([x, x[::-1], x]), cotangents_like(jax.eval_shape(f, moving)))
+    args = stacks, cotangents
+    check_each(name, compiled(name, TRANSFORMED[kind](f), *args)(*args), given, options, *args)
+
+
+@QUICKLY
+@EACH
+def test_vmap_of_some_operands(name):
+    given, options = case_of(name)
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, name)
+    stacks = {key: np.stack([a, a[..., ::-1]]) if key in ("query", "value") else a for key, a in moving.items()}
+    axes = {key: 0 if key in ("query", "value") else None for key in moving}
+    args = stacks, jax.tree.map(lambda x: np.stack([x, x[::-1]]), cotangents_like(jax.eval_shape(f, moving)))
+    found = compiled(name, jax.vmap(pull_of(f), (axes, 0)), *args)(*args)
+    stacks = {key: a if axes[key] == 0 else np.stack([a, a]) for key, a in stacks.items()}
+    check_each(name, found, given, options, stacks, args[1])
+
+
+def check_each(name, found, given, options, stacks, cotangents):
+    (_, lse), actual = found
+    for i in range(len(lse)):
+        one = given | {key: a[i] for key, a in stacks.items()}
+        assert_right(name, {key: a[i] for key, a in actual.items()}, one, options, *(c[i] for c in cotangents), lse[i])
+
+
+@QUICKLY
+@EACH
+@pytest.mark.parametrize("saved", [True, False])
+def test_checkpoint(name, saved):
+    given, options = case_of(name)
+    moving, fixed = split(given)
+    policy = jax.checkpoint_policies.save_only_these_names(*primitive.SAVED_NAMES)
+    f = jax.checkpoint(forward.function(options, fixed, name), policy=policy if saved else None)
+    args = moving, cotangents_like(jax.eval_shape(f, moving))
+    (_, lse), actual = compiled(name, pull_of(f), *args, runs=(1 if saved else 2, 1))(*args)
+    assert_right(name, actual, given, options, *args[1], lse)
+
+
+# Lowered for CUDA, without a GPU.
+
+
+def gradient(given, wanted=MOVING, attend=forced, **options):
+    """Of the sum of output and log-sum-exp, in what is wanted of what there is."""
+    moving = {name: given[name] for name in wanted if name in given}
+
+    def total(moving):
+        out, lse = attend(**(given | moving), **options, return_residual=True)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    return jax.grad(total)(moving)
+
+
+def lower(given, **options):
+    return kernels.lowered_for_cuda(lambda given: gradient(given, **options), given, kernels=[FORWARD, BACKWARD])
+
+
+def decisions(given, **options):
+    """Which implementations run forward pass and derivatives, and why the kernel does not run the latter."""
+    found = explain(lambda given: gradient(given, attend=attend, **options), given, platform="cuda")
+    assert [decision.primitive for decision in found] == ["attention", "attention_vjp"]
+    return [decision.implementation for decision in found], dict(found[1].refusals).get("mosaic")
+
+
+def without_bias(sizes, names):
+    """What has a derivative: no bias where there is a soft cap, and heads are larger than 128."""
+    there = max(sizes) > 128 and {"soft cap", "bias"} <= set(names)
+    return [name for name in MOVING if name != "bias" or not there]
+
+
+CONFIGURATIONS = [(64, 64), (128, 128), (256, 256)]
+# Most of the others are in `lowering.EVERYTHING`.
+FEATURES = quick(lowering.FEATURES, ["causal", "lengths", "segments", "bias of 16 bits", "bias of heads"])
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_lowers_for_cuda(feature):
+    index = list(lowering.FEATURES).index(feature)  # in turn with configurations, lengths and dtypes
+    sizes, lengths = CONFIGURATIONS[index % 3], [*lowering.LENGTHS.values()][index % 2]
+    given, options = lowering.with_features([feature], sizes, lengths, DTYPES[index // 2 % 2])
+    lower(given, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", lowering.LENGTHS)
+@pytest.mark.parametrize("sizes", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("feature", lowering.FEATURES)
+def test_every_feature_lowers_for_cuda_in_every_configuration(feature, sizes, lengths):
+    given, options = lowering.with_features([feature], sizes, lowering.LENGTHS[lengths])
+    lower(given, **options)
+    if "bias" not in feature:
+        lower(given, deterministic=True, **options)
+
+
+@pytest.mark.parametrize("sizes", quick(lowering.SIZES, CONFIGURATIONS), ids=str)
+def test_every_configuration_lowers_for_cuda(sizes):
+    index = lowering.SIZES.index(sizes)
+    given, options = lowering.with_features((), sizes, [*lowering.LENGTHS.values()][index % 2])
+    lower(given, **options)
+
+
+@pytest.mark.parametrize("sizes", quick(lowering.SIZES, CONFIGURATIONS[1:]), ids=str)
+def test_every_configuration_lowers_for_cuda_with_everything(sizes):
+    index = lowering.SIZES.index(sizes)
+    given, options = lowering.with_features(lowering.EVERYTHING, sizes, [*lowering.LENGTHS.values()][1 - index % 2])
+    lower(given, wanted=without_bias(sizes, lowering.EVERYTHING), **options)
+
+
+def test_every_configuration_is_that_of_a_size_that_is_lowered():
+    every = range(8, 257, 8)
+    found = {backward.config_for(*sizes) for sizes in itertools.product(every, every)}
+    assert found == {backward.config_for(*sizes) for sizes in CONFIGURATIONS}
+    for config in found:
+        less, more = config.registers
+        assert 128 * (less + backward.WARPGROUPS * more) <= 65536
+        assert less % 8 == more % 8 == 0
+
+
+def test_blocks_are_as_large_as_the_head_size_lets_them():
+    for sizes, expected in {(8, 64): (128, 128), (72, 8): (64, 128), (128, 128): (64, 128), (64, 136): (64, 64)}.items():
+        config = backward.config_for(*sizes)
+        assert (config.block_q, config.block_kv) == expected
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_deterministic_derivatives_lower_for_cuda(size):
+    names = ("window", "lengths", "segments", "sinks", "mask")
+    given, options = lowering.with_features(names, (size, size), (300, 301))
+    bias = {"bias": lowering.shaped(2, 4, 300, 301, dtype="float32")}
+    lower(given | bias, deterministic=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_deterministic_derivatives_without_lengths_lower_for_cuda(size):
+    for options in ({}, {"is_causal": True}, {"local_window_size": (70, 10)}):
+        lower(lowering.operands(size=size), deterministic=True, **options)
+
+
+SHAPES = {
+    "no batch": lowering.operands(batch=()),
+    "two batch axes": lowering.operands(batch=(2, 3), heads=6, key_heads=1, size=256),
+    "one query": lowering.operands(length=1),
+    "one key": lowering.operands(keys=1, dtype="float16"),
+    "very many tiles": lowering.operands((2**17 + 1,), 64, 64, 1, 1),
+}
+
+
+@pytest.mark.parametrize("shapes", quick(SHAPES, ["two batch axes", "very many tiles"]))
+def test_shapes_lower_for_cuda(shapes):
+    lower(SHAPES[shapes], is_causal=True)
+
+
+@pytest.mark.parametrize("which", quick([0, 1], [1]))
+def test_one_result_alone_lowers_for_cuda(which):
+    def f(given):
+        return jax.grad(lambda given: jnp.sum(forced(**given, return_residual=True)[which].astype(jnp.float32)))(given)
+
+    kernels.lowered_for_cuda(f, lowering.operands(), kernels=[FORWARD, BACKWARD])
+
+
+def test_sinks_alone_need_no_kernel():
+    given = lowering.operands() | {"sinks": lowering.shaped(4, dtype="float32")}
+    kernels.lowered_for_cuda(lambda given: gradient(given, ("sinks",)), given, kernels=[FORWARD])
+
+
+@pytest.mark.parametrize("kind", quick([*TRANSFORMED, "checkpoint"], ["vmap"]))
+def test_transformations_lower_to_one_kernel_each(kind):
+    def f(moving):
+        return forced(**moving, return_residual=True)
+
+    moving = lowering.operands()
+    cotangents, forwards = jax.eval_shape(f, moving), 1
+    if kind == "checkpoint":
+        transformed, forwards = pull_of(jax.checkpoint(f)), 2
+    else:
+        transformed = TRANSFORMED[kind](f)
+        moving, cotangents = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), (moving, cotangents))
+    text = kernels.lowered_for_cuda(transformed, moving, cotangents)
+    assert sorted(kernels.kernel_names(text)) == [BACKWARD] + [FORWARD] * forwards
+
+
+@pytest.mark.parametrize("platforms", quick([("cuda",), ("cpu", "tpu", "cuda")], [("cpu", "tpu", "cuda")]), ids=str)
+def test_export(platforms):
+    f = jax.jit(lambda given: gradient(given, attend=attend, is_causal=True))
+    exported = jax.export.export(f, platforms=platforms)(lowering.operands())
+    assert sorted(kernels.kernel_names(exported.mlir_module())) == [BACKWARD, FORWARD]
+
+
+def test_export_of_symbolic_shapes_holds_the_reference():
+    shape = jax.export.symbolic_shape("b, t, 4, 64")
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    f = jax.jit(lambda q: gradient({"query": q, "key": q, "value": q}, attend=attend))
+    assert kernels.kernel_names(jax.export.export(f, platforms=["cuda"])(q).mlir_module()) == []
+
+
+# Which blocks of queries a block of keys visits, and in which turn.
+
+sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
+lengths = st.integers(1, 700)
+configs = st.sampled_from([backward.config_for(size, size) for size, _ in CONFIGURATIONS])
+
+
+def problem_of(length, keys, window, config, batch=(1,)):
+    size = next(size for size, _ in CONFIGURATIONS if backward.config_for(size, size) == config)
+    return backward._Problem(batch, (length, 4, size), (keys, 2, size), 0.125, window, None, 0.0, False, True, size, config)
+
+
+def blocks_of(seen, problem):
+    """Of each block of keys and each block of queries, whether some query sees some key, and whether all see all."""
+    (length, keys), rows, cols = seen.shape, problem.config.block_q, problem.config.block_kv
+    padding = [(0, -length % rows), (0, -keys % cols)]
+    some = np.pad(seen, padding).reshape(-(-length // rows), rows, -1, cols).any((1, 3)).T
+    # Queries behind the last are 0, and keys behind the last are to be masked.
+    every = np.pad(np.pad(seen, [padding[0], (0, 0)], constant_values=True), [(0, 0), padding[1]])
+    return some, every.reshape(-(-length // rows), rows, -1, cols).all((1, 3)).T
+
+
+def assert_visits(spans, seen, problem):
+    some, every = blocks_of(seen, problem)
+    for block, (low, high, whole_from, whole_to) in enumerate(spans):
+        assert 0 <= low <= high
+        assert low == high or high <= problem.blocks_q
+        assert set(np.flatnonzero(some[block])) <= set(range(low, high))
+        assert set(range(whole_from, whole_to)) <= set(np.flatnonzero(every[block])) & set(range(low, high))
+
+
+def visits(spans, problem):
+    """Which blocks of keys visit which blocks of queries."""
+    blocks = np.arange(problem.blocks_q)
+    return np.array([(low <= blocks) & (blocks < high) for low, high, *_ in spans])
+
+
+def clipped(low, high, whole_from, whole_to):
+    """As a kernel takes what `_Problem.span` gives."""
+    high = max(low, high)
+    whole_from = min(max(whole_from, low), high)
+    return low, high, whole_from, min(max(whole_to, whole_from), high)
+
+
+@lowering.brute_force
+@given(lengths, lengths, st.tuples(sides, sides), configs)
+def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config):
+    problem = problem_of(length, keys, window, config)
+    spans = [clipped(*problem.span(i, problem.lengths, operator.floordiv, min, max)) for i in range(problem.blocks_kv)]
+    assert_visits(spans, lowering.window_sees(length, keys, window), problem)
+    visited = visits(spans, problem)
+    assert problem.costs() == tuple(problem.heads * visited.sum(1))
+    before = np.cumsum(visited, 0) - visited
+    for block, query_block in np.argwhere(visited):
+        assert block - problem.first_key_block(query_block, operator.floordiv, max) == before[block, query_block]
+
+
+@lowering.compiled
+@given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
+def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who_came_before(
+    length, keys, window, config, data
+):
+    problem = problem_of(length, keys, window, config, (2,))
+    seen, given = np.stack([lowering.window_sees(length, keys, window)] * 2), {}
+    for name, size in (("query_lengths", length), ("key_lengths", keys)):
+        if data.draw(st.booleans()):
+            given[name] = np.array(data.draw(st.tuples(*[st.integers(0, size + 9)] * 2)), np.int32)
+            there = np.arange(size) < given[name][:, None]
+            seen &= there[:, :, None] if name == "query_lengths" else there[:, None, :]
+    if not given or data.draw(st.booleans()):
+        ids = [segments(size, data.draw(st.integers(0, 9)), count=4) for size in (length, keys)]
+        if data.draw(st.booleans()):
+            ids = [np.random.default_rng(0).permutation(own, -1) for own in ids]
+        given |= dict(zip(("query_segments", "key_segments"), ids, strict=True))
+        seen &= ids[0][:, :, None] == ids[1][:, None, :]
+    spans = jax.jit(problem.spans)({name: jnp.asarray(own) for name, own in given.items()})
+    before = np.asarray(problem._turns_before(spans))
+    for b, own in enumerate(np.broadcast_to(spans, (2, problem.blocks_kv, 4))):
+        assert_visits(own, seen[b], problem)
+        visited = visits(own, problem)
+        np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
+
+
+# Which implementation runs, and why. That does not depend on what it does: the reference lowers faster.
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    monkeypatch.setattr(mosaic, "attention", xla.attention)
+    monkeypatch.setattr(mosaic, "attention_vjp", xla.attention_vjp)
+    kernels.forget_lowerings()
+    yield
+    kernels.forget_lowerings()
+
+
+CHOICES = pytest.mark.usefixtures("choices")
+
+
+@CHOICES
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_is_chosen(dtype, implementation):
+    given = lowering.operands(dtype=dtype) | {"bias": lowering.shaped(4, 1, 300, dtype="float32")}
+    assert decisions(given, implementation=implementation) == (["mosaic", "mosaic"], None)
+
+
+@CHOICES
+def test_second_derivatives_run_the_kernel_where_they_can():
+    given = lowering.operands()
+
+    def pushed(given):
+        return jax.jvp(lambda given: gradient(given, attend=attend), (given,), (given,))
+
+    found = {(decision.primitive, decision.implementation) for decision in explain(pushed, given, platform="cuda")}
+    assert ("attention_vjp", "mosaic") in found
+    assert ("attention_jvp", "xla") in found
+
+
+@CHOICES
+def test_tangents_have_no_kernel():
+    found = explain(
+        lambda given: jax.jvp(lambda given: attend(**given), (given,), (given,)), lowering.operands(), platform="cuda"
+    )
+    assert [(decision.primitive, decision.implementation) for decision in found] == [
+        ("attention", "mosaic"),
+        ("attention_jvp", "xla"),
+    ]
+
+
+BROADCAST = [(4, 300, 301), (2, 1, 300, 301), (2, 4, 1, 301), (2, 4, 300, 1), (301,), ()]
+
+
+def biased(shape, batch=(2,), size=64, **more):
+    return lowering.operands(batch, 300, 301, size=size, **more) | {"bias": lowering.shaped(*shape, dtype="float32")}
+
+
+REFUSALS = {
+    "float32": (lowering.operands(dtype="float32"), {}, "float32"),
+    "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic": True}, "float32"),
+    **{
+        f"bias {shape}, deterministic": (
+            biased(shape),
+            {"deterministic": True},
+            "bias that is broadcast, .* summed in any order",
+        )
+        for shape in BROADCAST
+    },
+    "bias and soft cap, size 256": (
+        biased((2, 4, 300, 301), size=256),
+        {"logits_soft_cap": 5.0},
+        "bias with a soft cap at head sizes above 128",
+    ),
+    "bias and soft cap, value size 136": (
+        biased((2, 4, 300, 301), value_size=136),
+        {"logits_soft_cap": 5.0},
+        "bias with a soft cap at head sizes above 128",
+    ),
+}
+
+
+@CHOICES
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_is_not_served_is_said_in_words(kind):
+    given, options, words = REFUSALS[kind]
+    implementations, reason = decisions(given, **options)
+    assert implementations == ["mosaic", "xla"]
+    assert re.search(words, reason)
+    if given["query"].dtype == np.float32:  # where it has none at all, a forced implementation leaves them to the reference
+        assert decisions(given, **options, implementation="mosaic")[0] == ["mosaic", "xla"]
+        return
+    with pytest.raises(NotImplementedError, match=f"cannot run attention_vjp: .*{words}"):
+        decisions(given, **options, implementation="mosaic")
+
+
+SERVED = {
+    "bias that is broadcast": (biased((4, 1, 301)), {}),
+    "bias that is broadcast, deterministic, not wanted": (
+        biased((4, 1, 301)),
+        {"deterministic": True, "wanted": ("query", "key", "value")},
+    ),
+    "whole bias, deterministic": (biased((2, 4, 300, 301)), {"deterministic": True}),
+    "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic": True}),
+    "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic": True}),
+    "bias and soft cap, size 128": (biased((4, 1, 301), size=128), {"logits_soft_cap": 5.0}),
+    "bias and soft cap, size 256, not wanted": (
+        biased((4, 1, 301), size=256),
+        {"logits_soft_cap": 5.0, "wanted": ("query", "key", "value")},
+    ),
+    "soft cap, size 256": (lowering.operands(size=256), {"logits_soft_cap": 5.0}),
+}
+
+
+@CHOICES
+@pytest.mark.parametrize("kind", SERVED)
+def test_what_is_served(kind):
+    given, options = SERVED[kind]
+    assert decisions(given, **options) == (["mosaic", "mosaic"], None)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind, (given, *_) in lowering.REFUSALS.items() if given["query"].dtype != np.float32]
+)
+@CHOICES
+def test_what_the_forward_pass_refuses_derivatives_refuse_too(kind):
+    given, options, words = lowering.REFUSALS[kind]
+    implementations, reason = decisions(given, wanted=("query",), **options)
+    assert implementations == ["xla", "xla"]
+    assert re.search(words, reason)
+
+
+@CHOICES
+def test_a_vmap_makes_a_bias_whole():
+    """What is mapped over is no sum, also where the bias itself is the same for all."""
+    given = {name: lowering.shaped(3, *a.shape, dtype=a.dtype) for name, a in lowering.operands(()).items()}
+    bias = lowering.shaped(4, 300, 300, dtype="float32")
+    mapped = jax.vmap(lambda given, bias: gradient(given | {"bias": bias}, attend=attend, deterministic=True), (0, None))
+    found = explain(mapped, given, bias, platform="cuda")
+    assert [decision.implementation for decision in found] == ["mosaic", "mosaic"]
+
+
+@CHOICES
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_gpus_are_refused(monkeypatch, capability):
+    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    words = f"it needs compute capability 9.x, got cuda {capability}"
+    assert decisions(lowering.operands()) == (["xla", "xla"], words)
+
+
+# Meshes.
+
+MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def make_mesh(kind, devices=True):
+    sizes, names, kinds = (4, 2), ("data", "model"), (kind,) * 2
+    if devices:
+        return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices("cpu"))
+    return AbstractMesh(sizes, names, axis_types=kinds)
+
+
+def on_mesh(mesh, key_heads=2):
+    """Query, key and value in shards, and a bias of every head, the same for all of the batch."""
+    given = lowering.operands((8,), 64, 64, 4, key_heads, 64)
+    shards = lowering.sharded({"query": given["query"]}, mesh, lowering.SPEC)
+    spec = lowering.SPEC if key_heads > 1 else P("data")
+    shards |= lowering.sharded({name: given[name] for name in ("key", "value")}, mesh, spec)
+    bias = {"bias": lowering.shaped(1, 4, 64, 64, dtype="float32")}
+    return shards | lowering.sharded(bias, mesh, P(None, "model"))
+
+
+@pytest.mark.parametrize("key_heads", quick([2, 1], [1]))
+@pytest.mark.parametrize("devices", quick([True, False], [True]), ids=["devices", "abstract"])
+def test_explicit_axes_lower_to_a_kernel_for_shards(devices, key_heads):
+    mesh = make_mesh(AxisType.Explicit, devices)
+    with jax.set_mesh(mesh) if devices else jax.sharding.use_abstract_mesh(mesh):
+        assert "tensor<2x64x2x64xbf16>" in lower(on_mesh(mesh, key_heads), is_causal=True)  # of a batch of 8 and 4 heads
+
+
+@CHOICES
+@MESHES
+def test_the_kernel_is_chosen_on_a_mesh(kind):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        found = explain(lambda given: gradient(given, attend=attend), on_mesh(mesh), platform="cuda")
+        assert [decision.implementation for decision in found] == ["mosaic", "mosaic"]
+        shard = ("bfloat16[2,64,2,64]", "bfloat16[2,64,1,64]", "bfloat16[2,64,1,64]")
+        whole = ("bfloat16[8,64,4,64]", "bfloat16[8,64,2,64]", "bfloat16[8,64,2,64]")
+        assert found[1].operands[:3] == (shard if kind == AxisType.Explicit else whole)
+
+
+@CHOICES
+def test_automatic_axes_leave_it_to_the_compiler_which_shards_a_kernel_gets():
+    mesh = make_mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        text = kernels.lowered_for_cuda(gradient, on_mesh(mesh), kernels=[])
+        assert text.count("custom_call @CustomSPMDPartitioning") == 2
+
+
+@pytest.mark.slow
+def test_a_shard_map_holds_a_kernel_for_shards():
+    mesh = make_mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        shards = on_mesh(mesh)
+        del shards["bias"]
+        mapped = jax.shard_map(gradient, in_specs=lowering.SPEC, out_specs=lowering.SPEC)
+        assert "tensor<2x64x2x64xbf16>" in kernels.lowered_for_cuda(mapped, shards, kernels=[FORWARD, BACKWARD])
+
+
+@pytest.mark.slow
+@MESHES
+def test_export_from_a_mesh_of_several_devices_holds_the_kernel_where_shards_are_known(kind):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        f = jax.jit(lambda given: gradient(given, attend=attend))
+        exported = jax.export.export(f, platforms=["cuda"])(on_mesh(mesh))
+        expected = [BACKWARD, FORWARD] if kind == AxisType.Explicit else []
+        assert sorted(kernels.kernel_names(exported.mlir_module())) == expected
