@@ -14,6 +14,7 @@ import functools
 import importlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,7 +32,7 @@ TOKENS = 16384
 HIDDEN = 2048
 HEAD_SIZES = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-LENGTHS_BACKWARD = (512, 2048, 4096, 8192, 16384)
+LENGTHS_BACKWARD = (512, 2048, 4096, 16384)
 DOCUMENTS = 12
 WINDOW = 1024
 SOFT_CAP = 30.0
@@ -223,8 +224,8 @@ def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
         replace(wide, key_heads=max(wide.heads // 8, 1), causal=True),
         replace(long, extras=("segments",)),
         replace(long, window=min(WINDOW, long.length // 16)),
-        *(replace(usual, extras=(name,), causal=causal) for name in ("key_lengths", "bias") for causal in (False, True)),
-        *(replace(usual, dtype="float16", causal=causal) for causal in (False, True)),
+        *(replace(usual, extras=(name,)) for name in ("key_lengths", "bias")),
+        replace(usual, dtype="float16"),
         *grid((4096,), deterministic=True),
     ]
     both = (replace(call, backward=True) for call in [*grid(up_to_most(LENGTHS_BACKWARD)), *backward])
@@ -293,30 +294,58 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
 
 def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
     """Some queries of one head, the first and the last ones among them, and the truth of them."""
-    entries, head, at = [call.batch - 1], call.heads // 2, sampled(call.length)
-    operands, given = _of_queries(call, inputs, entries, head, at)
-    truth, _ = attention_oracle.attention(*operands, **given)
-    return [(_some(output, entries, head, at), truth)]
+    at = sampled(call.length)
+    return list(zip([_some(output, [call.batch - 1], call.heads // 2, at)], _truths(call, inputs, at), strict=True))
 
 
 def _sample_of_gradients(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
-    """Likewise, of the gradients of query, bias, key and value: those of fewer queries, and of as many keys."""
-    *operands, dout = inputs
+    """Likewise, of the gradients of query, key, value and bias: those of fewer queries, and of as many keys."""
     head, at = call.heads // 2, sampled(call.length, ends=4, random=8)
-    has_bias = "bias" in call.extras
-    entries = list(range(0 if has_bias else call.batch - 1, call.batch))  # all share a bias
+    parts = [_some(output[0], _entries(call), head, at)]
+    parts += [np.asarray(_of_head(gradient, call.batch - 1, call.key_head(head)))[at] for gradient in output[1:3]]
+    if "bias" in call.extras:
+        parts.append(np.asarray(output[3][:, head, at])[:, None])
+    return list(zip(parts, _truths(call, inputs, at), strict=True))
+
+
+def _entries(call: Call) -> list[int]:
+    """Of the batch that are looked at: all share a bias, of which the gradient comes from all."""
+    return list(range(0 if call.backward and "bias" in call.extras else call.batch - 1, call.batch))
+
+
+# The last truths, with calls and inputs: contenders have the same, one after another or at the same time.
+_known: list[tuple[Call, Sequence[Any], list[Any]]] = []
+_lock = threading.Lock()
+
+
+def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
+    """The truths of what is sampled of the outputs."""
+    with _lock:
+        for known, own, truths in _known:
+            if known is call and all(a is b for a, b in zip(own, inputs, strict=True)):
+                return truths
+        truths = _gradients_in_truth(call, inputs, at) if call.backward else _output_in_truth(call, inputs, at)
+        _known[:] = [*_known[-1:], (call, inputs, truths)]
+        return truths
+
+
+def _output_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
+    operands, given = _of_queries(call, inputs, [call.batch - 1], call.heads // 2, at)
+    return [attention_oracle.attention(*operands, **given)[0]]
+
+
+def _gradients_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
+    *operands, dout = inputs
+    entries, head = _entries(call), call.heads // 2
     (query, key, value), given = _of_queries(call, operands, entries, head, at)
     dout = _some(dout, entries, head, at)
     truths = attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), query, key, value, **given)
-    pairs = [(_some(output[0], entries, head, at), truths["query"])]
-    if has_bias:
+    found = [truths["query"], *_truths_of_keys(call, inputs, call.batch - 1, call.key_head(head), at)]
+    if "bias" in call.extras:
         # A weight that flushes to 0 is times a cotangent of the weights, at most.
         largest = 2 * len(entries) * np.max(np.sum(np.abs(oracle.to64(dout)), -1)) * np.max(np.abs(oracle.to64(value)))
-        truth = oracle.Truth(truths["bias"].value, truths["bias"].budget + largest * oracle.TINY)
-        pairs.append((np.asarray(output[3][:, head, at])[:, None], truth))
-    b, key_head = call.batch - 1, call.key_head(head)
-    of_keys = (np.asarray(_of_head(gradient, b, key_head))[at] for gradient in output[1:3])
-    return [*pairs, *zip(of_keys, _truths_of_keys(call, inputs, b, key_head, at), strict=True)]
+        found.append(oracle.Truth(truths["bias"].value, truths["bias"].budget + largest * oracle.TINY))
+    return found
 
 
 def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int, at: np.ndarray):

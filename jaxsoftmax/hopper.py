@@ -640,9 +640,12 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
     """Adds a product of float32 to a tile of `ref`, in global memory, transposed: one element each, in any order.
 
     Args:
-      ref, row, col, limits: the tile, as `load_transposed` takes it; beyond the limits values are 0, or not added.
+      ref: the array, float32, in which the tile is as for `load_transposed`.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column.
+      limits: scalars int32, how many rows and columns from there on are there: values beyond are 0, or not added.
       values: the product.
-      varies: whether `ref` varies along rows and columns; along the others values are summed.
+      varies: whether the array varies along rows and columns; along the others values are summed.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4, _PRODUCT))
@@ -654,11 +657,14 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
         # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
         if not varies[1]:
             pairs, halves = pairs[::2], zip(elements[::2], elements[1::2], strict=True)
-            elements = [[_summed_over_lanes(arith.addf(a, b), (4, 8, 16)) for a, b in zip(*two, strict=True)] for two in halves]
+            sums = ([arith.addf(a, b) for a, b in zip(*two, strict=True)] for two in halves)
+            elements = [[_summed_over_lanes(value, (4, 8, 16)) for value in pair] for pair in sums]
         # Its columns are rows of `ref`: 4 lanes have them, and each a quarter.
         if not varies[0]:
             count = 1 if not varies[1] else 2
-            sums = [functools.reduce(arith.addf, [value for pair in elements[k::count] for value in pair]) for k in range(count)]
+            sums = [
+                functools.reduce(arith.addf, [value for pair in elements[k::count] for value in pair]) for k in range(count)
+            ]
             pairs, elements = [[pair[0]] for pair in pairs[:count]], [[_summed_over_lanes(value, (1, 2))] for value in sums]
         mine = None
         if not varies[1]:

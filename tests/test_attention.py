@@ -207,9 +207,10 @@ def truth_of(truth, name, given, options, *args):
     )
 
 
-def assert_ran(forced, f, *args):
+def assert_ran(forced, f, moving, *args):
     if forced != "xla":  # which can run anything
-        cases.assert_ran(forced, f, *args, without=("attention_jvp", "attention_vjp"))
+        wide = moving["query"].dtype == np.float32
+        cases.assert_ran(forced, f, moving, *args, without=("attention_jvp", *(["attention_vjp"] if wide else [])))
 
 
 def assert_right(name, results, given, options):
@@ -312,7 +313,9 @@ def check_cotangents(forced, given, options):
     assert (out.dtype, lse.dtype) == (given["query"].dtype, jnp.float32)
     assert_right(forced, (out, lse), given, options)
     dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
-    for name, truth in truth_of(attention_oracle.cotangents, forced, given, options, dout, dlse).items():
+    tight = forced != "xla" and given["query"].dtype != np.float32  # and with what a kernel in 16 bits loses
+    cotangents = functools.partial(attention_oracle.cotangents, tight=tight)
+    for name, truth in truth_of(cotangents, forced, given, options, dout, dlse).items():
         assert actual[name].dtype == given[name].dtype
         assert oracle.error(actual[name], truth) <= 1, name
 
@@ -1499,8 +1502,8 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
     def f(q):
         return jnp.sum(attend(q, q, q, implementation="mosaic").astype(jnp.float32))
 
-    for given, expected in ((q, "mosaic"), (wide, "xla")):
-        found = explain(jax.grad(f), given, platform="cuda")
+    for array, expected in ((q, "mosaic"), (wide, "xla")):
+        found = explain(jax.grad(f), array, platform="cuda")
         assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", expected)]
     found = explain(lambda q: jax.jvp(f, (q,), (q,)), q, platform="cuda")
     assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_jvp", "xla")]

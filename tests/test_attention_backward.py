@@ -203,7 +203,6 @@ OWN = {
     "scores far apart, size 256": replaced(apart, size=256),
     **{f"huge where nothing is seen, size {size}": replaced(huge_where_nothing_is_seen, size=size) for size in (64, 256)},
     "small scale": case(MEDIUM, scale=1e-6),
-    "least scale": case(MEDIUM, scale=1.2e-38),
     "large scale": case(MEDIUM | {"size": 128}, scale=3.0),
 }
 CASES = forward.IN_SHAPES | {f"{name} of derivatives" if name in forward.IN_SHAPES else name: own for name, own in OWN.items()}
@@ -215,25 +214,14 @@ EACH_KIND += ["segments, size 128", "segments, size 256, groups of 3", "soft cap
 EACH_KIND += ["dropout", "bias and dropout, size 256", "everything", "nothing to see", "mask, size 128", "mask, size 256"]
 EACH_KIND += ["bias (2,4,130,200) bfloat16", "bias of heads and keys, size 128", "bias of queries, size 256"]
 
-SOME = ["1 and 300", "300 and 1", "63 and 65", "129 and 127", "127 and 129, causal", "385 and 513"]
-SOME += [
-    f"sizes {h} and {v}" for h, v in [(8, 8), (64, 64), (128, 128), (192, 192), (192, 128), (64, 128), (8, 256), (256, 24)]
-]
-SOME += ["sizes 64 and 64, whole", "sizes 128 and 128, whole", "groups of 8", "two batch axes", "no batch axes", "many tiles"]
-SOME += [f"window {window}" for window in [(30, None), (None, 30), (0, 0), (5, 200), (600, 0)]]
-SOME += [
-    "4097",
-    "window beyond the keys",
-    "causal window",
-    "lengths",
-    "lengths of queries",
-    "lengths of keys",
-    "lengths, size 128",
-]
-SOME += ["segments sorted", "segments apart", "segments, window", "soft cap, causal", "no sink in some heads"]
-SOME += ["dropout, causal", "dropout, size 256", "bias of the least number of 16 bits", "sinks alone everywhere"]
-SOME += [f"mask {shape} bool" for shape in ["(1,4,130,201)", "(2,1,130,200)", "(2,4,1,201)", "(2,4,130,1)", "(201,)", "()"]]
-SOME += [f"bias {shape} float32" for shape in ["(1,4,130,201)", "(2,4,1,200)", "(2,4,130,1)", "(1,1,1,201)", "(200,)", "()"]]
+SOME = ["1 and 300", "300 and 1", "129 and 127", "127 and 129, causal", "sizes 64 and 64, whole", "sizes 128 and 128, whole"]
+SOME += [f"sizes {h} and {v}" for h, v in [(8, 8), (128, 128), (192, 192), (192, 128), (64, 128), (8, 256), (256, 24)]]
+SOME += ["groups of 8", "two batch axes", "no batch axes", "many tiles", "4097", "window beyond the keys", "causal window"]
+SOME += [f"window {window}" for window in [(30, None), (None, 30), (0, 0), (5, 200)]]
+SOME += ["lengths of keys", "lengths, size 128", "segments sorted", "segments, window", "soft cap, causal"]
+SOME += ["dropout, causal", "dropout, size 256", "sinks alone everywhere"]
+SOME += [f"mask {shape} bool" for shape in ["(1,4,130,201)", "(2,4,1,201)", "(2,4,130,1)", "(201,)"]]
+SOME += [f"bias {shape} float32" for shape in ["(1,4,130,201)", "(2,4,1,200)", "(1,1,1,201)", "()"]]
 SOME += [f"bias {shape} bfloat16" for shape in ["(2,1,130,201)", "(130,200)", "(4,1,1)"]]
 
 
@@ -298,7 +286,7 @@ def calls(draw):
 
 
 @pytest.mark.gpu
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_native_kernels_take_random_combinations(call):
     check("mosaic", *call)
@@ -418,7 +406,7 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-16 * np.max(np.abs(other)), err_msg=name)
 
 
-DETERMINISTIC = ["385 and 513, causal", "lengths, causal", "segments shuffled", "window (200, 300), size 128", "many tiles"]
+DETERMINISTIC = ["385 and 513, causal", "segments shuffled", "window (200, 300), size 128", "many tiles"]
 DETERMINISTIC += ["segments, size 256, groups of 3", "bias of -inf, size 256"]
 
 
@@ -429,8 +417,7 @@ def test_native_deterministic_cotangents(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["385 and 513, causal", "lengths, causal"])
+@pytest.mark.parametrize(("kind", "deterministic"), [("385 and 513, causal", False), ("lengths, causal", True)])
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
     monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
     monkeypatch.setattr(common, "sms", lambda: 3)
@@ -438,12 +425,11 @@ def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["segments, size 128", "385 and 513, causal"])
-def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(kind, monkeypatch):
+def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(monkeypatch):
     found = []
     for blocks in (1, 5, 132):
         monkeypatch.setattr(common, "sms", lambda blocks=blocks: blocks)
-        found.append(jax.tree.map(np.asarray, check_case(kind, deterministic=True)))
+        found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
     for other in found[1:]:
         assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
 

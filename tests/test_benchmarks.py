@@ -245,7 +245,7 @@ def test_check_fails(tmp_path, capsys, name, change, found):
         ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
         ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
         ("4x4096x64x128", {"op": "none"}, "the other not measured"),
-        (f"{GRADIENTS} 2x8192x16x128 causal=1", {"us": 10000.0}, "0.9941"),
+        (f"{GRADIENTS} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
         (f"{GRADIENTS} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
         (f"{GRADIENTS} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
         (f"{GRADIENTS} 32x512x16x128", {"op": "none"}, "not measured"),
@@ -416,7 +416,7 @@ def test_the_truth_of_gradients(more):
     given = call.arguments(*operands[3:])
     truths = check.attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), *operands[:3], **given)
     at, key_head = check.sampled(160, ends=4, random=8), call.key_head(2)
-    for (_, truth), name in zip(pairs[-2:], ("key", "value"), strict=True):
+    for (_, truth), name in zip(pairs[1:3], ("key", "value"), strict=True):
         value, budget = (array[-1, at, key_head] for array in (truths[name].value, truths[name].budget))
         assert np.all(np.abs(truth.value - value) <= 0.01 * budget)  # which is more than float32 misses
         np.testing.assert_allclose(truth.budget, budget, rtol=0.05)

@@ -44,6 +44,7 @@ _SLOTS = 2  # for the derivatives of the scores: one is written while the other 
 _BOTH = 8  # the hardware's barrier at which both warpgroups meet, and that which says that weights are there
 _WEIGHTS = 9
 _LOG2E = math.log2(math.e)
+_LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT, _COL_LAYOUT = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 
@@ -79,8 +80,8 @@ class Config:
 # | 128 (64 queries) | 32, 32 | 16, 16 | 64, 64 | 32 | 192; later 192 | 64 | 80 | 32 | 32 | | 208 |
 # | 256 (64 queries) | 32 | 16 | 128 | 64 | 192, or 208 with P' or dS' | 64 | 96 | 16 | 32 | 8 | 216 |
 #
-# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB. Addresses, limits, and for each 64 queries 16 of lse
-# and of delta come on top; where sums start with those, they are in the sums.
+# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB. Addresses, limits, and for each 64 queries 16 of
+# lse and of delta come on top; where sums start with those, they are in the sums.
 _CONFIGS = {64: Config(128, (3, 2)), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
 
 
@@ -111,18 +112,27 @@ def unsupported(given, *, wanted, soft_cap, deterministic, **params) -> str | No
 
 
 def attention_vjp(given, out, lse, dout, dlse, *, wanted, scale, window, soft_cap, dropout_rate, deterministic, config=None):
-    """The cotangents that are wanted, in the order of `xla.MOVING`, as in `xla.attention_vjp`; `given` are operands by name."""
+    """The cotangents that are wanted of `xla.MOVING`, as in `xla.attention_vjp`; `given` are the operands by name."""
     given = {name: operand for name, operand in given.items() if operand is not None}
     if not dropout_rate:
         given.pop("seeds", None)
     query, key, value = (given[name] for name in ("query", "key", "value"))
     batch = common.batch_of(given)
-    delta = jnp.zeros(lse.shape, jnp.float32) if dlse is None else -dlse
+    delta = jnp.zeros(lse.shape, jnp.float32)
     if dout is None:
         dout = jnp.zeros_like(out)
     else:
-        products = out.astype(jnp.float32) * dout.astype(jnp.float32)
-        delta += jnp.swapaxes(jnp.sum(products, -1), -1, -2)
+        delta = _rows_first(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1))
+    empty = None
+    if _may_see_nothing(given, window):  # cotangents of such rows may be NaN, or infinite
+        empty = lse == -jnp.inf
+        alone = empty
+        if "sinks" in given:
+            sink = given["sinks"].astype(jnp.float32)[..., None]
+            alone |= (lse == sink) & _rows_first(jnp.all(out == 0, -1))
+        dout, delta = jnp.where(_rows_first(alone)[..., None], 0, dout), jnp.where(alone, 0, delta)
+    if dlse is not None:
+        delta -= dlse if empty is None else jnp.where(empty, 0, dlse)
     problem = _Problem(
         batch,
         query.shape[-3:],
@@ -144,6 +154,19 @@ def attention_vjp(given, out, lse, dout, dlse, *, wanted, scale, window, soft_ca
         found["sinks"] = -jnp.sum(weight * delta, -1)
     names = [name for name, want in zip(MOVING, wanted, strict=True) if want]
     return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in names]
+
+
+def _rows_first(array):
+    """`[*batch, T, N]` as `[*batch, N, T]`, and back."""
+    return jnp.swapaxes(array, -1, -2)
+
+
+def _may_see_nothing(given, window) -> bool:
+    """Whether there may be a query that sees no key."""
+    if {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given):
+        return True
+    left, _ = window
+    return left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left
 
 
 @dataclass(frozen=True)
@@ -232,10 +255,12 @@ class _Problem:
         return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.config.block_kv)
 
     def spans(self, given) -> jax.Array:
-        """What `span` says of all blocks of keys, with lengths and segments taken into account: int32 `[*batch, blocks_kv, 4]`."""
-        lengths = [given[name][..., None] if name in given else None for name in ("query_lengths", "key_lengths")]
-        lengths = [jnp.int32(size) if own is None else jnp.clip(own, 0, size) for own, size in zip(lengths, self.lengths, strict=True)]
-        block = jnp.arange(self.blocks_kv, dtype=jnp.int32)
+        """What `span` says of all blocks of keys, of these lengths and segments: int32 `[*batch, blocks_kv, 4]`."""
+        lengths = [
+            jnp.clip(given[name][..., None], 0, size) if name in given else jnp.int32(size)
+            for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
+        ]
+        block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         span = self.span(block, lengths, jnp.floor_divide, jnp.minimum, jnp.maximum)
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
         if "query_segments" in given:
@@ -270,10 +295,11 @@ class _Problem:
         dout = whole(dout, (length, heads, value_size), rows)
         # Rows behind the last are 0 in all operands: their weights are 1 and all their products 0.
         line = [(0, 0), (0, 0), (0, -length % self.config.block_q)]
-        lse, delta = (jnp.pad(jnp.broadcast_to(a, (*self.batch, heads, length)).reshape(count, heads, length), line) for a in (lse, delta))
-        extras = [given[name] for name in names]
-        at = [common.batch_index(self.batch, a.shape[: a.ndim - common.TRAILING[name]]) for name, a in zip(names, extras, strict=True)]
-        extras = [a.reshape(-1, *a.shape[a.ndim - common.TRAILING[name] :]) for name, a in zip(names, extras, strict=True)]
+        lse, delta = (jnp.broadcast_to(a, (*self.batch, heads, length)) for a in (lse, delta))
+        lse, delta = (jnp.pad(a.reshape(count, heads, length), line) for a in (lse, delta))
+        extras, ends = [given[name] for name in names], [-common.TRAILING[name] for name in names]
+        at = [common.batch_index(self.batch, a.shape[: a.ndim + end]) for a, end in zip(extras, ends, strict=True)]
+        extras = [a.reshape(-1, *a.shape[a.ndim + end :]) for a, end in zip(extras, ends, strict=True)]
         sizes = {name: array.shape[1:3] for name, array in zip(names, extras, strict=True)}  # heads and rows
         extras = [common.flat(name, array) for name, array in zip(names, extras, strict=True)]
         tiles = count * key_heads * self.blocks_kv
@@ -302,7 +328,8 @@ class _Problem:
             kernel_name="attention_backward_mosaic",
         )(query, key, value, dout, lse, delta, *extras, *tables, *refs.values())
         dq = self.scale * jax.freeze(refs["dq"])
-        found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
+        found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size]}
+        found |= {"value": dv[:, :keys, :, :value_size]}
         found = {name: array.reshape(*self.batch, *array.shape[1:]) for name, array in found.items()}
         if self.biased:
             found["bias"] = jax.freeze(refs["dbias"]).reshape(given["bias"].shape)
@@ -766,7 +793,7 @@ class _Tile:
 
 
 class _Scores:
-    """How the products of 64 keys from `first` on, which are rows, and queries become weights, and those of values derivatives."""
+    """How products of 64 keys from `first` on, which are rows, and queries become weights, and those of values derivatives."""
 
     def __init__(self, tile, place, first, *, weighs=True):
         self.problem, self.operands, self.sizes, self.refs = tile.problem, tile.operands, tile.sizes, tile.refs
@@ -776,7 +803,9 @@ class _Scores:
         lengths = self._has("query_lengths", "key_lengths")
         self.is_limited = left is not None or right is not None or self.problem.is_ragged or lengths
         self.is_banded = self.is_limited or self._has("query_segments")
-        self.seeded = not (self._has("bias", "seeds") or self.problem.soft_cap is not None) and not tile.config.roles
+        # Sums of products start with what is subtracted from them: one operation less, where that is all that is done.
+        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None and self.problem.scale > _LEAST_SEEDED
+        self.seeded = plain and not tile.config.roles
         self.segments: Any = None
         if self._has("key_segments") and weighs:
             ref, index = self.operands["key_segments"]
