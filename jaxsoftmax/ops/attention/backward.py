@@ -23,6 +23,7 @@ Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -305,6 +306,8 @@ class _Problem:
         tiles = count * key_heads * self.blocks_kv
         blocks = min(common.sms(), tiles)
         costs = self.costs()
+        if self.deterministic and any(a < b for a, b in itertools.pairwise(costs)):
+            costs = (1,) * len(costs)  # in the order of turns: none waits for one that comes later
         tables: list[Any] = []
         if tiles <= common.MAX_SCHEDULED:
             table = common.schedule(costs, count * key_heads, self.group(costs), blocks)
@@ -338,7 +341,7 @@ class _Problem:
     def _turns_before(self, spans):
         """How many blocks of keys have their turns at a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
-        block = jnp.arange(self.blocks_q)
+        block = jnp.arange(self.blocks_q).reshape(1, 1, -1)
         visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
