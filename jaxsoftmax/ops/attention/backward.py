@@ -45,7 +45,7 @@ _SLOTS = 2  # for the derivatives of the scores: one is written while the other 
 _BOTH = 8  # the hardware's barrier at which both warpgroups meet, and that which says that weights are there
 _WEIGHTS = 9
 _LOG2E = math.log2(math.e)
-_LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
+_SEEDED = 1e-30, 1.0  # scales by which a log-sum-exp is divided
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT, _COL_LAYOUT = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 
@@ -312,6 +312,8 @@ class _Problem:
         if tiles <= common.MAX_SCHEDULED:
             table = common.schedule(costs, count * key_heads, self.group(costs), blocks)
             tables = [jax.jit(lambda: jnp.asarray(table))()]  # custom_partitioning takes no constants but inner ones
+        # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
+        query, key, value, dout, extras = lax.optimization_barrier((query, key, value, dout, extras))
         refs = {"dq": jax.new_ref(jnp.zeros((count, rows, heads, self.size), jnp.float32))}
         if self.deterministic:
             refs["turns"] = jax.new_ref(jnp.zeros((count * heads * self.blocks_q * WARPGROUPS,), jnp.int32))
@@ -330,12 +332,14 @@ class _Problem:
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="attention_backward_mosaic",
         )(query, key, value, dout, lse, delta, *extras, *tables, *refs.values())
+        dbias = jax.freeze(refs["dbias"]) if self.biased else None
+        dk, dv, dbias = lax.optimization_barrier((dk, dv, dbias))
         dq = self.scale * jax.freeze(refs["dq"])
         found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size]}
         found |= {"value": dv[:, :keys, :, :value_size]}
         found = {name: array.reshape(*self.batch, *array.shape[1:]) for name, array in found.items()}
         if self.biased:
-            found["bias"] = jax.freeze(refs["dbias"]).reshape(given["bias"].shape)
+            found["bias"] = dbias.reshape(given["bias"].shape)
         return found
 
     def _turns_before(self, spans):
@@ -807,8 +811,9 @@ class _Scores:
         self.is_limited = left is not None or right is not None or self.problem.is_ragged or lengths
         self.is_banded = self.is_limited or self._has("query_segments")
         # Sums of products start with what is subtracted from them: one operation less, where that is all that is done.
-        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None and self.problem.scale > _LEAST_SEEDED
-        self.seeded = plain and not tile.config.roles
+        # With a large scale that costs precision: what is subtracted is then larger than the products.
+        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None
+        self.seeded = plain and not tile.config.roles and _SEEDED[0] <= self.problem.scale <= _SEEDED[1]
         self.segments: Any = None
         if self._has("key_segments") and weighs:
             ref, index = self.operands["key_segments"]
