@@ -20,8 +20,9 @@ of which the last is the rounding of the saved out, and of the weights that it w
 are multiplied, by `half_unit ds + floor` and `half_unit p + floor`. So an entry of dq errs by the scale times the sum over keys
 of `e(ds) + half_unit |ds| + floor` times `|k|`, one of dk likewise, and one of dv by that of `(e(p) + half_unit) z p + floor`
 times `|do|`. Where heads are larger than 128, p is rounded before it is multiplied with g too: `half_unit |ds| + floor |g|`
-more. `floor` is what float16 may miss below its smallest normal number, 2^-25. Sums of n products have n / 8 * 2^-24 of their
-absolute terms for themselves: tensor cores add 16 at a time, and cut off what is below 2^-23.
+more. `floor` is what float16 may miss below its smallest normal number, 2^-25; in bfloat16 it is 2^-126, below which all is
+flushed to 0, p too. Sums of n products have n / 8 * 2^-24 of their absolute terms for themselves: tensor cores add 16 at a
+time, and cut off what is below 2^-23.
 
 Where an implementation makes float32 products of three of bfloat16, each errs by up to `THREE_PRODUCTS` of the sum of its
 absolute terms. bfloat16 has 8 bits: of x in [1, 2) the high term misses at most 2^-8, which the low one is, and the low term at
@@ -104,7 +105,7 @@ def weights(
     `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
     """
     narrow = half_unit(query.dtype) + product
-    floor = 2.0**-25 if query.dtype == np.float16 else 0.0
+    floor = 2.0**-25 if query.dtype == np.float16 else TINY
     groups = query.shape[-2] // key.shape[-2]
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))
@@ -181,7 +182,7 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
         g_error = (8 + w.v.shape[-1] / 8) * EPS * (w.z * dp_size + delta_size + np.abs(dl)) + delta_error[..., None]
         relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
         is_wide = max(w.q.shape[-1], w.v.shape[-1]) > 128
-        ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error
+        ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error + np.where(w.seen, TINY, 0.0) * np.abs(g)
         ds_error += w.narrow * np.abs(ds) + floor * np.abs(g) if is_wide else 0.0
         p_error += floor * np.max(w.z, initial=1.0)
         dx_size, dx_floor = np.abs(ds), np.abs(w.scale) * floor * (1 + (np.abs(g) if is_wide else 0.0))

@@ -45,7 +45,7 @@ _SLOTS = 2  # for the derivatives of the scores: one is written while the other 
 _BOTH = 8  # the hardware's barrier at which both warpgroups meet, and that which says that weights are there
 _WEIGHTS = 9
 _LOG2E = math.log2(math.e)
-_SEEDED = 1e-30, 1.0  # scales by which a log-sum-exp is divided
+_LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT, _COL_LAYOUT = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 
@@ -811,9 +811,8 @@ class _Scores:
         self.is_limited = left is not None or right is not None or self.problem.is_ragged or lengths
         self.is_banded = self.is_limited or self._has("query_segments")
         # Sums of products start with what is subtracted from them: one operation less, where that is all that is done.
-        # With a large scale that costs precision: what is subtracted is then larger than the products.
-        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None
-        self.seeded = plain and not tile.config.roles and _SEEDED[0] <= self.problem.scale <= _SEEDED[1]
+        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None and self.problem.scale > _LEAST_SEEDED
+        self.seeded = plain and not tile.config.roles
         self.segments: Any = None
         if self._has("key_segments") and weighs:
             ref, index = self.operands["key_segments"]
