@@ -9,12 +9,16 @@ An implementation is a module with a function for each primitive, of the same na
     unsupported(primitive, target, *avals, **params) -> str | None
 
 which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
-None where it can. What a forced implementation has no function for runs on the reference: a derivative of which there is
-no kernel yet. It may have
+None where it can. What a forced implementation has no function for runs on the reference, as a derivative of which there is no
+kernel. It may have
+
+    lacks(primitive, *avals) -> bool
+
+too, for a function that has no kernel for such operands at all, which is the same, and
 
     unprofitable(primitive, target, fused, cast, *avals, **params) -> str | None
 
-too, which says why the reference is expected to be faster although the kernel can run. `fused` tells for each operand (False
+which says why the reference is expected to be faster although the kernel can run. `fused` tells for each operand (False
 where one is absent) whether XLA would compute it together with its own softmax, so that the kernel is what makes it be written
 to memory and read back; `cast`, whether it was cast to float32. It is not asked where an implementation was forced.
 
