@@ -691,7 +691,7 @@ def _summed_over_lanes(value, steps):
 def _transposed_pairs(ref, scalars, count, itemsize, varies):
     """Where each element of a thread's pairs is, of the transposed: an address, bytes from there, and whether it is inside.
 
-    Along what does not vary all are inside, as sums of what is not are 0.
+    Both limits hold, also along what does not vary: beyond them 0 is loaded. Of a sum the first place is inside if any is.
     """
     first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
     own_col, own_row = _product_position()

@@ -1500,7 +1500,7 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
     q, wide = (jax.ShapeDtypeStruct((1, 64, 2, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32))
 
     def f(q):
-        return jnp.sum(attend(q, q, q, implementation="mosaic").astype(jnp.float32))
+        return jnp.sum(attend(q, q, q, implementation="mosaic", precision="high").astype(jnp.float32))
 
     for array, expected in ((q, "mosaic"), (wide, "xla")):
         found = explain(jax.grad(f), array, platform="cuda")

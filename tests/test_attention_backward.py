@@ -640,6 +640,22 @@ def test_export(platforms):
     assert sorted(kernels.kernel_names(exported.mlir_module())) == [BACKWARD, FORWARD]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_written_in_place_leaves_no_effect(deterministic):
+    """Automatic axes go through custom_partitioning, which refuses effects, and that only while it compiles."""
+    q, lse = lowering.shaped(2, 64, 4, 64), lowering.shaped(2, 4, 64, dtype="float32")
+    given = [q, q, q, lowering.shaped(2, 4, 64, 64, dtype="float32"), *[None] * 7, q, lse, q, lse]
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "deterministic": deterministic}
+    derivatives = functools.partial(mosaic.attention_vjp, wanted=(True,) * 4 + (False,), **options)
+    assert jax.make_jaxpr(derivatives)(*given).effects == set()
+
+
+def test_derivatives_lower_with_64_bits():
+    with jax.enable_x64(True):
+        given = lowering.operands() | {"key_value_seq_lengths": lowering.shaped(2, dtype="int32")}
+        kernels.lowered_for_cuda(functools.partial(gradient, deterministic=True), given, kernels=[FORWARD, BACKWARD])
+
+
 def test_export_of_symbolic_shapes_holds_the_reference():
     shape = jax.export.symbolic_shape("b, t, 4, 64")
     q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

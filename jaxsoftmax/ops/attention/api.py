@@ -106,7 +106,7 @@ def dot_product_attention(
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
     rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
-    no effect; NaN too, but for values on `mosaic`, which multiplies them with weights of 0.
+    no effect; NaN too, but on `mosaic` for values, and for queries, keys and values in derivatives: it multiplies them with 0.
 
     Derivatives save the output and the log-sum-exp, named `"jaxsoftmax_attention_out"` and `"jaxsoftmax_attention_lse"`. Under
     `jax.checkpoint`, a policy that saves both names, such as `save_only_these_names` of them, keeps the forward pass from
@@ -136,7 +136,8 @@ def dot_product_attention(
         `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
         and reproducible derivatives go together.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
-        Derivatives run on the reference where it has no kernel for them.
+        Derivatives run on the reference where it has no kernel for them at all, as for tangents and for float32; they raise
+        NotImplementedError where it has one that cannot.
       precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. With
         `"highest"` or `"float32"`, and with algorithms that have more than three bfloat16 products, they are those of float32.
         With all else, the default too, `mosaic` makes three bfloat16 products of each. They err by up to 2^-15 of the sum of

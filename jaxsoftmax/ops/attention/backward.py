@@ -1,11 +1,12 @@
 """Attention on Hopper, backward: a block of keys keeps the sums of its derivatives while queries pass block by block.
 
 A block of threads is one warpgroup that copies and two that compute. It works through tiles, a block of keys of one key head
-each, in the order of a table, as the forward kernel does. Keys and values of a tile stay in shared memory. Queries and output
-cotangents of all query heads that share the key head come by bulk copies into rings, with the rows' log-sum-exp and `delta`.
-Products are transposed, so that a row of the scores in registers is a key: weights and their derivatives are then, as they are,
-the left operands of the products that make dV and dK. The derivatives of the scores also go to shared memory, from where both
-warpgroups take them for dQ, which bulk copies add to global memory in float32.
+each, in the order of a table, as the forward kernel does, or of their numbers where there are very many. Keys and values of a
+tile stay in shared memory. Queries and output cotangents of all query heads that share the key head come by bulk copies into
+rings, with the rows' log-sum-exp and `delta`. Products are transposed, so that a row of the scores in registers is a key:
+weights and their derivatives are then, as they are, the left operands of the products that make dV and dK. The derivatives of
+the scores also go to shared memory, from where both warpgroups take them for dQ, which bulk copies add to global memory in
+float32.
 
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
@@ -45,6 +46,7 @@ _SLOTS = 2  # for the derivatives of the scores: one is written while the other 
 _BOTH = 8  # the hardware's barrier at which both warpgroups meet, and that which says that weights are there
 _WEIGHTS = 9
 _LOG2E = math.log2(math.e)
+_MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT, _COL_LAYOUT = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
@@ -102,6 +104,10 @@ def unsupported(given, *, wanted, soft_cap, deterministic, **params) -> str | No
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.dtype == jnp.float32:
         return "derivatives of float32 have no kernel"
+    if "bias" in given or "mask" in given:
+        keys = key.shape[-3]
+        if keys > _MAX_MASKED:
+            return f"there must be at most {_MAX_MASKED} keys with a bias or mask, got {keys}"
     if wanted[MOVING.index("bias")]:
         bias, batch = given["bias"], common.batch_of(given)
         whole = *batch, query.shape[-2], query.shape[-3], key.shape[-3]
@@ -245,7 +251,7 @@ class _Problem:
         """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys."""
         if len(set(costs)) == 1:
             return 1
-        if self.deterministic:  # so that few blocks of keys of one head wait for each other
+        if self.deterministic:  # so that of one head few blocks of keys start together, and wait for each other
             return 8
         bytes_of_head = 8 * self.query[0] * self.size * self.heads  # two of 16 bits, and one of 32
         return min(8, 1 << max(1, common.L2 // bytes_of_head).bit_length() - 1)
@@ -314,16 +320,18 @@ class _Problem:
             tables = [jax.jit(lambda: jnp.asarray(table))()]  # custom_partitioning takes no constants but inner ones
         # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
         query, key, value, dout, extras = lax.optimization_barrier((query, key, value, dout, extras))
-        refs = {"dq": jax.new_ref(jnp.zeros((count, rows, heads, self.size), jnp.float32))}
+        written = {"dq": jnp.zeros((count, rows, heads, self.size), jnp.float32)}  # in place
         if self.deterministic:
-            refs["turns"] = jax.new_ref(jnp.zeros((count * heads * self.blocks_q * WARPGROUPS,), jnp.int32))
+            written["turns"] = jnp.zeros((count * heads * self.blocks_q * WARPGROUPS,), jnp.int32)
             if facts:
                 tables.append(self._turns_before(given["spans"]))
         if self.biased:
-            refs["dbias"] = jax.new_ref(jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1]))
-        dk, dv = plgpu.kernel(
-            functools.partial(_kernel, self, names, sizes, at, list(refs), len(tables), blocks, tiles),
-            out_type=[jax.ShapeDtypeStruct((count, cols, key_heads, self.size), query.dtype)] * 2,
+            written["dbias"] = jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1])
+        order = list(written)
+        of_keys = jax.ShapeDtypeStruct((count, cols, key_heads, self.size), query.dtype)
+        kernel = plgpu.kernel(
+            functools.partial(_kernel, self, names, sizes, at, order, len(tables), blocks, tiles),
+            out_type=[of_keys] * 2,
             grid=(blocks,),
             grid_names=("block",),
             num_threads=WARPGROUPS + 1,
@@ -331,10 +339,18 @@ class _Problem:
             scratch_types=self._scratch(query.dtype),
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="attention_backward_mosaic",
-        )(query, key, value, dout, lse, delta, *extras, *tables, *refs.values())
-        dbias = jax.freeze(refs["dbias"]) if self.biased else None
-        dk, dv, dbias = lax.optimization_barrier((dk, dv, dbias))
-        dq = self.scale * jax.freeze(refs["dq"])
+        )
+
+        def run(refs):
+            written, results = refs
+            found = kernel(query, key, value, dout, lse, delta, *extras, *tables, *(written[name] for name in order))
+            for ref, result in zip(results, found, strict=True):
+                ref[...] = result
+
+        # Not `jax.new_ref`, whose effect custom_partitioning refuses.
+        written, (dk, dv) = pl.run_state(run)((written, [lax.empty(of_keys.shape, of_keys.dtype) for _ in range(2)]))
+        dk, dv, dbias = lax.optimization_barrier((dk, dv, written.get("dbias")))
+        dq = self.scale * written["dq"]
         found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size]}
         found |= {"value": dv[:, :keys, :, :value_size]}
         found = {name: array.reshape(*self.batch, *array.shape[1:]) for name, array in found.items()}
@@ -345,7 +361,7 @@ class _Problem:
     def _turns_before(self, spans):
         """How many blocks of keys have their turns at a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
-        block = jnp.arange(self.blocks_q).reshape(1, 1, -1)
+        block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
         visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 

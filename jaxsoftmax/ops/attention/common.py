@@ -33,14 +33,14 @@ def sms() -> int:
 
 
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
-L2 = 24 << 20  # bytes of keys and values that tiles may share at a time
-TILE_COST = 1.5  # of starting and ending a tile, in key blocks
+L2 = 24 << 20  # bytes of operands that tiles may share at a time
+TILE_COST = 1.5  # of starting and ending a tile, in steps
 
 
 def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
     """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
 
-    Tile `head * len(costs) + i` takes `costs[i]` key blocks.
+    Tile `head * len(costs) + i` takes `costs[i]` steps.
     """
     long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
     tiles = np.add.outer(long_first, head * len(costs))

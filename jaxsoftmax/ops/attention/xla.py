@@ -70,7 +70,7 @@ def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highe
       soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
       dropout_rate: of the weights; it matters with seeds only.
       precision: what float32 products must be at least, `"high"` or `"highest"`: here they are float32's.
-      deterministic: whether derivatives must have the same bits run after run: here they have them anyway.
+      deterministic: whether derivatives must have the same bits run after run: here they have, as far as XLA's products do.
       block: queries and keys of a tile; None to choose by `ONE_TILE`.
     """
     problem = _Problem(dict(zip(OPERANDS, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
