@@ -571,12 +571,12 @@ def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple
         layout = _PRODUCT.to_mgpu()
         register = layout.registers_element_type(ref.type.element_type)
         registers = []
-        for address, offset, own in _product_pairs(ref, scalars, shape[1], itemsize, varies):
-            steps = [offset + e * itemsize * varies[1] for e in range(2)]
+        for pair in _pairs(ref, scalars, shape[1], itemsize, varies):
             if varies[1] and ref.type.shape[1] % 2 == 0:
-                registers.append(_Vector(address, offset, itemsize, own[0]).load(register, 0))
+                address, offset, inside = pair[0]
+                registers.append(_Vector(address, offset, itemsize, inside).load(register, 0))
             else:
-                registers.append(_gather(register, [address] * 2, steps, own))
+                registers.append(_gather(register, *zip(*pair, strict=True)))
         return _array(registers, layout, shape, None)
 
     return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
@@ -592,31 +592,37 @@ def store_product(ref, row, col, limits, values: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4, _PRODUCT))
     def store(_, ref, *scalars_and_values):
         *scalars, values = scalars_and_values
-        pairs = _product_pairs(ref, scalars, values.shape[1], itemsize)
-        for register, (address, offset, own) in zip(values.registers.flat, pairs, strict=True):
-            _Vector(address, offset, itemsize, own[0]).store(register)
+        pairs = _pairs(ref, scalars, values.shape[1], itemsize)
+        for register, ((address, offset, inside), _) in zip(values.registers.flat, pairs, strict=True):
+            _Vector(address, offset, itemsize, inside).store(register)
 
     store(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
 
 
-def _product_pairs(ref, scalars, count, itemsize, varies=(True, True)):
-    """Where each pair of a thread is, in `count` columns: an address, bytes from there, and which elements are inside."""
-    first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
-    row, own_col = _product_position()
+def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False):
+    """Where both elements of each pair of a thread are, in `count` columns: an address, bytes from there, and whether inside.
+
+    If `transposed`, the rows of the product are columns of `ref`. Both limits hold, also along what does not vary.
+    """
+    first, limits = ([scalar.registers.item() for scalar in axes] for axes in (scalars[:2], scalars[2:]))
+    row, col = _product_position()
     width = ref.type.shape[1]
-    cols = arith.subi(cols, own_col)
+    down, along = (1, 0) if transposed else (0, 1)  # which axes of `ref` rows and columns of the product are
+    limit = arith.subi(limits[along], col)
     inside, addresses = [], []
     for below in (0, 8):
         own = arith.addi(row, constant(below))
-        inside.append(_compare("slt", own, rows))
-        entry = arith.muli(_i64(arith.addi(first_row, own) if varies[0] else first_row), _i64(width))
+        inside.append(_compare("slt", own, limits[down]))
+        at = (col, own) if transposed else (own, col)
+        entry = arith.muli(_i64(arith.addi(first[0], at[0]) if varies[0] else first[0]), _i64(width))
         if varies[1]:
-            entry = arith.addi(entry, _i64(arith.addi(first_col, own_col)))
+            entry = arith.addi(entry, _i64(arith.addi(first[1], at[1])))
         addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(itemsize))))
+    step = itemsize * (width, 1)[along] if varies[along] else 0
     for index in range(count // 8 * 2):
-        skipped = index // 2 * 8
-        own = [_both(inside[index % 2], _compare("sgt", cols, constant(skipped + e))) for e in range(2)]
-        yield addresses[index % 2], skipped * itemsize if varies[1] else 0, own
+        columns = range(index // 2 * 8, index // 2 * 8 + 2)
+        own = [_both(inside[index % 2], _compare("sgt", limit, constant(column))) for column in columns]
+        yield [(addresses[index % 2], column * step, is_own) for column, is_own in zip(columns, own, strict=True)]
 
 
 def load_transposed(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
@@ -629,7 +635,7 @@ def load_transposed(ref, row, col, limits, shape: tuple[int, int], *, varies: tu
         layout = _PRODUCT.to_mgpu()
         element = ir.IntegerType.get_signless(8) if is_bool else ref.type.element_type
         register, registers = layout.registers_element_type(element), []
-        for pair in _transposed_pairs(ref, scalars, shape[1], itemsize, varies):
+        for pair in _pairs(ref, scalars, shape[1], itemsize, varies, transposed=True):
             registers.append(_gather(register, *zip(*pair, strict=True)))
         return _array(registers, layout, shape, True if is_bool else None)
 
@@ -651,7 +657,7 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_SPLAT,) * 4, _PRODUCT))
     def add(_, ref, *scalars_and_values):
         *scalars, values = scalars_and_values
-        pairs = list(_transposed_pairs(ref, scalars, values.shape[1], 4, varies))
+        pairs = list(_pairs(ref, scalars, values.shape[1], 4, varies, transposed=True))
         elements = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in values.registers.flat]
         lane = arith.remui(_thread(), constant(WARP))
         # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
@@ -686,30 +692,6 @@ def _summed_over_lanes(value, steps):
         bits = nvvm.shfl_sync(every, arith.bitcast(i32, value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
         value = arith.addf(value, arith.bitcast(value.type, bits))
     return value
-
-
-def _transposed_pairs(ref, scalars, count, itemsize, varies):
-    """Where each element of a thread's pairs is, of the transposed: an address, bytes from there, and whether it is inside.
-
-    Both limits hold, also along what does not vary: beyond them 0 is loaded. Of a sum the first place is inside if any is.
-    """
-    first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
-    own_col, own_row = _product_position()
-    width, inside, addresses = ref.type.shape[1], [], []
-    rows = arith.subi(rows, own_row)
-    for below in (0, 8):
-        own = arith.addi(own_col, constant(below))
-        inside.append(_compare("slt", own, cols))
-        entry = arith.muli(_i64(arith.addi(first_row, own_row) if varies[0] else first_row), _i64(width))
-        if varies[1]:
-            entry = arith.addi(entry, _i64(arith.addi(first_col, own)))
-        addresses.append(arith.addi(_address(ref), arith.muli(entry, _i64(itemsize))))
-    for index in range(count // 8 * 2):
-        places = []
-        for skipped in (index // 2 * 8, index // 2 * 8 + 1):
-            own = _both(inside[index % 2], _compare("sgt", rows, constant(skipped)))
-            places.append((addresses[index % 2], skipped * width * itemsize if varies[0] else 0, own))
-        yield places
 
 
 def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:

@@ -38,6 +38,13 @@ DTYPES = ("bfloat16", "float16")
 tight = functools.partial(attention_oracle.cotangents, tight=True)
 
 
+@pytest.fixture(autouse=True)
+def native(request):
+    """What runs on a GPU needs one that has the kernels."""
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("gpu")
+
+
 def quick(every, some):
     """Parameters, of which all but `some` are slow, as lowering the kernel takes seconds."""
     return [pytest.param(value, marks=[] if value in some else pytest.mark.slow) for value in every]
@@ -63,8 +70,6 @@ def cotangents_like(results, seed=7):
 
 def compiled(name, f, *args, runs=(1, 1)):
     """The program of `f(*args)`, whose kernels are those of so many forward passes and derivatives, if `name` has any."""
-    if name != "xla" and (reason := kernels.missing(9)):
-        pytest.skip(reason)
     lowered = jax.jit(f).lower(*args)
     expected = [] if name == "xla" else [BACKWARD] * runs[1] + [FORWARD] * runs[0]
     assert sorted(kernels.kernel_names(lowered.as_text())) == expected
@@ -799,7 +804,13 @@ def biased(shape, batch=(2,), size=64, **more):
     return lowering.operands(batch, 300, 301, size=size, **more) | {"bias": lowering.shaped(*shape, dtype="float32")}
 
 
+LONG = 2**21
 REFUSALS = {
+    "a mask of many keys": (
+        lowering.operands((1,), 2, LONG + 1, 1, 1) | {"mask": lowering.shaped(1, 1, 1, LONG + 1, dtype="bool")},
+        {},
+        f"at most {LONG} keys with a bias or mask, got {LONG + 1}",
+    ),
     "float32": (lowering.operands(dtype="float32"), {}, "float32"),
     "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic": True}, "float32"),
     **{
@@ -838,6 +849,10 @@ def test_what_is_not_served_is_said_in_words(kind):
 
 
 SERVED = {
+    "as many keys as a mask may have": (
+        lowering.operands((1,), 2, LONG, 1, 1) | {"mask": lowering.shaped(1, 1, 1, LONG, dtype="bool")},
+        {},
+    ),
     "bias that is broadcast": (biased((4, 1, 301)), {}),
     "bias that is broadcast, deterministic, not wanted": (
         biased((4, 1, 301)),
