@@ -1,7 +1,7 @@
 """Measures jaxsoftmax and its peers on the GPU that JAX sees, and holds the result files to the bars.
 
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
-python -m benchmarks attention             likewise, attention
+python -m benchmarks attention             likewise, attention; attention_gradients: forward and backward together
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
 python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib
@@ -17,7 +17,11 @@ from pathlib import Path
 from benchmarks import attention, bars, clock, harness, plot, results, softmax
 from benchmarks.cells import OURS, Cell
 
-SUITES: dict[str, Callable[[], list[Cell]]] = {"softmax": softmax.cells, "attention": attention.cells}
+SUITES: dict[str, Callable[[], list[Cell]]] = {
+    "softmax": softmax.cells,
+    "attention": attention.cells,
+    "attention_gradients": attention.gradient_cells,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,7 +184,16 @@ def documents(length: int) -> np.ndarray:
 
 
 def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
-    """All cells; with fewer tokens or a smaller hidden size, smaller ones of the same kinds."""
+    """All cells of the forward pass; with fewer tokens or a smaller hidden size, smaller ones of the same kinds."""
+    return [cell_of(call) for call in _calls(tokens, hidden) if not call.backward]
+
+
+def gradient_cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
+    """Likewise, of forward and backward together."""
+    return [cell_of(call) for call in _calls(tokens, hidden) if call.backward]
+
+
+def _calls(tokens: int, hidden: int) -> list[Call]:
     most = max(tokens, 512)
 
     def call(length: int, head_size: int, **more: Any) -> Call:
@@ -229,7 +238,7 @@ def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
         *grid((4096,), deterministic=True),
     ]
     both = (replace(call, backward=True) for call in [*grid(up_to_most(LENGTHS_BACKWARD)), *backward])
-    return [cell_of(call) for call in [*grid(up_to_most(LENGTHS)), *more, *both]]
+    return [*grid(up_to_most(LENGTHS)), *more, *both]
 
 
 def cell_of(call: Call) -> Cell:

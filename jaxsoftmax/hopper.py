@@ -126,16 +126,17 @@ def await_count(ref, index, count) -> None:
 
 
 def add_one(ref, index) -> None:
-    """Adds 1 to `ref[index]`, int32 in global memory, when all that the warpgroup has done is done."""
+    """Adds 1 to `ref[index]`, int32 in global memory, when all that the warp has done is done: for a warp that is alone."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))
     def add(_, ref, index):
-        utils.warpgroup_barrier()
+        utils.warp_barrier()
         ptx = (
-            "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global; @first fence.acq_rel.gpu;"
+            "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global;"
             " @first red.release.gpu.global.add.u32 [$0], 1; }"
         )
-        utils.inline_ptx(ptx, _entry(ref, index), _thread(), has_side_effects=True)
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        utils.inline_ptx(ptx, _entry(ref, index), lane, has_side_effects=True)
 
     add(ref, jnp.int32(index))
 

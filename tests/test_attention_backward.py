@@ -407,8 +407,8 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         assert all(found.tobytes() == other[name].tobytes() for other in others), name
         found, other = oracle.to64(found), oracle.to64(varying[name])
         assert np.all(np.isfinite(found))
-        # What is added in another order, in float32, may be rounded to the next number.
-        np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-16 * np.max(np.abs(other)), err_msg=name)
+        # Another program: a weight, or what is added in another order, may be rounded to the next number of 16 bits.
+        np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-11 * np.max(np.abs(other)), err_msg=name)
 
 
 DETERMINISTIC = ["385 and 513, causal", "segments shuffled", "window (200, 300), size 128", "many tiles"]

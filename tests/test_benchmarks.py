@@ -17,9 +17,10 @@ from benchmarks.clock import wall_clock
 
 CELLS = {cell.name: cell for cell in softmax.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
+GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
-GRADIENTS = "forward+backward"
+BOTH = "forward+backward"
 
 
 def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
@@ -53,10 +54,10 @@ def a_full_run(**changes):
     return rows
 
 
-def a_full_run_of_attention():
+def a_full_run_of_attention(cells=ATTENTION):
     """Likewise: ours computes 600 TFLOP/s, and the others a third of it or less."""
     rows = []
-    for cell in ATTENTION.values():
+    for cell in cells.values():
         for at, name in enumerate(dict.fromkeys(contender.name for contender in cell.contenders)):
             us = cell.flops / 6e8 * (1 if name == OURS else 2.9 + 0.2 * at)
             rows.append(a_row(cell, "mosaic" if name == OURS else name, us=us))
@@ -82,7 +83,8 @@ def tiny(pattern, **changes):
 def tiny_attention(options, dtype="bfloat16", pass_="forward"):
     """Attention on 512 tokens, the first cell of these options."""
     wanted = options, dtype, pass_
-    return next(cell for cell in attention.cells(512, 256) if (cell.options, cell.dtype, cell.pass_) == wanted)
+    cells = attention.cells if pass_ == "forward" else attention.gradient_cells
+    return next(cell for cell in cells(512, 256) if (cell.options, cell.dtype, cell.pass_) == wanted)
 
 
 def measured(*cells, **options):
@@ -155,7 +157,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
 # Bars.
 
 
-@pytest.mark.parametrize(("suite", "cells"), [("softmax", CELLS), ("attention", ATTENTION)])
+@pytest.mark.parametrize(("suite", "cells"), [("softmax", CELLS), ("attention", ATTENTION), ("attention_gradients", GRADIENTS)])
 def test_every_bar_matches_cells(suite, cells):
     loaded = bars.load(suite)
     assert loaded
@@ -245,34 +247,36 @@ def test_check_fails(tmp_path, capsys, name, change, found):
         ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
         ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
         ("4x4096x64x128", {"op": "none"}, "the other not measured"),
-        (f"{GRADIENTS} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
-        (f"{GRADIENTS} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
-        (f"{GRADIENTS} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
-        (f"{GRADIENTS} 32x512x16x128", {"op": "none"}, "not measured"),
+        (f"{BOTH} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
+        (f"{BOTH} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
+        (f"{BOTH} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
+        (f"{BOTH} 32x512x16x128", {"op": "none"}, "not measured"),
     ],
 )
 def test_check_of_attention(tmp_path, capsys, name, change, found):
-    rows = a_full_run_of_attention()
-    folders = tmp_path / "right", tmp_path / "wrong"
-    written(folders[0], rows, "attention")
-    assert main(["--check", "--out", str(folders[0])]) == 0
-    pass_, shape = name.split(" ", 1) if name.startswith(GRADIENTS) else ("forward", name)
+    both = name.startswith(BOTH)
+    pass_, shape = name.split(" ", 1) if both else ("forward", name)
     name = f"attention {pass_} bfloat16 {shape}"
+    suite, rows = "attention_gradients" if both else "attention", a_full_run_of_attention(GRADIENTS if both else ATTENTION)
+    folders = tmp_path / "right", tmp_path / "wrong"
+    written(folders[0], rows, suite)
+    assert main(["--check", "--out", str(folders[0])]) == 0
     changed = [
         dataclasses.replace(row, **change) if name_of(row) == name and row.implementation == "mosaic" else row for row in rows
     ]
-    written(folders[1], changed, "attention")
-    assert main(["attention", "--check", "--gpu", "h200", "--out", str(folders[1])]) == 1
+    written(folders[1], changed, suite)
+    assert main([suite, "--check", "--gpu", "h200", "--out", str(folders[1])]) == 1
     assert any(line.endswith(f"  {found}") for line in capsys.readouterr().out.splitlines())
 
 
 def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
     written(tmp_path, a_full_run())
     written(tmp_path, [row for row in a_full_run_of_attention() if row.implementation != "tokamax"], "attention")
+    written(tmp_path, a_full_run_of_attention(GRADIENTS), "attention_gradients")
     assert main(["--check", "--out", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "softmax.csv" in first
-    assert "attention.csv" in second
+    lines = capsys.readouterr().out.splitlines()
+    for line, file in zip(lines, ("softmax.csv", "attention.csv", "attention_gradients.csv"), strict=True):
+        assert file in line
 
 
 def test_check_takes_the_newest_run_alone(tmp_path, capsys):
@@ -364,7 +368,7 @@ def test_cells_of_other_kinds_run(name):
     [
         ("causal=1 kv_heads=1", "forward"),
         ("causal=1 documents=12", "forward"),
-        ("causal=1 deterministic=1", GRADIENTS),
+        ("causal=1 deterministic=1", BOTH),
     ],
 )
 def test_cells_of_attention_run(options, pass_):
@@ -427,8 +431,8 @@ def test_bits_are_compared_where_they_must_be_the_same(monkeypatch):
     monkeypatch.setattr(check, "differing_bits", lambda *args, **kwargs: ["other bits"])
     assert measured(cell, peers=frozenset())[0].problems == [f"{cell.name}: other bits"]
     assert not measured(dataclasses.replace(cell, repeatable=False), peers=frozenset())[0].problems
-    for cell in ATTENTION.values():
-        assert cell.repeatable == (cell.pass_ == "forward" or "deterministic=1" in cell.options)
+    assert all(cell.repeatable for cell in ATTENTION.values())
+    assert all(cell.repeatable == ("deterministic=1" in cell.options) for cell in GRADIENTS.values())
 
 
 @pytest.mark.parametrize("options", ["mask=1x1xTxS", "causal=1 documents=12", "sinks=1"])
@@ -443,7 +447,8 @@ def test_calls_of_attention_with_fewer_queries(options):
 
 def test_peers_of_attention():
     def names(name, dtype="bfloat16", pass_="forward"):
-        return list(dict.fromkeys(contender.name for contender in ATTENTION[f"attention {pass_} {dtype} {name}"].contenders))
+        cell = (ATTENTION | GRADIENTS)[f"attention {pass_} {dtype} {name}"]
+        return list(dict.fromkeys(contender.name for contender in cell.contenders))
 
     assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "tokamax", "torch"]
     assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "tokamax", "torch"]
@@ -453,13 +458,13 @@ def test_peers_of_attention():
     assert names("4x4096x16x128 sinks=1") == [OURS]
     assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn", "jax.nn highest"]
 
-    assert names("4x4096x16x128", pass_=GRADIENTS) == [OURS, "cudnn", "attention_mgpu", "torch"]
-    assert names("4x4096x16x128 causal=1", pass_=GRADIENTS) == [OURS, "cudnn", "torch"]
-    assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=GRADIENTS) == [OURS, "cudnn", "torch"]
-    assert names("4x4096x16x128 bias=1xNxTxS", pass_=GRADIENTS) == [OURS, "cudnn"]
-    assert names("1x16384x16x128 causal=1 documents=12", pass_=GRADIENTS) == [OURS]
-    assert names("4x4096x16x128 deterministic=1", pass_=GRADIENTS) == [OURS]
-    for cell in ATTENTION.values():
+    assert names("4x4096x16x128", pass_=BOTH) == [OURS, "cudnn", "attention_mgpu", "torch"]
+    assert names("4x4096x16x128 causal=1", pass_=BOTH) == [OURS, "cudnn", "torch"]
+    assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=BOTH) == [OURS, "cudnn", "torch"]
+    assert names("4x4096x16x128 bias=1xNxTxS", pass_=BOTH) == [OURS, "cudnn"]
+    assert names("1x16384x16x128 causal=1 documents=12", pass_=BOTH) == [OURS]
+    assert names("4x4096x16x128 deterministic=1", pass_=BOTH) == [OURS]
+    for cell in (ATTENTION | GRADIENTS).values():
         assert all(contender.alone == (contender.name == "cudnn") for contender in cell.contenders)
 
 
@@ -474,7 +479,7 @@ def test_operands_of_the_attention_of_pallas():
 
 @pytest.mark.slow
 def test_every_cell_of_attention_runs():
-    cells = attention.cells(1024, 256)
+    cells = [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)]
     run, rows, _ = measured(*cells, peers=frozenset())
     assert not run.problems
     assert {row.cell for row in rows} == {(cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options) for cell in cells}
@@ -617,16 +622,18 @@ def test_bytes(name, bytes_per_element):
     assert CELLS[name].bytes == bytes_per_element * 2**27
 
 
-@pytest.mark.parametrize(("suite", "cells"), [(softmax, CELLS), (attention, ATTENTION)])
-def test_cells_have_names_of_their_own_and_options_in_order(suite, cells):
-    assert len(cells) == len(suite.cells())
+@pytest.mark.parametrize(
+    ("make", "cells"), [(softmax.cells, CELLS), (attention.cells, ATTENTION), (attention.gradient_cells, GRADIENTS)]
+)
+def test_cells_have_names_of_their_own_and_options_in_order(make, cells):
+    assert len(cells) == len(make())
     for cell in cells.values():
         assert cell.options.split() == sorted(cell.options.split())
 
 
 def test_flops_bytes_and_blocks_of_attention():
     def of(name, pass_="forward"):
-        return ATTENTION[f"attention {pass_} bfloat16 {name}"]
+        return (ATTENTION | GRADIENTS)[f"attention {pass_} bfloat16 {name}"]
 
     whole = 4 * 16 * 16384**2 * 128
     assert of("1x16384x16x128").flops == whole
@@ -642,15 +649,15 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("1x16384x16x128 causal=1 documents=12").flops == 4 * 16 * 128 * sum(n * (n + 1) // 2 for n in lengths)
     assert of("4x4096x16x128 key_lengths=1").flops == 4 * 16 * 128 * 4096 * (4096 + 3413 + 2730 + 2048)
     for name in ("1x16384x16x128", "4x4096x8x256 causal=1", "1x16384x16x128 causal=1 documents=12"):
-        assert of(name, GRADIENTS).flops == 3.5 * of(name).flops
+        assert of(name, BOTH).flops == 3.5 * of(name).flops
 
     array = 2 * 16384 * 2048
     assert of("1x16384x16x128").bytes == 4 * array
     assert of("4x4096x64x128 kv_heads=8").bytes == 4 * (2 * array + 2 * array // 8)
     assert of("4x4096x16x128 mask=1x1xTxS").bytes == 4 * array + 4096**2
     assert of("4x4096x16x128 bias=1xNxTxS").bytes == 4 * array + 2 * 16 * 4096**2
-    assert of("1x16384x16x128", GRADIENTS).bytes == 12 * array
-    assert of("4x4096x16x128 bias=1xNxTxS", GRADIENTS).bytes == 12 * array + 3 * 2 * 16 * 4096**2
+    assert of("1x16384x16x128", BOTH).bytes == 12 * array
+    assert of("4x4096x16x128 bias=1xNxTxS", BOTH).bytes == 12 * array + 3 * 2 * 16 * 4096**2
 
     assert of("1x16384x16x128").blocks == 128**2
     assert of("1x16384x16x128 causal=1").blocks == 128 * 129 // 2
@@ -670,8 +677,11 @@ def test_plots_are_drawn(tmp_path, capsys):
 
 
 def test_plot_of_attention(tmp_path, capsys):
-    path = written(tmp_path, a_full_run_of_attention(), "attention")
-    assert main(["attention", "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
-    drawn = [path.with_name("attention_forward.svg"), path.with_name("attention_forward_backward.svg")]
-    assert capsys.readouterr().out.split() == [str(figure) for figure in drawn]
-    assert all(figure.read_text().startswith("<?xml") for figure in drawn)
+    for suite, cells, figure in [
+        ("attention", ATTENTION, "attention_forward.svg"),
+        ("attention_gradients", GRADIENTS, "attention_forward_backward.svg"),
+    ]:
+        drawn = written(tmp_path, a_full_run_of_attention(cells), suite).with_name(figure)
+        assert main([suite, "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.split() == [str(drawn)]
+        assert drawn.read_text().startswith("<?xml")

@@ -11,8 +11,11 @@ float32.
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
-Blocks of keys add to dQ in any order, so its last bits vary; where the bits must not, a counter for each block of queries says
-whose turn it is, and blocks of keys take turns in their order, in which they are also handed out.
+Queries pass from the last block to the first, so that blocks of keys that start together find the same queries in L2, and soon
+have their turns, also where attention is causal. They add to dQ in any order, so its last bits vary. Where the bits must not, a
+counter for each block of queries says whose turn it is, and blocks of keys take turns in their order, in which they are also
+handed out. Two warps that do nothing else wait for turns, start the copies, wait for them and end turns; where the warpgroups
+that compute did that, the kernel took 1.3 to 3 times as long.
 
 Head sizes 64 and 128: each warpgroup has 64 of the keys, makes all of dV and dK for them, and half of dQ. Head size 256: there
 are 64 keys, as dV or dK alone take half of a thread's registers. One warpgroup makes S', P' and dV, the other dP', dS' and dK:
@@ -42,6 +45,7 @@ from jaxsoftmax.ops.attention.xla import MOVING, summed_to
 SIZES = (64, 128, 256)  # of heads, on chip
 ROWS = 64  # keys or queries of a product
 WARPGROUPS = 2  # that compute
+_ADDERS = 2  # warps that add, if deterministic: one asks whose turn it is while the other's copies arrive
 _SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
 _BOTH = 8  # the hardware's barrier at which both warpgroups meet, and that which says that weights are there
 _WEIGHTS = 9
@@ -61,6 +65,7 @@ class Config:
       stages: blocks of queries, and of output cotangents, in shared memory.
       roles: whether the warpgroups share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a warpgroup's part of dQ goes through shared memory.
+      keys_first: whether dK's product is started before the warpgroups meet for dQ's; else behind dQ's, while dQ is added.
       registers: of a thread of the warpgroup that copies, and of those that compute.
     """
 
@@ -68,6 +73,7 @@ class Config:
     stages: tuple[int, int]
     roles: bool = False
     pieces: int = 1
+    keys_first: bool = False
     registers: tuple[int, int] = (24, 240)
 
     @property
@@ -85,7 +91,7 @@ class Config:
 #
 # of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB. Addresses, limits, and for each 64 queries 16 of
 # lse and of delta come on top; where sums start with those, they are in the sums.
-_CONFIGS = {64: Config(128, (3, 2)), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
+_CONFIGS = {64: Config(128, (3, 2), keys_first=True), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
 
 
 def size_for(head_size: int, value_size: int) -> int:
@@ -249,11 +255,12 @@ class _Problem:
 
     def group(self, costs: tuple[int, ...]) -> int:
         """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys."""
-        if len(set(costs)) == 1:
-            return 1
-        if self.deterministic:  # so that of one head few blocks of keys start together, and wait for each other
-            return 8
         bytes_of_head = 8 * self.query[0] * self.size * self.heads  # two of 16 bits, and one of 32
+        equal = len(set(costs)) == 1
+        if self.deterministic:  # so that of one head few blocks of keys start together, and wait for each other
+            return min(32, max(8, 1 << max(1, (2 if equal else 4) * common.L2 // bytes_of_head).bit_length() - 1))
+        if equal:
+            return 1
         return min(8, 1 << max(1, common.L2 // bytes_of_head).bit_length() - 1)
 
     def first_key_block(self, block: Any, divide: Any, maximum: Any) -> Any:
@@ -279,6 +286,18 @@ class _Problem:
         whole_from = jnp.clip(whole_from, low, high)
         return jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
 
+    def is_seeded(self, given) -> bool:
+        """Whether sums of products start with what is subtracted from them, as that is all that is done to them."""
+        plain = self.soft_cap is None and "bias" not in given and "seeds" not in given
+        return plain and not self.config.roles and self.scale > _LEAST_SEEDED
+
+    def lines(self, given, lse, delta):
+        """The log-sum-exp and delta of queries as the kernel takes them; a score of `-inf` then has weight 0."""
+        lse = jnp.where(lse == -jnp.inf, 0, lse)
+        if self.is_seeded(given):
+            return lse * (-1 / self.scale), -delta
+        return (lse if "bias" in given else lse * _LOG2E), delta
+
     def run(self, given, lse, dout, delta, value_size) -> dict[str, jax.Array]:
         """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
         count, (length, heads, head_size), (keys, key_heads, _) = math.prod(self.batch), self.query, self.key
@@ -303,7 +322,8 @@ class _Problem:
         # Rows behind the last are 0 in all operands: their weights are 1 and all their products 0.
         line = [(0, 0), (0, 0), (0, -length % self.config.block_q)]
         lse, delta = (jnp.broadcast_to(a, (*self.batch, heads, length)) for a in (lse, delta))
-        lse, delta = (jnp.pad(a.reshape(count, heads, length), line) for a in (lse, delta))
+        lse, delta = self.lines(given, *(a.reshape(count, heads, length) for a in (lse, delta)))
+        lse, delta = (jnp.pad(a, line) for a in (lse, delta))
         extras, ends = [given[name] for name in names], [-common.TRAILING[name] for name in names]
         at = [common.batch_index(self.batch, a.shape[: a.ndim + end]) for a, end in zip(extras, ends, strict=True)]
         extras = [a.reshape(-1, *a.shape[a.ndim + end :]) for a, end in zip(extras, ends, strict=True)]
@@ -322,7 +342,7 @@ class _Problem:
         query, key, value, dout, extras = lax.optimization_barrier((query, key, value, dout, extras))
         written = {"dq": jnp.zeros((count, rows, heads, self.size), jnp.float32)}  # in place
         if self.deterministic:
-            written["turns"] = jnp.zeros((count * heads * self.blocks_q * WARPGROUPS,), jnp.int32)
+            written["turns"] = jnp.zeros((count * heads * self.blocks_q,), jnp.int32)
             if facts:
                 tables.append(self._turns_before(given["spans"]))
         if self.biased:
@@ -378,6 +398,8 @@ class _Problem:
             return plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
+        if self.deterministic:
+            own |= {"sums_full": ring(WARPGROUPS, _ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
         return own | {
             "k": memory(halves, self.parts[1], ROWS, self.part_size),
             "v": memory(halves, ROWS, size),
@@ -429,7 +451,17 @@ def _kernel(problem, names, sizes, at, written, table_count, blocks, tiles, *ref
     @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(less, action="decrease")
-        each_tile(tile.copy_in)
+        copy = functools.partial(each_tile, tile.copy_in)
+        if not problem.deterministic:
+            copy()
+            return
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == _ADDERS)(copy)
+            pl.when(warp == 0)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
+            for own in range(_ADDERS):
+                pl.when(warp == own)(functools.partial(each_tile, functools.partial(tile.add, own)))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _():
@@ -540,8 +572,11 @@ class _Tile:
 
     def _queries(self, place, i):
         """The queries of step `i` of a tile."""
-        size = self.config.block_q
-        return pl.ds((place.low + lax.rem(jnp.int32(i), place.count)) * size, size)
+        return pl.ds(self._block(place, i) * self.config.block_q, self.config.block_q)
+
+    def _block(self, place, i):
+        """The block of queries of step `i` of a tile."""
+        return place.low + place.count - 1 - lax.rem(jnp.int32(i), place.count)
 
     # Those that compute.
 
@@ -557,22 +592,22 @@ class _Tile:
         problem, memory, config = self.problem, self.memory, self.config
         dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * config.block_kv + warpgroup * ROWS)
-        slab, part = (warpgroup, 0) if problem.parts[0] > 1 else (0, warpgroup)
+        slab, part = self._part(warpgroup)
 
         def sums_of(dk_acc, dv_acc):
-            def step(banded, head, block, step, turn):
+            def step(banded, head, block, step):
                 stage, stage_do = self._stage(step)
                 q, do = memory["q"].at[stage], memory["do"].at[stage_do]
 
                 def derive(s_acc, dp_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = scores.logarithms(plgpu.load(memory["q_lse"].at[stage], layout=_COL_LAYOUT), banded=banded)
+                    lse = plgpu.load(memory["q_lse"].at[stage], layout=_COL_LAYOUT)
                     if scores.seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
                         delta = plgpu.load(memory["do_delta"].at[stage_do], layout=_COL_LAYOUT)
-                        s_acc[...] = _along_rows(lse * (-1 / problem.scale), shape)
-                        dp_acc[...] = _along_rows(-delta, shape)
+                        s_acc[...] = _along_rows(lse, shape)
+                        dp_acc[...] = _along_rows(delta, shape)
                     self._multiply_keys(s_acc, warpgroup + _zero(step, 0), q)
                     if not scores.seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
@@ -597,20 +632,27 @@ class _Tile:
                 slot = memory["ds"].at[lax.rem(step, jnp.int32(_SLOTS))]
 
                 def multiply_derivatives(dq_acc):
+                    if config.keys_first:
+                        plgpu.wgmma(dk_acc, ds, q)
                     self._share(slot, warpgroup, ds)
                     for half in range(WARPGROUPS):
                         plgpu.wgmma(dq_acc, slot.at[half, slab].T, memory["k"].at[half + _zero(step, 2), part])
+                    if config.keys_first:
+                        plgpu.wgmma_wait(WARPGROUPS + 1)
+                        self._release("do", step)
+                        plgpu.wgmma_wait(WARPGROUPS)
+                        self._release("q", step)
+                        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                     plgpu.wgmma(dk_acc, ds, q)
                     plgpu.wgmma_wait(WARPGROUPS + 1)
                     self._release("do", step)
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
                 dq = pl.run_scoped(multiply_derivatives, plgpu.ACC((ROWS, problem.part_size), jnp.float32))
-                row, col = block * config.block_q + slab * ROWS, part * problem.part_size
-                turn = self._add(warpgroup, place, head, block, row, col, dq, turn)
-                plgpu.wgmma_wait(0)
-                self._release("q", step)
-                return turn
+                self._add(warpgroup, place.b, head, block, step, dq, is_empty=scores.seeded)
+                if not config.keys_first:
+                    plgpu.wgmma_wait(0)
+                    self._release("q", step)
 
             total = self._each_step(place, scores, steps, step)
             dk, dv = dk_acc[...], dv_acc[...]
@@ -640,17 +682,14 @@ class _Tile:
             slot = memory["ds"].at[lax.rem(step, jnp.int32(_SLOTS))]
             plgpu.wgmma(dq_acc, slot.at[0, 0].T, memory["k"].at[_zero(step, 2), role])
 
-        def add(place, head, block, dq, turn):
-            return self._add(role, place, head, block, block * config.block_q, role * problem.part_size, dq, turn)
-
         def sum_of(acc):
-            def step_of_values(banded, head, block, step, turn):
+            def step_of_values(banded, head, block, step):
                 stage, stage_do = self._stage(step)
 
                 def weigh(s_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
                     self._multiply_keys(s_acc, _zero(step, 0), memory["q"].at[stage])
-                    lse = scores.logarithms(plgpu.load(memory["q_lse"].at[stage], layout=_COL_LAYOUT), banded=banded)
+                    lse = plgpu.load(memory["q_lse"].at[stage], layout=_COL_LAYOUT)
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -672,9 +711,9 @@ class _Tile:
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
                 dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.part_size), jnp.float32))
-                return add(place, head, block, dq, turn)
+                self._add(role, place.b, head, block, step, dq)
 
-            def step_of_keys(banded, head, block, step, turn):
+            def step_of_keys(banded, head, block, step):
                 del banded
                 stage, stage_do = self._stage(step)
 
@@ -704,10 +743,9 @@ class _Tile:
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
                 dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.part_size), jnp.float32))
-                turn = add(place, head, block, dq, turn)
+                self._add(role, place.b, head, block, step, dq)
                 plgpu.wgmma_wait(0)
                 self._release("q", step)
-                return turn
 
             total = self._each_step(place, scores, steps, (step_of_values, step_of_keys)[role])
             sum = acc[...]
@@ -728,25 +766,25 @@ class _Tile:
         return steps + pl.run_scoped(sum_of, plgpu.ACC((ROWS, problem.size), jnp.float32))
 
     def _each_step(self, place, scores, steps, work):
-        """Does `turn = work(banded, head, block, step, turn)` for all steps of a tile; gives how many they are."""
+        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are."""
         problem = self.problem
 
-        def of_head(i, turn):
+        def of_head(i, _):
             head = place.head * problem.heads + i
-            first = steps + i * place.count - place.low
+            last = steps + (i + 1) * place.count - 1
 
-            for banded, start, stop in scores.spans(place):
+            for banded, start, stop in reversed(scores.spans(place)):
 
-                def step(block, turn, banded=banded):
-                    return work(banded, head, block, first + block, turn)
+                def step(j, _, banded=banded, end=start + stop - 1):
+                    block = end - j
+                    work(banded, head, block, last - (block - place.low))
 
-                turn = lax.fori_loop(start, stop, step, turn)
-            return turn
+                lax.fori_loop(start, stop, step, None)
 
-        turn = jnp.int32(-1) if problem.deterministic else None
-        turn = of_head(0, turn) if problem.heads == 1 else lax.fori_loop(0, problem.heads, of_head, turn)
-        if problem.deterministic:
-            self._end_turn(turn)
+        if problem.heads == 1:
+            of_head(0, None)
+        else:
+            lax.fori_loop(0, problem.heads, of_head, None)
         return problem.heads * place.count
 
     def _multiply_keys(self, s_acc, half, q):
@@ -774,34 +812,62 @@ class _Tile:
 
     def _await_staged(self):
         """Waits until what was staged has left shared memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.problem.deterministic:
+            plgpu.barrier_wait(self.memory["sums_empty"])
+        else:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _add(self, warpgroup, place, head, block, row, col, dq, turn):
-        """Adds a warpgroup's part of dQ to global memory; gives whose turn it was."""
-        problem, width = self.problem, self.problem.part_size // self.config.pieces
-        staged = self.memory["sums"].at[warpgroup]
+    def _part(self, warpgroup):
+        """Which rows of 64 and which columns of a block of dQ a warpgroup makes."""
+        return (warpgroup, 0) if self.problem.parts[0] > 1 else (0, warpgroup)
+
+    def _add(self, warpgroup, b, head, block, step, dq, *, is_empty=False):
+        """Adds a warpgroup's part of dQ to global memory, or gives it to the warps that do in the order of turns."""
+        width = self.problem.part_size // self.config.pieces
         for piece in range(self.config.pieces):
-            if piece == 0 and problem.deterministic:
-                self._end_turn(turn)
-                turn = ((place.b * problem.query[1] + head) * problem.blocks_q + block) * WARPGROUPS + warpgroup
-            else:
+            if piece or not is_empty:
                 self._await_staged()
-            staged[...] = dq[:, piece * width : (piece + 1) * width]
+            self.memory["sums"][warpgroup] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
-            if piece == 0 and problem.deterministic:
-                if "before" in self.refs:
-                    before = self.refs["before"][place.b, place.block, block]
-                else:
-                    before = place.block - problem.first_key_block(block, _divide, jnp.maximum)
-                hopper.await_count(self.refs["turns"], turn, before)
-            target = self.refs["dq"].at[place.b, pl.ds(row, ROWS), head, pl.ds(col + piece * width, width)]
-            plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
-        return turn
+            if self.problem.deterministic:
+                plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(_ADDERS))])
+            else:
+                self._add_staged(warpgroup, b, head, block, piece)
 
-    def _end_turn(self, turn):
-        """Waits until what was added is in global memory, and lets the next block of keys add."""
-        plgpu.wait_smem_to_gmem(0)
-        pl.when(turn >= 0)(lambda: hopper.add_one(self.refs["turns"], turn))
+    def _add_staged(self, warpgroup, b, head, block, piece):
+        staged, (slab, part) = self.memory["sums"].at[warpgroup], self._part(warpgroup)
+        width = staged.shape[1]
+        rows = pl.ds(block * self.config.block_q + slab * ROWS, ROWS)
+        cols = pl.ds(part * self.problem.part_size + piece * width, width)
+        plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, cols], reduction_op="add")
+
+    # The warps that add, if deterministic.
+
+    def add(self, own, place, steps):
+        """Adds dQ of every `_ADDERS`-th step to global memory, each when it is the block of keys' turn; gives the steps."""
+        problem, total = self.problem, self.problem.heads * place.count
+        first = lax.rem(own + (_ADDERS - 1) * steps, jnp.int32(_ADDERS))
+
+        @pl.loop(0, lax.div(total - first + _ADDERS - 1, jnp.int32(_ADDERS)))
+        def _(i):
+            i = first + i * _ADDERS
+            head, block = self._head(place, i), self._block(place, i)
+            turn = (place.b * problem.query[1] + head) * problem.blocks_q + block
+            if "before" in self.refs:
+                before = self.refs["before"][place.b, place.block, block]
+            else:
+                before = place.block - problem.first_key_block(block, _divide, jnp.maximum)
+            hopper.await_count(self.refs["turns"], turn, before)
+            for piece in range(self.config.pieces):
+                plgpu.barrier_wait(self.memory["sums_full"].at[own])
+                for warpgroup in range(WARPGROUPS):
+                    self._add_staged(warpgroup, place.b, head, block, piece)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(self.memory["sums_empty"])
+            plgpu.wait_smem_to_gmem(0)
+            hopper.add_one(self.refs["turns"], turn)
+
+        return steps + total
 
     def _copy_out(self, name, place, half):
         """Copies dV or dK, which are where values or keys were, to global memory."""
@@ -827,8 +893,7 @@ class _Scores:
         self.is_limited = left is not None or right is not None or self.problem.is_ragged or lengths
         self.is_banded = self.is_limited or self._has("query_segments")
         # Sums of products start with what is subtracted from them: one operation less, where that is all that is done.
-        plain = not self._has("bias", "seeds") and self.problem.soft_cap is None and self.problem.scale > _LEAST_SEEDED
-        self.seeded = plain and not tile.config.roles
+        self.seeded = self.problem.is_seeded(self.operands)
         self.segments: Any = None
         if self._has("key_segments") and weighs:
             ref, index = self.operands["key_segments"]
@@ -849,10 +914,6 @@ class _Scores:
         if not self.is_banded:
             return [(False, low, end)]
         return [(True, low, place.whole_from), (False, place.whole_from, place.whole_to), (True, place.whole_to, end)]
-
-    def logarithms(self, lse, *, banded):
-        """The log-sum-exp of a block of queries, such that a score of `-inf` has weight 0."""
-        return jnp.where(lse == -jnp.inf, 0.0, lse) if banded or self._has("mask", "bias") else lse
 
     def load(self, head, block, *, banded):
         """What global memory has on a block of queries: while products are made, as loads take long."""
@@ -882,7 +943,7 @@ class _Scores:
         if "bias" in loaded:  # they may be as large as `finfo.min`
             return jnp.exp2((s - _along_rows(lse, s.shape)) * _LOG2E), slope
         s = s * (factor * _LOG2E)
-        return jnp.exp2(s if self.seeded else s - _along_rows(lse * _LOG2E, s.shape)), slope
+        return jnp.exp2(s if self.seeded else s - _along_rows(lse, s.shape)), slope
 
     def kept(self, head, block):
         """Which weights dropout keeps, or None for all."""
