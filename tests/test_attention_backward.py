@@ -183,6 +183,16 @@ OWN = {
     "soft cap and bias, size 128": case(
         MEDIUM | {"size": 128}, lambda: {"bias": random((2, 1, 130, 200), "bias")}, logits_soft_cap=20.0
     ),
+    "soft cap and bias, size 256": case(
+        MEDIUM | {"size": 256}, lambda: {"bias": random((4, 1, 200), "bias")}, logits_soft_cap=3.0, is_causal=True
+    ),
+    "soft cap, bias and dropout, size 256": case(
+        MEDIUM | {"size": 256},
+        lambda: {"bias": random((2, 4, 130, 200), "bias")},
+        logits_soft_cap=3.0,
+        dropout_rate=0.3,
+        dropout_rng=1,
+    ),
     **{
         f"bias, size {size}": case(MEDIUM | {"size": size}, lambda: {"bias": random((2, 4, 130, 200), "bias")}, is_causal=True)
         for size in (128, 256)
@@ -217,7 +227,12 @@ EACH_KIND = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "
 EACH_KIND += ["window (200, 300), size 128", "window, size 256", "lengths, causal", "lengths, size 256", "segments shuffled"]
 EACH_KIND += ["segments, size 128", "segments, size 256, groups of 3", "soft cap", "soft cap, size 256", "sinks alone"]
 EACH_KIND += ["dropout", "bias and dropout, size 256", "everything", "nothing to see", "mask, size 128", "mask, size 256"]
-EACH_KIND += ["bias (2,4,130,200) bfloat16", "bias of heads and keys, size 128", "bias of queries, size 256"]
+EACH_KIND += [
+    "soft cap and bias, size 256",
+    "bias (2,4,130,200) bfloat16",
+    "bias of heads and keys, size 128",
+    "bias of queries, size 256",
+]
 
 SOME = ["1 and 300", "300 and 1", "129 and 127", "127 and 129, causal", "sizes 64 and 64, whole", "sizes 128 and 128, whole"]
 SOME += [f"sizes {h} and {v}" for h, v in [(8, 8), (128, 128), (192, 192), (192, 128), (64, 128), (8, 256), (256, 24)]]
@@ -520,12 +535,6 @@ def decisions(given, **options):
     return [decision.implementation for decision in found], dict(found[1].refusals).get("mosaic")
 
 
-def without_bias(sizes, names):
-    """What has a derivative: no bias where there is a soft cap, and heads are larger than 128."""
-    there = max(sizes) > 128 and {"soft cap", "bias"} <= set(names)
-    return [name for name in MOVING if name != "bias" or not there]
-
-
 CONFIGURATIONS = [(64, 64), (128, 128), (256, 256)]
 # Most of the others are in `lowering.EVERYTHING`.
 FEATURES = quick(lowering.FEATURES, ["causal", "lengths", "segments", "bias of 16 bits", "bias of heads"])
@@ -561,7 +570,7 @@ def test_every_configuration_lowers_for_cuda(sizes):
 def test_every_configuration_lowers_for_cuda_with_everything(sizes):
     index = lowering.SIZES.index(sizes)
     given, options = lowering.with_features(lowering.EVERYTHING, sizes, [*lowering.LENGTHS.values()][1 - index % 2])
-    lower(given, wanted=without_bias(sizes, lowering.EVERYTHING), **options)
+    lower(given, **options)
 
 
 def test_every_configuration_is_that_of_a_size_that_is_lowered():
@@ -821,16 +830,6 @@ REFUSALS = {
         )
         for shape in BROADCAST
     },
-    "bias and soft cap, size 256": (
-        biased((2, 4, 300, 301), size=256),
-        {"logits_soft_cap": 5.0},
-        "bias with a soft cap at head sizes above 128",
-    ),
-    "bias and soft cap, value size 136": (
-        biased((2, 4, 300, 301), value_size=136),
-        {"logits_soft_cap": 5.0},
-        "bias with a soft cap at head sizes above 128",
-    ),
 }
 
 
@@ -862,10 +861,7 @@ SERVED = {
     "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic": True}),
     "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic": True}),
     "bias and soft cap, size 128": (biased((4, 1, 301), size=128), {"logits_soft_cap": 5.0}),
-    "bias and soft cap, size 256, not wanted": (
-        biased((4, 1, 301), size=256),
-        {"logits_soft_cap": 5.0, "wanted": ("query", "key", "value")},
-    ),
+    "bias and soft cap, size 256": (biased((2, 4, 300, 301), size=256), {"logits_soft_cap": 5.0}),
     "soft cap, size 256": (lowering.operands(size=256), {"logits_soft_cap": 5.0}),
 }
 

@@ -104,10 +104,10 @@ def config_for(head_size: int, value_size: int) -> Config:
     return _CONFIGS[size_for(head_size, value_size)]
 
 
-def unsupported(given, *, wanted, soft_cap, deterministic, **params) -> str | None:
+def unsupported(given, *, wanted, deterministic, **params) -> str | None:
     """Why the derivatives have no kernel where the forward pass has one, in words, or None."""
     del params
-    query, key, value = (given[name] for name in ("query", "key", "value"))
+    query, key = given["query"], given["key"]
     if query.dtype == jnp.float32:
         return "derivatives of float32 have no kernel"
     if "bias" in given or "mask" in given:
@@ -119,8 +119,6 @@ def unsupported(given, *, wanted, soft_cap, deterministic, **params) -> str | No
         whole = *batch, query.shape[-2], query.shape[-3], key.shape[-3]
         if deterministic and bias.shape != whole:
             return f"the derivative of a bias that is broadcast, {bias.shape} to {whole}, is summed in any order"
-        if soft_cap is not None and size_for(query.shape[-1], value.shape[-1]) > 128:
-            return "there is no kernel for the derivative of a bias with a soft cap at head sizes above 128"
     return None
 
 
@@ -243,6 +241,11 @@ class _Problem:
             whole_to = minimum(whole_to, divide(maximum(first + left + 1, 0), step))
         is_key, is_whole = minimum(maximum(keys - first, 0), 1), minimum(maximum(keys - last, 0), 1)
         return low, high * is_key, whole_from, whole_to * is_whole
+
+    @property
+    def passes_both(self) -> bool:
+        """Whether weights pass from one warpgroup to the other both with the derivative of the soft cap and without."""
+        return self.config.roles and self.biased and self.soft_cap is not None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -398,6 +401,8 @@ class _Problem:
             return plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
+        if self.passes_both:
+            own["p_of_bias"] = own["p"]
         if self.deterministic:
             own |= {"sums_full": ring(WARPGROUPS, _ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
         return own | {
@@ -694,6 +699,8 @@ class _Tile:
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
                     kept = _only(scores.kept(head, block), p).astype(dtype)
+                    if problem.passes_both:
+                        memory["p_of_bias"][...] = p.astype(dtype)
                     return (p if slope is None else p * slope).astype(dtype), kept
 
                 p, kept = pl.run_scoped(weigh, plgpu.ACC(shape, jnp.float32))
@@ -729,9 +736,13 @@ class _Tile:
                 dp = pl.run_scoped(multiply_values, plgpu.ACC(shape, jnp.float32))
                 self._release("do", step)
                 hopper.take_turn(_WEIGHTS)
+                if problem.passes_both:
+                    p = plgpu.load(memory["p_of_bias"], layout=_LAYOUT)
+                    scores.add_to_bias(p.astype(jnp.float32) * dp, head, block)
                 p = plgpu.load(memory["p"], layout=_LAYOUT)
                 ds = p.astype(jnp.float32) * dp
-                scores.add_to_bias(ds, head, block)
+                if not problem.passes_both:
+                    scores.add_to_bias(ds, head, block)
                 ds = ds.astype(dtype)
                 slot = memory["ds"].at[lax.rem(step, jnp.int32(_SLOTS))]
                 self._share(slot, 0, ds)
