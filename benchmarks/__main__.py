@@ -1,7 +1,8 @@
 """Measures jaxsoftmax and its peers on the GPU that JAX sees, and holds the result files to the bars.
 
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
-python -m benchmarks attention             likewise, attention; attention_gradients: forward and backward together
+python -m benchmarks attention             likewise, attention
+python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
 python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib

@@ -126,7 +126,7 @@ def await_count(ref, index, count) -> None:
 
 
 def add_one(ref, index) -> None:
-    """Adds 1 to `ref[index]`, int32 in global memory, when all that the warp has done is done: for a warp that is alone."""
+    """Adds 1 to `ref[index]`, int32 in global memory, after what the warp did before, which has waited for its bulk copies."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))
     def add(_, ref, index):

@@ -533,7 +533,7 @@ def test_native_values_and_lse_in_many_shapes(name, kind):
 @pytest.mark.parametrize("kind", ["385 and 513, causal", "segments sorted", "lengths, causal"])
 def test_native_tiles_without_a_table(kind, monkeypatch):
     monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
-    monkeypatch.setattr(common, "sms", lambda: 3)
+    monkeypatch.setattr(common, "sms", lambda **_: 3)
     check_in_shape("mosaic", kind)
 
 
@@ -546,7 +546,7 @@ def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch)
     moving, fixed = split(given)
     results = []
     for blocks in (1, 3, 5, 132):
-        monkeypatch.setattr(common, "sms", lambda blocks=blocks: blocks)
+        monkeypatch.setattr(common, "sms", lambda blocks=blocks, **_: blocks)
         results += [jax.jit(function(options, fixed, "mosaic"))(moving) for _ in range(2)]
     for result in results[1:]:
         for one, other in zip(results[0], result, strict=True):
@@ -584,7 +584,7 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_of_each_kind(name, kind, dtype, monkeypatch):
-    monkeypatch.setattr(common, "sms", lambda: 3)  # so that each works through many tiles
+    monkeypatch.setattr(common, "sms", lambda **_: 3)  # so that each works through many tiles
     check_in_shape(name, kind, dtype)
 
 

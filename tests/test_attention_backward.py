@@ -3,13 +3,16 @@
 The reference runs the same checks where that is quick, so that they and their budget are tested too.
 """
 
+import dataclasses
 import functools
 import itertools
+import math
 import operator
 import re
 
 import attention_oracle
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import kernels
 import numpy as np
@@ -218,6 +221,12 @@ OWN = {
     "scores far apart, size 256": replaced(apart, size=256),
     **{f"huge where nothing is seen, size {size}": replaced(huge_where_nothing_is_seen, size=size) for size in (64, 256)},
     "small scale": case(MEDIUM, scale=1e-6),
+    "tiny scale": case(MEDIUM, scale=1e-35),
+    "whole bias and soft cap, lengths, size 256": case(
+        MEDIUM | {"size": 256},
+        lambda: {"bias": random((2, 4, 130, 200), "bias")} | forward.lengths_of([130, 70], [150, 200])(),
+        logits_soft_cap=3.0,
+    ),
     "large scale": case(MEDIUM | {"size": 128}, scale=3.0),
 }
 CASES = forward.IN_SHAPES | {f"{name} of derivatives" if name in forward.IN_SHAPES else name: own for name, own in OWN.items()}
@@ -251,10 +260,17 @@ def check_case(kind, **more):
     return check("mosaic", given, options | more)
 
 
+# Of each head size what waits for turns: with a table of lengths or segments and without, and with the most shared memory.
+DETERMINISTIC = ["385 and 513, causal", "window (200, 300), size 128", "segments, size 256, groups of 3", "lengths, causal"]
+DETERMINISTIC += ["whole bias and soft cap, lengths, size 256"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", EACH_KIND)
-def test_one_of_each_kind(kind):
-    check_case(kind)
+@pytest.mark.parametrize(
+    ("kind", "deterministic"), [(kind, False) for kind in EACH_KIND] + [(kind, True) for kind in DETERMINISTIC]
+)
+def test_one_of_each_kind(kind, deterministic):
+    check_case(kind, deterministic=deterministic)
 
 
 @pytest.mark.gpu
@@ -298,8 +314,7 @@ def calls(draw):
     if draw(yes):
         options["local_window_size"] = draw(st.tuples(side, side))
     options["is_causal"] = draw(yes)
-    if "bias" not in given or max(size, value_size) <= 128:  # the others have no kernel
-        options["logits_soft_cap"] = draw(st.sampled_from([None, 3.0, 30.0]))
+    options["logits_soft_cap"] = draw(st.sampled_from([None, 3.0, 30.0]))
     if draw(yes):
         options |= {"dropout_rate": draw(st.sampled_from([0.1, 0.5])), "dropout_rng": seed}
     return given, options
@@ -426,12 +441,8 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-11 * np.max(np.abs(other)), err_msg=name)
 
 
-DETERMINISTIC = ["385 and 513, causal", "segments shuffled", "window (200, 300), size 128", "many tiles"]
-DETERMINISTIC += ["segments, size 256, groups of 3", "bias of -inf, size 256"]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", DETERMINISTIC)
+@pytest.mark.parametrize("kind", ["segments shuffled", "many tiles", "bias of -inf, size 256", "everything"])
 def test_native_deterministic_cotangents(kind):
     check_case(kind, deterministic=True)
 
@@ -440,7 +451,7 @@ def test_native_deterministic_cotangents(kind):
 @pytest.mark.parametrize(("kind", "deterministic"), [("385 and 513, causal", False), ("lengths, causal", True)])
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
     monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
-    monkeypatch.setattr(common, "sms", lambda: 3)
+    monkeypatch.setattr(common, "sms", lambda **_: 3)
     check_case(kind, deterministic=deterministic)
 
 
@@ -448,7 +459,7 @@ def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
 def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(monkeypatch):
     found = []
     for blocks in (1, 5, 132):
-        monkeypatch.setattr(common, "sms", lambda blocks=blocks: blocks)
+        monkeypatch.setattr(common, "sms", lambda blocks=blocks, **_: blocks)
         found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
     for other in found[1:]:
         assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
@@ -594,7 +605,7 @@ def test_deterministic_derivatives_lower_for_cuda(size):
     names = ("window", "lengths", "segments", "sinks", "mask")
     given, options = lowering.with_features(names, (size, size), (300, 301))
     bias = {"bias": lowering.shaped(2, 4, 300, 301, dtype="float32")}
-    lower(given | bias, deterministic=True, **options)
+    lower(given | bias, deterministic=True, logits_soft_cap=5.0, **options)
 
 
 @pytest.mark.slow
@@ -706,6 +717,58 @@ def assert_visits(spans, seen, problem):
         assert low == high or high <= problem.blocks_q
         assert set(np.flatnonzero(some[block])) <= set(range(low, high))
         assert set(range(whole_from, whole_to)) <= set(np.flatnonzero(every[block])) & set(range(low, high))
+
+
+@lowering.brute_force
+@given(lengths, lengths, st.tuples(sides, sides), configs, st.integers(1, 40), st.integers(1, 9))
+def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, blocks):
+    problem = problem_of(length, keys, window, config)
+    costs = problem.costs_in_order()
+    group = problem.group(costs)
+    order = common.order(costs, heads, group).tolist()
+    for head in range(heads):
+        own = range(head * len(costs), (head + 1) * len(costs))
+        assert [tile for tile in order if tile in own] == list(own)
+    place = {tile: i for i, tile in enumerate(order)}
+    for count, *tiles in common.schedule(costs, heads, group, blocks).tolist():
+        assert tiles[:count] == sorted(tiles[:count], key=place.__getitem__)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", backward.SIZES)
+def test_shared_memory_has_room(size, biased, deterministic, taken):
+    problem = problem_of(300, 300, (None, None), backward.config_for(size, size))
+    problem = dataclasses.replace(problem, soft_cap=5.0, biased=biased, deterministic=deterministic)
+    total = 0
+    for spec in problem._scratch(jnp.bfloat16, taken=problem.takes(taken)).values():
+        if isinstance(spec, plgpu.Barrier):
+            total += 8 * int(np.prod(spec.num_barriers))
+        else:
+            total += -(-math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // 1024) * 1024
+    assert total <= 227 * 1024
+
+
+def test_lines_of_queries():
+    """What is subtracted from scores and from derivatives, where that is where their sums start and where it is not."""
+    lse, delta = jnp.array([1.5, -np.inf, 88.0]), jnp.array([0.5, 0.0, -2.0])
+    problem = problem_of(128, 128, (None, None), backward.config_for(64, 64))
+    seeded = [np.array([-12.0, 0, -704]), np.array([-0.5, 0, 2])]
+    plain = [np.array([1.5, 0, 88]) / np.log(2), delta]
+    biased = [np.array([1.5, 0, 88]), delta]
+    roles = problem_of(128, 128, (None, None), backward.config_for(256, 256))
+    for own, operands, expected in [
+        (problem, {}, seeded),
+        (problem, {"mask": 0, "sinks": 0, "query_segments": 0}, seeded),
+        (problem, {"bias": 0}, biased),
+        (problem, {"seeds": 0}, plain),
+        (dataclasses.replace(problem, soft_cap=3.0), {}, plain),
+        (dataclasses.replace(problem, scale=1e-31), {}, plain),
+        (roles, {}, plain),
+    ]:
+        for found, line in zip(own.lines(operands, lse, delta), expected, strict=True):
+            np.testing.assert_allclose(found, line, rtol=1e-6)
 
 
 def visits(spans, problem):

@@ -431,7 +431,7 @@ def table_shapes(given, **options):
 
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
-    monkeypatch.setattr(common, "sms", lambda: 10)
+    monkeypatch.setattr(common, "sms", lambda **_: 10)
     monkeypatch.setattr(common, "MAX_SCHEDULED", 24)
     assert table_shapes(given) == ["10x5"]
     lengths = np.array([1000, 10], np.int32)

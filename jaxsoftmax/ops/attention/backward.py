@@ -12,10 +12,10 @@ float32.
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Queries pass from the last block to the first, so that blocks of keys that start together find the same queries in L2, and soon
-have their turns, also where attention is causal. They add to dQ in any order, so its last bits vary. Where the bits must not, a
-counter for each block of queries says whose turn it is, and blocks of keys take turns in their order, in which they are also
-handed out. Two warps that do nothing else wait for turns, start the copies, wait for them and end turns; where the warpgroups
-that compute did that, the kernel took 1.3 to 3 times as long.
+have their turns, also where attention is causal. Blocks of keys add to dQ in any order, so its last bits vary. Where the bits
+must not, a counter for each block of queries says whose turn it is, and blocks of keys take turns in their order, in which they
+are also handed out. Two warps that do nothing else wait for turns, start the copies, wait for them and end turns: where the
+warpgroups that compute did all that, they waited for most of the time.
 
 Head sizes 64 and 128: each warpgroup has 64 of the keys, makes all of dV and dK for them, and half of dQ. Head size 256: there
 are 64 keys, as dV or dK alone take half of a thread's registers. One warpgroup makes S', P' and dV, the other dP', dS' and dK:
@@ -89,8 +89,9 @@ class Config:
 # | 128 (64 queries) | 32, 32 | 16, 16 | 64, 64 | 32 | 192; later 192 | 64 | 80 | 32 | 32 | | 208 |
 # | 256 (64 queries) | 32 | 16 | 128 | 64 | 192, or 208 with P' or dS' | 64 | 96 | 16 | 32 | 8 | 216 |
 #
-# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB. Addresses, limits, and for each 64 queries 16 of
-# lse and of delta come on top; where sums start with those, they are in the sums.
+# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB; with a bias's derivative and a soft cap there are
+# two P'. Addresses, limits, and for each 64 queries 16 of lse and of delta come on top; where sums start with those, they are
+# in them.
 _CONFIGS = {64: Config(128, (3, 2), keys_first=True), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
 
 
@@ -256,15 +257,32 @@ class _Problem:
         spans = (self.span(block, self.lengths, lambda a, b: a // b, min, max) for block in range(self.blocks_kv))
         return tuple(self.heads * max(high - low, 0) for low, high, *_ in spans)
 
+    def takes(self, varying: bool) -> bool:
+        """Whether blocks of threads take one tile after another: where it depends on operands how long a tile takes.
+
+        Not where there are turns: the warps that add have no loops of unknown length. Nor is there always room to say it.
+        """
+        return varying and not (self.deterministic or self.passes_both)
+
+    def costs_in_order(self) -> tuple[int, ...]:
+        """By which costs tiles are handed out: of each head in the order of turns, if deterministic."""
+        costs = self.costs()
+        if self.deterministic and any(a < b for a, b in itertools.pairwise(costs)):
+            return (1,) * len(costs)
+        return costs
+
     def group(self, costs: tuple[int, ...]) -> int:
-        """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys."""
-        bytes_of_head = 8 * self.query[0] * self.size * self.heads  # two of 16 bits, and one of 32
+        """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys.
+
+        If deterministic, more, though L2 may not hold them: of one head fewer blocks of keys start together then, each of which
+        starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
+        """
         equal = len(set(costs)) == 1
-        if self.deterministic:  # so that of one head few blocks of keys start together, and wait for each other
-            return min(32, max(8, 1 << max(1, (2 if equal else 4) * common.L2 // bytes_of_head).bit_length() - 1))
-        if equal:
+        if equal and not self.deterministic:
             return 1
-        return min(8, 1 << max(1, common.L2 // bytes_of_head).bit_length() - 1)
+        bytes_of_head = 8 * self.query[0] * self.size * self.heads  # two of 16 bits, and one of 32
+        least, most, times = (8, 32, 2 if equal else 4) if self.deterministic else (1, 8, 1)
+        return min(most, max(least, 1 << max(1, times * common.L2 // bytes_of_head).bit_length() - 1))
 
     def first_key_block(self, block: Any, divide: Any, maximum: Any) -> Any:
         """The first block of keys that the window lets a block of queries see."""
@@ -306,8 +324,7 @@ class _Problem:
         count, (length, heads, head_size), (keys, key_heads, _) = math.prod(self.batch), self.query, self.key
         given = dict(given)
         given.pop("sinks", None)
-        facts = [name for name in ("query_lengths", "key_lengths", "query_segments") if name in given]
-        if facts:
+        if {"query_lengths", "key_lengths", "query_segments"} & set(given):
             given["spans"] = self.spans(given)
         names = [name for name in given if name not in ("query", "key", "value")]
 
@@ -333,20 +350,20 @@ class _Problem:
         sizes = {name: array.shape[1:3] for name, array in zip(names, extras, strict=True)}  # heads and rows
         extras = [common.flat(name, array) for name, array in zip(names, extras, strict=True)]
         tiles = count * key_heads * self.blocks_kv
-        blocks = min(common.sms(), tiles)
-        costs = self.costs()
-        if self.deterministic and any(a < b for a, b in itertools.pairwise(costs)):
-            costs = (1,) * len(costs)  # in the order of turns: none waits for one that comes later
+        blocks = min(common.sms(least=self.deterministic), tiles)  # those that wait for each other must all be there
+        taken = self.takes("spans" in given)
         tables: list[Any] = []
         if tiles <= common.MAX_SCHEDULED:
-            table = common.schedule(costs, count * key_heads, self.group(costs), blocks)
+            costs = self.costs_in_order()
+            arguments = costs, count * key_heads, self.group(costs)
+            table = common.order(*arguments) if taken else common.schedule(*arguments, blocks)
             tables = [jax.jit(lambda: jnp.asarray(table))()]  # custom_partitioning takes no constants but inner ones
         # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
         query, key, value, dout, extras = lax.optimization_barrier((query, key, value, dout, extras))
         written = {"dq": jnp.zeros((count, rows, heads, self.size), jnp.float32)}  # in place
         if self.deterministic:
             written["turns"] = jnp.zeros((count * heads * self.blocks_q,), jnp.int32)
-            if facts:
+            if "spans" in given:
                 tables.append(self._turns_before(given["spans"]))
         if self.biased:
             written["dbias"] = jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1])
@@ -359,7 +376,7 @@ class _Problem:
             grid_names=("block",),
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
-            scratch_types=self._scratch(query.dtype),
+            scratch_types=self._scratch(query.dtype, taken=taken),
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             kernel_name="attention_backward_mosaic",
         )
@@ -388,8 +405,11 @@ class _Problem:
         visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
-    def _scratch(self, dtype) -> dict[str, Any]:
-        """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
+    def _scratch(self, dtype, *, taken: bool) -> dict[str, Any]:
+        """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them.
+
+        `taken` says whether tiles are taken one after another.
+        """
         config, size, halves = self.config, self.size, self.config.block_kv // ROWS
         stages, stages_do = config.stages
 
@@ -403,6 +423,8 @@ class _Problem:
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
         if self.passes_both:
             own["p_of_bias"] = own["p"]
+        if taken:
+            own |= common.ticket_memory(1, WARPGROUPS)
         if self.deterministic:
             own |= {"sums_full": ring(WARPGROUPS, _ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
         return own | {
@@ -451,19 +473,33 @@ def _kernel(problem, names, sizes, at, written, table_count, blocks, tiles, *ref
 
         lax.fori_loop(0, count, one, (number_of(0), jnp.int32(0)))
 
+    def each_tile_taken(work):
+        common.each_tile_taken(
+            lambda values, steps: work(tile.place(*values), steps),
+            lambda number: [number],
+            memory,
+            tiles,
+            lambda ticket: ticket if table is None else table[ticket],
+            block,
+            blocks,
+        )
+
+    def each_tile_told(work):
+        common.each_tile_told(lambda values, steps: work(tile.place(*values), steps), memory)
+
+    taken = "tile" in memory
     less, more = problem.config.registers
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(less, action="decrease")
-        copy = functools.partial(each_tile, tile.copy_in)
         if not problem.deterministic:
-            copy()
+            (each_tile_taken if taken else each_tile)(tile.copy_in)
             return
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == _ADDERS)(copy)
+            pl.when(warp == _ADDERS)(functools.partial(each_tile, tile.copy_in))
             pl.when(warp == 0)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
             for own in range(_ADDERS):
                 pl.when(warp == own)(functools.partial(each_tile, functools.partial(tile.add, own)))
@@ -473,8 +509,9 @@ def _kernel(problem, names, sizes, at, written, table_count, blocks, tiles, *ref
         plgpu.set_max_registers(more, action="increase")
         tile.start()
         compute = tile.compute_role if problem.config.roles else tile.compute
+        each = each_tile_told if taken else each_tile
         for own in range(WARPGROUPS):  # each has a program of its own, in which addresses are constants
-            pl.when(warpgroup == own)(functools.partial(each_tile, functools.partial(compute, own)))
+            pl.when(warpgroup == own)(functools.partial(each, functools.partial(compute, own)))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -625,7 +662,7 @@ class _Tile:
                     plgpu.wgmma(dv_acc, rounded, do)
                     # A branch between the weights and the other product: without one ptxas may compute them after it.
                     if scores.seeded:
-                        pl.when(step >= 0)(lambda: self._await_staged())
+                        pl.when(step >= 0)(self._await_staged)
                         delta = None
                     else:
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
@@ -786,11 +823,11 @@ class _Tile:
 
             for banded, start, stop in reversed(scores.spans(place)):
 
-                def step(j, _, banded=banded, end=start + stop - 1):
-                    block = end - j
+                def step(i, _, banded=banded, stop=stop):
+                    block = stop - 1 - i
                     work(banded, head, block, last - (block - place.low))
 
-                lax.fori_loop(start, stop, step, None)
+                lax.fori_loop(0, stop - start, step, None)
 
         if problem.heads == 1:
             of_head(0, None)
@@ -833,7 +870,10 @@ class _Tile:
         return (warpgroup, 0) if self.problem.parts[0] > 1 else (0, warpgroup)
 
     def _add(self, warpgroup, b, head, block, step, dq, *, is_empty=False):
-        """Adds a warpgroup's part of dQ to global memory, or gives it to the warps that do in the order of turns."""
+        """Adds a warpgroup's part of dQ to global memory, or gives it to the warps that do in the order of turns.
+
+        `is_empty` says that what was staged before is known to have left.
+        """
         width = self.problem.part_size // self.config.pieces
         for piece in range(self.config.pieces):
             if piece or not is_empty:
@@ -851,6 +891,17 @@ class _Tile:
         rows = pl.ds(block * self.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.problem.part_size + piece * width, width)
         plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, cols], reduction_op="add")
+
+    def _copy_out(self, name, place, half):
+        """Copies dV or dK, which are where values or keys were, to global memory."""
+        rows = pl.ds(place.block * self.config.block_kv + half * ROWS, ROWS)
+        if name == "dv":
+            plgpu.copy_smem_to_gmem(self.memory["v"].at[half], self.refs["dv"].at[place.b, rows, place.head])
+            return
+        width = self.problem.part_size
+        for part in range(self.problem.parts[1]):
+            target = self.refs["dk"].at[place.b, rows, place.head, pl.ds(part * width, width)]
+            plgpu.copy_smem_to_gmem(self.memory["k"].at[half, part], target)
 
     # The warps that add, if deterministic.
 
@@ -880,17 +931,6 @@ class _Tile:
 
         return steps + total
 
-    def _copy_out(self, name, place, half):
-        """Copies dV or dK, which are where values or keys were, to global memory."""
-        rows = pl.ds(place.block * self.config.block_kv + half * ROWS, ROWS)
-        if name == "dv":
-            plgpu.copy_smem_to_gmem(self.memory["v"].at[half], self.refs["dv"].at[place.b, rows, place.head])
-            return
-        width = self.problem.part_size
-        for part in range(self.problem.parts[1]):
-            target = self.refs["dk"].at[place.b, rows, place.head, pl.ds(part * width, width)]
-            plgpu.copy_smem_to_gmem(self.memory["k"].at[half, part], target)
-
 
 class _Scores:
     """How products of 64 keys from `first` on, which are rows, and queries become weights, and those of values derivatives."""
@@ -903,7 +943,6 @@ class _Scores:
         lengths = self._has("query_lengths", "key_lengths")
         self.is_limited = left is not None or right is not None or self.problem.is_ragged or lengths
         self.is_banded = self.is_limited or self._has("query_segments")
-        # Sums of products start with what is subtracted from them: one operation less, where that is all that is done.
         self.seeded = self.problem.is_seeded(self.operands)
         self.segments: Any = None
         if self._has("key_segments") and weighs:

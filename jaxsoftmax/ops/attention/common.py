@@ -3,8 +3,10 @@
 import functools
 import heapq
 import math
+from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,12 +26,12 @@ def batch_of(given):
     return lax.broadcast_shapes(*(operand.shape[: operand.ndim - TRAILING[name]] for name, operand in given.items()))
 
 
-def sms() -> int:
-    """Multiprocessors of the GPU at hand, else of an H100 or H200."""
+def sms(*, least: bool = False) -> int:
+    """Multiprocessors of the GPU at hand, else of an H100 or H200, or if `least` of an H20, which has the fewest."""
     try:
         return jax.devices("cuda")[0].core_count
     except (RuntimeError, AttributeError):
-        return 132
+        return 78 if least else 132
 
 
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
@@ -64,6 +66,70 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     for row, own in zip(table, tiles, strict=True):
         row[0], row[1 : 1 + len(own)] = len(own), own
     return table
+
+
+_SLOTS = 2  # for what is said of a tile
+
+
+def ticket_memory(words: int, listeners: int) -> dict[str, Any]:
+    """Shared memory of a block of threads that takes one tile after another, and says so many words to so many others."""
+    return {
+        "ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32),
+        "ticket_full": plgpu.Barrier(),
+        "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
+        "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
+        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
+    }
+
+
+def each_tile_taken(work, look_up, memory, tiles: int, number_of, block, blocks: int) -> None:
+    """Does `steps = work(look_up(number), steps)` for one tile after another, and says to the others what it takes.
+
+    For the warpgroup that copies. First each of the blocks has the ticket of its own number; then whoever is free takes the
+    next one, and the tile `number_of(ticket)`. `look_up` gives what is said of a tile, its number first.
+    """
+    counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+
+    def say(i, values):
+        slot = lax.rem(i, jnp.int32(_SLOTS))
+        plgpu.barrier_wait(memory["tile_empty"].at[slot])
+        hopper.store_scalars(memory["tile"], slot, values)
+        plgpu.barrier_arrive(memory["tile_full"].at[slot])
+
+    def one(carry):
+        i, ticket, steps = carry
+        values = look_up(number_of(ticket))
+        say(i, values)
+        following = hopper.take_ticket(counter)  # long before it is needed, which is when it is stored
+        steps = work(values, steps)
+        slot = lax.rem(i, jnp.int32(_SLOTS))
+        hopper.store_scalars(memory["ticket"], slot, [following])
+        plgpu.barrier_arrive(memory["ticket_full"])
+        plgpu.barrier_wait(memory["ticket_full"])
+        return i + 1, memory["ticket"][slot, 0] + blocks, steps
+
+    count, *_ = lax.while_loop(lambda carry: carry[1] < tiles, one, (jnp.int32(0), block, jnp.int32(0)))
+    say(count, [jnp.int32(-1)])
+
+
+def each_tile_told(work, memory) -> None:
+    """The same for the others: does `steps = work(values, steps)`."""
+
+    def hear(i):
+        slot = lax.rem(i, jnp.int32(_SLOTS))
+        plgpu.barrier_wait(memory["tile_full"].at[slot])
+        values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+        plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+        return values
+
+    def one(carry):
+        i, values, steps = carry
+        steps = work(values, steps)
+        return i + 1, hear(i + 1), steps
+
+    for slot in range(_SLOTS):
+        plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+    lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))
 
 
 def up(size: int, multiple: int) -> int:

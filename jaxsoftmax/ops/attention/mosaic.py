@@ -326,9 +326,7 @@ class _Problem:
         own: dict[str, Any] = {}
         others = config.warpgroups + config.copiers - 1
         if facts:
-            own |= {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
-            own |= {"tile": plgpu.SMEM((_SLOTS, 1 + facts), jnp.int32), "tile_full": plgpu.Barrier(num_barriers=_SLOTS)}
-            own |= {"tile_empty": plgpu.Barrier(num_arrivals=others, num_barriers=_SLOTS)}
+            own |= common.ticket_memory(1 + facts, others)
         if config.own_output and not config.split:
             own |= {"o": memory(config.warpgroups, ROWS, value_size, value_parts)}
         everyone = {"num_arrivals": config.warpgroups, "num_barriers": config.stages}
@@ -368,49 +366,18 @@ def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
         lax.fori_loop(0, count, one, (number_of(0), jnp.int32(0)))
 
     def each_tile_taken(work):
-        """The same for the warpgroup that copies, which says what it takes: first one tile for each block, then the next."""
-        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
-
-        def say(i, values):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(memory["tile_empty"].at[slot])
-            hopper.store_scalars(memory["tile"], slot, values)
-            plgpu.barrier_arrive(memory["tile_full"].at[slot])
-
-        def one(carry):
-            i, ticket, steps = carry
-            number = tiles - 1 - ticket if table is None else table[ticket]
-            facts = tile.look_up(number)
-            say(i, [number, *facts])
-            following = hopper.take_ticket(counter)  # long before it is needed, which is when it is stored
-            steps = work(tile.place(number, facts), steps)
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            hopper.store_scalars(memory["ticket"], slot, [following])
-            plgpu.barrier_arrive(memory["ticket_full"])
-            plgpu.barrier_wait(memory["ticket_full"])
-            return i + 1, memory["ticket"][slot, 0] + blocks, steps
-
-        count, *_ = lax.while_loop(lambda carry: carry[1] < tiles, one, (jnp.int32(0), block, jnp.int32(0)))
-        say(count, [jnp.int32(-1)])
+        common.each_tile_taken(
+            lambda values, steps: work(tile.place(values[0], values[1:]), steps),
+            lambda number: [number, *tile.look_up(number)],
+            memory,
+            tiles,
+            lambda ticket: tiles - 1 - ticket if table is None else table[ticket],
+            block,
+            blocks,
+        )
 
     def each_tile_told(work):
-        """The same for the others."""
-
-        def hear(i):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(memory["tile_full"].at[slot])
-            values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
-            return values
-
-        def one(carry):
-            i, (number, *facts), steps = carry
-            steps = work(tile.place(number, facts), steps)
-            return i + 1, hear(i + 1), steps
-
-        for slot in range(_SLOTS):
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
-        lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))
+        common.each_tile_told(lambda values, steps: work(tile.place(values[0], values[1:]), steps), memory)
 
     taken = "tile" in memory
     less, more = problem.config.registers
@@ -432,7 +399,6 @@ def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
 
 
 _FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4}  # how many numbers an operand says of a tile
-_SLOTS = 2  # for what is said of a tile: which one it is, and what `_Tile.look_up` finds
 _TURN = 8  # the first of the hardware's barriers by which warpgroups take turns; Mosaic GPU uses the first ones
 
 
