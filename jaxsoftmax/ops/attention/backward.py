@@ -460,32 +460,20 @@ def _kernel(problem, names, sizes, at, written, table_count, blocks, tiles, *ref
     tile = _Tile(problem, named, operands, sizes, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
 
+    def number_of(ticket):
+        return ticket if table is None else table[ticket]
+
     def each_tile(work):
-        count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+        common.each_tile(lambda number, steps: work(tile.place(number), steps), table, tiles, number_of, block, blocks)
 
-        def number_of(i):
-            return block + i * blocks if table is None else table[block, i + 1]
-
-        def one(i, carry):
-            number, steps = carry
-            following = number_of(i + 1)  # long before it is needed
-            return following, work(tile.place(number), steps)
-
-        lax.fori_loop(0, count, one, (number_of(0), jnp.int32(0)))
+    def of_values(work):
+        return lambda values, steps: work(tile.place(*values), steps)
 
     def each_tile_taken(work):
-        common.each_tile_taken(
-            lambda values, steps: work(tile.place(*values), steps),
-            lambda number: [number],
-            memory,
-            tiles,
-            lambda ticket: ticket if table is None else table[ticket],
-            block,
-            blocks,
-        )
+        common.each_tile_taken(of_values(work), lambda ticket: [number_of(ticket)], memory, tiles, block, blocks)
 
     def each_tile_told(work):
-        common.each_tile_told(lambda values, steps: work(tile.place(*values), steps), memory)
+        common.each_tile_told(of_values(work), memory)
 
     taken = "tile" in memory
     less, more = problem.config.registers

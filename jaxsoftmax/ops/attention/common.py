@@ -68,6 +68,24 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     return table
 
 
+def each_tile(work, table, tiles: int, number_of, block, blocks: int) -> None:
+    """Does `steps = work(number, steps)` for the tiles of a block of threads, in the order of `schedule`.
+
+    Where there is no table, a block has every `blocks`-th ticket, and for a ticket the tile `number_of(ticket)`.
+    """
+    count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+
+    def number(i):
+        return number_of(block + i * blocks) if table is None else table[block, i + 1]
+
+    def one(i, carry):
+        own, steps = carry
+        following = number(i + 1)  # long before it is needed
+        return following, work(own, steps)
+
+    lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
+
+
 _SLOTS = 2  # for what is said of a tile
 
 
@@ -82,11 +100,11 @@ def ticket_memory(words: int, listeners: int) -> dict[str, Any]:
     }
 
 
-def each_tile_taken(work, look_up, memory, tiles: int, number_of, block, blocks: int) -> None:
-    """Does `steps = work(look_up(number), steps)` for one tile after another, and says to the others what it takes.
+def each_tile_taken(work, look_up, memory, tiles: int, block, blocks: int) -> None:
+    """Does `steps = work(look_up(ticket), steps)` for one tile after another, and says to the others what it takes.
 
     For the warpgroup that copies. First each of the blocks has the ticket of its own number; then whoever is free takes the
-    next one, and the tile `number_of(ticket)`. `look_up` gives what is said of a tile, its number first.
+    next one. `look_up` gives what is said of a ticket's tile, its number first.
     """
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
 
@@ -98,7 +116,7 @@ def each_tile_taken(work, look_up, memory, tiles: int, number_of, block, blocks:
 
     def one(carry):
         i, ticket, steps = carry
-        values = look_up(number_of(ticket))
+        values = look_up(ticket)
         say(i, values)
         following = hopper.take_ticket(counter)  # long before it is needed, which is when it is stored
         steps = work(values, steps)

@@ -352,32 +352,24 @@ def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
     tile = _Tile(problem, operands, sizes, out_ref, lse_ref, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
 
+    def number_of(ticket):  # without a table the last block of queries first, which may see the most keys
+        return tiles - 1 - ticket if table is None else table[ticket]
+
+    def look_up(ticket):
+        number = number_of(ticket)
+        return [number, *tile.look_up(number)]
+
     def each_tile(work):
-        count = lax.div(tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+        common.each_tile(lambda number, steps: work(tile.place(number, []), steps), table, tiles, number_of, block, blocks)
 
-        def number_of(i):  # without a table the last block of queries first, which may see the most keys
-            return tiles - 1 - block - i * blocks if table is None else table[block, i + 1]
-
-        def one(i, carry):
-            number, steps = carry
-            following = number_of(i + 1)  # long before it is needed
-            return following, work(tile.place(number, []), steps)
-
-        lax.fori_loop(0, count, one, (number_of(0), jnp.int32(0)))
+    def of_values(work):
+        return lambda values, steps: work(tile.place(values[0], values[1:]), steps)
 
     def each_tile_taken(work):
-        common.each_tile_taken(
-            lambda values, steps: work(tile.place(values[0], values[1:]), steps),
-            lambda number: [number, *tile.look_up(number)],
-            memory,
-            tiles,
-            lambda ticket: tiles - 1 - ticket if table is None else table[ticket],
-            block,
-            blocks,
-        )
+        common.each_tile_taken(of_values(work), look_up, memory, tiles, block, blocks)
 
     def each_tile_told(work):
-        common.each_tile_told(lambda values, steps: work(tile.place(values[0], values[1:]), steps), memory)
+        common.each_tile_told(of_values(work), memory)
 
     taken = "tile" in memory
     less, more = problem.config.registers
