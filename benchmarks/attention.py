@@ -96,7 +96,7 @@ class Call:
             "window": self.window,
             "soft_cap": self.soft_cap and f"{self.soft_cap:g}",
             "bias": "1xNxTxS" if "bias" in self.extras else None,
-            "mask": "1x1xTxS" if "mask" in self.extras else None,
+            "mask": "1x1xTxS" if "mask" in self.extras else "causal" if "causal_mask" in self.extras else None,
             "documents": DOCUMENTS if "segments" in self.extras else None,
             "key_lengths": 1 if "key_lengths" in self.extras else None,
             "sinks": 1 if "sinks" in self.extras else None,
@@ -109,7 +109,7 @@ class Call:
         itemsize, scores = jnp.dtype(self.dtype).itemsize, self.length**2
         varied = sum(map(math.prod, self.shapes)) + scores * self.heads * ("bias" in self.extras)
         times, times_mask = (3, 2) if self.backward else (1, 1)
-        return times * varied * itemsize + times_mask * scores * ("mask" in self.extras)
+        return times * varied * itemsize + times_mask * scores * bool({"mask", "causal_mask"} & set(self.extras))
 
     @property
     def flops(self) -> int:
@@ -121,7 +121,7 @@ class Call:
     def pairs(self) -> int:
         """Of queries and keys, in all batch entries, that are counted."""
         if self.window is None and not {"segments", "key_lengths"} & set(self.extras):
-            return self.batch * self.length**2 // (2 if self.causal else 1)
+            return self.batch * self.length**2 // (2 if self.causal or "causal_mask" in self.extras else 1)
         low, high = self.seen_from, self.seen_to
         if "key_lengths" not in self.extras:
             return self.batch * int(np.sum(high - low))
@@ -147,7 +147,7 @@ class Call:
     @property
     def seen_to(self) -> np.ndarray:
         """The key behind the last one that each query sees."""
-        if self.causal:
+        if self.causal or "causal_mask" in self.extras:
             return np.arange(self.length) + 1
         if "segments" in self.extras:
             return np.searchsorted(documents(self.length), documents(self.length), "right")
@@ -160,7 +160,7 @@ class Call:
 
     def arguments(self, *extras: Any) -> dict[str, Any]:
         """The keyword arguments of `jaxsoftmax.dot_product_attention`; those of `jax.nn` have the same names."""
-        names = {"key_lengths": "key_value_seq_lengths"}
+        names = {"key_lengths": "key_value_seq_lengths", "causal_mask": "mask"}
         given: dict[str, Any] = {"is_causal": True} if self.causal else {}
         if self.window is not None:
             given["local_window_size"] = (self.window - 1, 0)
@@ -218,7 +218,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
             for key_heads in (None, max(wide.heads // 8, 1))
         ),
         *(call(4097, 128, batch=usual.batch, causal=causal) for causal in (False, True)),
-        replace(usual, extras=("mask",)),
+        *(replace(usual, extras=(name,)) for name in ("mask", "causal_mask")),
         replace(long, extras=("segments",)),
         replace(long, window=min(WINDOW, long.length // 16)),
         replace(usual, causal=True, window=min(WINDOW, usual.length // 4)),
@@ -233,7 +233,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
         replace(wide, key_heads=max(wide.heads // 8, 1), causal=True),
         replace(long, extras=("segments",)),
         replace(long, window=min(WINDOW, long.length // 16)),
-        *(replace(usual, extras=(name,)) for name in ("key_lengths", "bias")),
+        *(replace(usual, extras=(name,)) for name in ("causal_mask", "key_lengths", "bias")),
         replace(usual, dtype="float16"),
         *grid((4096,), deterministic=True),
     ]
@@ -287,6 +287,7 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
     makers = {
         "bias": lambda: jax.random.normal(own, scores).astype(call.dtype),
         "mask": lambda: jax.random.bernoulli(own, 0.5, (1, 1, *scores[2:])),
+        "causal_mask": lambda: jnp.tril(jnp.ones((1, 1, *scores[2:]), bool)),
         "segments": lambda: (segments, segments),
         "key_lengths": lambda: jnp.asarray(call.key_lengths),
         "sinks": lambda: jax.random.normal(own, (call.heads,)),
@@ -448,6 +449,7 @@ def _fewer(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[str, tu
     cut: dict[str, Callable[[Any], Any]] = {
         "bias": lambda bias: bias[:, :, few],
         "mask": lambda mask: mask[:, :, few],
+        "causal_mask": lambda mask: mask[:, :, few],
         "segments": lambda both: (both[0][:1, few], both[1][:1]),
         "key_lengths": lambda lengths: lengths[:1],
         "sinks": lambda sinks: sinks,

@@ -553,6 +553,31 @@ def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch)
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_native_blocks_that_a_mask_rules_out_are_not_visited(size):
+    """NaN in values shows in whatever visits them, though their weights are 0."""
+    shape, cols = (2, 1024, 4, size), np.arange(1024)[:, None, None]
+    query, key, value, dout = (random(shape, "normal", seed, "bfloat16") for seed in range(4))
+    mask = np.tril(np.ones((1, 1, 1024, 1024), bool))
+    mask[..., 300:, :300] = False  # as where padding is on the left
+
+    @jax.jit
+    def pull(value):
+        def of_query(query):
+            return attend(query, key, value, mask=mask, implementation="mosaic", precision=None)
+
+        out, vjp = jax.vjp(of_query, query)
+        return out, *vjp(dout)
+
+    dirty = np.where((cols < 256) | (cols >= 768), np.nan, value).astype(jnp.bfloat16)
+    for clean, found in zip(pull(value), pull(dirty), strict=True):
+        assert np.all(np.isnan(found[:, :256]))
+        assert np.all(np.isnan(found[:, 768:]))
+        np.testing.assert_array_equal(found[:, 512:768], clean[:, 512:768])
+
+
 def check_in_shape(name, kind, dtype=None):
     dtype = dtype or ("bfloat16", "float16")[list(IN_SHAPES).index(kind) % 2]
     given, options = IN_SHAPES[kind](dtype)

@@ -815,7 +815,12 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
             ids = [np.random.default_rng(0).permutation(own, -1) for own in ids]
         given |= dict(zip(("query_segments", "key_segments"), ids, strict=True))
         seen &= ids[0][:, :, None] == ids[1][:, None, :]
-    spans = jax.jit(problem.spans)({name: jnp.asarray(own) for name, own in given.items()})
+    mask = None
+    if data.draw(st.booleans()):
+        shown = lowering.a_mask(data, length, keys)
+        mask = common.seen(shown, (length, keys), config.block_q, config.block_kv)
+        seen &= shown
+    spans = jax.jit(problem.spans)({name: jnp.asarray(own) for name, own in given.items()}, mask)
     before = np.asarray(problem._turns_before(spans))
     for b, own in enumerate(np.broadcast_to(spans, (2, problem.blocks_kv, 4))):
         assert_visits(own, seen[b], problem)

@@ -494,6 +494,38 @@ def ranges_of(problem, query_segments, key_segments):
     return jax.jit(functools.partial(common.ranges, **blocks))(query_segments, key_segments)
 
 
+def a_mask(data, length, keys):
+    """A rectangle, its part on one side of the diagonal, or a few pairs; the same for all queries or all keys, or not."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shape = data.draw(st.sampled_from([(length, keys), (1, keys), (length, 1)]))
+    rows, cols = (np.sort(rng.integers(0, size + 1, 2)) for size in shape)
+    row, col = np.ogrid[: shape[0], : shape[1]]
+    rectangle = (rows[0] <= row) & (row < rows[1]) & (cols[0] <= col) & (col < cols[1])
+    return [rectangle, rectangle & (row >= col), rng.random(shape) < 2 / max(shape)][data.draw(st.integers(0, 2))]
+
+
+@compiled
+@given(lengths, lengths, configs, st.data())
+def test_blocks_that_a_mask_shows(length, keys, config, data):
+    problem = problem_of(length, keys, (None, None), config)
+    mask = a_mask(data, length, keys)
+    batched = mask[*[None] * data.draw(st.integers(0, 3))]
+    if mask.shape[0] == 1 and data.draw(st.booleans()):
+        batched = mask[0]
+    seen = np.asarray(common.seen(batched, (length, keys), problem.block_q, config.block_kv))
+    assert seen.shape == (*batched.shape[:-3], problem.blocks_q, problem.blocks_kv)
+    expected = blocks_of(np.broadcast_to(mask, (length, keys)), problem, np.any)
+    np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
+    for row, (low, high) in zip(expected, np.asarray(common.ends(seen)).reshape(-1, 2), strict=True):
+        there = np.flatnonzero(row)
+        assert (low, high) == ((there[0], there[-1] + 1) if there.size else (problem.blocks_kv, 0))
+
+
+def test_masks_of_heads_are_read_once():
+    assert common.seen(np.ones((1, 2, 8, 8), bool), (8, 8), 128, 128) is None
+    assert common.seen(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
+
+
 class Tile(mosaic._Tile):
     """A tile whose operands are arrays in place of refs."""
 
@@ -517,9 +549,17 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         ids = np.pad(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), (0, 700), constant_values=len(sizes))
         arrays["ranges"] = ranges_of(problem, ids[None, :length], ids[None, :keys])
         seen &= ids[:length, None] == ids[None, :keys]
+    if data.draw(st.booleans()):
+        mask = a_mask(data, length, keys)
+        arrays["seen"] = common.ends(common.seen(mask[None, None], (length, keys), problem.block_q, config.block_kv))
+        # What a mask hides within a block is hidden in every step, banded or not.
+        shown = blocks_of(np.broadcast_to(mask, seen.shape), problem, np.any, mosaic.ROWS)
+    else:
+        shown = True
     any_seen, all_seen = (blocks_of(seen, problem, reduce, mosaic.ROWS) for reduce in (np.any, np.all))
     if keys % config.block_kv:
         all_seen[:, -1] = False  # beyond the end there is nothing to see
+    any_seen &= shown
     tile, banded_first, which = Tile(problem, **arrays), [], []
 
     @jax.jit

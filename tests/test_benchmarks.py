@@ -244,6 +244,7 @@ def test_check_fails(tmp_path, capsys, name, change, found):
         ("1x16384x16x128 causal=1 documents=12", {"us": 310.0}, "0.1692"),
         ("1x16384x16x128 causal=1 window=1024", {"us": 400.0}, "0.2183"),
         ("4x4097x16x128", {"us": 1100.0}, "1.201"),
+        ("4x4096x16x128 mask=causal", {"us": 700.0}, "1.528"),
         ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
         ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
         ("4x4096x64x128", {"op": "none"}, "the other not measured"),
@@ -382,7 +383,7 @@ def test_cells_of_attention_run(options, pass_):
     assert row.copy_share is None
 
 
-@pytest.mark.parametrize("options", ["value_size=128", "causal=1 window=32", "bias=1xNxTxS", "key_lengths=1"])
+@pytest.mark.parametrize("options", ["value_size=128", "causal=1 window=32", "mask=causal", "bias=1xNxTxS", "key_lengths=1"])
 def test_the_truth_of_attention(options):
     cell = tiny_attention(options)
     inputs = cell.inputs(jax.random.key(0), True)
@@ -401,6 +402,7 @@ def test_the_truth_of_attention(options):
         {"causal": True, "window": 32},
         {"causal": True, "extras": ("segments",)},
         {"extras": ("key_lengths",)},
+        {"extras": ("causal_mask",)},
         {"causal": True, "extras": ("bias",)},
     ],
     ids=str,
@@ -641,6 +643,8 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("32x512x32x64").flops == 4 * 32 * 32 * 512**2 * 64
     assert of("4x4096x64x128 kv_heads=8").flops == 4 * 4 * 64 * 4096**2 * 128
     assert of("4x4096x16x128 mask=1x1xTxS").flops == whole // 4
+    assert of("4x4096x16x128 mask=causal").flops == of("4x4096x16x128 causal=1").flops
+    assert of("4x4096x16x128 mask=causal", BOTH).flops == of("4x4096x16x128 causal=1", BOTH).flops
     assert of("4x4096x10x192 value_size=128").flops == 2 * 4 * 10 * 4096**2 * (192 + 128)
     window = sum(min(position + 1, 1024) for position in range(16384))
     assert of("1x16384x16x128 causal=1 window=1024").flops == 4 * 16 * 128 * window

@@ -289,8 +289,8 @@ class _Problem:
         left, _ = self.window
         return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.config.block_kv)
 
-    def spans(self, given) -> jax.Array:
-        """What `span` says of all blocks of keys, of these lengths and segments: int32 `[*batch, blocks_kv, 4]`."""
+    def spans(self, given, seen) -> jax.Array:
+        """What `span` says of all blocks of keys, of these lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`."""
         lengths = [
             jnp.clip(given[name][..., None], 0, size) if name in given else jnp.int32(size)
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
@@ -303,6 +303,10 @@ class _Problem:
             ranges = common.ranges(given["key_segments"], given["query_segments"], *sizes)
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
+        if seen is not None:
+            ends = common.ends(jnp.swapaxes(seen, -1, -2))
+            ends = ends.reshape((1,) * (len(self.batch) + 2 - ends.ndim) + ends.shape)
+            low, high = jnp.maximum(low, ends[..., 0]), jnp.minimum(high, ends[..., 1])
         high = jnp.maximum(low, high)
         whole_from = jnp.clip(whole_from, low, high)
         return jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
@@ -324,8 +328,9 @@ class _Problem:
         count, (length, heads, head_size), (keys, key_heads, _) = math.prod(self.batch), self.query, self.key
         given = dict(given)
         given.pop("sinks", None)
-        if {"query_lengths", "key_lengths", "query_segments"} & set(given):
-            given["spans"] = self.spans(given)
+        seen = common.seen(given["mask"], self.lengths, self.config.block_q, self.config.block_kv) if "mask" in given else None
+        if seen is not None or {"query_lengths", "key_lengths", "query_segments"} & set(given):
+            given["spans"] = self.spans(given, seen)
         names = [name for name in given if name not in ("query", "key", "value")]
 
         def whole(array, trailing, rows):

@@ -18,7 +18,7 @@ from jaxsoftmax.ops.attention.xla import RANKS
 _LOG2E = math.log2(math.e)
 
 # How many axes come behind those of the batch.
-TRAILING = RANKS | {"ranges": 2, "spans": 2}
+TRAILING = RANKS | {"ranges": 2, "seen": 2, "spans": 2}
 
 
 def batch_of(given):
@@ -196,13 +196,34 @@ def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Arr
     blocks_kv = k_low.shape[-1]
     meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
     index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
-    low = jnp.min(jnp.where(meet, index, blocks_kv), -1)
-    high = jnp.max(jnp.where(meet, index + 1, 0), -1)
     one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
     whole = meet & one
     first = jnp.min(jnp.where(whole, index, blocks_kv), -1)
     behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, blocks_kv), -1)
-    return jnp.stack([low, high, first, behind], -1)
+    return jnp.concatenate([ends(meet), first[..., None], behind[..., None]], -1)
+
+
+def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
+    """Whether a mask lets any query of a block see any key of a block, `[*batch, blocks_q, blocks_kv]`, the same for all heads.
+
+    None for a mask that is not: to read it once more would cost about as much as it may save.
+    """
+    if mask.ndim > 2 and mask.shape[-3] != 1:
+        return None
+    *batch, _, rows, cols = (1,) * (3 - mask.ndim) + mask.shape
+    own = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
+    padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]
+    padded = jnp.pad(mask.reshape(*batch, rows, cols).astype(bool), padding)
+    shape = [number for size, block in zip(padded.shape[-2:], own, strict=True) for number in (size // block, block)]
+    blocks = [pl.cdiv(length, block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
+    return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *blocks))
+
+
+def ends(there):
+    """From where to where there are any along the last axis: int32 `[..., 2]`; where there are none, to is before from."""
+    index = lax.broadcasted_iota(jnp.int32, there.shape, there.ndim - 1)
+    low, high = jnp.min(jnp.where(there, index, there.shape[-1]), -1), jnp.max(jnp.where(there, index + 1, 0), -1)
+    return jnp.stack([low, high], -1)
 
 
 def tanh(x):

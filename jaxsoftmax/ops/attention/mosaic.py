@@ -172,6 +172,9 @@ def attention(
     problem = _Problem(batch, query.shape[-3:], key.shape[-3:], value.shape[-1], scale, window, soft_cap, dropout_rate, config)
     if query_segments is not None:
         given["ranges"] = common.ranges(query_segments, key_segments, problem.block_q, config.block_kv)
+    if mask is not None:
+        seen = common.seen(mask, (query.shape[-3], key.shape[-3]), problem.block_q, config.block_kv)
+        given |= {} if seen is None else {"seen": common.ends(seen)}
     return problem.run(query, key, value, given)
 
 
@@ -390,19 +393,20 @@ def _kernel(problem, names, sizes, at, blocks, tiles, *refs, **memory):
         plgpu.wait_smem_to_gmem(0)
 
 
-_FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4}  # how many numbers an operand says of a tile
+_FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4, "seen": 2}  # how many numbers an operand says of a tile
 _TURN = 8  # the first of the hardware's barriers by which warpgroups take turns; Mosaic GPU uses the first ones
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tile is, how many queries and keys there are, and the entry of `_Problem.ranges`, if there are segments."""
+    """Where a tile is, how many queries and keys there are, and what `common.ranges` and `common.ends` say, if it was asked."""
 
     b: Any
     head: Any
     block: Any
     lengths: list[Any]
     ranges: list[Any]
+    seen: list[Any]
 
 
 @dataclass(frozen=True)
@@ -442,7 +446,8 @@ class _Tile:
         found, lengths = list(found), []
         for name, size in (("query_lengths", self.problem.query[0]), ("key_lengths", self.problem.key[0])):
             lengths.append(jnp.minimum(jnp.int32(size), found.pop(0)) if name in self.operands else jnp.int32(size))
-        return _Place(b, head, block, lengths, found)
+        ranges = found[:4] if "ranges" in self.operands else []
+        return _Place(b, head, block, lengths, ranges, found[len(ranges) :])
 
     def _at(self, name, b):
         """An operand's entry of the batch."""
@@ -452,8 +457,8 @@ class _Tile:
     def _key_blocks(self, place):
         """From and to which key block a tile goes, at least one."""
         low, high = self._seen(place.lengths, place.block * self.problem.block_q, self.problem.block_q)
-        if place.ranges:
-            low, high = jnp.maximum(low, place.ranges[0]), jnp.minimum(high, place.ranges[1])
+        for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
+            low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         low = jnp.clip(low, 0, self.problem.blocks_kv - 1)
         return low, jnp.clip(high, low + 1, self.problem.blocks_kv)
 
