@@ -555,8 +555,9 @@ def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_native_blocks_that_a_mask_rules_out_are_not_visited(size):
+def test_native_blocks_that_a_mask_rules_out_are_not_visited(size, deterministic):
     """NaN in values shows in whatever visits them, though their weights are 0."""
     shape, cols = (2, 1024, 4, size), np.arange(1024)[:, None, None]
     query, key, value, dout = (random(shape, "normal", seed, "bfloat16") for seed in range(4))
@@ -566,7 +567,8 @@ def test_native_blocks_that_a_mask_rules_out_are_not_visited(size):
     @jax.jit
     def pull(value):
         def of_query(query):
-            return attend(query, key, value, mask=mask, implementation="mosaic", precision=None)
+            options = {"precision": None, "deterministic": deterministic}
+            return attend(query, key, value, mask=mask, implementation="mosaic", **options)
 
         out, vjp = jax.vjp(of_query, query)
         return out, *vjp(dout)
@@ -575,7 +577,9 @@ def test_native_blocks_that_a_mask_rules_out_are_not_visited(size):
     for clean, found in zip(pull(value), pull(dirty), strict=True):
         assert np.all(np.isnan(found[:, :256]))
         assert np.all(np.isnan(found[:, 768:]))
-        np.testing.assert_array_equal(found[:, 512:768], clean[:, 512:768])
+        clean, found = (oracle.to64(own[:, 512:768]) for own in (clean, found))
+        rtol = 0.0 if deterministic else 2**-7  # else blocks of keys may have added in another order
+        np.testing.assert_allclose(found, clean, rtol=rtol, atol=rtol * 2**-3)
 
 
 def check_in_shape(name, kind, dtype=None):
