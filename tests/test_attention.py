@@ -165,6 +165,7 @@ FEATURES = {
     "bias of -inf": case(None, minus_infinity),
     "dropout": case(dropout_rate=0.3, dropout_rng=3),
     "dropout, causal": case(dropout_rate=0.8, dropout_rng=4, is_causal=True),
+    "dropout, broadcast": case(dropout_rate=0.3, dropout_rng=5, broadcast_dropout=True),
     "deterministic": case(dropout_rate=0.3, deterministic=True),
     **{f"mask {cases.ident(shape)}": case(None, lambda shape=shape: {"mask": random(shape)}) for shape in SCORES},
     **{f"bias {cases.ident(shape)}": case(None, lambda shape=shape: {"bias": random(shape, "bias")}) for shape in SCORES[:10]},
@@ -190,9 +191,11 @@ def truth_of(truth, name, given, options, *args):
     """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
     options = {name: value for name, value in options.items() if name != "deterministic"}
     rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
+    broadcast = options.pop("broadcast_dropout", False)
     if seed is not None:
         query, keys = given["query"], given["key"].shape[-3]
-        seeds = jax.random.bits(jax.random.key(seed), (*query.shape[:-3], query.shape[-2], 2), np.uint32)
+        shape = (*query.shape[:-3], query.shape[-2], 2)
+        seeds = np.broadcast_to(jax.random.bits(jax.random.key(seed), shape[-1:] if broadcast else shape, np.uint32), shape)
         first, second = seeds[..., :1, None], seeds[..., 1:, None]
         ndim = seeds.ndim + 1
         rows = np.arange(query.shape[-3], dtype=np.uint32).reshape((1,) * (ndim - 2) + (-1, 1))
@@ -1452,6 +1455,7 @@ BAD = {
     "sinks of integers": ({"sinks": np.zeros(4, np.int32)}, TypeError, ["sinks", "floating", "int32"]),
     "dropout of everything": ({"dropout_rate": 1.0}, ValueError, ["dropout_rate", "[0, 1)", "1.0"]),
     "dropout below zero": ({"dropout_rate": -0.1}, ValueError, ["dropout_rate", "[0, 1)", "-0.1"]),
+    "broadcast is a number": ({"broadcast_dropout": 1}, TypeError, ["broadcast_dropout", "True or False", "1"]),
     "dropout without a key": ({"dropout_rate": 0.1}, ValueError, ["dropout_rng", "key", "None"]),
     "dropout with a number": ({"dropout_rate": 0.1, "dropout_rng": 3}, TypeError, ["dropout_rng", "key", "int"]),
     "implementation": ({"implementation": "cudnn"}, ValueError, ["implementation", "'xla'", "'cudnn'"]),

@@ -43,6 +43,7 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
@@ -69,6 +70,7 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
@@ -94,6 +96,7 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
@@ -131,6 +134,7 @@ def dot_product_attention(
       sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
+      broadcast_dropout: whether the same weights are dropped in all heads and all of the batch, as Flax has it.
       deterministic: whether nothing is left to chance: no weight is dropped, and derivatives have the same bits run after run.
         Otherwise a kernel may add to derivatives in any order, unless `--xla_gpu_deterministic_ops` or
         `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
@@ -161,12 +165,12 @@ def dot_product_attention(
     *batch, length, heads, head_size = query.shape
     keys, batch = key.shape[-3], tuple(batch)
     if bias is not None:
-        bias = _scores_like("bias", _floating("bias", bias), (*batch, heads, length, keys))
+        bias = scores_like("bias", _floating("bias", bias), (*batch, heads, length, keys))
     if mask is not None:
         mask = _array("mask", mask)
         if mask.dtype != np.bool_:
             raise TypeError(f"{_NAME}: mask must be boolean, got {mask.dtype}; what is added to the scores goes into bias")
-        mask = _scores_like("mask", mask, (*batch, heads, length, keys))
+        mask = scores_like("mask", mask, (*batch, heads, length, keys))
     query_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     segments = _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
@@ -174,10 +178,10 @@ def dot_product_attention(
         sinks = _sinks(sinks, heads, len(batch))
     rate = _dropout_rate(dropout_rate)
     is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
-    return_residual = _flag("return_residual", return_residual)
+    return_residual, broadcast = _flag("return_residual", return_residual), _flag("broadcast_dropout", broadcast_dropout)
     seeds = None
     if rate > 0 and not deterministic:
-        seeds = jax.random.bits(_random_key(dropout_rng), (*batch, heads, 2), np.uint32)
+        seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)
     left, right = _window(local_window_size)
     window = _side(left, length), _side(0 if is_causal else right, keys)
     out, lse = primitive.attention(
@@ -243,7 +247,7 @@ def _floating(name, value):
     return array
 
 
-def _scores_like(name, array, shape):
+def scores_like(name, array, shape):
     """`array` with the axes of the scores, of which it may have size 1."""
     extra = array.ndim - len(shape)
     if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
@@ -414,6 +418,13 @@ def _random_key(key):
         return key if typed else jax.random.wrap_key_data(key)
     except (TypeError, ValueError):
         raise ValueError(f"{_NAME}: dropout_rng must be a key of jax.random, got uint32 of shape {key.shape}") from None
+
+
+def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: int, broadcast: bool) -> jax.Array:
+    """The seeds of dropout, uint32 `[*batch, N, 2]`, the same ones everywhere if `broadcast`."""
+    key, shape = _random_key(dropout_rng), (*batch, heads, 2)
+    seeds = jax.random.bits(key, (2,) if broadcast else shape, np.uint32)
+    return jnp.broadcast_to(seeds, shape)
 
 
 def _window(value) -> tuple[int | None, int | None]:

@@ -1,0 +1,190 @@
+"""Attention for Flax: what modules of linen and nnx take as `attention_fn`.
+
+`import jaxsoftmax` leaves this module alone, so Flax is imported by those who import this one.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen import dtypes
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.ops.attention.api import dot_product_attention, dropout_seeds, scores_like
+from jaxsoftmax.ops.softmax.api import softmax
+
+__all__ = ["attention_fn"]
+
+_NAME = "attention_fn"
+
+
+def attention_fn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
+
+    The attention modules of both take it as `attention_fn`. It runs as `jaxsoftmax.dot_product_attention` does: the kernels are
+    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0, where
+    Flax averages the values, and softmax is computed in float32 or wider, whatever the dtype.
+
+    `is_causal` and a mask go together: a query sees what neither rules out. nnx passes `is_causal`; linen passes a causal mask,
+    and the mask of a cache where it decodes. Either way the kernels skip whole blocks of keys before the first and behind the
+    last that any query of a block sees, if the mask is the same for all heads, as Flax's are.
+
+    Args:
+      query: `[*batch, T, N, H]`, with any number of batch axes or none.
+      key: `[*batch, S, K, H]`. N is a multiple of K: each key head serves N / K query heads that follow one another.
+      value: `[*batch, S, K, Hv]`.
+      bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores; `-inf` rules a key out.
+      mask: boolean or numbers, broadcast to `[*batch, N, T, S]`: a query sees the keys where it is not 0.
+      broadcast_dropout: whether the same weights are dropped in all heads and all of the batch.
+      dropout_rng: a key of `jax.random`; the same key drops the same weights, though other ones than Flax's own attention.
+      dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
+      deterministic: whether no weight is dropped. It says nothing of gradients, other than that of
+        `jaxsoftmax.dot_product_attention`.
+      dtype: to which query, key and value are cast, and that of the computation; None for the one to which theirs promote:
+        float16, bfloat16, float32 or float64.
+      precision: of products of float32, as `jaxsoftmax.dot_product_attention` takes it.
+      module: a module of linen or nnx that sows the weights, `[*batch, N, T, S]`, before dropout, as `"attention_weights"` of
+        its intermediates. They are made beside the output, which is the same with and without them.
+      force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax.
+      qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
+        of attention runs.
+      attn_weights_value_einsum: makes the output of weights and values; both or none.
+      promote_dtype: a function of `(query, key, value)` and `dtype=` that returns the three of one dtype; None for Flax's.
+      is_causal: whether a query sees no key after its own position, both counted from 0.
+
+    Returns:
+      `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
+      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
+    """
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        _check_array(name, array)
+    for name, flag in (("deterministic", deterministic), ("force_fp32_for_softmax", force_fp32_for_softmax)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{_NAME}: {name} must be True or False, got {flag!r}")
+    if module is not None and not hasattr(module, "sow"):
+        raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
+    _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
+    query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
+    mask = None if mask is None else _seen(mask)
+    rate = 0.0 if deterministic else dropout_rate
+    result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
+    attend = functools.partial(
+        dot_product_attention,
+        *(query, key, value, bias, mask),
+        is_causal=is_causal,
+        dropout_rate=rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+    )
+    if module is None and qk_attn_weights_einsum is None:
+        return attend().astype(result_dtype)
+    jax.eval_shape(attend)  # checks the arguments
+    einsum = qk_attn_weights_einsum or functools.partial(
+        jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
+    )
+    weights = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights)
+    if attn_weights_value_einsum is None:
+        return attend().astype(result_dtype)
+    if rate:
+        weights = _dropped(weights, dropout_rng, rate, broadcast_dropout)
+    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, _of_every_head(value, query))
+
+
+def _check_array(name, value):
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{_NAME}: {name} must be an array, got {type(value).__name__}")
+
+
+def _check_einsums(scores, output, precision):
+    if (scores is None) != (output is None):
+        given, missing = ("qk_attn_weights_einsum", "attn_weights_value_einsum")[:: 1 if output is None else -1]
+        raise ValueError(f"{_NAME}: {given} must come with {missing}, got no {missing}")
+    if scores is not None and precision is not None:
+        raise ValueError(f"{_NAME}: precision must be None with einsums of the caller's own, got {precision!r}")
+
+
+def _promoted(arrays, *, dtype=None) -> Any:
+    return dtypes.promote_dtype(*arrays, dtype=dtype)
+
+
+def _seen(mask):
+    """A mask as bools: Flax makes them float32."""
+    _check_array("mask", mask)
+    mask = jnp.asarray(mask)
+    if mask.dtype == np.bool_:
+        return mask
+    if not jnp.issubdtype(mask.dtype, jnp.number):
+        raise TypeError(f"{_NAME}: mask must be of bools or of numbers, got {mask.dtype}")
+    return mask != 0
+
+
+def _weights(query, key, bias, mask, is_causal, einsum, dtype):
+    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of."""
+    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), _of_every_head(key, query))
+    seen = None if mask is None else scores_like("mask", mask, scores.shape)
+    if bias is not None:
+        bias = scores_like("bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
+        scores = scores.astype(bias.dtype) + bias
+        seen = _both(seen, bias != -jnp.inf)
+    if is_causal:
+        rows, cols = _positions(scores.shape)
+        seen = _both(seen, rows >= cols)
+    return softmax(scores, where=seen, dtype=dtype)
+
+
+def _both(seen, more):
+    return more if seen is None else seen & more
+
+
+def _positions(shape):
+    """Of queries and of keys, to be broadcast to scores of this shape; uint32, as dropout counts."""
+    *batch, length, keys = shape
+    ones = (1,) * len(batch)
+    rows = lax.iota(np.uint32, length).reshape((*ones, length, 1))
+    return rows, lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
+
+
+def _of_every_head(array, query):
+    """Keys or values of every query head, of those that each serve several."""
+    return jnp.repeat(array, query.shape[-2] // array.shape[-2], -2)
+
+
+def _dropped(weights, rng, rate, broadcast):
+    """The weights after dropout, the same ones as those of `dot_product_attention`."""
+    *batch, heads, _, _ = weights.shape
+    seeds = dropout_seeds(rng, tuple(batch), heads, broadcast)
+    rows, cols = _positions(weights.shape)
+    kept = dropout.keep(seeds[..., :1, None], seeds[..., 1:, None], rows, cols, rate)
+    return jnp.where(kept, weights / (1 - rate), jnp.zeros_like(weights))

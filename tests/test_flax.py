@@ -1,0 +1,619 @@
+"""`jaxsoftmax.flax` in the attention modules of linen and nnx: what they compute with it and with Flax's own attention."""
+
+import functools
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from jaxsoftmax import explain
+from jaxsoftmax.flax import attention_fn
+from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
+
+BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """XLA leaves out what makes a program on the CPU fast: each runs once here, and compiling takes longer than running."""
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# The two APIs, of which each gives a module as a function of its parameters: `layer(attention_fn, **options)` is a pair of the
+# parameters and of `f(params, *inputs, **call)`, in which `dropout` is a key. With `sow_weights`, it returns what was sown too.
+# `own` is Flax's own attention.
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def filled(abstract):
+    """Parameters of these types, biases too: of a size that makes some weights stand out."""
+    return jax.tree.map(lambda a: jnp.asarray(normal(*a.shape, seed=a.ndim) / 2, a.dtype), abstract)
+
+
+def linen_layer(attention_fn, **options):
+    options = {"num_heads": HEADS, "qkv_features": 2 * WIDTH} | options
+    module = linen.MultiHeadDotProductAttention(attention_fn=attention_fn, **options)
+    one = jnp.zeros((1, 1, WIDTH), options.get("param_dtype", jnp.float32))
+    init = functools.partial(module.init, deterministic=True)
+
+    def f(params, *inputs, dropout=None, **call):
+        rngs = {} if dropout is None else {"rngs": {"dropout": dropout}}
+        collections = {"mutable": ["intermediates"]} if "sow_weights" in call else {}
+        return module.apply({"params": params}, *inputs, **rngs, **collections, **call)
+
+    return filled(jax.eval_shape(init, jax.random.key(0), one)["params"]), f
+
+
+def nnx_layer(attention_fn, **options):
+    options = {"num_heads": HEADS, "qkv_features": 2 * WIDTH, "decode": False, "keep_rngs": False} | options
+    make = functools.partial(nnx.MultiHeadAttention, in_features=WIDTH, attention_fn=attention_fn, **options)
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param)
+
+    def f(params, *inputs, dropout=None, **call):
+        rngs = {} if dropout is None else {"rngs": nnx.Rngs(dropout=dropout)}
+        run = nnx.MultiHeadAttention.__call__
+        if "sow_weights" in call:
+            run = nnx.capture(nnx.Intermediate)(run)
+        return run(nnx.merge(graph, params), *inputs, **rngs, **call)
+
+    return filled(params), f
+
+
+APIS = {
+    "linen": SimpleNamespace(layer=linen_layer, own=linen.dot_product_attention),
+    "nnx": SimpleNamespace(layer=nnx_layer, own=nnx.dot_product_attention),
+}
+BOTH = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+
+
+def loss_of(f, rows=None, **call):
+    """A scalar in which every element of the output counts, of those `rows` that are given; and the output."""
+
+    def loss(*args):
+        out = f(*args, **call)
+        factors = ((np.arange(out.size) * 7 % 11 - 5) / 4).reshape(out.shape).astype(out.dtype)  # exact in 16 bits
+        return jnp.sum(out * (factors if rows is None else np.where(rows, factors, np.zeros_like(factors)))), out
+
+    return loss
+
+
+def results_of(layer, inputs, rows=None, **call):
+    """The output, and the gradients in all parameters and inputs."""
+    params, f = layer
+    arguments = (params, *map(jnp.asarray, inputs))
+    gradients, out = jax.jit(jax.grad(loss_of(f, rows, **call), range(len(arguments)), has_aux=True))(*arguments)
+    return out, gradients
+
+
+def assert_same(actual, expected):
+    """Equal up to float32's rounding, in proportion to the largest number of the tree."""
+    actual, expected = (jax.tree.leaves(tree) for tree in (actual, expected))
+    largest = max(np.max(np.abs(leaf)) for leaf in expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * largest)
+
+
+def ops(f, *args, platform="cpu"):
+    return [(d.primitive, d.implementation) for d in explain(f, *args, platform=platform)]
+
+
+# Masks.
+
+
+def padding(lengths, size, left=False, batch=(BATCH,)):
+    """Which of `size` positions hold tokens, `[*batch, size]`, as floats."""
+    held = np.arange(size) < np.reshape(lengths, (*batch, 1))
+    return (held[..., ::-1] if left else held).astype(np.float32)
+
+
+RIGHT, LEFT = padding([12, 7], LENGTH), padding([5, 12], LENGTH, left=True)
+CAUSAL = linen.make_causal_mask(np.ones((BATCH, LENGTH)))
+KEYS_OF_LEFT = linen.make_attention_mask(np.ones((BATCH, LENGTH), np.float32), LEFT)
+INPUTS = (normal(BATCH, LENGTH, WIDTH),)
+
+
+def of_two_batch_axes():
+    mask = linen.make_attention_mask(np.ones((2, 3, 5), np.float32), padding([5, 4, 3, 2, 1, 5], 5, batch=(2, 3)))
+    return {"inputs": (normal(2, 3, 5, WIDTH),), "mask": linen.combine_masks(linen.make_causal_mask(np.ones((2, 3, 5))), mask)}
+
+
+CROSS = (normal(BATCH, LENGTH, WIDTH), normal(BATCH, KEYS, WIDTH, seed=1), normal(BATCH, KEYS, WIDTH, seed=2))
+CASES = {
+    "no mask": {},
+    "causal": {"mask": CAUSAL},
+    "causal, bools": {"mask": linen.make_causal_mask(np.ones((BATCH, LENGTH)), dtype=bool)},
+    "padding right": {"mask": linen.make_attention_mask(np.ones((BATCH, LENGTH), np.float32), RIGHT)},
+    "padding left": {"mask": KEYS_OF_LEFT},
+    "of integers": {"mask": np.asarray(KEYS_OF_LEFT, np.int32)},
+    "causal and padding": {"mask": linen.combine_masks(CAUSAL, linen.make_attention_mask(RIGHT[..., :1] + 0 * RIGHT, RIGHT))},
+    "each head": {"mask": (np.random.default_rng(0).random((BATCH, HEADS, LENGTH, LENGTH)) < 0.5) | np.eye(LENGTH, dtype=bool)},
+    "cross": {"inputs": CROSS, "mask": linen.make_attention_mask(np.ones((BATCH, LENGTH)), padding([4, 9], KEYS))},
+    "one sequence": {"inputs": (INPUTS[0][0],), "mask": CAUSAL[0]},
+    "two batch axes": of_two_batch_axes(),
+}
+OF_NNX = {
+    "is_causal": {"is_causal": True},
+    "is_causal and causal": {"is_causal": True, "mask": CAUSAL},
+    "is_causal and padding": {"is_causal": True, "mask": linen.make_attention_mask(np.ones((BATCH, LENGTH)), RIGHT)},
+    "is_causal, many queries": {"is_causal": True, "inputs": CROSS},
+    "grouped heads": {"mask": KEYS_OF_LEFT, "options": {"num_kv_heads": 2}},
+    "one key head": {"is_causal": True, "options": {"num_kv_heads": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "case"),
+    [pytest.param(api, case, id=f"{name}, {kind}") for name, api in APIS.items() for kind, case in CASES.items()]
+    + [pytest.param(APIS["nnx"], case, id=f"nnx, {kind}") for kind, case in OF_NNX.items()],
+)
+def test_output_and_gradients_are_those_of_flax(api, case):
+    call, inputs = {"mask": None} | case, case.get("inputs", INPUTS)
+    options = {name: call.pop(name) for name in ("inputs", "options") if name in call}.get("options", {})
+    layer = api.layer(attention_fn, **options)
+    assert_same(results_of(layer, inputs, **call), results_of(api.layer(api.own, **options), inputs, **call))
+    assert ops(functools.partial(layer[1], **call), layer[0], *inputs) == [("attention", "xla")]
+
+
+def test_linen_takes_is_causal_from_a_partial():
+    params, f = linen_layer(functools.partial(attention_fn, is_causal=True))
+    expected = linen_layer(attention_fn)[1](params, *INPUTS, mask=CAUSAL)
+    assert_same(f(params, *INPUTS), expected)
+    assert_same(f(params, *INPUTS, mask=CAUSAL), expected)
+
+
+@BOTH
+def test_rows_without_a_key_give_zero_where_flax_averages(api):
+    mask = linen.combine_masks(CAUSAL, KEYS_OF_LEFT)  # the first queries of the padded sequence see nothing
+    seeing = np.any(mask, (1, 3))[..., None]
+    assert not seeing.all()
+    q, k, v = normal(3, BATCH, LENGTH, HEADS, 8)
+    empty = np.broadcast_to(~seeing[..., None], q.shape)
+    np.testing.assert_array_equal(attention_fn(q, k, v, mask=mask)[empty], 0)
+    averages = np.broadcast_to(np.mean(v, 1, keepdims=True), v.shape)
+    np.testing.assert_allclose(api.own(q, k, v, mask=mask)[empty], averages[empty], rtol=1e-5, atol=1e-6)
+
+    layers = (api.layer(fn, use_bias=False) for fn in (attention_fn, api.own))
+    ours, theirs = (results_of(layer, INPUTS, rows=seeing, mask=mask) for layer in layers)
+    np.testing.assert_array_equal(ours[0][np.broadcast_to(~seeing, ours[0].shape)], 0)
+    assert_same(np.where(seeing, ours[0], 0), np.where(seeing, theirs[0], 0))
+    assert_same(ours[1], theirs[1])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "more", [{}, {"broadcast_dropout": False, "dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}], ids=str
+)
+def test_a_bias_is_that_of_flax(api, more):
+    q, k, v = normal(3, BATCH, LENGTH, HEADS, 8)
+    bias, more = normal(HEADS, LENGTH, LENGTH, seed=1)[None], more | {"deterministic": True}
+
+    def results(attention):
+        def f(q, k, v, bias):
+            return attention(q, k, v, bias, CAUSAL, **more)
+
+        return results_of((q, f), (k, v, bias))
+
+    assert_same(results(attention_fn), results(api.own))
+
+
+# What each passes.
+
+
+@BOTH
+def test_every_argument_of_flax_is_there(api):
+    """Linen passes what the signature names and leaves out the rest in silence; nnx passes everything."""
+    ours, theirs = (inspect.signature(f).parameters for f in (attention_fn, api.own))
+    assert set(theirs) - set(ours) <= {"einsum_dot_general"}  # which no module passes
+    for name in set(theirs) & set(ours) - {"promote_dtype"}:
+        assert ours[name].default == theirs[name].default, name
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_err_no_more_than_flax(api, dtype):
+    """The truth is Flax's own attention in float64, of the rounded parameters and inputs."""
+    call = {"mask": CASES["causal and padding"]["mask"], "deterministic": True}
+    inputs = (normal(BATCH, LENGTH, WIDTH, dtype=dtype),)
+    # With a rate above 0, nnx leaves out `jax.nn`, which multiplies no 16 bits on a CPU.
+    layers = [api.layer(fn, param_dtype=dtype, dropout_rate=0.5) for fn in (attention_fn, api.own)]
+    ours, theirs = (results_of(layer, inputs, **call) for layer in layers)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda a: jnp.asarray(a, "float64"), layers[1][0])
+        truth = results_of((params, layers[1][1]), (inputs[0].astype("float64"),), **call)
+    assert ours[0].dtype == dtype
+    for a, b, exact in zip(*map(jax.tree.leaves, (ours, theirs, truth)), strict=True):
+        mine, others = (np.linalg.norm(np.asarray(x, np.float64) - np.asarray(exact)) for x in (a, b))
+        assert mine <= 1.05 * others  # less here in fact: Flax rounds scores and weights
+
+
+@BOTH
+def test_dtype_and_precision_are_those_of_the_call(api):
+    params, f = api.layer(attention_fn, dtype=jnp.bfloat16)
+    (decision,) = explain(f, params, *INPUTS, platform="cuda")
+    assert decision.implementation == "mosaic"
+    assert all(operand.startswith("bfloat16[") for operand in decision.operands)
+    assert f(params, *INPUTS).dtype == jnp.bfloat16
+    for precision, expected in ((None, "mosaic"), ("highest", "xla"), (jax.lax.Precision.HIGHEST, "xla")):
+        params, f = api.layer(attention_fn, precision=precision)
+        (decision,) = explain(f, params, *INPUTS, platform="cuda")
+        assert decision.implementation == expected, precision
+    assert "precision asks for more" in decision.refusals[0][1]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_operands_are_promoted_as_flax_does():
+    q, k, v = normal(3, 1, 5, 2, 8)
+    half = attention_fn(q, k, v, dtype=jnp.float16)
+    assert half.dtype == jnp.float16
+    np.testing.assert_array_equal(half, attention_fn(*(x.astype(np.float16) for x in (q, k, v))))
+    assert attention_fn(q, k.astype(np.float16), v.astype(jnp.bfloat16)).dtype == np.float32
+    integers = [np.ones((1, 5, 2, 8), np.int32)] * 3
+    assert attention_fn(*integers).dtype == linen.dot_product_attention(*integers).dtype == np.float32
+    given = []
+
+    def promote(arrays, *, dtype):
+        given.append((len(arrays), dtype))
+        return tuple(jnp.asarray(array, jnp.bfloat16) for array in arrays)
+
+    assert attention_fn(q, k, v, promote_dtype=promote).dtype == jnp.bfloat16
+    assert given == [(3, None)]
+
+
+@pytest.mark.usefixtures("standard_promotion")  # Flax multiplies weights and values of two dtypes
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("force", [False, True])
+def test_softmax_in_float32_gives_the_dtypes_of_flax(force, dtype):
+    found = []
+    for attention in (attention_fn, linen.dot_product_attention):
+        params, f = linen_layer(attention, param_dtype=dtype, force_fp32_for_softmax=force)
+        alone, both = (f(params, INPUTS[0].astype(dtype), mask=CAUSAL, **sow) for sow in ({}, {"sow_weights": True}))
+        found.append([array.dtype for array in jax.tree.leaves((alone, both))])
+    assert found[0] == found[1]
+    assert set(found[0]) == {np.dtype(np.float32 if force else jnp.dtype(dtype))}
+
+
+@BOTH
+def test_deterministic_says_nothing_of_gradients(api, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    params, f = api.layer(attention_fn, dropout_rate=0.5)
+    jaxpr = str(jax.make_jaxpr(functools.partial(f, deterministic=True))(params, *INPUTS))
+    assert "deterministic=False" in jaxpr
+    assert "deterministic=True" not in jaxpr
+
+
+# Dropout. With the unit matrix as values, the output is the weights.
+
+UNIT = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (3, 64, 2, 64))
+Q, K = normal(2, 3, 64, 2, 64) / 3
+
+
+def weights_of(attention, **options):
+    """The weights `[batch, heads, queries, keys]` of `Q` and `K`."""
+    return np.swapaxes(np.asarray(attention(Q, K, UNIT, **options)), 1, 2)
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.7])
+@pytest.mark.parametrize("attention", [attention_fn, *(api.own for api in APIS.values())], ids=["ours", *APIS])
+def test_dropout_drops_its_part_and_is_broadcast_as_in_flax(attention, rate):
+    key = jax.random.key(0)
+    whole = weights_of(attention)
+    for broadcast in (True, False):
+        dropped = weights_of(attention, dropout_rate=rate, dropout_rng=key, broadcast_dropout=broadcast)
+        kept = dropped != 0
+        np.testing.assert_allclose(dropped[kept], whole[kept] / (1 - rate), rtol=1e-5)
+        same = np.mean(kept == kept[:1, :1], (2, 3))
+        if broadcast:
+            np.testing.assert_array_equal(same, 1)
+            kept = kept[:1, :1]
+        else:  # as likely as two that have nothing in common
+            chance = rate**2 + (1 - rate) ** 2
+            assert np.all(np.abs(same.ravel()[1:] - chance) < 5 * np.sqrt(chance * (1 - chance) / 64**2))
+        assert abs(np.mean(~kept) - rate) < 5 * np.sqrt(rate * (1 - rate) / kept.size)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_the_mean_of_dropout_is_attention(broadcast):
+    def f(key):
+        return attention_fn(Q, K, UNIT, dropout_rate=0.5, dropout_rng=key, broadcast_dropout=broadcast)
+
+    many = jax.jit(jax.vmap(f))(jax.random.split(jax.random.key(0), 200))
+    deviation = np.max(np.std(many, 0), initial=0) / np.sqrt(200)
+    np.testing.assert_allclose(np.mean(many, 0), attention_fn(Q, K, UNIT), atol=6 * deviation)
+
+
+@BOTH
+def test_dropout_of_a_module_comes_from_its_key(api):
+    params, f = api.layer(attention_fn, dropout_rate=0.4)
+    f = functools.partial(f, mask=CAUSAL)
+    first, again, other = (f(params, *INPUTS, deterministic=False, dropout=jax.random.key(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != other)
+    none = f(params, *INPUTS, deterministic=True)
+    np.testing.assert_array_equal(none, api.layer(attention_fn)[1](params, *INPUTS, mask=CAUSAL))
+    assert np.any(first != none)
+    gradient = jax.grad(loss_of(f, deterministic=False, dropout=jax.random.key(1)), has_aux=True)
+    assert ops(gradient, params, *INPUTS) == [("attention", "xla"), ("attention_vjp", "xla")]
+
+
+# Weights that are sown, and einsums of the caller's own.
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_sown_as_by_flax_and_change_nothing(api, dtype):
+    mask = linen.combine_masks(CAUSAL, KEYS_OF_LEFT)
+    more = {"mask": mask, "deterministic": False, "dropout": jax.random.key(1)}
+    (params, f), (_, own) = (api.layer(fn, dropout_rate=0.3, dtype=dtype) for fn in (attention_fn, api.own))
+    (out, ours), (_, theirs) = (g(params, *INPUTS, sow_weights=True, **more) for g in (f, own))
+    np.testing.assert_array_equal(out, f(params, *INPUTS, **more))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    (ours,), (theirs,) = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    assert ours.dtype == theirs.dtype == dtype
+    assert ours.shape == theirs.shape == (BATCH, HEADS, LENGTH, LENGTH)
+    seeing = np.any(mask, 3, keepdims=True)
+    expected = np.where(seeing, np.asarray(theirs, np.float32), 0)
+    # In bfloat16, scores that Flax rounds to 2^-8 of them are off by that much, and so are their weights.
+    np.testing.assert_allclose(np.asarray(ours, np.float32), expected, rtol=0, atol=1e-6 if dtype == "float32" else 2**-6)
+
+
+def test_weights_of_grouped_heads_and_is_causal_are_sown():
+    (params, f), (_, own) = (nnx_layer(fn, num_kv_heads=2) for fn in (attention_fn, nnx.dot_product_attention))
+    assert_same(*(g(params, *INPUTS, mask=CASES["padding right"]["mask"], is_causal=True, sow_weights=True) for g in (f, own)))
+
+
+@BOTH
+def test_weights_that_are_sown_have_gradients(api):
+    def gradient(fn):
+        params, f = api.layer(fn)
+
+        def squares(params):
+            _, sown = f(params, *INPUTS, mask=CAUSAL, sow_weights=True)
+            return sum(jnp.sum(weights**2) for weights in jax.tree.leaves(sown))
+
+        return jax.jit(jax.grad(squares))(params)
+
+    assert_same(gradient(attention_fn), gradient(api.own))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_einsums_of_linen_get_what_flax_gives_them_and_the_same_weights_are_dropped(rate, broadcast):
+    given = {attention_fn: [], linen.dot_product_attention: []}
+
+    def layer(attention, **options):
+        def einsum(equation, *operands):
+            given[attention].append((equation, *operands))
+            return jnp.einsum(equation, *operands)
+
+        options = {f"{name}_einsum_cls": lambda: einsum for name in ("qk_attn_weights", "attn_weights_value")} | options
+        return linen_layer(attention, dropout_rate=rate, broadcast_dropout=broadcast, **options)
+
+    (params, f), (_, own) = map(layer, given)
+    call = {"mask": CASES["causal and padding"]["mask"], "deterministic": False, "dropout": jax.random.key(3)}
+    for recorded in given.values():
+        recorded.clear()  # what initialization gave
+    out, expected = (g(params, *INPUTS, **call) for g in (f, own))
+    for ours, theirs in zip(*given.values(), strict=True):
+        assert ours[0] == theirs[0]
+        assert_same(ours[1:] if rate == 0 else ours[2:], theirs[1:] if rate == 0 else theirs[2:])
+    _, kernel = linen_layer(attention_fn, dropout_rate=rate, broadcast_dropout=broadcast)
+    assert_same(out, kernel(params, *INPUTS, **call))
+    if rate == 0:
+        assert_same(out, expected)
+    assert [name for name, _ in ops(functools.partial(f, **call), params, *INPUTS)] == ["softmax"]
+
+
+# Decoding.
+
+TOKENS, VOCABULARY = 16, 23
+EMBEDDING = normal(VOCABULARY, WIDTH, seed=5)
+HELD = padding([TOKENS, TOKENS - 3], TOKENS, left=True) != 0  # the second sequence begins with three tokens of padding
+PROMPT = 6
+
+
+def linen_steps(attention):
+    """A function of embedded tokens `[batch, 1, width]` that goes through the cache."""
+    options = {"num_heads": HEADS, "attention_fn": attention, "decode": True}
+    module = linen.MultiHeadDotProductAttention(**options)
+    variables = module.init(jax.random.key(0), np.zeros((BATCH, TOKENS, WIDTH), np.float32))
+
+    @jax.jit
+    def apply(cache, x):
+        variables_of_step = {"params": variables["params"], "cache": cache}
+        return module.apply(variables_of_step, x, mask=HELD[:, None, None], mutable=["cache"])
+
+    cache = variables["cache"]
+
+    def step(x):
+        nonlocal cache
+        out, state = apply(cache, x)
+        cache = state["cache"]
+        return out
+
+    whole = linen.MultiHeadDotProductAttention(**options | {"decode": False})
+    return step, lambda x, mask: whole.apply({"params": variables["params"]}, x, mask=mask)
+
+
+def nnx_steps(attention):
+    module = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=attention, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
+    module.init_cache((BATCH, TOKENS, WIDTH))
+    # With `is_causal`, which nnx does not pass on where it decodes.
+    apply = nnx.jit(lambda module, x: module(x, mask=HELD[:, None, None], is_causal=True))
+    return functools.partial(apply, module), lambda x, mask: module(x, mask=mask, decode=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "own"), [(linen_steps, linen.dot_product_attention), (nnx_steps, nnx.dot_product_attention)], ids=APIS
+)
+def test_decoding_gives_the_tokens_of_flax(steps, own):
+    def decode(attention):
+        """The tokens, the prompt first, and the outputs, one after another; and the module without a cache."""
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, TOKENS))
+        step, whole = steps(attention)
+        outs = []
+        for position in range(TOKENS):
+            out = np.asarray(step(EMBEDDING[tokens[:, position, None]]))
+            if PROMPT <= position + 1 < TOKENS:
+                tokens[:, position + 1] = np.argmax(out[:, 0] @ EMBEDDING.T, -1)
+            outs.append(out)
+        return tokens, np.concatenate(outs, 1), whole
+
+    (ours, out, whole), (theirs, expected, _) = decode(attention_fn), decode(own)
+    np.testing.assert_array_equal(ours, theirs)
+    seen = HELD[..., None]  # padding sees nothing, or itself
+    assert_same(np.where(seen, out, 0), np.where(seen, expected, 0))
+    mask = linen.make_causal_mask(HELD, dtype=bool) & HELD[:, None, None]
+    assert_same(np.where(seen, whole(EMBEDDING[ours], mask), 0), np.where(seen, out, 0))
+
+
+# Transformations.
+
+
+@BOTH
+def test_vmap_is_a_batch(api):
+    params, f = api.layer(attention_fn)
+    mapped = jax.vmap(lambda x, mask: f(params, x, mask=mask))(INPUTS[0], CAUSAL)
+    assert_same(mapped, f(params, *INPUTS, mask=CAUSAL))
+
+
+POLICY = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+
+
+class LinenBlock(linen.Module):
+    attention: Any
+
+    @linen.compact
+    def __call__(self, x, _):
+        return x + linen.MultiHeadDotProductAttention(HEADS, attention_fn=self.attention)(x, mask=CAUSAL), None
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, attention, rngs):
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=attention, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.attention(x, mask=CAUSAL)
+
+
+def linen_stack(attention):
+    block = linen.remat(LinenBlock, policy=POLICY, prevent_cse=False)
+    stack = linen.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)(attention)
+    params = stack.init(jax.random.key(0), *INPUTS, None)
+    return params, lambda params, x: stack.apply(params, x, None)[0]
+
+
+def nnx_stack(attention):
+    make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: NnxBlock(attention, rngs)))
+    graph, params = nnx.split(make(nnx.Rngs(0)))
+    block = nnx.remat(lambda block, x: block(x), policy=POLICY, prevent_cse=False)
+    stack = nnx.jit(nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry))
+    return params, lambda params, x: stack(nnx.merge(graph, params), x)
+
+
+@pytest.mark.parametrize(
+    ("stack", "own"), [(linen_stack, linen.dot_product_attention), (nnx_stack, nnx.dot_product_attention)], ids=APIS
+)
+def test_layers_in_a_scan_whose_checkpoints_save_out_and_lse(stack, own):
+    params, f = stack(attention_fn)
+    assert_same(results_of((params, f), INPUTS), results_of(stack(own), INPUTS))
+    gradient = jax.grad(loss_of(f), has_aux=True)
+    assert ops(gradient, params, *INPUTS) == [("attention", "xla"), ("attention_vjp", "xla")]
+
+
+# Which implementation runs.
+
+DROPPED = {"deterministic": False, "dropout": jax.random.key(0)}
+ON_CUDA = {
+    "linen, causal, dropout": ("linen", {"dropout_rate": 0.1}, {"mask": CAUSAL} | DROPPED),
+    "nnx, causal": ("nnx", {}, {"mask": CAUSAL}),
+    "nnx, is_causal, grouped heads": ("nnx", {"num_kv_heads": 2}, {"mask": CAUSAL, "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ON_CUDA)
+def test_kernels_run_on_cuda(kind):
+    api, options, call = ON_CUDA[kind]
+    params, f = APIS[api].layer(attention_fn, dtype=jnp.bfloat16, **options)
+    gradient = jax.grad(loss_of(f, **call), has_aux=True)
+    expected = [("attention", "mosaic"), ("attention_vjp", "mosaic")]
+    assert ops(gradient, params, *INPUTS, platform="cuda") == expected
+
+
+# Imports and errors.
+
+
+def test_flax_is_imported_with_the_module_only():
+    code = "import sys, jaxsoftmax; assert 'flax' not in sys.modules; import jaxsoftmax.flax; assert 'flax' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+def test_self_attention_takes_it_too():
+    module = linen.SelfAttention(HEADS, attention_fn=attention_fn)
+    out, params = module.init_with_output(jax.random.key(0), *INPUTS, mask=CAUSAL)
+    assert_same(out, module.clone(attention_fn=linen.dot_product_attention).apply(params, *INPUTS, mask=CAUSAL))
+
+
+ARRAY = np.zeros((2, 6, 4, 8), np.float32)
+EINSUMS = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
+BAD = {
+    "query is a list": ({"query": [1.0]}, TypeError, ["query", "array", "list"]),
+    "value is None": ({"value": None}, TypeError, ["value", "array", "NoneType"]),
+    "key of other heads": ({"key": ARRAY[:, :, :3], "value": ARRAY[:, :, :3]}, ValueError, ["query", "4 and 3 heads"]),
+    "complex operands": ({"dtype": "complex64"}, TypeError, ["query", "floating", "complex64"]),
+    "mask is a list": ({"mask": [True]}, TypeError, ["mask", "array", "list"]),
+    "mask of text": ({"mask": jax.random.key(0)}, TypeError, ["mask", "numbers", "key"]),
+    "mask of another shape": ({"mask": np.ones((2, 4, 6, 5))}, ValueError, ["mask", "(2, 4, 6, 5)", "(2, 4, 6, 6)"]),
+    "the same, with einsums": ({"mask": np.ones((2, 4, 6, 5))} | EINSUMS, ValueError, ["mask", "(2, 4, 6, 5)"]),
+    "bias of integers": ({"bias": np.ones((6, 6), np.int32)}, TypeError, ["bias", "floating", "int32"]),
+    "deterministic is None": ({"deterministic": None}, TypeError, ["deterministic", "True or False", "None"]),
+    "dropout without a key": ({"dropout_rate": 0.1}, ValueError, ["dropout_rng", "key", "None"]),
+    "dropout of everything": ({"dropout_rate": 1.0}, ValueError, ["dropout_rate", "[0, 1)", "1.0"]),
+    "broadcast is a number": ({"broadcast_dropout": 1}, TypeError, ["broadcast_dropout", "True or False", "1"]),
+    "force is a number": ({"force_fp32_for_softmax": 1}, TypeError, ["force_fp32_for_softmax", "True or False", "1"]),
+    "causal is None": ({"is_causal": None}, TypeError, ["is_causal", "True or False", "None"]),
+    "module is text": ({"module": "m"}, TypeError, ["module", "linen or nnx", "str"]),
+    "one einsum": (
+        {"qk_attn_weights_einsum": jnp.einsum},
+        ValueError,
+        ["qk_attn_weights_einsum must come with attn_weights_value_einsum"],
+    ),
+    "the other einsum": (
+        {"attn_weights_value_einsum": jnp.einsum},
+        ValueError,
+        ["attn_weights_value_einsum must come with qk_attn_weights_einsum"],
+    ),
+    "einsums and precision": ({"precision": "highest"} | EINSUMS, ValueError, ["precision", "einsums", "'highest'"]),
+    "precision": ({"precision": "exact"}, ValueError, ["precision", "jax.lax.dot", "'exact'"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_arguments_are_named(kind):
+    wrong, error, words = BAD[kind]
+    with pytest.raises(error) as raised:
+        attention_fn(**{"query": ARRAY, "key": ARRAY, "value": ARRAY} | wrong)
+    for word in words:
+        assert word in str(raised.value)
