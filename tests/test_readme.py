@@ -102,8 +102,13 @@ def test_the_files_of_an_op_are_its_implementations(op):
     assert stems - {"api", "backward", "common", "dropout", "primitive", "__init__"} == set(dispatch.implementations[op])
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/design.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/flax.md"])
 def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        assert_prints(document)
+
+
+def assert_prints(document):
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     namespace, printed = {}, ""
