@@ -1,16 +1,22 @@
 """Train a small transformer language model over bytes, with jaxsoftmax inside its attention.
 
     uv run examples/train_tiny_lm.py                    # about a minute and a half on two CPU cores
-    uv run examples/train_tiny_lm.py --softmax jax      # the same run through jax.nn.softmax
+    uv run examples/train_tiny_lm.py --attention jax    # the same run through jax.nn.softmax
     uv run examples/train_tiny_lm.py --resume           # go on after Ctrl-C, with identical results
+    uv run examples/train_tiny_lm.py --compare          # flash, softmax and jax, one after another: losses and tokens/s
+    uv run --extra cuda13 examples/train_tiny_lm.py --preset small --compare    # a model of GPT-2's size, on a GPU
 
 The default text is the documentation that CPython ships (pydoc_data.topics), each paragraph once. The last tenth of the
 text is held out: no step trains on it, and its loss in bits per byte stands beside that of a trigram model fitted to
 the same training part. The loss curve, the results and the checkpoint go to --out.
+
+Three attentions compute the same from the same parameters: `flash` is jaxsoftmax.dot_product_attention, which never holds
+all scores, `softmax` and `jax` hold them, and make weights of them with jaxsoftmax.softmax and jax.nn.softmax.
 """
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -21,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -32,6 +38,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -42,10 +49,41 @@ HELD_OUT_SHARE = 0.1
 HELD_OUT_LIMIT = 2**16  # bytes of the held-out part that an evaluation reads: all of it for the default text
 STEPS_PER_CALL = 10
 # What a run's numbers follow from, so what a resumed run must share with the run that it continues.
-RECORDED = ("steps", "batch", "context", "width", "heads", "layers", "lr", "seed", "softmax", "eval_every")
-# Makes a GPU add in a fixed order, so that a seed fixes the result there too; a CPU always does.
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+RECORDED = ("steps", "batch", "context", "width", "heads", "layers", "dtype", "lr", "seed", "attention", "deterministic")
+RECORDED += ("eval_every",)
+# What the options are that are not given. `small` has the layers of GPT-2 small and is to measure speed, hence the last one.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "steps": 1000,
+        "batch": 16,
+        "context": 128,
+        "width": 128,
+        "heads": 4,
+        "layers": 4,
+        "dtype": "float32",
+        "lr": 5e-3,
+        "eval_every": 100,
+        "checkpoint_every": 200,
+        "out": Path("runs/tiny_lm"),
+        "deterministic": True,
+    },
+    "small": {
+        "steps": 300,  # the default text is read eleven times
+        "batch": 16,
+        "context": 1024,
+        "width": 768,
+        "heads": 12,
+        "layers": 12,
+        "dtype": "bfloat16",
+        "lr": 6e-4,
+        "eval_every": 50,
+        "checkpoint_every": 300,  # of one gigabyte
+        "out": Path("runs/small_lm"),
+        "deterministic": False,
+    },
+}
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key and value: (batch, time, head, feature)
 Softmax = Callable[[jax.Array, jax.Array, float], jax.Array]
 
 
@@ -64,47 +102,87 @@ def jax_weights(scores: jax.Array, where: jax.Array, scale: float) -> jax.Array:
     return jax.nn.softmax(scores * scale, axis=-1, where=where)
 
 
-SOFTMAXES: dict[str, Softmax] = {"jaxsoftmax": jaxsoftmax_weights, "jax": jax_weights}
+def materialised(softmax: Softmax, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention that holds the scores of all pairs of times in memory."""
+    length, size = query.shape[1], query.shape[-1]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    causal = jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores, causal, size**-0.5), value)
+
+
+def flash(query: jax.Array, key: jax.Array, value: jax.Array, deterministic: bool) -> jax.Array:
+    # jaxsoftmax sees XLA's flag in the environment, but not among the options of jax.jit: so it is told.
+    scale = query.shape[-1] ** -0.5
+    return jaxsoftmax.dot_product_attention(query, key, value, scale=scale, is_causal=True, deterministic=deterministic)
+
+
+ATTENTIONS: dict[str, Callable[[bool], Attend]] = {
+    "flash": lambda deterministic: partial(flash, deterministic=deterministic),
+    "softmax": lambda _: partial(materialised, jaxsoftmax_weights),
+    "jax": lambda _: partial(materialised, jax_weights),
+}
+
+
+def explained(args: argparse.Namespace, attention: str, platform: str | None = None) -> Sequence[jaxsoftmax.dispatch.Decision]:
+    """What runs an attention and its gradients in this run's shapes and dtype."""
+    attend = ATTENTIONS[attention](args.deterministic)
+    operand = jax.ShapeDtypeStruct((args.batch, args.context, args.heads, args.width // args.heads), args.dtype)
+
+    def total(*operands: jax.Array) -> jax.Array:
+        return attend(*operands).astype(jnp.float32).sum()
+
+    return jaxsoftmax.explain(jax.grad(total, (0, 1, 2)), operand, operand, operand, platform=platform)
+
+
+def choose_attention(args: argparse.Namespace, platform: str | None = None) -> tuple[str, str]:
+    """The attention to train with, flash where kernels run all of it, and a line that says what runs it."""
+    name, why = args.attention or "flash", ""
+    decisions = explained(args, name, platform)
+    refused = [(one.primitive, reason) for one in decisions for _, reason in one.refusals]
+    if refused and args.attention is None:
+        name, why = "softmax", "; not flash, as no kernel runs {} ({})".format(*refused[0])
+        decisions = explained(args, name, platform)
+    found = [f"{one.primitive} by {one.implementation}" for one in decisions] or ["jax.nn.softmax"]
+    return name, f"attention: {name}, {', '.join(dict.fromkeys(found))}{why}"
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions: turns each pair of features of (batch, head, time, feature) by an angle growing with time."""
+    """Rotary positions: turns each pair of features of (batch, time, head, feature) by an angle growing with time."""
     half = x.shape[-1] // 2
     speeds = 1000.0 ** (-np.arange(half, dtype=np.float32) / half)
-    angles = np.arange(x.shape[2], dtype=np.float32)[:, None] * speeds[None, :]
-    cosine, sine = jnp.cos(angles)[None, None], jnp.sin(angles)[None, None]
+    angles = np.arange(x.shape[1], dtype=np.float32)[:, None] * speeds[None, :]
+    cosine, sine = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     left, right = x[..., :half], x[..., half:]
-    return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1)
+    return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Causal self-attention with several heads."""
 
-    def __init__(self, width: int, heads: int, softmax: Softmax, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, attend: Attend, dtype: str, rngs: nnx.Rngs):
         self.heads = heads
-        self.softmax = softmax
-        self.inputs = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.output = nnx.Linear(width, width, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.attend = attend
+        zeros = nnx.initializers.zeros
+        self.inputs = nnx.Linear(width, 3 * width, use_bias=False, dtype=dtype, rngs=rngs)
+        self.output = nnx.Linear(width, width, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, length, width = x.shape
         per_head = self.inputs(x).reshape(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = per_head.transpose(2, 0, 3, 1, 4)
-        scores = rotate(query) @ rotate(key).swapaxes(-1, -2)
-        causal = jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))
-        weights = self.softmax(scores, causal, (width // self.heads) ** -0.5)
-        return self.output((weights @ value).swapaxes(1, 2).reshape(batch, length, width))
+        query, key, value = jnp.unstack(per_head, axis=2)
+        return self.output(self.attend(rotate(query), rotate(key), value).reshape(batch, length, width))
 
 
 class Block(nnx.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, width: int, heads: int, softmax: Softmax, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = Attention(width, heads, softmax, rngs)
-        self.hidden_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.hidden = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
-        self.output = nnx.Linear(4 * width, width, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
+    def __init__(self, width: int, heads: int, attend: Attend, dtype: str, rngs: nnx.Rngs):
+        zeros = nnx.initializers.zeros
+        self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.attention = Attention(width, heads, attend, dtype, rngs)
+        self.hidden_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.hidden = nnx.Linear(width, 4 * width, use_bias=False, dtype=dtype, rngs=rngs)
+        self.output = nnx.Linear(4 * width, width, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))
@@ -112,15 +190,19 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes (batch, time) in, logits of the next byte (batch, time, 256) out."""
+    """Bytes (batch, time) in, logits of the next byte (batch, time, 256) out.
 
-    def __init__(self, width: int, heads: int, layers: int, softmax: Softmax, rngs: nnx.Rngs):
+    Layers compute in `dtype`. Parameters, what norms sum over, and the logits are float32 in any case.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int, attend: Attend, dtype: str, rngs: nnx.Rngs):
+        self.dtype = dtype
         self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, softmax, rngs) for _ in range(layers)])
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, attend, dtype, rngs) for _ in range(layers)])
+        self.norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embedding(tokens.astype(jnp.int32))
+        x = self.embedding(tokens.astype(jnp.int32)).astype(self.dtype)
         for block in self.blocks:
             x = block(x)
         return self.embedding.attend(self.norm(x))
@@ -231,9 +313,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def make_run(args: argparse.Namespace) -> Run:
     """Builds the model and compiles nothing yet."""
     init_key, data_key, sample_key = jax.random.split(jax.random.key(args.seed), 3)
-    model = LanguageModel(args.width, args.heads, args.layers, SOFTMAXES[args.softmax], nnx.Rngs(init_key))
+    attend = ATTENTIONS[args.attention](args.deterministic)
+    model = LanguageModel(args.width, args.heads, args.layers, attend, args.dtype, nnx.Rngs(init_key))
     graph, params = nnx.split(model)
     optimizer = make_optimizer(args)
+    # Makes a GPU add in a fixed order, so that a seed fixes the result there too; a CPU always does.
+    options = {"xla_gpu_deterministic_ops": args.deterministic}
 
     def predict(params: nnx.State, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(tokens)
@@ -252,11 +337,11 @@ def make_run(args: argparse.Namespace) -> Run:
 
     # The bounds are no constants, so that one program serves every count of steps: a program per count could round
     # differently, and a resumed run, which stops elsewhere, would drift from the run that it continues.
-    @partial(jax.jit, donate_argnums=0, compiler_options=DETERMINISTIC)
+    @partial(jax.jit, donate_argnums=0, compiler_options=options)
     def train(state: TrainState, text: jax.Array, stop: int) -> TrainState:
         return jax.lax.fori_loop(state.step, stop, lambda _, state: step(text, state), state)
 
-    @partial(jax.jit, compiler_options=DETERMINISTIC)
+    @partial(jax.jit, compiler_options=options)
     def evaluate(params: nnx.State, windows: jax.Array, scored: jax.Array) -> jax.Array:
         def batch_loss(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
             windows, scored = batch
@@ -264,7 +349,7 @@ def make_run(args: argparse.Namespace) -> Run:
 
         return jax.lax.map(batch_loss, (windows, scored))
 
-    @partial(jax.jit, compiler_options=DETERMINISTIC)
+    @partial(jax.jit, compiler_options=options)
     def sample(params: nnx.State, prompt: jax.Array) -> jax.Array:
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             token = jax.random.categorical(key, predict(params, window[None])[0, -1]).astype(window.dtype)
@@ -390,13 +475,19 @@ def deferred_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
+def tokens_per_second(args: argparse.Namespace, steps: int, record: dict[str, Any]) -> float:
+    return steps * args.batch * args.context / record["seconds"]
+
+
 def train(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> TrainState:
     """Trains to the last step and adds to the record's held-out history; after a Ctrl-C, saves and raises."""
     text = jnp.asarray(data.training)
     windows, scored = map(jnp.asarray, held_out_windows(data.held_out, args.context, args.batch))
-    step, trained, seconds = int(state.step), 0, 0.0
+    step = int(state.step)
     bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=0.5, dynamic_ncols=True)
     with bar, deferred_interrupt() as interrupted:
+        if step < args.steps:
+            state = jax.block_until_ready(run.train(state, text, step))  # no steps: compiles, which no speed includes
         while step < args.steps:
             began = time.perf_counter()
             marks = (STEPS_PER_CALL, args.eval_every, args.checkpoint_every)
@@ -405,9 +496,8 @@ def train(args: argparse.Namespace, run: Run, state: TrainState, record: dict[st
             loss = float(np.asarray(state.losses)[stop - 1])
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} at step {stop}: try a smaller --lr")
-            trained, seconds = trained + stop - step, seconds + time.perf_counter() - began
-            speed = trained * args.batch * args.context / seconds
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            record["seconds"] += time.perf_counter() - began
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second(args, stop, record):,.0f} tokens/s", refresh=False)
             bar.update(stop - step)
             step = stop
             if step % args.eval_every == 0 or step == args.steps:
@@ -433,20 +523,39 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def plot_losses(path: Path, losses: np.ndarray, held_out: list[list[float]], trigram_bits: float) -> None:
-    """The loss curve as PNG, in bits per byte."""
+def smooth_bits(losses: Sequence[float] | np.ndarray) -> tuple[int, np.ndarray]:
+    """Running means of losses, in bits per byte, and over how many steps each is."""
     span = max(1, min(20, len(losses) // 10))
-    smooth = np.convolve(losses / math.log(2), np.full(span, 1 / span), mode="valid")
+    return span, np.convolve(np.asarray(losses) / math.log(2), np.full(span, 1 / span), mode="valid")
+
+
+@contextlib.contextmanager
+def loss_plot(path: Path, title: str) -> Iterator[Axes]:
+    """Axes to draw losses into, in bits per byte, which become a PNG."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")  # no pyplot: needs no display, and leaves no state behind
     axes = figure.add_subplot()
-    axes.plot(np.arange(span, len(losses) + 1), smooth, label=f"training (mean of {span} steps)", alpha=0.7)
-    axes.plot(*np.transpose(held_out), marker="o", label="held out")
-    axes.axhline(trigram_bits, color="gray", linestyle="--", label="trigram, held out")
-    axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level language model")
+    yield axes
+    axes.set(xlabel="step", ylabel="bits per byte", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     with replaced(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
+
+
+def plot_losses(path: Path, losses: np.ndarray, held_out: list[list[float]], trigram_bits: float) -> None:
+    span, smooth = smooth_bits(losses)
+    with loss_plot(path, "Byte-level language model") as axes:
+        axes.plot(np.arange(span, len(losses) + 1), smooth, label=f"training (mean of {span} steps)", alpha=0.7)
+        axes.plot(*np.transpose(held_out), marker="o", label="held out")
+        axes.axhline(trigram_bits, color="gray", linestyle="--", label="trigram, held out")
+
+
+def plot_comparison(path: Path, finished: dict[str, dict[str, Any]]) -> None:
+    with loss_plot(path, "Training with each attention") as axes:
+        for name, width in zip(finished, (5, 3, 1), strict=False):  # one curve within the other: they hardly differ
+            span, smooth = smooth_bits(finished[name]["training_losses_nats"])
+            steps = np.arange(span, span + len(smooth))
+            axes.plot(steps, smooth, label=f"{name} (mean of {span} steps)", linewidth=width)
 
 
 def readable(text: np.ndarray) -> str:
@@ -457,18 +566,21 @@ def readable(text: np.ndarray) -> str:
     return shown.encode(encoding, errors="replace").decode(encoding)
 
 
-def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> None:
-    """Prints the result and a sample, and writes the loss curve and the numbers."""
+def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> dict[str, Any]:
+    """Prints the result and a sample, and writes the loss curve and the numbers, which it returns."""
     losses = np.asarray(state.losses)
     bits = record["held_out"][-1][1]
     prompt = data.held_out[: args.context]
     sample = np.asarray(run.sample(state.params, jnp.asarray(prompt)))
+    speed = tokens_per_second(args, args.steps, record)
+    print(f"trained at {speed:,.0f} tokens/s, evaluations and compilation left out")
     print(f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {data.trigram_bits:.3f} bits/byte")
     print(f"sample, after {args.context} held-out bytes that end in {readable(prompt[-30:])!r}:\n{readable(sample)}")
     results = {
         "settings": record["settings"],
         "held_out_bits_per_byte": bits,
         "trigram_bits_per_byte": data.trigram_bits,
+        "tokens_per_second": speed,
         "held_out_history": record["held_out"],
         "training_losses_nats": losses.tolist(),
         "sample": sample.tobytes().decode("utf-8", errors="replace"),
@@ -477,6 +589,7 @@ def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[s
     with replaced(args.out / "results.json") as temporary:
         temporary.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {args.out / 'loss.png'} and {args.out / 'results.json'}")
+    return results
 
 
 def positive(kind: type) -> Callable[[str], Any]:
@@ -508,52 +621,149 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     codes = "Exit codes: 0 done, 1 cannot go on, 2 bad input (nothing was written), 130 interrupted (--resume goes on)."
     parser = Parser(description=description, epilog=codes)
 
-    def add(name: str, default: object, text: str, **options: Any) -> None:
-        parser.add_argument(name, default=default, help=f"{text} (default: %(default)s)", **options)
+    def add(name: str, text: str, **options: Any) -> None:
+        """An option whose default is that of the preset, or is given."""
+        preset = {kind: values.get(name[2:].replace("-", "_")) for kind, values in PRESETS.items()}
+        default = options.get("default", ", ".join(f"{kind} {value}" for kind, value in preset.items()))
+        parser.add_argument(name, help=f"{text} (default: {default})", **options)
 
     whole, number = positive(int), positive(float)
+    preset_help = "what the other options are by default; small is a model of the size of GPT-2 small, for a GPU"
+    add("--preset", preset_help, default="tiny", choices=PRESETS)
     text_help = "train on this file instead of CPython's documentation; its last tenth is held out, scored up to 64 KiB"
     parser.add_argument("--text", type=Path, metavar="FILE", help=text_help)
-    add("--steps", 1000, "optimizer steps", type=whole)
-    add("--batch", 16, "windows of text in a step", type=whole)
-    add("--context", 128, "bytes that the model sees at once", type=whole)
-    add("--width", 128, "features of each byte inside the model", type=whole)
-    add("--heads", 4, "attention heads; must divide the width into even parts", type=whole)
-    add("--layers", 4, "transformer layers", type=whole)
-    add("--lr", 5e-3, "highest learning rate", type=number)
-    add("--seed", 0, "fixes the run, from the first parameters to the sample", type=seed)
-    add("--softmax", "jaxsoftmax", "what computes the attention weights", choices=SOFTMAXES)
-    add("--eval-every", 100, "steps between held-out evaluations", type=whole, metavar="STEPS")
-    add("--checkpoint-every", 200, "steps between checkpoints", type=whole, metavar="STEPS")
-    add("--sample-length", 400, "bytes to generate at the end", type=whole, metavar="BYTES")
+    add("--steps", "optimizer steps", type=whole)
+    add("--batch", "windows of text in a step", type=whole)
+    add("--context", "bytes that the model sees at once", type=whole)
+    add("--width", "features of each byte inside the model", type=whole)
+    add("--heads", "attention heads; must divide the width into even parts", type=whole)
+    add("--layers", "transformer layers", type=whole)
+    add("--dtype", "of the computation; parameters, the norms' sums and the loss are float32", choices=("float32", "bfloat16"))
+    add("--lr", "highest learning rate", type=number)
+    add("--seed", "fixes the run, from the first parameters to the sample", type=seed, default=0)
+    attention_help = "what computes attention (default: flash where kernels run it and its gradients, else softmax)"
+    parser.add_argument("--attention", choices=ATTENTIONS, help=attention_help)
+    compare_help = "train with each attention, in folders of their own below --out, and compare losses and tokens/s"
+    parser.add_argument("--compare", action="store_true", help=compare_help)
+    deterministic_help = "have a GPU add in a fixed order, so that the seed fixes the run there too, which costs speed"
+    add("--deterministic", deterministic_help, action=argparse.BooleanOptionalAction)
+    add("--eval-every", "steps between held-out evaluations", type=whole, metavar="STEPS")
+    add("--checkpoint-every", "steps between checkpoints", type=whole, metavar="STEPS")
+    add("--sample-length", "bytes to generate at the end", type=whole, metavar="BYTES", default=400)
     out_help = "where the results go; a run already there stays until the new one has a checkpoint and results of its own"
-    add("--out", Path("runs/tiny_lm"), out_help, type=Path, metavar="DIR")
-    resume_help = "continue from the checkpoint in --out, bit for bit; give the other options as in the first run"
+    add("--out", out_help, type=Path, metavar="DIR")
+    resume_help = "continue from the checkpoint in --out, with --deterministic bit for bit; give the other options as before"
     parser.add_argument("--resume", action="store_true", help=resume_help)
     args = parser.parse_args(argv)
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.width % args.heads or args.width // args.heads % 2:
         raise InputError(f"--heads {args.heads} does not divide --width {args.width} into equal, even parts")
+    if args.compare and args.attention:
+        raise InputError(f"--attention {args.attention} cannot be given with --compare, which trains with each")
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"--out {args.out} is not a directory")
     return args
 
 
+@contextlib.contextmanager
+def memory_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Turns JAX's error into MemoryError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(f"--attention {args.attention} runs out of memory: try a smaller --batch") from None
+
+
+def begin(args: argparse.Namespace, text: str) -> tuple[Run, TrainState, dict[str, Any]]:
+    """The functions of a run, and the state and the record that it starts from."""
+    settings = {name: getattr(args, name) for name in RECORDED} | {"text": text}
+    run = make_run(args)
+    if args.resume:
+        return run, *restore_checkpoint(args.out, run.state, settings)
+    return run, run.state, {"settings": settings, "held_out": [], "seconds": 0.0}
+
+
+def make_folder(out: Path) -> None:
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot use --out {out}: {error.strerror}") from error
+
+
+def train_one(args: argparse.Namespace, text: str, training: np.ndarray, held_out: np.ndarray) -> None:
+    args.attention, line = choose_attention(args)
+    with memory_errors(args):
+        run, state, record = begin(args, text)
+        make_folder(args.out)
+        print(line)
+        data = Data(training, held_out, Trigram(training).bits_per_byte(held_out))
+        report(args, run, train(args, run, state, record, data), record, data)
+
+
+def compare(args: argparse.Namespace, text: str, training: np.ndarray, held_out: np.ndarray) -> None:
+    """Trains with each attention, one after another. `--resume` continues those that have a checkpoint."""
+    runs = [argparse.Namespace(**{**vars(args), "attention": name, "out": args.out / name}) for name in ATTENTIONS]
+    for one in runs:
+        one.resume = args.resume and bool(checkpoints(one.out))
+        if one.resume:
+            with memory_errors(one):
+                begin(one, text)  # so that one that is not of this run is refused before another one is trained
+    if args.resume and not any(one.resume for one in runs):
+        raise InputError(f"--resume: no checkpoint in {' or '.join(str(one.out) for one in runs)}")
+    for one in runs:
+        make_folder(one.out)
+    data = Data(training, held_out, Trigram(training).bits_per_byte(held_out))
+    finished = {}
+    for one in runs:
+        print(f"\n{choose_attention(one)[1]}")
+        try:
+            with memory_errors(one):
+                run, state, record = begin(one, text)
+                finished[one.attention] = report(one, run, train(one, run, state, record, data), record, data)
+        except MemoryError as error:
+            print(error)
+        run = state = record = None  # makes room on the GPU for the next one
+        gc.collect()
+    if not finished:
+        raise MemoryError("no attention has enough memory: try a smaller --batch")
+    plot_comparison(args.out / "comparison.png", finished)
+    print(comparison(args, finished))
+    print(f"wrote {args.out / 'comparison.png'}")
+
+
+def comparison(args: argparse.Namespace, finished: dict[str, dict[str, Any]]) -> str:
+    """The table of what the attentions that had enough memory came to."""
+    losses = np.asarray([one["training_losses_nats"] for one in finished.values()])
+    span, _ = smooth_bits(losses[0])
+    device = jax.devices()[0].device_kind
+    lines = [
+        f"\n{args.steps} steps of {args.batch} x {args.context} bytes in {args.dtype} on {device}, jax {jax.__version__};"
+        f"{' deterministic;' if args.deterministic else ''} bits/byte, training over the last {span} steps:",
+        f"{'attention':10} {'training':>10} {'held out':>10} {'tokens/s':>12} {'over jax':>9}",
+    ]
+    for name in ATTENTIONS:
+        if name not in finished:
+            lines.append(f"{name:10} out of memory")
+            continue
+        one = finished[name]
+        training, speed = smooth_bits(one["training_losses_nats"])[1][-1], one["tokens_per_second"]
+        over = f"{speed / finished['jax']['tokens_per_second']:.2f}x" if "jax" in finished else "-"
+        lines.append(f"{name:10} {training:10.4f} {one['held_out_bits_per_byte']:10.4f} {speed:12,.0f} {over:>9}")
+    if len(finished) > 1:
+        apart = np.ptp(losses, axis=0) / math.log(2)
+        lines.append(f"largest difference of the curves: {apart.max():.2g} bits/byte, at step {apart.argmax() + 1}")
+    return "\n".join(lines)
+
+
 def train_and_report(args: argparse.Namespace) -> None:
     training, held_out = load_text(args.text, args.context)
     text_digest = hashlib.sha256(training.tobytes() + held_out.tobytes()).hexdigest()
-    settings = {name: getattr(args, name) for name in RECORDED}
-    settings["text"] = f"{training.size + held_out.size} bytes with SHA-256 {text_digest[:16]}"
-    run = make_run(args)
-    state, record = run.state, {"settings": settings, "held_out": []}
-    if args.resume:
-        state, record = restore_checkpoint(args.out, state, settings)
-    try:
-        (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot use --out {args.out}: {error.strerror}") from error
-    held_out = held_out[:HELD_OUT_LIMIT]
-    data = Data(training, held_out, Trigram(training).bits_per_byte(held_out))
-    report(args, run, train(args, run, state, record, data), record, data)
+    text = f"{training.size + held_out.size} bytes with SHA-256 {text_digest[:16]}"
+    (compare if args.compare else train_one)(args, text, training, held_out[:HELD_OUT_LIMIT])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -563,7 +773,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
-    except (OSError, FloatingPointError) as error:
+    except (OSError, FloatingPointError, MemoryError) as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:

@@ -1,6 +1,8 @@
 """The language-model example: it learns, repeats itself, resumes bit for bit, and turns bad input away untouched."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -18,6 +20,8 @@ import matplotlib.image
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+
+from jaxsoftmax import dispatch
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
@@ -76,6 +80,15 @@ def finished(example, text, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def compared(example, text, tmp_path_factory):
+    """The directory of the same run with each attention, and what was printed."""
+    out, printed, shown = tmp_path_factory.mktemp("compared") / "run", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
+        assert example.main(arguments(text, out, "--compare")) == 0
+    return out, printed.getvalue(), shown.getvalue()
+
+
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
@@ -96,7 +109,10 @@ def saved_arrays(out):
 
 
 def assert_same_run(left, right):
-    assert results(left) == results(right)
+    one, other = results(left), results(right)
+    assert one.pop("tokens_per_second") > 0
+    assert other.pop("tokens_per_second") > 0
+    assert one == other
     arrays, others = saved_arrays(left), saved_arrays(right)
     assert arrays.keys() == others.keys()
     for name, array in arrays.items():
@@ -136,26 +152,119 @@ def test_draws_the_curve(finished):
     assert {path.name for path in finished.iterdir()} == {"checkpoints", "loss.png", "results.json"}
 
 
-def test_the_seed_fixes_the_run(example, text, finished, tmp_path, capfd):
-    assert example.main(arguments(text, tmp_path / "again")) == 0
-    assert_same_run(finished, tmp_path / "again")
-    printed = capfd.readouterr()
+def test_the_seed_fixes_the_run(example, text, finished, compared, tmp_path):
     result = results(finished)
+    out, printed, shown = compared
+    assert_same_run(finished, out / result["settings"]["attention"])
     assert len(result["sample"]) == 40
-    assert example.readable(np.frombuffer(result["sample"].encode(), np.uint8)) in printed.out
+    assert example.readable(np.frombuffer(result["sample"].encode(), np.uint8)) in printed
     bits, trigram = result["held_out_bits_per_byte"], result["trigram_bits_per_byte"]
-    assert f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {trigram:.3f} bits/byte" in printed.out
-    assert "loss " in printed.err
-    assert "tokens/s" in printed.err
+    assert f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {trigram:.3f} bits/byte" in printed
+    assert "loss " in shown
+    assert "tokens/s" in shown
     assert example.main(arguments(text, tmp_path / "other", seed=1, steps=2, sample_length=1)) == 0
     assert results(tmp_path / "other")["training_losses_nats"][0] != result["training_losses_nats"][0]
 
 
-def test_agrees_with_jax(example, text, finished, tmp_path):
-    assert example.main(arguments(text, tmp_path / "jax", softmax="jax")) == 0
-    ours, theirs = (results(out)["training_losses_nats"] for out in (finished, tmp_path / "jax"))
-    np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
-    np.testing.assert_allclose(ours, theirs, rtol=2e-2)
+def test_the_attentions_agree(compared):
+    out, printed, _ = compared
+    flash, softmax, theirs = (results(out / name) for name in ("flash", "softmax", "jax"))
+    for ours in (flash, softmax):
+        losses, others = ours["training_losses_nats"], theirs["training_losses_nats"]
+        np.testing.assert_allclose(losses[:3], others[:3], rtol=1e-4)
+        np.testing.assert_allclose(losses, others, rtol=2e-2)
+        assert ours["held_out_bits_per_byte"] == pytest.approx(theirs["held_out_bits_per_byte"], rel=2e-2)
+    rows = {
+        line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith(("flash ", "softmax ", "jax "))
+    }
+    assert rows.keys() == {"flash", "softmax", "jax"}
+    for name, result in {"flash": flash, "softmax": softmax, "jax": theirs}.items():
+        training, held_out, speed, over = rows[name]
+        assert float(training) == pytest.approx(np.mean(result["training_losses_nats"][-4:]) / math.log(2), abs=1e-4)
+        assert float(held_out) == pytest.approx(result["held_out_bits_per_byte"], abs=1e-4)
+        assert speed == f"{result['tokens_per_second']:,.0f}"
+        assert f"trained at {speed} tokens/s" in printed
+        assert over == f"{result['tokens_per_second'] / theirs['tokens_per_second']:.2f}x"
+    assert "largest difference of the curves: " in printed
+    assert matplotlib.image.imread(out / "comparison.png")[..., :3].std() > 0.05
+
+
+def test_no_speed_includes_compilation(example, text, tmp_path, monkeypatch):
+    made, clock = example.make_run, iter(range(10**6))
+
+    def make_run(args):
+        run, bytes_ = made(args), np.zeros(1, np.uint8)
+
+        def train(state, text, stop):
+            if int(state.step) == stop:  # as if compilation took long
+                [next(clock) for _ in range(1000)]
+            return state._replace(step=np.int32(stop))
+
+        return run._replace(train=train, evaluate=lambda *_: np.zeros(1), sample=lambda *_: bytes_)
+
+    monkeypatch.setattr(example, "make_run", make_run)
+    monkeypatch.setattr(example.time, "perf_counter", lambda: next(clock))
+    assert example.main(arguments(text, tmp_path / "run", steps=3, sample_length=1)) == 0
+    assert results(tmp_path / "run")["tokens_per_second"] == 3 * 8 * 32
+
+
+def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
+    example, text, tmp_path, capfd, interrupting, monkeypatch
+):
+    out, options = tmp_path / "run", {"steps": 6, "sample_length": 1, "dtype": "bfloat16"}
+    interrupting(2)
+    assert example.main(arguments(text, out, "--compare", **options)) == 130
+    assert [bool(example.checkpoints(out / name)) for name in ("flash", "softmax", "jax")] == [True, True, False]
+    made = example.make_run
+
+    def make_run(args):
+        if args.attention == "jax":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        return made(args)
+
+    monkeypatch.setattr(example, "make_run", make_run)
+    capfd.readouterr()
+    assert example.main(arguments(text, out, "--compare", "--resume", **options)) == 0
+    printed = capfd.readouterr().out
+    assert "--attention jax runs out of memory: try a smaller --batch\n" in printed
+    assert "\njax        out of memory\n" in printed
+    flash, softmax = (results(out / name)["training_losses_nats"] for name in ("flash", "softmax"))
+    np.testing.assert_allclose(flash, softmax, rtol=2e-2)
+    before = snapshot(out)
+    assert "seed was 0, now 7" in refused(example, capfd, *arguments(text, out, "--compare", "--resume", seed=7, **options))
+    assert snapshot(out) == before
+    assert example.main(arguments(text, tmp_path / "jax", attention="jax")) == 1
+    assert capfd.readouterr().err.endswith("error: --attention jax runs out of memory: try a smaller --batch\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "chosen", "why"),
+    [
+        (["--preset", "small"], "cuda", "flash", "attention: flash, attention by mosaic, attention_vjp by mosaic"),
+        (["--preset", "small"], "cpu", "softmax", "not flash, as no kernel runs attention (it runs on cuda, not on cpu)"),
+        (["--preset", "small", "--heads", "64"], "cuda", "softmax", "head size must be a multiple of 8"),
+        ([], "cuda", "softmax", "not flash, as no kernel runs attention_vjp (derivatives of float32 have no kernel)"),
+        (["--attention", "flash"], "cpu", "flash", "attention: flash, attention by xla, attention_vjp by xla"),
+        (["--attention", "jax"], "cpu", "jax", "attention: jax, jax.nn.softmax"),
+    ],
+)
+def test_flash_is_chosen_where_kernels_run_it(example, monkeypatch, options, platform, chosen, why):
+    monkeypatch.setattr(dispatch, "target_for", lambda name: dispatch.Target(name, (9, 0) if name == "cuda" else None))
+    name, line = example.choose_attention(example.parse_arguments(options), platform)
+    assert name == chosen
+    assert why in line
+
+
+def test_presets(example):
+    tiny, small = example.parse_arguments([]), example.parse_arguments(["--preset", "small", "--attention", "flash"])
+    assert (tiny.layers, tiny.width, tiny.dtype, tiny.deterministic) == (4, 128, "float32", True)
+    assert (small.layers, small.width, small.heads, small.context) == (12, 768, 12, 1024)
+    assert (small.dtype, small.deterministic) == ("bfloat16", False)
+    state = jax.eval_shape(lambda: example.make_run(small).state)
+    assert sum(param.size for param in jax.tree.leaves(state.params)) == pytest.approx(85e6, rel=0.01)
+    assert {array.dtype.name for array in jax.tree.leaves(state)} == {"float32", "int32"}
+    changed = example.parse_arguments(["--preset", "small", "--layers", "4", "--dtype", "float32", "--deterministic"])
+    assert vars(changed) == vars(small) | {"layers": 4, "dtype": "float32", "deterministic": True, "attention": None}
 
 
 @pytest.fixture
@@ -171,7 +280,8 @@ def interrupting(example, monkeypatch):
             run = made(args)
 
             def train(*inputs):
-                if next(calls) == call:
+                # Those of no steps only compile.
+                if int(inputs[0].step) < inputs[2] and next(calls) == call:
                     signal.raise_signal(signal.SIGINT)
                 return run.train(*inputs)
 
@@ -205,10 +315,19 @@ def test_resumes_bit_for_bit(example, text, finished, tmp_path, capfd, interrupt
 def test_resuming_a_finished_run_changes_no_result(example, text, finished, copied):
     assert example.main(arguments(text, copied, "--resume")) == 0
     assert_same_run(finished, copied)
+    assert results(finished) == results(copied)  # the speed too
 
 
 def test_starting_over_keeps_the_old_run_until_it_has_its_own(example, text, finished, copied, monkeypatch, capfd):
     before = snapshot(copied)
+    made, first = example.make_run, []
+
+    def make_run(args):  # compiles once for the three runs, which are the same
+        run = made(args)
+        first.append(run._replace(state=None))
+        return first[0]._replace(state=run.state)
+
+    monkeypatch.setattr(example, "make_run", make_run)
 
     def fails(*_):
         raise KeyboardInterrupt
@@ -307,7 +426,9 @@ def test_default_text_is_the_documentation_each_paragraph_once(example):
         ("--lr", "inf", "--lr"),
         ("--seed", "-1", "--seed"),
         ("--seed", str(2**32), "--seed"),
-        ("--softmax", "exp", "'exp'"),
+        ("--attention", "exp", "--attention: invalid choice: 'exp'"),
+        ("--preset", "large", "--preset: invalid choice: 'large'"),
+        ("--dtype", "float16", "--dtype: invalid choice: 'float16'"),
         ("--unknown", "1", "--unknown"),
         ("--heads", "3", "--heads 3 does not divide --width 32"),
         ("--heads", "32", "even parts"),
@@ -352,23 +473,31 @@ def test_bad_output_is_refused(example, text, tmp_path, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_comparing_takes_no_attention(example, text, tmp_path, capfd):
+    error = refused(example, capfd, *arguments(text, tmp_path / "out", "--compare", attention="jax"))
+    assert "--attention jax cannot be given with --compare" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_resuming_nothing_is_refused(example, text, tmp_path, capfd):
     out = tmp_path / "out"
     assert f"no checkpoint in {out}" in refused(example, capfd, *arguments(text, out, "--resume"))
     assert not out.exists()
     out.mkdir()
     assert f"no checkpoint in {out}" in refused(example, capfd, *arguments(text, out, "--resume"))
+    assert f"no checkpoint in {out / 'flash'} or " in refused(example, capfd, *arguments(text, out, "--resume", "--compare"))
     assert list(out.iterdir()) == []
 
 
 def test_resuming_another_run_is_refused(example, text, finished, tmp_path, capfd):
     before = snapshot(finished)
     changes = {"steps": 50, "batch": 4, "context": 16, "width": 16, "heads": 4, "layers": 2, "lr": 0.02, "eval_every": 9}
-    changes |= {"seed": 7, "softmax": "jax"}
-    error = refused(example, capfd, *arguments(text, finished, "--resume", **changes))
-    before_changes = SMALL | {"--seed": 0, "--softmax": "jaxsoftmax"}
+    changes |= {"seed": 7, "attention": "jax", "dtype": "bfloat16"}
+    error = refused(example, capfd, *arguments(text, finished, "--resume", "--no-deterministic", **changes))
+    before_changes = SMALL | {"--seed": 0, "--attention": results(finished)["settings"]["attention"], "--dtype": "float32"}
     for name, value in changes.items():
         assert f"{name} was {before_changes['--' + name.replace('_', '-')]}, now {value}" in error
+    assert "deterministic was True, now False" in error
     other = tmp_path / "other.txt"
     other.write_bytes(text.read_bytes().replace(b"mouse", b"moose"))
     assert "text was " in refused(example, capfd, *arguments(other, finished, "--resume"))
