@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+import jaxsoftmax.flax
 from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
@@ -559,6 +560,44 @@ def test_kernels_run_on_cuda(kind):
     gradient = jax.grad(loss_of(f, **call), has_aux=True)
     expected = [("attention", "mosaic"), ("attention_vjp", "mosaic")]
     assert ops(gradient, params, *INPUTS, platform="cuda") == expected
+
+
+LONG = 300
+NATIVE = {
+    "causal": lambda: {"mask": linen.make_causal_mask(np.ones((BATCH, LONG)))},
+    "padding left": lambda: {"mask": linen.make_attention_mask(np.ones((BATCH, LONG)), padding([5, 260], LONG, left=True))},
+    "no mask": lambda: {"mask": None},
+    "dropout": lambda: {"mask": linen.make_causal_mask(np.ones((BATCH, LONG)))} | DROPPED,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu", "standard_promotion")  # Flax multiplies weights and values of two dtypes
+@BOTH
+@pytest.mark.parametrize("kind", NATIVE)
+@pytest.mark.parametrize("size", [64, 128])
+def test_native_kernels_err_about_as_little_as_flax(api, kind, size, monkeypatch):
+    """The truth is in float64: Flax's own attention. With dropout it is our reference, which drops the same weights."""
+    call, dropped = NATIVE[kind](), kind == "dropout"
+    inputs = (normal(BATCH, LONG, WIDTH, dtype="bfloat16"),)
+    options = {"param_dtype": "bfloat16", "qkv_features": HEADS * size, "dropout_rate": 0.3 if dropped else 0.0}
+    layer, other = (api.layer(fn, **options) for fn in (attention_fn, attention_fn if dropped else api.own))
+    gradient = jax.grad(loss_of(layer[1], **call), has_aux=True)
+    expected = [("attention", "mosaic"), ("attention_vjp", "mosaic")]
+    assert ops(gradient, layer[0], *inputs, platform=None) == expected
+    ours = results_of(layer, inputs, **call)
+    reference = functools.partial(jaxsoftmax.flax.dot_product_attention, implementation="xla")
+    monkeypatch.setattr(jaxsoftmax.flax, "dot_product_attention", reference)
+    theirs = results_of(other, inputs, **call)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda a: jnp.asarray(a, "float64"), other[0])
+        truth = results_of((params, other[1]), (inputs[0].astype("float64"),), **call)
+    assert ours[0].dtype == "bfloat16"
+    ours, theirs, truth = ([np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in (ours, theirs, truth))
+    # A bias of keys changes nothing: its gradient is what rounding leaves.
+    least = 2**-8 * max(np.linalg.norm(exact) for exact in truth)
+    for mine, others, exact in zip(ours, theirs, truth, strict=True):
+        assert np.linalg.norm(mine - exact) <= max(2 * np.linalg.norm(others - exact), least)
 
 
 # Imports and errors.
