@@ -548,6 +548,17 @@ def decisions(given, **options):
     return [decision.implementation for decision in found], dict(found[1].refusals).get("mosaic")
 
 
+@pytest.mark.parametrize(
+    ("mask", "batch"),
+    [((2, 1, 300, 401), 2), ((1, 1, 300, 401), 1), ((2, 1, 1, 401), 2), ((401,), 1), ((2, 4, 300, 401), None)],
+)
+def test_kernels_are_told_which_blocks_a_mask_shows_that_heads_share(mask, batch):
+    given = lowering.operands(keys=401, key_heads=4) | {"mask": lowering.shaped(*mask, dtype="bool")}
+    calls = [line for line in lower(given).splitlines() if "custom_call @mosaic_gpu" in line]
+    found = [re.findall(r"tensor<(\d+x\d+x\d)xi32>", line.split("} : ")[-1]) for line in calls]
+    assert found == ([[], []] if batch is None else [[f"{batch}x2x2"], [f"{batch}x4x4"]])
+
+
 CONFIGURATIONS = [(64, 64), (128, 128), (256, 256)]
 # Most of the others are in `lowering.EVERYTHING`.
 FEATURES = quick(lowering.FEATURES, ["causal", "lengths", "segments", "bias of 16 bits", "bias of heads"])
@@ -712,8 +723,9 @@ def blocks_of(seen, problem):
     return some, every.reshape(-(-length // rows), rows, -1, cols).all((1, 3)).T
 
 
-def assert_visits(spans, seen, problem):
-    some, every = blocks_of(seen, problem)
+def assert_visits(spans, seen, problem, shown=True):
+    """`shown` is what a mask shows, which is looked at in every step, also where nothing else must be."""
+    (some, _), (_, every) = blocks_of(seen & shown, problem), blocks_of(seen, problem)
     for block, (low, high, whole_from, whole_to) in enumerate(spans):
         assert 0 <= low <= high
         assert low == high or high <= problem.blocks_q
@@ -817,15 +829,17 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
             ids = [np.random.default_rng(0).permutation(own, -1) for own in ids]
         given |= dict(zip(("query_segments", "key_segments"), ids, strict=True))
         seen &= ids[0][:, :, None] == ids[1][:, None, :]
-    mask = None
+    mask, shown = None, np.ones_like(seen)
     if data.draw(st.booleans()):
-        shown = lowering.a_mask(data, length, keys)
-        mask = common.seen(shown, (length, keys), config.block_q, config.block_kv)
-        seen &= shown
+        own = lowering.a_mask(data, length, keys)[None, None]
+        if data.draw(st.booleans()):
+            own = np.concatenate([own, own[..., ::-1, ::-1]])
+        mask = common.seen(own, (length, keys), config.block_q, config.block_kv)
+        shown &= own[:, 0]
     spans = jax.jit(problem.spans)({name: jnp.asarray(own) for name, own in given.items()}, mask)
     before = np.asarray(problem._turns_before(spans))
     for b, own in enumerate(np.broadcast_to(spans, (2, problem.blocks_kv, 4))):
-        assert_visits(own, seen[b], problem)
+        assert_visits(own, seen[b], problem, shown[b])
         visited = visits(own, problem)
         np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
 

@@ -509,9 +509,7 @@ def a_mask(data, length, keys):
 def test_blocks_that_a_mask_shows(length, keys, config, data):
     problem = problem_of(length, keys, (None, None), config)
     mask = a_mask(data, length, keys)
-    batched = mask[*[None] * data.draw(st.integers(0, 3))]
-    if mask.shape[0] == 1 and data.draw(st.booleans()):
-        batched = mask[0]
+    batched = mask[*[None] * data.draw(st.integers(1, 3))]
     seen = np.asarray(common.seen(batched, (length, keys), problem.block_q, config.block_kv))
     assert seen.shape == (*batched.shape[:-3], problem.blocks_q, problem.blocks_kv)
     expected = blocks_of(np.broadcast_to(mask, (length, keys)), problem, np.any)

@@ -305,7 +305,6 @@ class _Problem:
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if seen is not None:
             ends = common.ends(jnp.swapaxes(seen, -1, -2))
-            ends = ends.reshape((1,) * (len(self.batch) + 2 - ends.ndim) + ends.shape)
             low, high = jnp.maximum(low, ends[..., 0]), jnp.minimum(high, ends[..., 1])
         high = jnp.maximum(low, high)
         whole_from = jnp.clip(whole_from, low, high)

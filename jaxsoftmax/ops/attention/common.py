@@ -208,9 +208,9 @@ def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Arr
 
     None for a mask that is not: to read it once more would cost about as much as it may save.
     """
-    if mask.ndim > 2 and mask.shape[-3] != 1:
+    *batch, heads, rows, cols = mask.shape
+    if heads != 1:
         return None
-    *batch, _, rows, cols = (1,) * (3 - mask.ndim) + mask.shape
     own = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
     padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]
     padded = jnp.pad(mask.reshape(*batch, rows, cols).astype(bool), padding)
