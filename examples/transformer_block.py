@@ -15,8 +15,8 @@ It prints by how much the output and the gradients differ from those of the same
 implementations of jaxsoftmax run, and time and memory for each length. Plot and numbers go to --out.
 
 Time is that of the wall clock, the median of several measurements after a warm-up. On a GPU several calls are queued and
-waited for together, so that the time to start one hardly counts. Memory is what the compiled program says that it needs,
-arguments, results and temporary arrays together (`memory_analysis()`): it is known even where a program then does not fit.
+waited for together, so that the time to start one hardly counts. Memory is the peak that the compiled program needs, of
+arguments, results and temporary arrays (`memory_analysis()`): it is known even where a program then does not fit.
 Of a GPU's memory JAX takes 75% by default; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives it more.
 """
 
@@ -232,7 +232,11 @@ def named(results: tuple[jax.Array, Any, jax.Array]) -> dict[str, np.ndarray]:
 
 def exact(setting: Setting, params: Any, x: jax.Array, cotangent: jax.Array) -> dict[str, np.ndarray]:
     """Output and gradients of the same parameters and inputs, computed in float64 on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise InputError("float64 needs the CPU: add it behind a comma to JAX_PLATFORMS") from error
+    with jax.enable_x64(True), jax.default_device(cpu):
         widened = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(np.float64)), (params, x, cotangent))
         return named(jax.jit(programs(setting, "exact", "float64")["forward+backward"])(*widened))
 
@@ -293,8 +297,7 @@ def cost(setting: Setting, params: Any, length: int, way: str, stage: str) -> Co
     try:
         operands = params, *inputs(setting, length)
         program = compiled(programs(setting, way)[stage], *operands)
-        need = program.memory_analysis()
-        mebibytes = (need.argument_size_in_bytes + need.output_size_in_bytes + need.temp_size_in_bytes) / MIB
+        mebibytes = program.memory_analysis().peak_memory_in_bytes / MIB
         milliseconds = 1e3 * seconds(lambda: program(*operands))
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
@@ -331,7 +334,7 @@ def measured(setting: Setting, ways: list[str], lengths: list[int]) -> list[Cost
     """Costs of all, printed as they come."""
     params, costs = parameters(setting), []
     widths = [6, 7, 13, 10, 16, 10]
-    print("\nTime in milliseconds, and memory in MiB that the compiled program needs: arguments, results and temporary arrays")
+    print("\nTime in milliseconds, and the peak of memory in MiB that the compiled program needs")
     print(columns(["length", "way", *[cell for stage in PASSES for cell in (stage, "memory")]], widths))
     for length in lengths:
         for way in ways:
