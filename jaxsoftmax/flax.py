@@ -20,7 +20,7 @@ from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.api import dot_product_attention, dropout_seeds, scores_like
 from jaxsoftmax.ops.softmax.api import softmax
 
-__all__ = ["attention_fn"]
+__all__ = ["attention_fn", "attention_fn_with_rope"]
 
 _NAME = "attention_fn"
 
@@ -64,19 +64,22 @@ def attention_fn(
       broadcast_dropout: whether the same weights are dropped in all heads and all of the batch.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, though other ones than Flax's own attention.
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
-      deterministic: whether no weight is dropped. It says nothing of gradients, other than that of
+      deterministic: whether no weight is dropped, concrete. It says nothing of gradients, other than that of
         `jaxsoftmax.dot_product_attention`.
       dtype: to which query, key and value are cast, and that of the computation; None for the one to which theirs promote:
         float16, bfloat16, float32 or float64.
       precision: of products of float32, as `jaxsoftmax.dot_product_attention` takes it.
       module: a module of linen or nnx that sows the weights, `[*batch, N, T, S]`, before dropout, as `"attention_weights"` of
         its intermediates. They are made beside the output, which is the same with and without them.
-      force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax.
+      force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax. What is
+        computed is the same: the output has been rounded to `dtype`.
       qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
         of attention runs.
       attn_weights_value_einsum: makes the output of weights and values; both or none.
       promote_dtype: a function of `(query, key, value)` and `dtype=` that returns the three of one dtype; None for Flax's.
-      is_causal: whether a query sees no key after its own position, both counted from 0.
+      is_causal: whether a query sees no key after its own position, both counted from 0. No mask is in memory then. nnx
+        passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
+        each query is the only one of its call, so that its position would be 0.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
@@ -87,12 +90,16 @@ def attention_fn(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         _check_array(name, array)
-    for name, flag in (("deterministic", deterministic), ("force_fp32_for_softmax", force_fp32_for_softmax)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{_NAME}: {name} must be True or False, got {flag!r}")
+    deterministic = _flag("deterministic", deterministic)
+    force_fp32_for_softmax = _flag("force_fp32_for_softmax", force_fp32_for_softmax)
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
+    einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}
+    for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{_NAME}: {name} must be a function, got {function!r}")
     _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
+    _check_dtype(dtype)
     query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
     mask = None if mask is None else _seen(mask)
     rate = 0.0 if deterministic else dropout_rate
@@ -120,6 +127,78 @@ def attention_fn(
     if rate:
         weights = _dropped(weights, dropout_rng, rate, broadcast_dropout)
     return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, _of_every_head(value, query))
+
+
+def attention_fn_with_rope(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    rope: Callable[..., jax.Array],
+    input_positions: ArrayLike | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`attention_fn` of queries and keys that are rotated by their positions: `flax.nnx.dot_product_attention_with_rope`.
+
+    Modules take `functools.partial(attention_fn_with_rope, rope=rope)` as `attention_fn`.
+
+    Args:
+      query: `[*batch, T, N, H]`.
+      key: `[*batch, S, K, H]`.
+      value: `[*batch, S, K, Hv]`.
+      rope: rotates `[T, H]` by positions `[T]`, or by `0, ..., T - 1` where there are none: a `flax.nnx.RoPE`.
+      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same.
+      **options: what else `attention_fn` takes.
+
+    Returns:
+      `[*batch, T, N, Hv]`, as `attention_fn` does.
+
+    Raises:
+      TypeError, ValueError: as `attention_fn` does, of positions too.
+    """
+
+    def rotated(name, array):
+        _check_array(name, array)
+        if np.ndim(array) < 3:
+            raise ValueError(f"attention_fn_with_rope: {name} must have at least 3 axes, got shape {np.shape(array)}")
+        of_heads = jax.vmap(rope, in_axes=-2, out_axes=-2)
+        if input_positions is None:
+            return of_heads(array)
+        of_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
+        *batch, length, _, _ = array.shape
+        try:
+            positions = jnp.broadcast_to(jnp.asarray(input_positions, np.float32), (*batch, length))
+        except ValueError:
+            raise ValueError(
+                f"attention_fn_with_rope: input_positions must broadcast to {(*batch, length)}, as {name} has,"
+                f" got shape {np.shape(input_positions)}"
+            ) from None
+        for _ in batch:
+            of_heads = jax.vmap(of_heads)
+        return of_heads(array, positions)
+
+    return attention_fn(rotated("query", query), rotated("key", key), value, **options)
+
+
+def _flag(name, value):
+    """A bool, of an array of one too if it is concrete."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.dtype == bool and value.ndim == 0:
+        return bool(value)
+    raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
+
+
+def _check_dtype(dtype):
+    names = "float16", "bfloat16", "float32", "float64"
+    if dtype is None:
+        return
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in names:
+        raise TypeError(f"{_NAME}: dtype must be None or one of {', '.join(names)}, got {name}")
 
 
 def _check_array(name, value):
@@ -178,7 +257,12 @@ def _positions(shape):
 
 def _of_every_head(array, query):
     """Keys or values of every query head, of those that each serve several."""
-    return jnp.repeat(array, query.shape[-2] // array.shape[-2], -2)
+    *batch, length, heads, size = array.shape
+    groups = query.shape[-2] // heads
+    if groups == 1:
+        return array
+    # Not `jnp.repeat`, which does not know how to shard its result.
+    return jnp.broadcast_to(array[..., None, :], (*batch, length, heads, groups, size)).reshape(*batch, length, -1, size)
 
 
 def _dropped(weights, rng, rate, broadcast):
@@ -187,4 +271,4 @@ def _dropped(weights, rng, rate, broadcast):
     seeds = dropout_seeds(rng, tuple(batch), heads, broadcast)
     rows, cols = _positions(weights.shape)
     kept = dropout.keep(seeds[..., :1, None], seeds[..., 1:, None], rows, cols, rate)
-    return jnp.where(kept, weights / (1 - rate), jnp.zeros_like(weights))
+    return weights * (kept.astype(weights.dtype) / (1 - rate))  # a product may be of arrays that are sharded in different ways

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax.flax
 from jaxsoftmax import explain
-from jaxsoftmax.flax import attention_fn
+from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
@@ -543,6 +546,78 @@ def test_layers_in_a_scan_whose_checkpoints_save_out_and_lse(stack, own):
     assert ops(gradient, params, *INPUTS) == [("attention", "xla"), ("attention_vjp", "xla")]
 
 
+def test_a_causal_model_keeps_nothing_of_the_size_of_its_mask():
+    params, f = nnx_layer(attention_fn)
+    inputs = (normal(1, 200, WIDTH),)
+
+    def kept(**call):
+        residuals = jax.eval_shape(lambda *args: jax.vjp(lambda *args: f(*args, **call), *args)[1], params, *inputs)
+        return max(leaf.size for leaf in jax.tree.leaves(residuals))
+
+    assert kept(is_causal=True) < 200**2 <= kept(mask=np.tril(np.ones((1, 1, 200, 200))))
+
+
+# Sharding.
+
+SHARDED = {
+    "plain": {},
+    "dropout": {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)},
+    "sown": {"module": SimpleNamespace(sow=lambda *_: None)},
+    "einsums": {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
+}
+SHARDED["einsums and dropout"] = SHARDED["einsums"] | SHARDED["dropout"]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_batch_and_heads_stay_sharded(axis_type, key_heads, kind):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:4])
+    arrays = [normal(4, LENGTH, heads, 8, seed=seed) for seed, heads in enumerate((4, key_heads, key_heads))]
+    mask = np.broadcast_to(CAUSAL[:1], (4, 1, LENGTH, LENGTH))
+    f = jax.jit(functools.partial(attention_fn, **SHARDED[kind]))
+    expected = f(*arrays, mask=mask)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("data", None, "model"))
+        found = f(*(jax.device_put(a, sharding) for a in arrays), mask=jax.device_put(mask, NamedSharding(mesh, P("data"))))
+    assert tuple(found.sharding.spec)[:3] == ("data", None, "model")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+# Rotated positions.
+
+
+@pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"embedding_size": 8, "max_seq_len": 20}])
+def test_rope_is_that_of_flax(options):
+    rope = nnx.RoPE(**options)
+    ours, theirs = (
+        nnx_layer(functools.partial(fn, rope=rope)) for fn in (attention_fn_with_rope, nnx.dot_product_attention_with_rope)
+    )
+    assert_same(results_of(ours, INPUTS, is_causal=True), results_of(theirs, INPUTS, is_causal=True))
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (BATCH,)])
+def test_rope_takes_positions(batch):
+    """Those of a sequence may start anywhere: only differences count."""
+    params, f = nnx_layer(functools.partial(attention_fn_with_rope, rope=nnx.RoPE()))
+    positions = np.arange(LENGTH) + np.arange(5, 5 + math.prod(batch)).reshape(*batch, 1)
+    expected = f(params, *INPUTS)
+    assert_same(f(params, *INPUTS, input_positions=positions), expected)
+    far = f(params, *INPUTS, input_positions=3 * positions)
+    assert np.max(np.abs(far - expected)) > 1e-3
+
+
+def test_rope_names_bad_arguments():
+    bad = functools.partial(attention_fn_with_rope, rope=nnx.RoPE())
+    with pytest.raises(ValueError, match=r"input_positions must broadcast to \(2, 6\), as query has, got shape \(5,\)"):
+        bad(ARRAY, ARRAY, ARRAY, input_positions=np.arange(5))
+    with pytest.raises(ValueError, match=r"query must have at least 3 axes, got shape \(4, 8\)"):
+        bad(ARRAY[0, 0], ARRAY, ARRAY)
+    with pytest.raises(TypeError, match="key must be an array, got list"):
+        bad(ARRAY, [1.0], ARRAY)
+
+
 # Which implementation runs.
 
 DROPPED = {"deterministic": False, "dropout": jax.random.key(0)}
@@ -621,7 +696,15 @@ BAD = {
     "query is a list": ({"query": [1.0]}, TypeError, ["query", "array", "list"]),
     "value is None": ({"value": None}, TypeError, ["value", "array", "NoneType"]),
     "key of other heads": ({"key": ARRAY[:, :, :3], "value": ARRAY[:, :, :3]}, ValueError, ["query", "4 and 3 heads"]),
-    "complex operands": ({"dtype": "complex64"}, TypeError, ["query", "floating", "complex64"]),
+    "complex operands": ({"dtype": "complex64"}, TypeError, ["attention_fn: dtype", "float64", "got complex64"]),
+    "dtype of 8 bits": ({"dtype": jnp.float8_e4m3fn}, TypeError, ["attention_fn: dtype", "float16", "got float8_e4m3fn"]),
+    "no dtype": ({"dtype": "half of it"}, TypeError, ["attention_fn: dtype", "float16", "half of it"]),
+    "promotion by a number": ({"promote_dtype": 3}, TypeError, ["attention_fn: promote_dtype", "function", "3"]),
+    "einsums are numbers": (
+        {"qk_attn_weights_einsum": 3, "attn_weights_value_einsum": 3},
+        TypeError,
+        ["attention_fn: qk_attn_weights_einsum", "function", "3"],
+    ),
     "mask is a list": ({"mask": [True]}, TypeError, ["mask", "array", "list"]),
     "mask of text": ({"mask": jax.random.key(0)}, TypeError, ["mask", "numbers", "key"]),
     "mask of another shape": ({"mask": np.ones((2, 4, 6, 5))}, ValueError, ["mask", "(2, 4, 6, 5)", "(2, 4, 6, 6)"]),
@@ -647,6 +730,16 @@ BAD = {
     "einsums and precision": ({"precision": "highest"} | EINSUMS, ValueError, ["precision", "einsums", "'highest'"]),
     "precision": ({"precision": "exact"}, ValueError, ["precision", "jax.lax.dot", "'exact'"]),
 }
+
+
+def test_flags_may_be_arrays():
+    options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+    np.testing.assert_array_equal(
+        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=jnp.bool_(True), **options),
+        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=True, **options),
+    )
+    with pytest.raises(TypeError, match="deterministic must be True or False"):
+        jax.jit(lambda flag: attention_fn(ARRAY, ARRAY, ARRAY, deterministic=flag, **options))(True)
 
 
 @pytest.mark.parametrize("kind", BAD)
