@@ -1499,7 +1499,7 @@ def test_what_must_be_concrete_says_so():
 
 
 @pytest.mark.parametrize("implementation", [None, "xla in tiles"])
-@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("far", [2**31 - 1, *(pytest.param(far, marks=pytest.mark.slow) for far in (2**31, 2**40))])
 def test_a_window_wider_than_the_sequences_rules_out_nothing(implementation, far, monkeypatch):
     if implementation:
         monkeypatch.setattr(xla, "ONE_TILE", 0)

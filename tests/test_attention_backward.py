@@ -550,7 +550,13 @@ def decisions(given, **options):
 
 @pytest.mark.parametrize(
     ("mask", "batch"),
-    [((2, 1, 300, 401), 2), ((1, 1, 300, 401), 1), ((2, 1, 1, 401), 2), ((401,), 1), ((2, 4, 300, 401), None)],
+    [
+        ((2, 1, 300, 401), 2),
+        ((401,), 1),
+        ((2, 4, 300, 401), None),
+        pytest.param((1, 1, 300, 401), 1, marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 401), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_are_told_which_blocks_a_mask_shows_that_heads_share(mask, batch):
     given = lowering.operands(keys=401, key_heads=4) | {"mask": lowering.shaped(*mask, dtype="bool")}

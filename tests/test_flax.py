@@ -569,8 +569,8 @@ SHARDED["einsums and dropout"] = SHARDED["einsums"] | SHARDED["dropout"]
 
 
 @pytest.mark.parametrize("kind", SHARDED)
-@pytest.mark.parametrize("key_heads", [2, 4])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("key_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
 def test_batch_and_heads_stay_sharded(axis_type, key_heads, kind):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:4])
     arrays = [normal(4, LENGTH, heads, 8, seed=seed) for seed, heads in enumerate((4, key_heads, key_heads))]
@@ -628,7 +628,7 @@ ON_CUDA = {
 }
 
 
-@pytest.mark.parametrize("kind", ON_CUDA)
+@pytest.mark.parametrize("kind", [next(iter(ON_CUDA)), *(pytest.param(k, marks=pytest.mark.slow) for k in [*ON_CUDA][1:])])
 def test_kernels_run_on_cuda(kind):
     api, options, call = ON_CUDA[kind]
     params, f = APIS[api].layer(attention_fn, dtype=jnp.bfloat16, **options)

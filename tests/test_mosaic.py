@@ -278,7 +278,7 @@ def test_ops_and_their_derivatives_lower_to_their_kernels(name):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 @pytest.mark.parametrize("name", OPS)
 def test_kernels_are_traced_under_a_mesh_as_without_one(name, kind, masked):
     """Where a row is a block its state is scalars, of which some functions of `jax.numpy` reshard their constants."""

@@ -90,7 +90,7 @@ def test_masks_of_other_shardings(name, kind):
 
 
 @MESHES
-@NAMES
+@pytest.mark.parametrize("name", ["softmax", *(pytest.param(n, marks=pytest.mark.slow) for n in cases.OPS if n != "softmax")])
 def test_operands_of_unlike_shardings(name, kind):
     """Masks, constants and batch axes that are whole beside an array that is sharded."""
     mesh = make_mesh(kind)

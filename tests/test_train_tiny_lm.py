@@ -208,6 +208,7 @@ def test_no_speed_includes_compilation(example, text, tmp_path, monkeypatch):
     assert results(tmp_path / "run")["tokens_per_second"] == 3 * 8 * 32
 
 
+@pytest.mark.slow
 def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
     example, text, tmp_path, capfd, interrupting, monkeypatch
 ):

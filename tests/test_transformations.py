@@ -206,7 +206,7 @@ def test_masked_derivatives_of_second_order_are_finite(name):
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("scale", [0.7, -1.3, 0.0])
+@pytest.mark.parametrize("scale", [0.7, pytest.param(-1.3, marks=pytest.mark.slow), 0.0])
 def test_derivatives_of_scale_of_second_order(name, scale):
     weights = np.random.default_rng(2).standard_normal(SHAPE)
 

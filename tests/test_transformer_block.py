@@ -99,7 +99,7 @@ def test_ways_differ_from_float64_by_rounding(example, api, dtype):
         assert_rounding(differences, dtype)
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_ways_are_the_same_function(example, api, x64):
     """In float64, where rounding hides no difference; but nnx has a softmax in float32 of its own there."""
     wide = setting(example, api, "float64")
@@ -268,6 +268,7 @@ def test_bad_options_are_refused(example, tmp_path, capfd, option, value, named)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_float16_in_nnx_on_a_cpu(example, tmp_path, capfd):
     """JAX refuses Flax's own attention; the other ways run."""
     if jax.default_backend() != "cpu":
