@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoftmax.dtypes import accumulator
 from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.ops.attention.api import dot_product_attention, dropout_seeds, scores_like
+from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, scores_like
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]
@@ -190,15 +190,14 @@ def _flag(name, value):
 
 
 def _check_dtype(dtype):
-    names = "float16", "bfloat16", "float32", "float64"
     if dtype is None:
         return
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
-    if name not in names:
-        raise TypeError(f"{_NAME}: dtype must be None or one of {', '.join(names)}, got {name}")
+    if name not in DTYPES:
+        raise TypeError(f"{_NAME}: dtype must be None or one of {', '.join(DTYPES)}, got {name}")
 
 
 def _check_array(name, value):

@@ -1,5 +1,8 @@
 """Settings of every test: strict promotion of dtypes and ranks, and eight CPU devices beside whatever else there is."""
 
+import importlib.util
+import sys
+
 import jax
 import kernels
 import pytest
@@ -32,3 +35,40 @@ def x64():
     """Double precision while a test runs."""
     with jax.enable_x64(True):
         yield
+
+
+def compiling_quickly():
+    """XLA leaves out what makes a program on the CPU fast: compiling takes longer than running it a few times."""
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def promoting():
+    """Dtypes are promoted as JAX does by default, for libraries that rely on it; the ranks stay strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# Of a test, and of all of a module, whose own fixtures need it too.
+compiled_quickly = pytest.fixture(compiling_quickly, name="compiled_quickly")
+compiled_quickly_all = pytest.fixture(compiling_quickly, scope="module", name="compiled_quickly_all")
+standard_promotion = pytest.fixture(promoting, name="standard_promotion")
+standard_promotion_all = pytest.fixture(promoting, scope="module", name="standard_promotion_all")
+
+
+@pytest.fixture(scope="module")
+def example(request):
+    """The script `SCRIPT` of a module of tests, as a module."""
+    path = request.module.SCRIPT
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[path.stem]

@@ -55,19 +55,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", (16, 24))  # what is jitted anew is lowered so; eager calls may be cached
 
 
-@pytest.fixture
-def compiled_quickly():
-    """XLA leaves out what makes a program on the CPU fast: it runs once here, and compiling takes longer than running."""
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 QUICKLY = pytest.mark.usefixtures("compiled_quickly")
 
 

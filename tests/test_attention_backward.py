@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from test_attention import MOVING, case, random, segments, split
-from test_attention import compiled_quickly as compiled_quickly  # a fixture
 
 import jaxsoftmax
 from jaxsoftmax import dispatch, explain

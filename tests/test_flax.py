@@ -24,22 +24,7 @@ from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """XLA leaves out what makes a program on the CPU fast: each runs once here, and compiling takes longer than running."""
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
 # The two APIs, of which each gives a module as a function of its parameters: `layer(attention_fn, **options)` is a pair of the
 # parameters and of `f(params, *inputs, **call)`, in which `dropout` is a key. With `sow_weights`, it returns what was sown too.

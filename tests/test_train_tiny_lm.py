@@ -1,7 +1,6 @@
 """The language-model example: it learns, repeats itself, resumes bit for bit, and turns bad input away untouched."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import math
@@ -39,21 +38,8 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("train_tiny_lm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_tiny_lm"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_tiny_lm"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    # optax corrects Adam's bias with float ** int32, which strict promotion refuses; the ranks stay strict.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# optax corrects Adam's bias with float ** int32, which strict promotion refuses.
+pytestmark = pytest.mark.usefixtures("standard_promotion_all")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import importlib.util
 import io
 import os
 import subprocess
@@ -24,31 +23,7 @@ PASSES = ("forward", "forward+backward")
 APIS = {"nnx": False, "linen": True}
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("transformer_block", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["transformer_block"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["transformer_block"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # Flax promotes; the ranks stay strict
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """XLA leaves out what makes a program on the CPU fast: each runs a few times, and compiling takes longer than running."""
-    if jax.default_backend() != "cpu":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("standard_promotion_all", "compiled_quickly_all")  # Flax promotes
 
 
 def arguments(out, *more, **changes):
@@ -269,17 +244,17 @@ def test_bad_options_are_refused(example, tmp_path, capfd, option, value, named)
 
 
 @pytest.mark.slow
-def test_float16_in_nnx_on_a_cpu(example, tmp_path, capfd):
+def test_float16_in_nnx_on_a_cpu(example, tmp_path, capfd, monkeypatch):
     """JAX refuses Flax's own attention; the other ways run."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("JAX's default backend is no CPU")
-    half = setting(example, "nnx", "float16")
-    operands = example.parameters(half), *example.inputs(half, 16)
-    with pytest.raises(ValueError, match="not supported"):
-        example.compiled(example.programs(half, "jax")["forward"], *operands)
-    assert example.main(arguments(tmp_path, dtype="float16")) == 2
-    assert "argument --dtype: float16 " in capfd.readouterr().err
-    assert_rounding(example.differences(half, ["softmax"], 40)["softmax"], "float16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with jax.default_device(jax.devices("cpu")[0]):
+        half = setting(example, "nnx", "float16")
+        operands = example.parameters(half), *example.inputs(half, 16)
+        with pytest.raises(ValueError, match="not supported"):
+            example.compiled(example.programs(half, "jax")["forward"], *operands)
+        assert example.main(arguments(tmp_path, dtype="float16")) == 2
+        assert "argument --dtype: float16 " in capfd.readouterr().err
+        assert_rounding(example.differences(half, ["softmax"], 40)["softmax"], "float16")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from jaxsoftmax.ops.attention import primitive
 Window = int | tuple[int | None, int | None] | None
 
 _NAME = "dot_product_attention"
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # Either makes XLA's own GPU programs give the same bits run after run.
 _DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
@@ -200,8 +200,8 @@ def dot_product_attention(
 def _operands(query, key, value):
     """Query, key and value, of shapes and dtypes that go together."""
     query, key, value = (_floating(name, a) for name, a in (("query", query), ("key", key), ("value", value)))
-    if query.dtype.name not in _DTYPES:
-        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(_DTYPES)}, got {query.dtype}")
+    if query.dtype.name not in DTYPES:
+        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
     letters = {"query": "[*batch, T, N, H]", "key": "[*batch, S, K, H]", "value": "[*batch, S, K, Hv]"}
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.dtype != query.dtype:
