@@ -9,7 +9,7 @@ from benchmarks.results import Row
 
 FIGURES = (("softmax", "forward"), ("softmax", "backward"), ("log_softmax", "forward"), ("logsumexp", "forward"))
 
-_GREY = "#80868f"  # readable on white and on black, as are the others
+GREY = "#80868f"  # readable on white and on black, as are the others
 _COLOURS = {
     "mosaic": "#e8590c",
     "triton": "#c2255c",
@@ -18,26 +18,26 @@ _COLOURS = {
     "torch": "#2f9e44",
     "torch.compile": "#a855f7",
     "quack": "#d19a00",
-    "sum": _GREY,
-    "copy": _GREY,
+    "sum": GREY,
+    "copy": GREY,
     "cudnn": "#3b82f6",
     "attention_mgpu": "#a855f7",
     "tokamax": "#d19a00",
 }
 _CAUSAL = {"": "not causal", "causal=1": "causal"}
-_STYLE = {
+STYLE = {
     "font.size": 9,
-    "text.color": _GREY,
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _GREY,
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "grid.color": _GREY,
+    "grid.color": GREY,
     "grid.linewidth": 0.6,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "svg.hashsalt": "jaxsoftmax",
 }
 
@@ -79,7 +79,7 @@ def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
     from matplotlib.figure import Figure
 
     head_sizes, kinds = sorted({_head_size(row) for row in rows}), [kind for kind in _CAUSAL if _any(rows, kind)]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(0.6 + 3.4 * len(head_sizes), 0.9 + 2.7 * len(kinds)), layout="constrained")
         panels = figure.subplots(len(kinds), len(head_sizes), squeeze=False, sharex=True, sharey="row")
         for kind, line in zip(kinds, panels, strict=True):
@@ -116,7 +116,7 @@ def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str],
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 0.5 + 2.9 * len(dtypes)), layout="constrained")
         panels = figure.subplots(len(dtypes), 2, squeeze=False, sharex=True)
         for (speed, accuracy), dtype in zip(panels, dtypes, strict=True):
@@ -124,8 +124,8 @@ def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str],
             speed.set(title=dtype, ylabel="GB/s", ylim=(0, None))
             accuracy.set(title=dtype, ylabel="largest error / budget", yscale="log")
             if dtype in copies:
-                speed.axhline(copies[dtype].speed / 1e3, color=_GREY, linestyle="--", linewidth=1.2, label="copy")
-            accuracy.axhline(1, color=_GREY, linestyle="--", linewidth=1.2, label="budget")
+                speed.axhline(copies[dtype].speed / 1e3, color=GREY, linestyle="--", linewidth=1.2, label="copy")
+            accuracy.axhline(1, color=GREY, linestyle="--", linewidth=1.2, label="budget")
             low, high = accuracy.get_ylim()
             accuracy.set_ylim(min(low, 0.1), max(high, 10))
         for axis in panels.flat:
@@ -166,8 +166,8 @@ def _lines(axis: Any, rows: list[Row], size: Callable[[Row], int], what: Callabl
         points = sorted((at, value) for at, value in values if value is not None and 0 < value < float("inf"))
         line = [point for point in points if _is_power(point[0])]
         odd = [point for point in points if not _is_power(point[0])]
-        axis.plot(*_transposed(line), **look, label=name, linewidth=2.2 if ours else 1.2)
-        axis.plot(*_transposed(odd), **look, linestyle="", markerfacecolor="none")
+        axis.plot(*transposed(line), **look, label=name, linewidth=2.2 if ours else 1.2)
+        axis.plot(*transposed(odd), **look, linestyle="", markerfacecolor="none")
     powers = sorted({size(row) for row in rows if _is_power(size(row))})
     axis.set_xscale("log", base=2)
     axis.set_xticks(powers, [f"{count // 1024}K" if count >= 1024 else str(count) for count in powers])
@@ -181,5 +181,5 @@ def _is_power(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-def _transposed(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def transposed(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [x for x, _ in points], [y for _, y in points]

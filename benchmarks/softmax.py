@@ -31,7 +31,7 @@ def cells(elements: int = ELEMENTS) -> list[Cell]:
     """All cells: first calls first, while no kernel module is loaded, then copies, with which the others are compared."""
     return [
         *_first_calls(elements),
-        *(_copy(dtype, elements) for dtype in (*DTYPES, "float16")),
+        *(copy_cell(dtype, elements) for dtype in (*DTYPES, "float16")),
         *(_forward(op, dtype, _shape(elements, cols)) for op in _OPS for dtype in DTYPES for cols in (*POWERS, *ODD)),
         *(_forward("softmax", "float16", _shape(elements, cols)) for cols in (1024, 4096, 32768)),
         *(_forward("softmax", "float16", (rows, cols)) for rows in (32, 64) for cols in (512, 1024, 2048, 4096, 8192)),
@@ -81,7 +81,7 @@ def _normal(key, shape, dtype):
     return jax.random.normal(jax.random.fold_in(key, 1), shape).astype(dtype)
 
 
-def _one(shape, dtype) -> Callable[..., tuple[Any, ...]]:
+def one_array(shape, dtype) -> Callable[..., tuple[Any, ...]]:
     return lambda key, hurtful: (_scores(key, shape, dtype, hurtful),)
 
 
@@ -130,12 +130,14 @@ def _pullback_with_value(op: str) -> Callable[[Any], dict[str, Any]]:
     return lambda module: {"build": lambda: functools.partial(both, module)}
 
 
-def _torch(name: str, build: Callable[[], Callable[..., Any]], *, prepare=to_torch, needs=("torch",), **more) -> Contender:
+def torch_contender(
+    name: str, build: Callable[[], Callable[..., Any]], *, prepare=to_torch, needs=("torch",), **more
+) -> Contender:
     return Contender(name, build, prepare, framework="torch", needs=needs, **more)
 
 
-def _of_torch(op: str) -> Contender:
-    return _torch("torch", lambda: functools.partial(getattr(torch(), op), dim=-1))
+def of_torch(op: str) -> Contender:
+    return torch_contender("torch", lambda: functools.partial(getattr(torch(), op), dim=-1))
 
 
 def _compiled_softmax() -> Callable[..., Any]:
@@ -159,13 +161,13 @@ def _torch_backward(op: str) -> Contender:
         x, c = to_torch(x, c)
         return c, getattr(torch(), op)(x, dim=-1)
 
-    return _torch("torch", build, prepare=prepare)
+    return torch_contender("torch", build, prepare=prepare)
 
 
 # Cells.
 
 
-def _copy(dtype: str, elements: int) -> Cell:
+def copy_cell(dtype: str, elements: int) -> Cell:
     """The fastest way to read and write an array. The factor of the scaling is exact in every dtype, and not 1."""
 
     def with_target(x):
@@ -176,7 +178,7 @@ def _copy(dtype: str, elements: int) -> Cell:
     contenders = (
         Contender("copy", lambda: jnp.copy),
         Contender("copy", lambda: lambda x: x * jnp.asarray(1 + 2**-7, x.dtype)),
-        _torch("copy", lambda: lambda x, target: target.copy_(x), prepare=with_target),
+        torch_contender("copy", lambda: lambda x, target: target.copy_(x), prepare=with_target),
     )
     return Cell(
         "copy",
@@ -185,7 +187,7 @@ def _copy(dtype: str, elements: int) -> Cell:
         shape,
         "",
         2 * _size(shape, dtype),
-        _one(shape, dtype),
+        one_array(shape, dtype),
         contenders,
         lambda x: [_exactly(oracle.to64(x))],
     )
@@ -196,11 +198,11 @@ def _exactly(value: np.ndarray) -> Any:
 
 
 def _forward(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
-    contenders = [*_ours_and_jax_nn(_plain(op)), _of_torch(op)]
+    contenders = [*_ours_and_jax_nn(_plain(op)), of_torch(op)]
     if op == "softmax":
         if dtype in DTYPES and shape[1] in COMPILED_BY_TORCH:
-            contenders.append(_torch("torch.compile", _compiled_softmax))
-        contenders.append(_torch("quack", _quack_softmax, needs=("quack", "torch")))
+            contenders.append(torch_contender("torch.compile", _compiled_softmax))
+        contenders.append(torch_contender("quack", _quack_softmax, needs=("quack", "torch")))
     return Cell(
         op,
         "forward",
@@ -208,7 +210,7 @@ def _forward(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
         shape,
         "",
         2 * _size(shape, dtype),
-        _one(shape, dtype),
+        one_array(shape, dtype),
         tuple(contenders),
         lambda x: [getattr(oracle, op)(x)],
     )
@@ -225,9 +227,9 @@ def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
 
     contenders = (
         *_ours_and_jax_nn(_plain("logsumexp")),
-        _of_torch("logsumexp"),
+        of_torch("logsumexp"),
         Contender("sum", lambda: functools.partial(jnp.sum, axis=-1, dtype="float32"), truth=true_sum),
-        _torch("sum", sum_of_torch, truth=true_sum),
+        torch_contender("sum", sum_of_torch, truth=true_sum),
     )
     return Cell(
         "logsumexp",
@@ -236,7 +238,7 @@ def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
         shape,
         "",
         _size(shape, dtype),
-        _one(shape, dtype),
+        one_array(shape, dtype),
         contenders,
         lambda x: [oracle.logsumexp(x, -1)],
     )
@@ -357,7 +359,7 @@ def _converted(dtype: str, out: str, shape: tuple[int, int]) -> Cell:
         shape,
         f"out={out} scale=0.125",
         _size(shape, dtype) + _size(shape, out),
-        _one(shape, dtype),
+        one_array(shape, dtype),
         (
             Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x, scale=0.125, dtype=out)),
             Contender("jax.nn", lambda: lambda x: jax.nn.softmax(x.astype("float32") * 0.125).astype(out)),
@@ -409,7 +411,7 @@ def _cast(shape: tuple[int, int]) -> Cell:
     def make(module):
         return {"build": lambda: lambda x: module.softmax(x.astype(jnp.float32), axis=-1).astype(jnp.bfloat16)}
 
-    size, inputs = _size(shape, "bfloat16"), _one(shape, "bfloat16")
+    size, inputs = _size(shape, "bfloat16"), one_array(shape, "bfloat16")
     return Cell(
         "softmax",
         "forward",
@@ -432,7 +434,7 @@ def _first_calls(elements: int) -> Iterator[Cell]:
             make = functools.partial(Cell, "softmax", FIRST_CALL, dtype, shape, bytes=0)
             yield make(
                 options="",
-                inputs=_one(shape, dtype),
+                inputs=one_array(shape, dtype),
                 contenders=(Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x)),),
                 truth=lambda x: [oracle.softmax(x)],
             )
