@@ -576,7 +576,7 @@ def _quotient(a: float | None, b: float | None) -> float | None:
 
 
 def _times(value: float | None) -> str:
-    return _figure(value, ".2f", "x")
+    return _figure(value, ".2f" if value and value >= 0.1 else ".2g", "x")
 
 
 def _table_of_rungs(_: Measured) -> str:
