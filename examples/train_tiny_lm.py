@@ -68,7 +68,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "deterministic": True,
     },
     "small": {
-        "steps": 300,  # the default text is read eleven times
+        "steps": 300,  # the default text is read more than ten times
         "batch": 16,
         "context": 1024,
         "width": 768,

@@ -90,7 +90,7 @@ def attention_fn(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         _check_array(name, array)
-    deterministic = _flag("deterministic", deterministic)
+    is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
     force_fp32_for_softmax = _flag("force_fp32_for_softmax", force_fp32_for_softmax)
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")

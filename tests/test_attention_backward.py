@@ -540,6 +540,15 @@ def lower(given, **options):
     return kernels.lowered_for_cuda(lambda given: gradient(given, **options), given, kernels=[FORWARD, BACKWARD])
 
 
+@pytest.mark.parametrize("feature", ["causal", "mask of keys", "bias of heads", "bias"])
+def test_the_program_holds_no_scores_but_those_of_a_bias(feature):
+    """Nor does it hold the gradient of a bias that all of the batch shares for each of the batch."""
+    given, options = lowering.with_features([feature], (64, 64), (1024, 1024))
+    shapes = re.findall(r"tensor<((?:\d+x)+)", lower(given, **options))
+    sizes = [given["query"].size, given["bias"].size] if feature == "bias" else [given["query"].size]
+    assert max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes) == max(sizes)
+
+
 def decisions(given, **options):
     """Which implementations run forward pass and derivatives, and why the kernel does not run the latter."""
     found = explain(lambda given: gradient(given, attend=attend, **options), given, platform="cuda")

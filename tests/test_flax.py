@@ -721,8 +721,8 @@ BAD = {
 def test_flags_may_be_arrays():
     options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
     np.testing.assert_array_equal(
-        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=jnp.bool_(True), **options),
-        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=True, **options),
+        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=jnp.bool_(True), is_causal=jnp.bool_(True), **options),
+        attention_fn(ARRAY, ARRAY, ARRAY, deterministic=True, is_causal=True, **options),
     )
     with pytest.raises(TypeError, match="deterministic must be True or False"):
         jax.jit(lambda flag: attention_fn(ARRAY, ARRAY, ARRAY, deterministic=flag, **options))(True)
