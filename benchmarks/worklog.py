@@ -221,7 +221,8 @@ class Counted:
       kernels: how many kernels ran.
       predicted: the bytes of the passes over the array, or arrays.
       dram_read, dram_write: bytes that memory gives and takes.
-      requested_read, requested_write: bytes that multiprocessors ask of the cache, or send to it.
+      requested_read, requested_write: bytes that multiprocessors ask of the L2 cache, where their own does not have them, or
+        send to it.
     """
 
     run: str
@@ -365,7 +366,10 @@ def count(path: Path, gpu: str, commit: str) -> list[str]:
         try:
             printed = _child("cases", environment, [ncu, *options])
             groups = parse(log.read_text())
-        except (OSError, ValueError, subprocess.CalledProcessError) as problem:
+        except subprocess.CalledProcessError as problem:
+            said = re.findall(r"^==ERROR== .*", log.read_text(), re.MULTILINE) if log.exists() else []
+            return [f"bytes: {' '.join([str(problem), *said])}"]
+        except (OSError, ValueError) as problem:
             return [f"bytes: {problem}"]
     if len(groups) != len(printed):
         return [f"bytes: {len(printed)} cases ran, and ncu saw {len(groups)}"]
@@ -433,13 +437,13 @@ def read_counted(path: Path) -> list[Counted]:
 
 
 def naive(x):
-    """Two passes, no maximum: two reads and a write."""
+    """No maximum; XLA writes the exponentials out."""
     weights = jnp.exp(x)
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def safe(x):
-    """Three passes: the maximum, the sum, the quotient. Each is a plain loop, which XLA turns into vector instructions."""
+    """The maximum first; XLA writes the exponentials out, which a library's kernel computes with the maximum on the way."""
     weights = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
@@ -452,8 +456,8 @@ def online(x):
     """
 
     def merge(a, b):
-        m = jnp.maximum(a[0], b[0])
-        return m, a[1] * jnp.exp(a[0] - m) + b[1] * jnp.exp(b[0] - m)
+        state = ladder().State
+        return tuple(ladder().merge(state(*a), state(*b)))
 
     lowest, zero = np.finfo(np.float32).min, np.float32(0)
     m, d = lax.reduce((x, jnp.ones_like(x)), (lowest, zero), merge, (x.ndim - 1,))
@@ -621,8 +625,8 @@ def _ladder(shape: Shape, measured: Measured) -> str:
 
 def _table_of_vector(measured: Measured) -> str:
     found = [name for name in (*OF_ONE_VECTOR, *PEERS) if measured.time(name, VECTOR) is not None]
-    rows = [[f"`{name}`", _figure((measured.time(name, VECTOR) or 0) / 1e3, ".4f"), "-", "-"] for name in found]
-    return table(("1 x 16777216, float32", "ms", "published ms", "on"), rows)
+    rows = [[f"`{name}`", _figure((measured.time(name, VECTOR) or 0) / 1e3, ".4f")] for name in found]
+    return table(("1 x 16777216, float32", "ms"), rows)
 
 
 def _table_of_halves(measured: Measured) -> str:
@@ -632,19 +636,18 @@ def _table_of_halves(measured: Measured) -> str:
         times = {name: measured.time(name, shape, "float16") for name in names}
         if any(times.values()):
             cells = [f"{_us(us)} ({_times(_quotient(times['naive'], us))})" if us else "-" for us in times.values()]
-            rows.append([f"{shape[0]} x {shape[1]}", *cells, "-", "-"])
+            rows.append([f"{shape[0]} x {shape[1]}", *cells])
     columns = [f"`{name}`" for name in names]
-    return table(("float16, us (speed-up over `naive`)", *columns, "published speed-up", "on"), rows)
+    return table(("float16, us (speed-up over `naive`)", *columns), rows)
 
 
 def _table_of_small(measured: Measured) -> str:
-    rows, slowest = [], measured.time("naive", SMALL)
+    rows, naive_us = [], measured.time("naive", SMALL)
     for name in (*(rung.name for rung in ladder().RUNGS), *PEERS):
         if us := measured.time(name, SMALL):
             elements = np.prod(SMALL) / us / 1e3
-            rows.append([f"`{name}`", _us(us), f"{elements:.1f}", _times(_quotient(slowest, us)), "-", "-"])
-    header = ("1024 x 512, float32", "latency, us", "throughput, 10^9 elements/s", "speed-up over `naive`")
-    return table((*header, "published speed-up", "on"), rows)
+            rows.append([f"`{name}`", _us(us), f"{elements:.1f}", _times(_quotient(naive_us, us))])
+    return table(("1024 x 512, float32", "latency, us", "throughput, 10^9 elements/s", "speed-up over `naive`"), rows)
 
 
 def _table_of_cpu(measured: Measured) -> str:
@@ -855,20 +858,25 @@ def misses(measured: Measured, page: Path) -> list[str]:
 
 
 def _slow_rungs(measured: Measured) -> Iterator[str]:
+    """Where rungs are held to their roofline: the first of the ladders that they are on, and for two of them the vector."""
     for rung in ladder().RUNGS:
-        if (shape := _first_timed(rung, measured)) is None:
+        if (first := _first_timed(rung, measured)) is None:
             yield f"{rung.name}: no time"
-        elif not rung.slow and (share := measured.share(rung, shape) or 0) < AT_LEAST:
-            yield f"{rung.name} {text(shape)}: {share:.3f} of its roofline, less than {AT_LEAST}"
+            continue
+        for shape in dict.fromkeys((first, *([VECTOR] if rung.name in OF_VECTORS else []))):
+            if not rung.slow and (share := measured.share(rung, shape) or 0) < AT_LEAST:
+                yield f"{rung.name} {text(shape)}: {share:.3f} of its roofline, less than {AT_LEAST}"
 
 
 def _wrong_ratios(measured: Measured) -> Iterator[str]:
     """Of rungs that memory bounds: two times are as their bytes."""
-    bound = [rung for rung in ladder().RUNGS if not rung.slow and measured.time(rung.name, LONG) is not None]
-    for a, b in itertools.combinations(bound, 2):
-        times = (measured.time(a.name, LONG) or 0) / (measured.time(b.name, LONG) or 1)
-        if abs(times / (a.passes / b.passes) - 1) > RATIO_WITHIN:
-            yield f"{a.name} / {b.name} {text(LONG)}: times {times:.3f}, bytes {a.passes / b.passes:.3f}"
+    for shape in (LONG, ON_CHIP):
+        found = ((rung, measured.time(rung.name, shape)) for rung in ladder().RUNGS if not rung.slow)
+        bound = [(rung, us) for rung, us in found if us is not None]
+        for (a, us_of_a), (b, us_of_b) in itertools.combinations(bound, 2):
+            times, passes = us_of_a / us_of_b, a.passes / b.passes
+            if abs(times / passes - 1) > RATIO_WITHIN:
+                yield f"{a.name} / {b.name} {text(shape)}: times {times:.3f}, bytes {passes:.3f}"
 
 
 def _wrong_bytes(measured: Measured) -> Iterator[str]:
@@ -907,17 +915,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.worklog", description=__doc__, formatter_class=form)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="; ".join(PARTS) + "; all by default")
+    parser.add_argument("parts", nargs="*", type=_part_of_all, metavar="PART", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="DIR", help="default: benchmarks/results")
-    parser.add_argument("--gpu", default="h200", metavar="NAME", help="the folder that the page is made of; default: h200")
+    parser.add_argument("--gpu", metavar="NAME", help="the folder that the page is of; default: what was measured, or h200")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/worklog.md")
     parser.add_argument("--commit", metavar="HASH", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     return parser
 
 
+def _part_of_all(name: str) -> str:
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PARTS)}")
+    return name
+
+
 def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
-    problems = []
+    problems, folder = [], options.results / (options.gpu or "h200")
     if MEASURING.intersection(chosen):
         gpu, commit = harness.gpu_name(), options.commit or harness.commit()
         if gpu is None:
@@ -925,6 +939,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
         if commit is None:
             return _fail("argument --commit: needed, as this is no git checkout")
         path = functools.partial(results.path_for, options.results, gpu)
+        folder = folder if options.gpu else path("worklog").parent
         if "times" in chosen:
             run = harness.Run(gpu, commit, functools.partial(results.append, path("worklog")), effort=EFFORT)
             run.measure(cells())
@@ -935,12 +950,14 @@ def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
             problems += time_serial(path("worklog_cpu"), gpu, commit)
     for problem in problems:
         print(f"not recorded: {problem}", file=sys.stderr)
-    measured = Measured.read(options.results / options.gpu)
+    measured = Measured.read(folder)
+    if not (measured.times or measured.counted or measured.serial or MEASURING.intersection(chosen)):
+        return _fail(f"{folder} has no result file of the worklog")
     if "page" in chosen:
         options.page.write_text(rendered(options.page.read_text(), measured))
         print(options.page)
         try:
-            print(*draw(measured, options.results / options.gpu), sep="\n")
+            print(*draw(measured, folder), sep="\n")
         except ImportError as problem:
             problems.append(f"no figures: {problem}")
             print(problems[-1], file=sys.stderr)

@@ -184,7 +184,10 @@ def row_walk(x: jax.Array) -> Walk:
 
 
 def share_walk(x: jax.Array) -> Walk:
-    """Shares of rows: at least four, and more than 128 only where shares are as large as they get."""
+    """Equal shares of a row, of whole tiles: four or more where there are as many tiles, and none of more than `SHARE`.
+
+    A row whose number of tiles is a prime has a share for each of them, and as many states to merge.
+    """
     cols, vector = x.shape[1], widest(x.shape[1], x.dtype)
     tile = THREADS * vector
     most = min(SHARE, max(SHARE // 4, cols // THREADS), cols // 4) // tile
@@ -203,9 +206,9 @@ def kernel(name: str, body: Callable[..., None], out: Any, blocks: int, *operand
     )(*operands)
 
 
-def figures(rows: int, count: int | None = None) -> jax.ShapeDtypeStruct:
-    """The type of a float32 for each row, or of so many."""
-    return jax.ShapeDtypeStruct((rows,) if count is None else (rows, count), jnp.float32)
+def numbers(count: int) -> jax.ShapeDtypeStruct:
+    """The type of so many of float32."""
+    return jax.ShapeDtypeStruct((count,), jnp.float32)
 
 
 def spread(count: int) -> Any:
@@ -269,8 +272,8 @@ def separate(x: jax.Array) -> jax.Array:
 
         d_ref[row] = jnp.sum(walk.steps(step, walk.lanes(0.0)))
 
-    m = kernel("separate_max", maximum, figures(rows), rows, walk.view(x))
-    types = [walk.shape(x.size, jnp.float32), figures(rows)]
+    m = kernel("separate_max", maximum, numbers(rows), rows, walk.view(x))
+    types = [walk.shape(x.size, jnp.float32), numbers(rows)]
     e, d = kernel("separate_exp_sum", exponential, types, rows, walk.view(x), m)
     return divide("separate_divide", e.reshape(x.shape), d, x.dtype)
 
@@ -318,10 +321,10 @@ def reduce_tree(name: str, x: jax.Array, reduce_share: Any, combine: Any, reduce
         parts = partial_results(found_ref, row)
         out_ref[row] = combine([reduce_lanes(part) if part.ndim else part for part in parts])
 
-    found = kernel(f"{name}_leaves", leaves, figures(rows * shares), rows * shares, walk.view(x))
+    found = kernel(f"{name}_leaves", leaves, numbers(rows * shares), rows * shares, walk.view(x))
     if shares == 1:
         return found
-    return kernel(f"{name}_root", root, figures(rows), rows, found.reshape(rows, shares))
+    return kernel(f"{name}_root", root, numbers(rows), rows, found.reshape(rows, shares))
 
 
 # Rung 4.
@@ -437,7 +440,7 @@ def online_blocks(x: jax.Array) -> jax.Array:
         factor = 1 / d
         walk.write(x_ref, y_ref, share, lambda score: jnp.exp(score - m) * factor)
 
-    m, d = kernel("online_blocks_states", states, [figures(rows * shares)] * 2, rows * shares, walk.view(x))
+    m, d = kernel("online_blocks_states", states, [numbers(rows * shares)] * 2, rows * shares, walk.view(x))
     operands = walk.view(x), m.reshape(rows, shares), d.reshape(rows, shares)
     types = walk.shape(x.size, x.dtype)
     return kernel("online_blocks_merge_write", write, types, rows * shares, *operands).reshape(x.shape)
@@ -812,6 +815,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def row_count(text: str) -> int:
+    if whole(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be less than {2**31}, got {text}")
+    return int(text)
+
+
 def seed(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 4294967295")
@@ -844,7 +853,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=description, epilog=codes)
     chosen = ON_GPU if jax.default_backend() == "gpu" else ELSEWHERE
     defaults = {name: f"{ON_GPU[name]} on a GPU, {ELSEWHERE[name]} elsewhere" for name in ON_GPU}
-    parser.add_argument("--rows", type=whole, default=chosen["rows"], metavar="N", help=f"default: {defaults['rows']}")
+    parser.add_argument("--rows", type=row_count, default=chosen["rows"], metavar="N", help=f"default: {defaults['rows']}")
     cols_help = f"a multiple of {TILE} up to {MAX_COLS} (default: {defaults['cols']})"
     parser.add_argument("--cols", type=length, default=chosen["cols"], metavar="N", help=cols_help)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the array (default: %(default)s)")
@@ -879,7 +888,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
             raise
         print(f"{Path(__file__).name}: error: out of memory", file=sys.stderr)
         return 1

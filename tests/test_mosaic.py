@@ -279,7 +279,7 @@ def test_ops_and_their_derivatives_lower_to_their_kernels(name):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "log_softmax" else ()) for name in OPS])
 def test_kernels_are_traced_under_a_mesh_as_without_one(name, kind, masked):
     """Where a row is a block its state is scalars, of which some functions of `jax.numpy` reshard their constants."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,), devices=jax.devices("cpu")[:1])

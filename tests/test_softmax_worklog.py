@@ -420,6 +420,7 @@ def test_a_wrong_rung_is_said(example, capsys, monkeypatch):
     ("option", "value", "named"),
     [
         *[("--rows", value, f"argument --rows: {value!r} is not a positive integer") for value in ("0", "-1", "x", "1.5", "")],
+        ("--rows", str(2**31), f"argument --rows: must be less than {2**31}, got {2**31}"),
         ("--cols", "x", "argument --cols: 'x' is not a positive integer"),
         ("--cols", "1000", "argument --cols: cols must be a multiple of 512, a vector of 8 or 16 bytes for each thread, up to"),
         ("--cols", str(2**25), f"got {2**25}"),

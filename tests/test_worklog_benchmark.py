@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -327,7 +328,7 @@ def test_cases_are_predicted_by_their_rungs():
 
 def test_the_page_is_what_the_result_files_say():
     measured = worklog.Measured.read(results.FOLDER / "h200")
-    assert not list(worklog._stale(measured, worklog.PAGE))
+    assert worklog.misses(measured, worklog.PAGE) == []
 
 
 def test_tables_without_measurements_are_headers():
@@ -381,6 +382,25 @@ def test_the_page_is_written_and_drawn(full, page, tmp_path, capsys):
     assert all(f"results/h200/{figure.name})" in written for figure in figures)
 
 
+@pytest.mark.parametrize("part", ["page", "check"])
+def test_without_result_files_the_page_stays(part, page, tmp_path, capsys):
+    before = page.read_text()
+    assert worklog.main([part, "--results", str(tmp_path), "--gpu", "b200", "--page", str(page)]) == 2
+    assert "b200 has no result file" in capsys.readouterr().err
+    assert page.read_text() == before
+
+
+def test_what_a_profiler_says_is_said(monkeypatch, tmp_path):
+    def child(name, environment, wrapper):
+        Path(wrapper[wrapper.index("--log-file") + 1]).write_text("==PROF== 1\n==ERROR== ERR_NVGPUCTRPERM\n")
+        raise subprocess.CalledProcessError(1, "ncu")
+
+    monkeypatch.setattr(worklog, "_child", child)
+    (problem,) = worklog.count(tmp_path / "worklog_bytes.csv", GPU, "abc1234")
+    assert "ERR_NVGPUCTRPERM" in problem
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_page_with_other_tables_is_refused(page, capsys):
     page.write_text(page.read_text().replace("<!-- table: half -->", "<!-- table: quarter -->"))
     assert worklog.main(["page", "--page", str(page)]) == 2
@@ -413,6 +433,8 @@ LONG = worklog.text(worklog.LONG)
         (("on_chip", "131072x1024"), {"dram_write": 0.7}, None),
         (("tree", "8x16777216"), {"dram_read": 1.3}, None),  # of which the page claims nothing
         (("online_wide", LONG), {"us": 0.8}, "fused / online_wide 1024x131072: times 1.667, bytes 1.333"),
+        (("on_chip", "4096x32768"), {"us": 0.8}, "naive / on_chip 4096x32768: times 1.875, bytes 1.500"),
+        (("tree", "1x16777216"), {"us": 1.2}, "tree 1x16777216: 0.750 of its roofline"),
     ],
 )
 def test_a_miss_is_found(full, page, which, change, expected):
