@@ -1276,7 +1276,15 @@ HEADS = P(None, "model")
 @QUICKLY
 @MESHES
 @pytest.mark.parametrize(
-    ("spec", "key_heads"), [(SPECS[0], 2), (SPECS[1], 1), (SPECS[1], 2), (SPECS[2], 4), (SPECS[3], 2)], ids=str
+    ("spec", "key_heads"),
+    [
+        pytest.param(SPECS[0], 2, marks=pytest.mark.slow),
+        (SPECS[1], 1),
+        pytest.param(SPECS[1], 2, marks=pytest.mark.slow),
+        (SPECS[2], 4),
+        (SPECS[3], 2),
+    ],
+    ids=str,
 )
 def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, kind):
     check_mesh(spec, key_heads, kind)

@@ -99,15 +99,24 @@ def with_features(names, sizes, lengths, dtype="bfloat16"):
     return given, options
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    ("feature", "lengths"),
+    [  # quickly with one of the lengths, in turn
+        pytest.param(feature, lengths, marks=[] if (place + index // 2) % 2 else pytest.mark.slow)
+        for index, feature in enumerate(FEATURES)
+        for place, lengths in enumerate(LENGTHS)
+    ],
+)
 def test_every_feature_lowers_for_cuda(feature, lengths):
     index = list(FEATURES).index(feature) + list(LENGTHS).index(lengths)  # in turn with every configuration
     given, options = with_features([feature], SIZES[index % 5], LENGTHS[lengths], mosaic.DTYPES[index % 2])
     lower(given, **options)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(feature, marks=[] if index % 4 in (1, 2) else pytest.mark.slow) for index, feature in enumerate(FEATURES)],
+)
 def test_every_feature_lowers_for_cuda_in_float32(feature):
     index = list(FEATURES).index(feature)
     given, options = with_features([feature], SIZES_OF_FLOAT32[index % 3], [*LENGTHS.values()][index % 2], "float32")
@@ -313,7 +322,14 @@ NOT_PRECISE = [None, "default", "high", "bfloat16", "tensorfloat32", lax.Precisi
 NOT_PRECISE += ["BF16_BF16_F32_X3", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT]
 
 
-@pytest.mark.parametrize("precision", [*PRECISE, *NOT_PRECISE], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(precision, marks=[] if index % 2 else pytest.mark.slow)
+        for index, precision in enumerate([*PRECISE, *NOT_PRECISE])
+    ],
+    ids=str,
+)
 def test_precision_says_whether_float32_has_a_kernel(precision):
     for dtype, expected in (("float32", "xla" if precision in PRECISE else "mosaic"), ("bfloat16", "mosaic")):
         found = explain(lambda given: attend(**given, precision=precision), operands(dtype=dtype), platform="cuda")

@@ -21,6 +21,8 @@ import jaxsoftmax
 from jaxsoftmax import dispatch, explain, online
 from jaxsoftmax.ops.softmax import primitive, xla
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 FORWARD, BACKWARD = "softmax_forward_probe", "softmax_backward_probe"
 X = jax.ShapeDtypeStruct((2, 32, 128), jnp.float32)
 SCALE = jax.ShapeDtypeStruct((), jnp.float32)

@@ -102,6 +102,7 @@ def test_the_files_of_an_op_are_its_implementations(op):
     assert stems - {"api", "backward", "common", "dropout", "primitive", "__init__"} == set(dispatch.implementations[op])
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/flax.md"])
 def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it

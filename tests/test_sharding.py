@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 NAMES = pytest.mark.parametrize("name", cases.OPS)
 SOME_NAMES = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "log_softmax" else ()) for name in cases.OPS]

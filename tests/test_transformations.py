@@ -14,6 +14,8 @@ from jax import export
 
 import jaxsoftmax
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 SHAPE = (3, 7)
 NAMES = pytest.mark.parametrize("name", cases.OPS)
 
