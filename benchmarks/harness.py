@@ -1,13 +1,11 @@
 """Measures cells: every contender is built, checked, and timed in turns with the others."""
 
-import datetime
 import math
 import os
 import statistics
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ import jax
 from benchmarks import check
 from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender
 from benchmarks.clock import Clock, kernel_clock, synchronize
-from benchmarks.results import Row
+from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 
 _GROSS = 0.1  # the relative error from which on a peer computes something else
@@ -75,7 +73,7 @@ class Run:
         self.problems: list[str] = []
         self._gpu, self._commit, self._write, self._clock, self._peers, self._say = gpu, commit, write, clock, peers, say
         self._effort = effort or Effort()
-        self._id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+        self._id = new_run()
         self._copy_speed: dict[str, float] = {}
         self._named: set[str] = set()
         self._last: tuple[Cell, tuple[Any, ...]] | None = None
@@ -196,7 +194,7 @@ class Run:
         copy_speed = self._copy_speed.get(cell.dtype)
         row = Row(
             run=self._id,
-            date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            date=now(),
             gpu=self._gpu,
             jax=jax.__version__,
             commit=self._commit,

@@ -1,9 +1,12 @@
 """The result files: `<folder>/<gpu>/<suite>.csv`, one row a measurement, new runs below old ones."""
 
 import csv
+import datetime
 import io
 import os
 import re
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,27 @@ FOLDER = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement.
+class Origin:
+    """Where a row of a result file comes from.
 
     Attributes:
       run: one for all that one process measured; only rows of one run are compared.
       date: when it was measured, UTC.
       gpu, jax, commit: the GPU's name, the version of JAX, the commit of jaxsoftmax.
+    """
+
+    run: str
+    date: str
+    gpu: str
+    jax: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Row(Origin):
+    """One measurement.
+
+    Attributes:
       op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
         `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock.
       implementation: what ran, ours or a peer.
@@ -29,11 +46,6 @@ class Row:
       error: the largest fraction of the error budget used; None for yardsticks.
     """
 
-    run: str
-    date: str
-    gpu: str
-    jax: str
-    commit: str
     op: str
     pass_: str
     dtype: str
@@ -61,7 +73,22 @@ class Row:
         return self.op, self.pass_, self.dtype, self.shape, self.options
 
 
-COLUMNS = tuple(field.name.rstrip("_") for field in fields(Row))
+def columns_of(kind: type[Origin]) -> tuple[str, ...]:
+    """The columns of a file of such rows."""
+    return tuple(field.name.rstrip("_") for field in fields(kind))
+
+
+COLUMNS = columns_of(Row)
+
+
+def new_run() -> str:
+    """A name for a run that begins now."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def now() -> str:
+    """The date of a row."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def path_for(folder: Path, gpu: str, suite: str) -> Path:
@@ -75,10 +102,15 @@ def append(path: Path, *rows: Row) -> None:
     Raises:
       ValueError: the file has other columns, or ends inside a row.
     """
+    append_lines(path, COLUMNS, map(_format, rows))
+
+
+def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+    """`append` to a file of these columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [] if path.exists() and _check(path) else [COLUMNS]
+    header = [] if path.exists() and check(path, columns) else [columns]
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([*lines, *map(_format, rows)])
+    csv.writer(text, lineterminator="\n").writerows([*header, *lines])
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, text.getvalue().encode())
@@ -92,7 +124,7 @@ def read(path: Path) -> list[Row]:
     Raises:
       ValueError: the file has other columns, ends inside a row, or holds a row that cannot be read; with its line.
     """
-    _check(path)
+    check(path, COLUMNS)
     with path.open(newline="") as file:
         return [_parse(path, line, record) for line, record in enumerate(csv.DictReader(file), start=2)]
 
@@ -102,11 +134,11 @@ def newest(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.run == rows[-1].run]
 
 
-def _check(path: Path) -> bool:
-    """Whether there is anything in the file; raises if it is no result file."""
+def check(path: Path, columns: Sequence[str]) -> bool:
+    """Whether there is anything in the file; raises if it is no result file of these columns."""
     text = path.read_text()
-    if text and text.splitlines()[0] != ",".join(COLUMNS):
-        raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
+    if text and text.splitlines()[0] != ",".join(columns):
+        raise ValueError(f"{path}: the columns must be {','.join(columns)}")
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: the last row is not complete; complete or remove it")
     return bool(text)

@@ -13,7 +13,6 @@ Result files are worklog.csv, worklog_bytes.csv and worklog_cpu.csv; the newest 
 import argparse
 import csv
 import dataclasses
-import datetime
 import functools
 import importlib
 import itertools
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +39,7 @@ from jax import lax
 from benchmarks import attention, harness, plot, results, softmax
 from benchmarks.cells import Cell, Contender, torch
 from benchmarks.check import oracle, sampled
-from benchmarks.results import Row
+from benchmarks.results import Origin, Row
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "worklog.md"
@@ -213,11 +211,11 @@ def _sample_of_top_k(inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarra
 
 
 @dataclass(frozen=True)
-class Counted:
+class Counted(Origin):
     """The bytes that all kernels of one call move.
 
     Attributes:
-      run, date, gpu, jax, commit, op, dtype, shape, implementation: as in `results.Row`.
+      op, dtype, shape, implementation: as in `results.Row`.
       kernels: how many kernels ran.
       predicted: the bytes of the passes over the array, or arrays.
       dram_read, dram_write: bytes that memory gives and takes.
@@ -225,11 +223,6 @@ class Counted:
         send to it.
     """
 
-    run: str
-    date: str
-    gpu: str
-    jax: str
-    commit: str
     op: str
     dtype: str
     shape: str
@@ -373,14 +366,14 @@ def count(path: Path, gpu: str, commit: str) -> list[str]:
             return [f"bytes: {problem}"]
     if len(groups) != len(printed):
         return [f"bytes: {len(printed)} cases ran, and ncu saw {len(groups)}"]
-    stamp, problems, found = _stamp(gpu, commit), [], []
+    origin, problems, found = _origin(gpu, commit), [], []
     for line, group in zip(printed, groups, strict=True):
-        columns: dict[str, Any] = {**stamp, **line, **group}
+        columns: dict[str, Any] = {**origin, **line, **group}
         if (problem := columns.pop("problem")) is None:
             found.append(Counted(**columns))
         else:
             problems.append(f"bytes: {line['op']} {line['shape']} {line['implementation']}: {problem}")
-    append(path, found)
+    results.append_lines(path, results.columns_of(Counted), map(dataclasses.astuple, found))
     return problems
 
 
@@ -395,33 +388,17 @@ def _child(name: str, environment: dict[str, str], wrapper: Sequence[str] = ()) 
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def _stamp(gpu: str, commit: str) -> dict[str, str]:
-    now = datetime.datetime.now(datetime.UTC)
-    return {
-        "run": f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}",
-        "date": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-        "gpu": gpu,
-        "jax": jax.__version__,
-        "commit": commit,
-    }
-
-
-def append(path: Path, found: Iterable[Counted]) -> None:
-    """Adds what was counted below what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Counted)], lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(dataclasses.asdict(one) for one in found)
+def _origin(gpu: str, commit: str) -> dict[str, Any]:
+    return dataclasses.asdict(Origin(results.new_run(), results.now(), gpu, jax.__version__, commit))
 
 
 def read_counted(path: Path) -> list[Counted]:
     """The newest run of a file of counted bytes.
 
     Raises:
-      ValueError: a row cannot be read; with its line.
+      ValueError: the file has other columns, ends inside a row, or holds a row that cannot be read; with its line.
     """
+    results.check(path, results.columns_of(Counted))
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Counted)}
     found = []
     with path.open(newline="") as file:
@@ -503,7 +480,7 @@ def time_serial(path: Path, gpu: str, commit: str) -> list[str]:
         printed = [line for name, environment in environments.items() for line in _child(name, environment)]
     except subprocess.CalledProcessError as problem:
         return [f"cpu: {problem}"]
-    common: dict[str, Any] = _stamp(gpu, commit)
+    common = _origin(gpu, commit)
     common |= {"op": "softmax", "pass_": "forward", "dtype": "float32", "flops": 0, "copy_share": None, "error": None}
     rows = [Row(**common, **line, bytes=2 * size([int(n) for n in line["shape"].split("x")])) for line in printed]
     results.append(path, *rows)

@@ -18,6 +18,7 @@ import oracle
 import pytest
 
 import jaxsoftmax
+from jaxsoftmax import online
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "softmax_worklog.py"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -321,7 +322,7 @@ def test_only_public_names_are_used():
 
 
 def test_merge_and_push(example):
-    """The state of a row, of any parts of it, and of none."""
+    """The state of a row, of any parts of it, and of none: the textbook's rules are those of the library."""
     x = jax.random.normal(jax.random.key(0), (3, 16)) * jnp.float32(10)
     none = example.State(jnp.full(3, example.LOWEST), jnp.zeros(3))
     parts = jnp.split(x, 4, axis=1)
@@ -331,6 +332,10 @@ def test_merge_and_push(example):
     exact = jax.nn.logsumexp(x, axis=1)
     np.testing.assert_allclose(m + jnp.log(d), exact, rtol=1e-6)
     np.testing.assert_allclose(states[4].m + jnp.log(states[4].d), exact, rtol=1e-6)
+    whole = functools.reduce(online.merge, (online.lift(part) for part in parts))
+    for state in (example.State(m, d), states[4]):
+        np.testing.assert_allclose(state.m, whole.m)
+        np.testing.assert_allclose(state.d, whole.d, rtol=1e-6)
     for state in (example.merge(none, none), example.push(none, [jnp.full(3, -jnp.inf)])):
         np.testing.assert_array_equal(state.d, 0)
 

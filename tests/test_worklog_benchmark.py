@@ -304,6 +304,9 @@ def test_counted_bytes_are_recorded_and_read_back(monkeypatch, tmp_path):
     path.write_text(path.read_text().replace(",60,", ",sixty,"))
     with pytest.raises(ValueError, match="line 2"):
         worklog.read_counted(path)
+    path.write_text(path.read_text().rstrip())
+    with pytest.raises(ValueError, match="not complete"):
+        worklog.read_counted(path)
 
 
 @pytest.mark.parametrize(("log", "reason"), [("", "no table"), (None, "No such file"), (a_log(BEFORE, BEHIND), "2 cases ran")])
@@ -369,7 +372,8 @@ def test_the_page_is_written_and_drawn(full, page, tmp_path, capsys):
     folder = tmp_path / "h200"
     results.append(folder / "worklog.csv", *full.times)
     results.append(folder / "worklog_cpu.csv", *full.serial)
-    worklog.append(folder / "worklog_bytes.csv", full.counted)
+    counted = map(dataclasses.astuple, full.counted)
+    results.append_lines(folder / "worklog_bytes.csv", results.columns_of(worklog.Counted), counted)
     options = ["--results", str(tmp_path), "--page", str(page)]
     assert worklog.main(["check", *options]) == 1
     assert "is not what the result files say" in capsys.readouterr().out
