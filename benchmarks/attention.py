@@ -26,7 +26,9 @@ from jax import lax
 
 import jaxsoftmax
 from benchmarks.cells import OURS, Cell, Contender, torch
-from benchmarks.check import attention_oracle, oracle, sampled, to_torch
+from benchmarks.check import sampled, to_torch
+from tests import oracle
+from tests.attention import oracle as attention_oracle
 
 TOKENS = 16384
 HIDDEN = 2048

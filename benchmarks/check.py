@@ -1,11 +1,8 @@
 """Whether what a contender computes is right: no speed is recorded of what is not."""
 
 import functools
-import importlib
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +11,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.cells import Cell, Contender, torch
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-oracle = importlib.import_module("oracle")
-attention_oracle = importlib.import_module("attention_oracle")
+from tests import oracle
 
 FEW_ROWS = (1, 3)
 _RANDOM_ROWS = 64

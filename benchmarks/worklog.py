@@ -38,8 +38,9 @@ from jax import lax
 
 from benchmarks import attention, harness, plot, results, softmax
 from benchmarks.cells import Cell, Contender, torch
-from benchmarks.check import oracle, sampled
+from benchmarks.check import sampled
 from benchmarks.results import Origin, Row
+from tests import oracle
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "worklog.md"

@@ -123,7 +123,7 @@ ATTENTIONS: dict[str, Callable[[bool], Attend]] = {
 }
 
 
-def explained(args: argparse.Namespace, attention: str, platform: str | None = None) -> Sequence[jaxsoftmax.dispatch.Decision]:
+def explained(args: argparse.Namespace, attention: str, platform: str | None = None) -> Sequence[Any]:
     """What runs an attention and its gradients in this run's shapes and dtype."""
     attend = ATTENTIONS[attention](args.deterministic)
     operand = jax.ShapeDtypeStruct((args.batch, args.context, args.heads, args.width // args.heads), args.dtype)

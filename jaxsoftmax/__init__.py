@@ -1,7 +1,7 @@
 """Softmax for JAX on NVIDIA GPUs: over logits, in attention, in a loss, over a sharded vocabulary."""
 
 from jaxsoftmax import online
-from jaxsoftmax.dispatch import explain
+from jaxsoftmax._core.dispatch import explain
 from jaxsoftmax.ops.attention.api import dot_product_attention
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 

@@ -15,8 +15,8 @@ from flax.linen import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax.dtypes import accumulator
-from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, scores_like
 from jaxsoftmax.ops.softmax.api import softmax
 

@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxsoftmax import dispatch, explain
+from jaxsoftmax import explain
+from jaxsoftmax._core import dispatch
 
 OPS = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -4,8 +4,9 @@ import importlib.util
 import sys
 
 import jax
-import kernels
 import pytest
+
+from . import kernels
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

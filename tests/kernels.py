@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import cases
 import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 
-from jaxsoftmax import dispatch, sharding
+from jaxsoftmax._core import dispatch, sharding
+
+from . import cases
 
 # The name of a Mosaic GPU kernel in the module that its custom call carries along; the other name there is the dialect's.
 _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax import dispatch
-from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax._core import dispatch
+from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
 
 Window = int | tuple[int | None, int | None] | None

@@ -22,11 +22,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
-from jaxsoftmax import sharding
-from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax._core import sharding
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind, define, set_rule, unpack
 from jaxsoftmax.ops.attention import xla
 from jaxsoftmax.ops.attention.xla import MOVING, OPERANDS, summed_to
-from jaxsoftmax.primitive import bind, define, set_rule, unpack
 
 # What out and lse are called where derivatives save them.
 SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")

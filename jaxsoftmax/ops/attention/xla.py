@@ -31,9 +31,9 @@ import numpy as np
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax.dtypes import accumulator
-from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.sharding import vary_alike
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.sharding import vary_alike
+from jaxsoftmax.ops.attention import _dropout as dropout
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax import dispatch
-from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax._core import dispatch
+from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.softmax import primitive
 
 Axis = int | Sequence[int] | None

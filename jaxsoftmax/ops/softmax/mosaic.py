@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax import hopper, online, rows
-from jaxsoftmax.hopper import RowTile
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows import run as rows
+from jaxsoftmax._gpu.rows.layout import RowTile
+from jaxsoftmax._gpu.rows.run import Config, constant, each, everything, rows_and_cols
 from jaxsoftmax.ops.softmax.xla import select
-from jaxsoftmax.rows import Config, constant, each, everything, rows_and_cols
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_COLS = 32768
@@ -134,7 +136,7 @@ def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
         vectors, repeats = cols // 4, 1
     elif widest == 8 and kernel == "logsumexp_forward" and cols < 512:  # two vectors for each lane, of two rows
         vectors, repeats = vectors // 2, 2
-    threads = min(hopper.WARP, 1 << max(1, vectors.bit_length() - 1))
+    threads = min(ptx.WARP, 1 << max(1, vectors.bit_length() - 1))
     elements = -(-cols // (vector * threads)) * vector
     each = widest if kernel in _TWO_OPERANDS else 2 * widest
     return Config(vector, threads, repeats or max(1, each // elements))

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
-from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind, define, set_rule, unpack
+from jaxsoftmax._core.sharding import has_explicit_axes
 from jaxsoftmax.ops.softmax import xla
-from jaxsoftmax.primitive import bind, define, set_rule, unpack
-from jaxsoftmax.sharding import has_explicit_axes
 
 # How many operands come before the optional ones, `where` and `scale`.
 _REQUIRED = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_jacobian": 2}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax.dtypes import accumulator
+from jaxsoftmax._core.dtypes import accumulator
 
 
 def softmax(x, where, scale, *, axes, dtype, axis_name=()):

@@ -4,13 +4,9 @@ import functools
 import itertools
 import types
 
-import attention_oracle
-import cases
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -19,8 +15,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import common, dropout, primitive, xla
+from jaxsoftmax import explain
+from jaxsoftmax._core import dispatch
+from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention import primitive, xla
+from jaxsoftmax.ops.attention.mosaic import common
+
+from .. import cases, kernels, oracle
+from . import oracle as attention_oracle
 
 # Float32 on the reference, whatever the platform: a kernel makes less precise products of it, where `function` lets it.
 attend = functools.partial(jaxsoftmax.dot_product_attention, precision="highest")

@@ -7,12 +7,9 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-import cases
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +17,14 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
-from jaxsoftmax import dispatch, explain, hopper
+from jaxsoftmax import explain
+from jaxsoftmax._core import dispatch
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.layout import RowTile
+from jaxsoftmax._gpu.rows.run import Config
 from jaxsoftmax.ops.softmax import mosaic, xla
-from jaxsoftmax.rows import Config
+
+from .. import cases, kernels, oracle
 
 # The primitive that a kernel runs, and its operands before `where` and `scale`: x also stands for y, t for a cotangent, and
 # what belongs to rows are m, d, and c, logsumexp's cotangent.
@@ -139,7 +141,7 @@ def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
 def test_every_number_of_columns_has_a_configuration():
     for kernel, cols, itemsize, masked in everything():
         config = mosaic.config_for(kernel, cols, itemsize, masked, masked)
-        tile = hopper.RowTile(cols, config.vector, config.threads, config.repeats, config.blocks)
+        tile = RowTile(cols, config.vector, config.threads, config.repeats, config.blocks)
         assert tile.turns <= 32
         assert tile.aligned or not masked  # rows of a mask that are not those of the scores
 
@@ -184,7 +186,7 @@ def test_every_entry_of_the_tables_is_hit_by_a_lowered_case(monkeypatch):
 def test_every_way_of_short_rows_is_hit_by_a_lowered_case():
     def ways(all_cases):
         configs = ((case, mosaic.config_for(*case)) for case in all_cases)
-        return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= hopper.WARP}
+        return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= ptx.WARP}
 
     assert ways(everything()) - ways(LOWERED) == set()
 
@@ -584,7 +586,7 @@ def test_what_is_copied_in_is_waited_for():
 def mosaic_rows(kernel, shape, dtype):
     """The least number of rows that fill a tile."""
     config = mosaic.config_for(kernel, shape[1], jnp.dtype(dtype).itemsize, False)
-    return hopper.RowTile(shape[1], config.vector, config.threads, config.repeats, config.blocks).rows
+    return RowTile(shape[1], config.vector, config.threads, config.repeats, config.blocks).rows
 
 
 @pytest.mark.parametrize("kind", ["rows inside a warp", "a warpgroup a row", "parked and looped"])

@@ -20,9 +20,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxsoftmax import dispatch
+from jaxsoftmax._core import dispatch
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny_lm.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
 SMALL = {
     "--steps": 44,

@@ -1,7 +1,7 @@
 """Kernels over the rows of arrays on Hopper: how a row is spread over threads and held there, for any op.
 
 A kernel has a body: a function of a `Tile`, some rows, that computes results from operands. Operands and results that are as
-large as the rows are functions of a turn (see `hopper.RowTile`) that give its elements, so that what is computed twice need
+large as the rows are functions of a turn (see `RowTile`) that give its elements, so that what is computed twice need
 not be kept in registers meanwhile.
 """
 
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import arith
 
-from jaxsoftmax import hopper, online
-from jaxsoftmax.hopper import RowTile
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.layout import RowTile
 from jaxsoftmax.online import State
 
 
@@ -29,7 +30,7 @@ class Config:
     """How the rows of an array are spread over threads, and held there.
 
     Attributes:
-      vector, threads, repeats, blocks: as in `hopper.RowTile`.
+      vector, threads, repeats, blocks: as in `RowTile`.
       parked: whether rows are held in shared memory, not in registers, of which a thread then needs few.
       unroll: turns of a thread in an iteration of a loop; 0 for no loop but code for each turn. With a loop rows come by bulk
         copies if they are parked, else from global memory with each pass. Only where rows end with a turn, and without a mask.
@@ -141,18 +142,18 @@ class Tile:
         group = _group(tile)
         if tile.blocks > 1:
             group = lax.axis_index("rank") * tile.warpgroups + group
-            hopper.cluster_wait()
+            ptx.cluster_wait()
             for i, part in enumerate(parts):
-                hopper.push_to_cluster(self.scratch.at[i], group * hopper.WARPS, part, tile.row_layout, tile.blocks)
-            hopper.cluster_barrier()
+                ptx.push_to_cluster(self.scratch.at[i], group * ptx.WARPS, part, tile.row_layout, tile.blocks)
+            ptx.cluster_barrier()
         else:
             for i, part in enumerate(parts):
-                self.scratch[i, pl.ds(group * hopper.WARPS, hopper.WARPS)] = part
+                self.scratch[i, pl.ds(group * ptx.WARPS, ptx.WARPS)] = part
             if tile.warpgroups > 1:
-                hopper.block_barrier()
+                ptx.block_barrier()
             else:
                 plgpu.commit_smem()
-        layout = hopper.replicated(tile.warps)
+        layout = ptx.replicated(tile.warps)
         return [plgpu.load(self.scratch.at[i], layout=layout, optimized=False) for i in range(len(parts))]
 
 
@@ -220,7 +221,7 @@ def run(
         )
         memory = _Memory(layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact, bool(way.unroll))
         if layout.blocks > 1:
-            hopper.cluster_arrive()
+            ptx.cluster_arrive()
         for ref, slot, barrier in zip(given, slot_refs, barrier_refs, strict=False):
             memory.copy_in(ref, slot, barrier)
         sources = [
@@ -394,12 +395,12 @@ def _row_of_mask(shape, where_shape, axes):
         between *= shape[axis]
 
     def source_row(row):
-        total = hopper.constant(0)
+        total = ptx.constant(0)
         for divisor, modulus, stride in parts:
-            index = arith.divui(row, hopper.constant(divisor))
+            index = arith.divui(row, ptx.constant(divisor))
             if divisor * modulus != between:
-                index = arith.remui(index, hopper.constant(modulus))
-            total = arith.addi(total, arith.muli(index, hopper.constant(stride)))
+                index = arith.remui(index, ptx.constant(modulus))
+            total = arith.addi(total, arith.muli(index, ptx.constant(stride)))
         return total
 
     return source_row

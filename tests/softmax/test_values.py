@@ -2,16 +2,16 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
+
+from .. import cases, oracle
 
 TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax, "logsumexp": oracle.logsumexp}
 

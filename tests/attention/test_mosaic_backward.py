@@ -10,25 +10,28 @@ import math
 import operator
 import re
 
-import attention_oracle
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import kernels
 import numpy as np
-import oracle
 import pytest
-import test_attention as forward
-import test_attention_mosaic as lowering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from test_attention import MOVING, case, random, segments, split
 
 import jaxsoftmax
-from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import backward, common, mosaic, primitive, xla
+from jaxsoftmax import explain
+from jaxsoftmax._core import dispatch
+from jaxsoftmax.ops.attention import primitive, xla
+from jaxsoftmax.ops.attention.mosaic import backward, common
+from jaxsoftmax.ops.attention.mosaic import forward as mosaic
+
+from .. import kernels, oracle
+from . import oracle as attention_oracle
+from . import test_mosaic_forward as lowering
+from . import test_values as forward
+from .test_values import MOVING, case, random, segments, split
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")

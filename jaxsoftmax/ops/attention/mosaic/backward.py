@@ -38,8 +38,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax import hopper
-from jaxsoftmax.ops.attention import common, dropout
+from jaxsoftmax._gpu import products, ptx
+from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention.mosaic import common
 from jaxsoftmax.ops.attention.xla import MOVING, summed_to
 
 SIZES = (64, 128, 256)  # of heads, on chip
@@ -735,7 +736,7 @@ class _Tile:
                 p, kept = pl.run_scoped(weigh, plgpu.ACC(shape, jnp.float32))
                 self._release("q", step)
                 memory["p"][...] = p
-                hopper.pass_turn(_WEIGHTS)
+                ptx.pass_turn(_WEIGHTS)
                 plgpu.barrier_wait(memory["do_full"].at[stage_do])
                 plgpu.wgmma(acc, kept, memory["do"].at[stage_do])
                 _meet()  # the derivatives of the scores are there
@@ -764,7 +765,7 @@ class _Tile:
 
                 dp = pl.run_scoped(multiply_values, plgpu.ACC(shape, jnp.float32))
                 self._release("do", step)
-                hopper.take_turn(_WEIGHTS)
+                ptx.take_turn(_WEIGHTS)
                 if problem.passes_both:
                     p = plgpu.load(memory["p_of_bias"], layout=_LAYOUT)
                     scores.add_to_bias(p.astype(jnp.float32) * dp, head, block)
@@ -911,7 +912,7 @@ class _Tile:
                 before = self.refs["before"][place.b, place.block, block]
             else:
                 before = place.block - problem.first_key_block(block, _divide, jnp.maximum)
-            hopper.await_count(self.refs["turns"], turn, before)
+            ptx.await_count(self.refs["turns"], turn, before)
             for piece in range(self.config.pieces):
                 plgpu.barrier_wait(self.memory["sums_full"].at[own])
                 for warpgroup in range(WARPGROUPS):
@@ -919,7 +920,7 @@ class _Tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(self.memory["sums_empty"])
             plgpu.wait_smem_to_gmem(0)
-            hopper.add_one(self.refs["turns"], turn)
+            ptx.add_one(self.refs["turns"], turn)
 
         return steps + total
 
@@ -940,7 +941,7 @@ class _Scores:
         if self._has("key_segments") and weighs:
             ref, index = self.operands["key_segments"]
             keys = self.problem.key[0]
-            self.segments = hopper.load_product_rows(ref, index(self.b) * keys + first, keys - first, self.shape)
+            self.segments = products.load_product_rows(ref, index(self.b) * keys + first, keys - first, self.shape)
 
     def _has(self, *names):
         return any(name in self.operands for name in names)
@@ -963,7 +964,7 @@ class _Scores:
         if self._has("query_segments") and banded:
             ref, index = self.operands["query_segments"]
             queries, start = self.problem.query[0], block * self.shape[1]
-            loaded["segments"] = hopper.load_product_cols(ref, index(self.b) * queries + start, queries - start, self.shape)
+            loaded["segments"] = products.load_product_cols(ref, index(self.b) * queries + start, queries - start, self.shape)
         return loaded
 
     def weights(self, s, lse, loaded, block, *, banded):
@@ -981,7 +982,7 @@ class _Scores:
             same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == _along_rows(loaded["segments"], s.shape)
             s = jnp.where(same, s, -jnp.inf)
         if banded and self.is_limited:
-            s = hopper.band(s, *self._limits(block * self.shape[1]))
+            s = products.band(s, *self._limits(block * self.shape[1]))
         if "bias" in loaded:  # they may be as large as `finfo.min`
             return jnp.exp2((s - _along_rows(lse, s.shape)) * _LOG2E), slope
         s = s * (factor * _LOG2E)
@@ -1014,7 +1015,7 @@ class _Scores:
     def add_to_bias(self, ds, head, block):
         if self.problem.biased:
             varies = self.sizes["bias"][1] > 1, self.operands["bias"][0].shape[1] > 1
-            hopper.add_transposed(self.refs["dbias"], *self._at("bias", head, block), ds, varies=varies)
+            products.add_transposed(self.refs["dbias"], *self._at("bias", head, block), ds, varies=varies)
 
     def _limits(self, start):
         """The first and the last column that each row sees, where columns are queries from `start` on."""
@@ -1041,7 +1042,7 @@ class _Scores:
     def _tile_of(self, name, head, block):
         ref, _ = self.operands[name]
         varies = self.sizes[name][1] > 1, ref.shape[1] > 1
-        return hopper.load_transposed(ref, *self._at(name, head, block), self.shape, varies=varies)
+        return products.load_transposed(ref, *self._at(name, head, block), self.shape, varies=varies)
 
 
 def _divide(a, b):
@@ -1055,7 +1056,7 @@ def _zero(step, use):
 
 def _meet():
     """Waits for the other warpgroup that computes; what both wrote to shared memory is then visible to products."""
-    hopper.meet(_BOTH, WARPGROUPS)
+    ptx.meet(_BOTH, WARPGROUPS)
 
 
 def _only(kept, array):

@@ -16,7 +16,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "transformer_block.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "transformer_block.py"
 SMALL = {"--lengths": 16, "--width": 32, "--head-size": 16, "--batch": 2, "--dtype": "float32", "--seed": 3}
 WAYS = ("jax", "softmax", "flash")
 PASSES = ("forward", "forward+backward")

@@ -8,7 +8,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
 import pytest
 from jax import lax
@@ -18,8 +17,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import dispatch, explain, online
+from jaxsoftmax import explain, online
+from jaxsoftmax._core import dispatch
 from jaxsoftmax.ops.softmax import primitive, xla
+
+from .. import kernels
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -33,8 +35,8 @@ last_logsumexp = functools.partial(jaxsoftmax.logsumexp, axis=-1)
 
 @pytest.fixture
 def probe():
-    with kernels.plugged_in("softmax", "probe", "probe", "cuda"):
-        yield importlib.import_module("probe")
+    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"):
+        yield importlib.import_module("tests.core.probe")
 
 
 class Local(types.ModuleType):

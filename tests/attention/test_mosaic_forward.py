@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,9 +21,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import dispatch, explain
-from jaxsoftmax.ops.attention import common, mosaic
-from jaxsoftmax.ops.attention.mosaic import Config, _Problem
+from jaxsoftmax import explain
+from jaxsoftmax._core import dispatch
+from jaxsoftmax.ops.attention.mosaic import common
+from jaxsoftmax.ops.attention.mosaic import forward as mosaic
+from jaxsoftmax.ops.attention.mosaic.forward import Config, _Problem
+
+from .. import kernels
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")

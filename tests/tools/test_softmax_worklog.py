@@ -9,18 +9,18 @@ import sys
 import time
 from pathlib import Path
 
-import attention_oracle
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
-import oracle
 import pytest
 
 import jaxsoftmax
 from jaxsoftmax import online
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "softmax_worklog.py"
+from .. import kernels, oracle
+from ..attention import oracle as attention_oracle
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "softmax_worklog.py"
 DTYPES = ("float32", "bfloat16", "float16")
 # What each rung moves, and the kernels that it launches where many blocks share a row, by their last words.
 LADDER = {

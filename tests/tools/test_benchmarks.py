@@ -15,6 +15,8 @@ from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
 
+from .. import oracle
+
 CELLS = {cell.name: cell for cell in softmax.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
@@ -389,7 +391,7 @@ def test_the_truth_of_attention(options):
     inputs = cell.inputs(jax.random.key(0), True)
     output = jax.jit(cell.contenders[0].build())(*inputs)
     ((actual, truth),) = cell.sample(inputs, output)
-    assert check.oracle.error(actual, truth) <= 1
+    assert oracle.error(actual, truth) <= 1
     query, *others = inputs
     assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
 
@@ -414,7 +416,7 @@ def test_the_truth_of_gradients(more):
     output = jax.jit(cell.contenders[0].build())(*inputs)
     pairs = cell.sample(inputs, output)
     assert len(pairs) == len(output) == 3 + ("bias" in call.extras)
-    assert all(0 < check.oracle.error(*pair) <= 1 for pair in pairs)
+    assert all(0 < oracle.error(*pair) <= 1 for pair in pairs)
     for wrong in range(len(output)):
         gradients = [gradient * (1.1 if at == wrong else 1) for at, gradient in enumerate(output)]
         assert check.errors(cell, cell.contenders[0], inputs, gradients)[0] > 1
@@ -444,7 +446,7 @@ def test_calls_of_attention_with_fewer_queries(options):
     function = cell.contenders[0].build()
     ((words, fewer, part),) = cell.fewer(inputs, function(*inputs))
     assert words == "3 queries"
-    np.testing.assert_allclose(check.oracle.to64(function(*fewer)), check.oracle.to64(part), atol=2e-2)
+    np.testing.assert_allclose(oracle.to64(function(*fewer)), check.oracle.to64(part), atol=2e-2)
 
 
 def test_peers_of_attention():

@@ -32,7 +32,8 @@ most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms
 from dataclasses import dataclass
 
 import numpy as np
-from oracle import EPS, TINY, Truth, half_unit, to64
+
+from ..oracle import EPS, TINY, Truth, half_unit, to64
 
 THREE_PRODUCTS = 2.0**-15
 

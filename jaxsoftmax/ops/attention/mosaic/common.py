@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax import hopper
+from jaxsoftmax._gpu import products, ptx
 from jaxsoftmax.ops.attention.xla import RANKS
 
 _LOG2E = math.log2(math.e)
@@ -111,17 +111,17 @@ def each_tile_taken(work, look_up, memory, tiles: int, block, blocks: int) -> No
     def say(i, values):
         slot = lax.rem(i, jnp.int32(_SLOTS))
         plgpu.barrier_wait(memory["tile_empty"].at[slot])
-        hopper.store_scalars(memory["tile"], slot, values)
+        ptx.store_scalars(memory["tile"], slot, values)
         plgpu.barrier_arrive(memory["tile_full"].at[slot])
 
     def one(carry):
         i, ticket, steps = carry
         values = look_up(ticket)
         say(i, values)
-        following = hopper.take_ticket(counter)  # long before it is needed, which is when it is stored
+        following = ptx.take_ticket(counter)  # long before it is needed, which is when it is stored
         steps = work(values, steps)
         slot = lax.rem(i, jnp.int32(_SLOTS))
-        hopper.store_scalars(memory["ticket"], slot, [following])
+        ptx.store_scalars(memory["ticket"], slot, [following])
         plgpu.barrier_arrive(memory["ticket_full"])
         plgpu.barrier_wait(memory["ticket_full"])
         return i + 1, memory["ticket"][slot, 0] + blocks, steps
@@ -180,7 +180,7 @@ def batch_index(batch, shape):
 
 
 def flat(name, array):
-    """A mask or bias as rows, segments as one line: as `hopper` loads them."""
+    """A mask or bias as rows, segments as one line: as `products` loads them."""
     if name in ("bias", "mask"):
         return array.reshape(-1, array.shape[-1])
     return array.reshape(-1) if name in ("query_segments", "key_segments") else array
@@ -233,7 +233,7 @@ def tanh(x):
     """
     square = x * x
     series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
-    large = 1 - 2 * hopper.reciprocal(1 + jnp.exp2(x * (2 * _LOG2E)))
+    large = 1 - 2 * products.reciprocal(1 + jnp.exp2(x * (2 * _LOG2E)))
     return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
 
 

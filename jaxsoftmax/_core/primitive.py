@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from jaxsoftmax import dispatch, fusion, sharding
+from jaxsoftmax._core import dispatch, fusion, sharding
 
 # The same primitive for operands whose types leave no axis to the compiler: one that needs no devices while lowering.
 _deviceless: dict[Primitive, Primitive] = {}

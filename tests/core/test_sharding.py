@@ -2,16 +2,16 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+
+from .. import cases, kernels
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -176,7 +176,7 @@ def test_lowering_for_a_mesh_without_devices(name):
 @pytest.mark.parametrize("kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=["auto", "both"])
 def test_with_a_kernel_listed_automatic_axes_need_devices_unless_all_are_manual(kinds):
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
-    with kernels.plugged_in("softmax", "probe", "probe", "cuda"), jax.sharding.use_abstract_mesh(mesh):
+    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"), jax.sharding.use_abstract_mesh(mesh):
         x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match="AbstractMesh cannot be used"):
             jax.jit(jaxsoftmax.softmax).trace(x).lower(lowering_platforms=("cuda",))
@@ -188,7 +188,7 @@ def test_with_a_kernel_listed_automatic_axes_need_devices_unless_all_are_manual(
 @MESHES
 def test_export_from_a_mesh_of_several_devices_holds_the_kernel_where_shards_are_known(kind):
     mesh = make_mesh(kind)
-    with kernels.plugged_in("softmax", "probe", "probe", "cuda"), jax.set_mesh(mesh):
+    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"), jax.set_mesh(mesh):
         _, sharded = array((64, 128), P("data"), mesh)
         exported = jax.export.export(jax.jit(jaxsoftmax.softmax), platforms=["cuda"])(sharded)
         names = kernels.kernel_names(exported.mlir_module())

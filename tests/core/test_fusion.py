@@ -6,7 +6,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
 import pytest
 from jax import lax
@@ -15,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.softmax import xla
+
+from .. import kernels
 
 B, F = jnp.bfloat16, jnp.float32
 
@@ -267,7 +268,7 @@ def test_a_kernel_that_refuses_what_was_cast_is_not_asked_again(noting):
 
 
 def test_a_real_kernel_reads_the_narrow_scores():
-    with kernels.plugged_in("softmax", "probe", "probe", "cuda"):
+    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"):
         text = kernels.lowered_for_cuda(lambda x: softmax(x.astype(F)), shape(64, 128), kernels=["softmax_forward_probe"])
     (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     assert "(tensor<64x128xbf16>" in call

@@ -29,9 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jaxsoftmax import hopper, online
+from jaxsoftmax import online
+from jaxsoftmax._gpu import products, ptx
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention import backward, common, dropout
+from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention.mosaic import backward, common
 from jaxsoftmax.ops.attention.xla import OPERANDS
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
@@ -530,7 +532,7 @@ class _Tile:
                 for i, (place, piece) in enumerate(self._load(name, b, first, rows, head)):
                     if i == 0:
                         plgpu.barrier_wait(empty)  # behind the first load, as loads take long
-                    for part, term in zip(self._parts(letter, slot), hopper.bfloat16_terms(piece), strict=True):
+                    for part, term in zip(self._parts(letter, slot), products.bfloat16_terms(piece), strict=True):
                         part[place] = term
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full)
@@ -573,7 +575,10 @@ class _Tile:
                 limits = length - first - row, size - col
                 start = index(b) * length + first + row
                 place = slice(row, row + ROWS), slice(col, col + _SWIZZLED)
-                yield place, hopper.load_product(ref, start, head * size + col, limits, (ROWS, _SWIZZLED), varies=(True, True))
+                yield (
+                    place,
+                    products.load_product(ref, start, head * size + col, limits, (ROWS, _SWIZZLED), varies=(True, True)),
+                )
 
     # Those that compute.
 
@@ -587,15 +592,15 @@ class _Tile:
 
             @pl.when(warpgroup == self.config.warpgroups - 1)
             def _():
-                hopper.pass_turn(_TURN)
+                ptx.pass_turn(_TURN)
 
     def _take_turn(self, warpgroup):
         if self.config.turns:
-            hopper.take_turn(_TURN + warpgroup)
+            ptx.take_turn(_TURN + warpgroup)
 
     def _pass_turn(self, warpgroup):
         if self.config.turns:
-            hopper.pass_turn(_TURN + lax.rem(warpgroup + 1, jnp.int32(self.config.warpgroups)))
+            ptx.pass_turn(_TURN + lax.rem(warpgroup + 1, jnp.int32(self.config.warpgroups)))
 
     def compute(self, warpgroup, place, steps):
         """Computes the rows of a warpgroup; gives how many steps there have been."""
@@ -625,7 +630,7 @@ class _Tile:
                 plgpu.wgmma(o_acc.at[:, i * v.shape[1] : (i + 1) * v.shape[1]], weights, v)
 
         def rounded(weights):
-            return hopper.bfloat16_terms(weights) if config.split else weights.astype(self.out_ref.dtype)
+            return products.bfloat16_terms(weights) if config.split else weights.astype(self.out_ref.dtype)
 
         def wait_for_keys(step):
             plgpu.barrier_wait(memory["k_full"].at[self._stage(step)])
@@ -681,7 +686,7 @@ class _Tile:
                 pl.when(i + 1 < count)(lambda: wait_for_keys(steps + i + 1))
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(memory["v_empty"].at[self._stage(steps + i - 1)])
-                o_acc[...] = hopper.scale_rows(o, factor)
+                o_acc[...] = products.scale_rows(o, factor)
                 return m, d, rounded(weights), scores.packed(following)
 
             weights = rounded(scores.kept(weights, high - 1))
@@ -708,12 +713,12 @@ class _Tile:
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if self.config.split:
             size = self.problem.value_size
-            hopper.store_product(self.out_ref, b * length + first, head * size, (length - first, size), o)
+            products.store_product(self.out_ref, b * length + first, head * size, (length - first, size), o)
         else:
             self._copy_out(warpgroup, b, head, first, o)
         lse = online.lse_log2(state, unit=scores.unit)
         row = (b * heads + head) * length + first
-        hopper.store_product_rows(self.lse_ref, row, length - first, lse)
+        products.store_product_rows(self.lse_ref, row, length - first, lse)
         if not self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.memory["q_empty"].at[warpgroup])
@@ -760,7 +765,7 @@ class _Scores:
         if self._has("query_segments"):
             ref, index = self.operands["query_segments"]
             base = index(self.b) * self.problem.query[0] + first
-            self.segments = hopper.load_product_rows(ref, base, self.problem.query[0] - first, self.shape)
+            self.segments = products.load_product_rows(ref, base, self.problem.query[0] - first, self.shape)
 
     def _has(self, *names):
         return any(name in self.operands for name in names)
@@ -821,17 +826,17 @@ class _Scores:
         if self.is_biased:
             s = s * self.factor
         if self._has("bias"):
-            bias = self._tile_of("bias", block, hopper.load_product).astype(jnp.float32)
+            bias = self._tile_of("bias", block, products.load_product).astype(jnp.float32)
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if self._has("mask"):
-            s = hopper.select_bits(s, mask)
+            s = products.select_bits(s, mask)
         if self.ranges and banded:
             _, _, whole_from, whole_to = self.ranges
             several = (block < whole_from) | (block >= whole_to)
             s = lax.cond(several, lambda s: self._of_own_segment(s, start), lambda s: s, s)
         if not banded or self.high is None:
             return s
-        return hopper.band(s, None if self.low is None else self.low - start, self.high - start)
+        return products.band(s, None if self.low is None else self.low - start, self.high - start)
 
     def kept(self, weights, block):
         """The weights of a key block that dropout keeps, and 0 for the others."""
@@ -848,17 +853,17 @@ class _Scores:
 
     def mask(self, block, there):
         """Loads the mask of a key block if the block is there: a step before it is needed, as loads take long."""
-        return self._tile_of("mask", block, hopper.load_mask, there) if self._has("mask") else []
+        return self._tile_of("mask", block, products.load_mask, there) if self._has("mask") else []
 
     def packed(self, loaded):
         """What `mask` loaded, in bits."""
-        return hopper.pack_mask(loaded, self.shape) if loaded else []
+        return products.pack_mask(loaded, self.shape) if loaded else []
 
     def _of_own_segment(self, s, start):
         """The scores of the keys from `start` on, `-inf` for keys of another segment."""
         ref, index = self.operands["key_segments"]
         keys = self.problem.key[0]
-        own = hopper.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
+        own = products.load_product_cols(ref, index(self.b) * keys + start, keys - start, self.shape)
         same = lax.broadcast_in_dim(self.segments, s.shape, (0,)) == lax.broadcast_in_dim(own, s.shape, (1,))
         return jnp.where(same, s, -jnp.inf)
 

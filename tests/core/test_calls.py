@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxsoftmax
+
+from .. import cases
 
 X = np.zeros((2, 3), np.float32)
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from jax import export
 
 import jaxsoftmax
+
+from .. import cases
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

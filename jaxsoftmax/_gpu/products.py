@@ -1,0 +1,461 @@
+"""Products of the tensor cores as threads hold them: loads, stores, masks, and arithmetic that Pallas lacks."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+
+from jaxsoftmax._gpu.ptx import (
+    SPLAT,
+    WARP,
+    Vector,
+    address_of,
+    both,
+    compare,
+    constant,
+    fragmented,
+    gather,
+    i64,
+    load_words,
+    scalar,
+    thread,
+    words_of,
+)
+
+# Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
+# `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
+
+_PRODUCT = plgpu.Layout.WGMMA
+_PRODUCT_ROWS = _PRODUCT.reduce(1)
+_OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
+_PRODUCT_COLS = _PRODUCT.reduce(0)
+
+
+def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+    """A product with `-inf` in each row before column `low` and after column `high`, which are int32 of the rows."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * (1 if low is None else 2)),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
+    )
+    def band(_, scores, *limits):
+        _, col = _product_position()
+        limits = [[arith.subi(scalar(limit), col) for limit in rows.registers.flat] for rows in limits]
+
+        def seen(below, skipped):
+            inside = compare("sge", limits[0][below], constant(skipped))
+            return inside if len(limits) == 1 else both(inside, compare("sle", limits[1][below], constant(skipped)))
+
+        return _only(scores, seen)
+
+    return band(scores, high) if low is None else band(scores, high, low)
+
+
+def _only(scores, seen):
+    """A product with `-inf` where not `seen(below, skipped)`.
+
+    `below` is 1 for elements of the row 8 below a thread's first one, and `skipped` is how many columns behind its they are.
+    """
+    minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
+    registers = []
+    for index, register in enumerate(scores.registers.flat):
+        for e in range(2):
+            inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, constant(e))
+            register = llvm.insertelement(register, arith.select(inside, value, minus_infinity), constant(e))
+        registers.append(register)
+    return fragmented(registers, scores.layout, scores.shape, None)
+
+
+def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
+    """A product with each row multiplied with its factor, by the warps that have a factor other than 1."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, _PRODUCT_ROWS),
+        return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT),
+    )
+    def scale(_, product, factor):
+        factors = [scalar(register) for register in factor.registers.flat]
+        one = utils.c(1.0, product.mlir_dtype)
+        differs = [arith.cmpf(arith.CmpFPredicate.UNE, value, one) for value in factors]
+        everyone: Any = constant(2**WARP - 1)
+        needed = nvvm.vote_sync(everyone, functools.reduce(arith.ori, differs), "any")
+        registers = list(product.registers.flat)
+        branch: Any = scf.IfOp(needed, [register.type for register in registers], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            wide = [vector.broadcast(registers[0].type, value) for value in factors]
+            scf.yield_([arith.mulf(register, wide[index % 2]) for index, register in enumerate(registers)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(registers)
+        return fragmented(list(branch.results), product.layout, product.shape, None)
+
+    return scale(product, factor)
+
+
+def reciprocal(product: jax.Array) -> jax.Array:
+    """`1 / product` of float32 to within one unit in the last place: a division takes six instructions more."""
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT))
+    def invert(_, product):
+        registers, f32 = [], ir.F32Type.get()
+        for register in product.registers.flat:
+            for e in range(2):
+                value = llvm.extractelement(register, constant(e))
+                value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32)
+                register = llvm.insertelement(register, value, constant(e))
+            registers.append(register)
+        return fragmented(registers, product.layout, product.shape, None)
+
+    return invert(product)
+
+
+def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two terms of a float32 product in bfloat16: what it is rounded to, and what is missing then.
+
+    Two elements are converted at a time. ptxas converts single ones in the unit of exponentials, at a quarter of the rate.
+    """
+    kind = plgpu.ShapeDtypeStruct(product.shape, jnp.bfloat16, layout=_PRODUCT)
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=[kind, kind])
+    def split(_, product):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        register_type = ir.VectorType.get((2,), ir.BF16Type.get())
+        one = ir.VectorType.get((1,), i32)
+
+        def rounded(pair):
+            return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=i32)
+
+        terms: tuple[list[Any], list[Any]] = [], []
+        for register in product.registers.flat:
+            pair = [llvm.extractelement(register, constant(e)) for e in range(2)]
+            high = rounded(pair)
+            kept = arith.shli(high, constant(16)), arith.andi(high, constant(-(2**16)))
+            missing = [arith.subf(value, arith.bitcast(f32, bits)) for value, bits in zip(pair, kept, strict=True)]
+            for term, word in zip(terms, (high, rounded(missing)), strict=True):
+                term.append(vector.bitcast(register_type, vector.broadcast(one, word)))
+        return [fragmented(registers, product.layout, product.shape, None) for registers in terms]
+
+    return tuple(split(product))
+
+
+def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
+    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it: 0 beyond the limits.
+
+    Args:
+      ref: the array, floating.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column, an even one.
+      limits: scalars int32, how many rows and columns from there on are there.
+      shape: of the tile.
+      varies: whether the array varies along rows and columns; if not, the first one stands for all.
+    """
+    itemsize = ref.dtype.itemsize
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(SPLAT,) * 4),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=_PRODUCT),
+    )
+    def load(_, ref, *scalars):
+        layout = _PRODUCT.to_mgpu()
+        register = layout.registers_element_type(ref.type.element_type)
+        registers = []
+        for pair in _pairs(ref, scalars, shape[1], itemsize, varies):
+            if varies[1] and ref.type.shape[1] % 2 == 0:
+                address, offset, inside = pair[0]
+                registers.append(Vector(address, offset, itemsize, inside).load(register, 0))
+            else:
+                registers.append(gather(register, *zip(*pair, strict=True)))
+        return fragmented(registers, layout, shape, None)
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def store_product(ref, row, col, limits, values: jax.Array) -> None:
+    """Stores a product to a tile of `ref`, `[rows, cols]` in global memory, within limits as those of `load_product`.
+
+    The columns of `ref`, the first one and the limit of columns are even.
+    """
+    itemsize = values.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4, _PRODUCT))
+    def store(_, ref, *scalars_and_values):
+        *scalars, values = scalars_and_values
+        pairs = _pairs(ref, scalars, values.shape[1], itemsize)
+        for register, ((address, offset, inside), _) in zip(values.registers.flat, pairs, strict=True):
+            Vector(address, offset, itemsize, inside).store(register)
+
+    store(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+
+
+def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False):
+    """Where both elements of each pair of a thread are, in `count` columns: an address, bytes from there, and whether inside.
+
+    If `transposed`, the rows of the product are columns of `ref`. Both limits hold, also along what does not vary.
+    """
+    first, limits = ([scalar.registers.item() for scalar in axes] for axes in (scalars[:2], scalars[2:]))
+    row, col = _product_position()
+    width = ref.type.shape[1]
+    down, along = (1, 0) if transposed else (0, 1)  # which axes of `ref` rows and columns of the product are
+    limit = arith.subi(limits[along], col)
+    inside, addresses = [], []
+    for below in (0, 8):
+        own = arith.addi(row, constant(below))
+        inside.append(compare("slt", own, limits[down]))
+        at = (col, own) if transposed else (own, col)
+        entry = arith.muli(i64(arith.addi(first[0], at[0]) if varies[0] else first[0]), i64(width))
+        if varies[1]:
+            entry = arith.addi(entry, i64(arith.addi(first[1], at[1])))
+        addresses.append(arith.addi(address_of(ref), arith.muli(entry, i64(itemsize))))
+    step = itemsize * (width, 1)[along] if varies[along] else 0
+    for index in range(count // 8 * 2):
+        columns = range(index // 2 * 8, index // 2 * 8 + 2)
+        own = [both(inside[index % 2], compare("sgt", limit, constant(column))) for column in columns]
+        yield [(addresses[index % 2], column * step, is_own) for column, is_own in zip(columns, own, strict=True)]
+
+
+def load_transposed(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
+    """A tile of `ref` as `load_product` loads it, transposed, and as int8 if it is bool; `shape` is that of the product."""
+    is_bool, itemsize = ref.dtype == bool, ref.dtype.itemsize
+    kind = plgpu.ShapeDtypeStruct(shape, jnp.int8 if is_bool else ref.dtype, layout=_PRODUCT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4), return_type=kind)
+    def load(_, ref, *scalars):
+        layout = _PRODUCT.to_mgpu()
+        element = ir.IntegerType.get_signless(8) if is_bool else ref.type.element_type
+        register, registers = layout.registers_element_type(element), []
+        for pair in _pairs(ref, scalars, shape[1], itemsize, varies, transposed=True):
+            registers.append(gather(register, *zip(*pair, strict=True)))
+        return fragmented(registers, layout, shape, True if is_bool else None)
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
+    """Adds a product of float32 to a tile of `ref`, in global memory, transposed: one element each, in any order.
+
+    Args:
+      ref: the array, float32, in which the tile is as for `load_transposed`.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column.
+      limits: scalars int32, how many rows and columns from there on are there: values beyond are 0, or not added.
+      values: the product.
+      varies: whether the array varies along rows and columns; along the others values are summed.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4, _PRODUCT))
+    def add(_, ref, *scalars_and_values):
+        *scalars, values = scalars_and_values
+        pairs = list(_pairs(ref, scalars, values.shape[1], 4, varies, transposed=True))
+        elements = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in values.registers.flat]
+        lane = arith.remui(thread(), constant(WARP))
+        # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
+        if not varies[1]:
+            pairs, halves = pairs[::2], zip(elements[::2], elements[1::2], strict=True)
+            sums = ([arith.addf(a, b) for a, b in zip(*two, strict=True)] for two in halves)
+            elements = [[_summed_over_lanes(value, (4, 8, 16)) for value in pair] for pair in sums]
+        # Its columns are rows of `ref`: 4 lanes have them, and each a quarter.
+        if not varies[0]:
+            count = 1 if not varies[1] else 2
+            sums = [
+                functools.reduce(arith.addf, [value for pair in elements[k::count] for value in pair]) for k in range(count)
+            ]
+            pairs, elements = [[pair[0]] for pair in pairs[:count]], [[_summed_over_lanes(value, (1, 2))] for value in sums]
+        mine = None
+        if not varies[1]:
+            mine = compare("ult", lane, constant(4 if varies[0] else 1))
+        elif not varies[0]:
+            mine = compare("eq", arith.remui(lane, constant(4)), constant(0))
+        for places, numbers in zip(pairs, elements, strict=True):
+            for (address, offset, inside), value in zip(places, numbers, strict=True):
+                inside = inside if mine is None else both(inside, mine)
+                utils.inline_ptx(f"@$2 red.global.add.f32 [$0+{offset}], $1;", address, value, inside, has_side_effects=True)
+
+    add(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+
+
+def _summed_over_lanes(value, steps):
+    """The sum of a float32 of lanes whose numbers differ in these bits, in each."""
+    i32, every = ir.IntegerType.get_signless(32), constant(-1)
+    for step in steps:
+        bits = nvvm.shfl_sync(every, arith.bitcast(i32, value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
+        value = arith.addf(value, arith.bitcast(value.type, bits))
+    return value
+
+
+def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
+    """Loads a tile of a mask. The four threads that hold the same rows of a product share the work.
+
+    Of `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below, each thread loads every fourth,
+    in vectors as long as `ref` allows.
+
+    Args:
+      ref: `[rows, cols]` in global memory, bool.
+      row: scalar int32, the first row.
+      col: scalar int32, the first column, a multiple of 32.
+      limits: scalars int32, how many rows and columns from there on are there.
+      shape: of the tile, of 64 or 128 columns.
+      varies: whether the mask varies along rows and columns; if not, the first one stands for all.
+
+    Returns:
+      What each thread has loaded, for `pack_mask`: bytes, or bits if they had to come one by one or two by two. They are 0
+      beyond the limits of what varies.
+    """
+    count = shape[1] // 32
+    step = math.gcd(ref.shape[1], 16) if varies[1] else 1
+    arrays = count // 2 * 8 // 2 if step >= 4 else 1
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4), return_type=[_OWN_WORDS] * arrays)
+    def load(_, ref, *scalars):
+        i32 = ir.IntegerType.get_signless(32)
+        first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+        own_row, own_col = _product_position()
+        member = arith.divui(own_col, constant(2))  # of the four
+
+        def load_word(place):
+            """The words of 4 bytes, or the one of 32 bits, of the word `place`, an int32 MLIR value below `2 * count`."""
+            here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
+            inside = compare("slt", here, rows)
+            entry = arith.muli(i64(arith.addi(first_row, here) if varies[0] else first_row), i64(ref.type.shape[1]))
+            address = arith.addi(address_of(ref), entry)
+            if not varies[1]:
+                value = load_words(address, 0, inside, ir.VectorType.get((1,), ir.IntegerType.get_signless(8)), 0, None)
+                return [arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))]
+            start = arith.muli(arith.remui(place, constant(count)), constant(32))
+            address = arith.addi(address, i64(arith.addi(first_col, start)))
+            vector_of, limit, found = ir.VectorType.get((step,), ir.IntegerType.get_signless(8)), arith.subi(cols, start), []
+            for offset in range(0, 32, step):
+                own = both(inside, compare("sgt", limit, constant(offset)))
+                loaded = load_words(address, offset, own, words_of(vector_of), 0, None)
+                found += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
+            return found if step >= 4 else [_bits([arith.extui(i32, part) for part in found], step)]
+
+        words = [word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))]
+        return _own_words(words)
+
+    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+
+
+def pack_mask(loaded: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """Bits of what `load_mask` loaded: one or two words that each thread has for the others, for `select_bits`."""
+    if len(loaded) == 1:
+        return loaded[0]
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCT_ROWS,) * len(loaded), return_type=_OWN_WORDS)
+    def pack(_, *loaded):
+        words = [scalar(register) for array in loaded for register in array.registers.flat]
+        (packed,) = _own_words([_bits(words[k : k + 8], 4) for k in range(0, len(words), 8)])
+        return packed
+
+    return pack(*loaded)
+
+
+def _bits(words, step):
+    """The bits of 32 bytes that are 0 or 1, from the lowest on, of which each word has `step` in its lowest bytes."""
+    i32, groups = ir.IntegerType.get_signless(32), [constant(0)] * 4  # of 8 bits
+    for k, word in enumerate(words):
+        group, first = divmod(k * step, 8)
+        places = [1 << (first + e) for e in range(step)] + [0] * (4 - step)
+        weights = constant(int.from_bytes(places, "little", signed=True))
+        ptx = "dp4a.u32.u32 $0, $1, $2, $3;"
+        groups[group] = utils.inline_ptx(ptx, word, weights, groups[group], result_types=i32)
+    return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
+
+
+def _own_words(words):
+    """Words of a thread's own as arrays of two."""
+    layout = _PRODUCT_ROWS.to_mgpu()
+    kind = layout.registers_element_type(ir.IntegerType.get_signless(32))
+    words = [vector.broadcast(kind, word) for word in [*words, *[constant(0)] * (len(words) % 2)]]
+    return [fragmented(words[k : k + 2], layout, _OWN_WORDS.shape, False) for k in range(0, len(words), 2)]
+
+
+def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
+    """A product with `-inf` where the mask that `pack_mask` packed has no bit."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCT, _PRODUCT_ROWS),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
+    )
+    def select(_, scores, packed):
+        _, col = _product_position()
+        count = scores.shape[1] // 32
+        own = [scalar(register) for register in packed.registers.flat]
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        first = arith.subi(lane, arith.divui(col, constant(2)))  # of the four that share rows
+        every, kind = constant(-1), nvvm.ShflKind.idx
+
+        def word(place):
+            giver = arith.addi(first, constant(place % 4))
+            return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
+
+        shifted = [[word(below * count + which) for below in range(2)] for which in range(count)]
+
+        def seen(below, skipped):
+            which, bit = divmod(skipped, 32)
+            return compare("ne", arith.andi(shifted[which][below], constant(1 << bit)), constant(0))
+
+        return _only(scores, seen)
+
+    return select(scores, packed)
+
+
+def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
+    """Values of the rows of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
+    return _load_line(ref, first, limit, shape[0], _PRODUCT_ROWS, 0)
+
+
+def load_product_cols(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
+    """The same for its columns."""
+    return _load_line(ref, first, limit, shape[1], _PRODUCT_COLS, 1)
+
+
+def _load_line(ref, first, limit, size, layout, axis):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SPLAT, SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout),
+    )
+    def load(_, ref, first, limit):
+        kind = layout.to_mgpu()
+        register = kind.registers_element_type(ref.type.element_type)
+        own, itemsize = _product_position()[axis], utils.bytewidth(ref.type.element_type)
+        start = arith.addi(i64(first.registers.item()), i64(own))
+        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
+        left = arith.subi(limit.registers.item(), own)
+        registers = []
+        for index in range(size // 8 if axis else 2):
+            places = [index * 8 + e for e in range(register.shape[0])]
+            inside = [compare("sgt", left, constant(place)) for place in places]
+            registers.append(gather(register, [address] * len(places), [place * itemsize for place in places], inside))
+        return fragmented(registers, kind, (size,), True)
+
+    return load(ref, jnp.int32(first), jnp.int32(limit))
+
+
+def store_product_rows(ref, first, limit, values: jax.Array) -> None:
+    """Stores a value for each row of a product to `ref`, one-dimensional, from `first` on, for the first `limit` rows."""
+    itemsize = values.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT, _PRODUCT_ROWS))
+    def store(_, ref, first, limit, values):
+        row, col = _product_position()
+        start = arith.addi(i64(first.registers.item()), i64(row))
+        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
+        left = arith.subi(limit.registers.item(), row)
+        for index, register in enumerate(values.registers.flat):
+            inside = both(compare("eq", col, constant(0)), compare("sgt", left, constant(index * 8)))
+            Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
+
+    store(ref, jnp.int32(first), jnp.int32(limit), values)
+
+
+def _product_position():
+    """The row and column of a thread's first element."""
+    warp, lane = arith.divui(thread(), constant(WARP)), arith.remui(thread(), constant(WARP))
+    row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+    return row, arith.muli(arith.remui(lane, constant(4)), constant(2))

@@ -1,0 +1,357 @@
+"""Building blocks that Pallas on Mosaic GPU lacks, in PTX, each once: barriers, counters, predicated loads and stores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+WARP = 32
+WARPS = 4  # of a warpgroup
+
+SPLAT = plgpu.Layout.WG_SPLAT(())
+
+
+def block_barrier() -> None:
+    """Waits for all warpgroups of the block; what they wrote to shared memory is then visible."""
+    _barrier("bar.sync 0;")
+
+
+def cluster_arrive() -> None:
+    """Says that this block has started, without waiting: first half of what must precede `push_to_cluster`."""
+    _barrier("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_wait() -> None:
+    """Waits until all blocks of the cluster have arrived: their shared memory is there from then on."""
+    _barrier("barrier.cluster.wait.aligned;")
+
+
+def cluster_barrier() -> None:
+    """Waits for all blocks of the cluster; what they wrote to shared memory, also to that of others, is then visible."""
+    _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def _barrier(ptx: str) -> None:
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+    barrier()
+
+
+def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> None:
+    """Stores a float32 of each warp to `ref[index + warp]` in the shared memory of all blocks of the cluster.
+
+    Args:
+      ref: one-dimensional, in shared memory, at the same address in all blocks.
+      index: scalar int32, where this warpgroup's four values go.
+      values: `[4]`, one for each warp of the warpgroup.
+      layout: of `values`, in every lane of the warp.
+      blocks: of the cluster, at most 16; one lane stores to each.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout))
+    def push(_, ref, index, values):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
+        entry = arith.muli(arith.addi(index.registers.item(), warp), constant(4))
+        here = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), entry)
+        rank = arith.remui(lane, constant(blocks))
+        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, rank, result_types=i32)
+        value = llvm.extractelement(values.registers.flat[0], constant(0))
+        one_each = compare("ult", lane, constant(blocks))
+        utils.inline_ptx("st.shared::cluster.f32 [$0], $1;", there, value, predicate=one_each, has_side_effects=True)
+
+    push(ref, index, values)
+
+
+def take_turn(barrier) -> None:
+    """Waits until another warpgroup passes the turn of `barrier`, the number of one of the hardware's 16, on to this one."""
+    _turn("sync", barrier)
+
+
+def pass_turn(barrier) -> None:
+    """Passes the turn of `barrier` on to the warpgroup that waits for it, or will."""
+    _turn("arrive", barrier)
+
+
+def _turn(kind: str, barrier) -> None:
+    @plgpu.inline_mgpu(arg_types=(SPLAT,))
+    def turn(_, barrier):
+        threads = 2 * WARPS * WARP  # of the one that passes and the one that takes
+        utils.inline_ptx(f"bar.{kind} $0, {threads};", barrier.registers.item(), has_side_effects=True, convergent=True)
+
+    turn(jnp.int32(barrier))
+
+
+def meet(barrier: int, warpgroups: int) -> None:
+    """Waits for other warpgroups at `barrier`, the number of one of the hardware's 16.
+
+    What they wrote to shared memory is then visible, to tensor cores and bulk copies too.
+    """
+    _barrier(f"fence.proxy.async.shared::cta; bar.sync {barrier}, {warpgroups * WARPS * WARP};")
+
+
+def await_count(ref, index, count) -> None:
+    """Waits until `ref[index]`, int32 in global memory, is `count`; all that came before its `add_one` is then done."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT))
+    def wait(_, ref, index, count):
+        ptx = (
+            "{ .reg .pred differs; .reg .u32 found; again: ld.acquire.gpu.global.u32 found, [$0];"
+            " setp.ne.u32 differs, found, $1; @differs bra again; } fence.proxy.async.global;"
+        )
+        operands = _entry(ref, index), count.registers.item()
+        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+
+    wait(ref, jnp.int32(index), jnp.int32(count))
+
+
+def add_one(ref, index) -> None:
+    """Adds 1 to `ref[index]`, int32 in global memory, after what the warp did before, which has waited for its bulk copies."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
+    def add(_, ref, index):
+        utils.warp_barrier()
+        ptx = (
+            "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global;"
+            " @first red.release.gpu.global.add.u32 [$0], 1; }"
+        )
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        utils.inline_ptx(ptx, _entry(ref, index), lane, has_side_effects=True)
+
+    add(ref, jnp.int32(index))
+
+
+def _entry(ref, index):
+    """The address of an int32 entry of a line in global memory."""
+    return arith.addi(address_of(ref), arith.muli(i64(index.registers.item()), i64(4)))
+
+
+def take_ticket(counter) -> jax.Array:
+    """Adds 1 to the first entry of `counter`, int32 in global memory, by the first thread of the warpgroup.
+
+    Returns:
+      What the entry was, in that thread alone; others hold 0. `store_scalars` tells them.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
+    def take(_, counter):
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
+        ticket = utils.inline_ptx(ptx, address_of(counter), thread(), result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
+
+    return take(counter)
+
+
+def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
+    """Stores int32 scalars to the first entries of `ref[index]`, in shared memory; one thread of the warpgroup does."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, *(SPLAT,) * len(values)))
+    def store(_, ref, index, *values):
+        address = _shared_address(ref, index, ref.type.shape[1])
+        with utils.when(compare("eq", thread(), constant(0))):
+            for k, value in enumerate(values):
+                utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value.registers.item(), has_side_effects=True)
+
+    store(ref, jnp.int32(index), *values)
+
+
+def thread():
+    """The index of a thread in its warpgroup."""
+    return arith.remui(utils.thread_idx(), constant(WARPS * WARP))
+
+
+def _shared_address(ref, index, words: int):
+    """Where `index` times as many words from the start of `ref` are in shared memory."""
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(index.registers.item(), constant(4 * words)))
+
+
+def tiled(tiles, warp_dims, lane_dims) -> Any:
+    """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
+    layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def replicated(size: int) -> Any:
+    """The layout of a few values, a power of two and at most 32, all of which each warp holds."""
+    copies = WARP // size
+    lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
+    return tiled(((size,), (1,)), (plgpu.Replicated(WARPS),), lanes)
+
+
+def gather(register, addresses, offsets, inside):
+    """A register of elements from several places, 0 where one is not inside."""
+    bits = utils.bitwidth(register.element_type)
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
+    gathered = llvm.mlir_undef(ir.VectorType.get((len(addresses),), one.element_type))
+    for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
+        loaded = load_words(address, offset, own, one, 0, None)
+        gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
+    return vector.bitcast(register, gathered)
+
+
+def scalar(register):
+    """The element of a register that has one."""
+    return llvm.extractelement(register, constant(0)) if isinstance(register.type, ir.VectorType) else register
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a thread's vectors of one row start: an address, the element of the row there, and whether it is a row at all."""
+
+    address: ir.Value
+    element: ir.Value
+    itemsize: int
+    inside: ir.Value | None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Consecutive elements in global memory, those of a register.
+
+    Attributes:
+      address: an int64 MLIR value.
+      offset: bytes from there to the first element, a constant that becomes a part of the instruction.
+      itemsize: bytes of an element.
+      inside: whether to touch all of it; None if always.
+      partial: whether to touch a part of it; None if never.
+      own: for each element, whether it is of that part.
+    """
+
+    address: ir.Value
+    offset: int
+    itemsize: int
+    inside: ir.Value | None
+    partial: ir.Value | None = None
+    own: Sequence[Any] = ()
+
+    def load(self, register, bits, policy=None):
+        """A register of type `register`, with `bits` in each of its words where nothing is to be touched."""
+        words = words_of(register)
+        if self.partial is None:
+            return vector.bitcast(register, load_words(self.address, self.offset, self.inside, words, bits, policy))
+        branch: Any = scf.IfOp(self.partial, [words], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
+            loaded = llvm.mlir_undef(elements)
+            for q, own in enumerate(self.own):
+                one = ir.VectorType.get((1,), elements.element_type)
+                element = load_words(self.address, self.offset + q * self.itemsize, own, one, bits, policy)
+                loaded = llvm.insertelement(loaded, llvm.extractelement(element, constant(0)), constant(q))
+            scf.yield_([vector.bitcast(words, loaded)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
+        return vector.bitcast(register, branch.results[0])
+
+    def touched(self, register):
+        """A register of int8: 1 for the elements that are to be touched, 0 for the others."""
+        ones, zeros = utils.c(1, register), utils.c(0, register)
+        if self.partial is not None:
+            for q, own in enumerate(self.own):
+                one = arith.extui(register.element_type, own)
+                zeros = llvm.insertelement(zeros, one, constant(q))
+            return zeros
+        return ones if self.inside is None else arith.select(self.inside, ones, zeros)
+
+    def store(self, register):
+        """Stores a register."""
+        store_words(self.address, self.offset, self.inside, vector.bitcast(words_of(register.type), register))
+        if self.partial is None:
+            return
+        with utils.when(self.partial):
+            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
+            values = vector.bitcast(elements, register)
+            for q, own in enumerate(self.own):
+                one = llvm.mlir_undef(ir.VectorType.get((1,), elements.element_type))
+                one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
+                store_words(self.address, self.offset + q * self.itemsize, own, one)
+
+
+def load_words(address, offset, inside, words, bits, policy):
+    """A vector `words` from global memory, or `bits` in each word; `policy` is the L2 cache's, None for the usual one."""
+    count, word = words.shape[0], words.element_type
+    held = _held(word)
+    results = [f"${k}" for k in range(count)]
+    operands, hint, use = [address], "", ""
+    if policy is not None:
+        operands.append(policy)
+        hint, use = "L2::cache_hint.", f", ${count + 1}"
+    ptx = f"ld.global.{hint}{_list(word, results)}, [${count}+{offset}]{use};"
+    if inside is not None:
+        fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
+        ptx = f"{fills} @${count + len(operands)} {ptx}"
+        operands.append(inside)
+    loaded = llvm.mlir_undef(words)
+    for k, value in enumerate(utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)):
+        value = value if held == word else arith.trunci(word, value)
+        loaded = llvm.insertelement(loaded, value, constant(k))
+    return loaded
+
+
+def store_words(address, offset, inside, words):
+    """Stores a vector of words to global memory."""
+    count = words.type.shape[0]
+    values = [llvm.extractelement(words, constant(k)) for k in range(count)]
+    kind, names = _list(words.type.element_type, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+    utils.inline_ptx(f"st.global.{kind} [$0+{offset}], {names};", address, *values, predicate=inside, has_side_effects=True)
+
+
+def words_of(register):
+    """The type in which PTX moves a vector of type `register`: words of 32 bits, or one of 16 or 8."""
+    bits = math.prod(register.shape) * utils.bitwidth(register.element_type)
+    width = min(32, bits)
+    return ir.VectorType.get((bits // width,), ir.IntegerType.get_signless(width))
+
+
+def fragmented(registers, layout, shape, is_signed):
+    """A Mosaic GPU array of these registers."""
+    array = np.empty(len(registers), object)
+    array[:] = registers
+    array = array.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
+
+
+def _held(word):
+    """The type of the PTX register that holds a word: there is none of 8 bits."""
+    return ir.IntegerType.get_signless(max(16, word.width))
+
+
+def _list(word, names: list[str]) -> str:
+    """The type and the operands of a load or store of several words: `v4.b32 {$0, $1, $2, $3}`."""
+    kind = f"b{word.width}"
+    return f"{kind} {names[0]}" if len(names) == 1 else f"v{len(names)}.{kind} {{{', '.join(names)}}}"
+
+
+def address_of(ref):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+
+
+def constant(value: int) -> Any:
+    """An int32 MLIR constant."""
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def i64(value):
+    kind = ir.IntegerType.get_signless(64)
+    return utils.c(value, kind) if isinstance(value, int) else arith.extui(kind, value)
+
+
+def compare(kind: str, a, b):
+    return arith.cmpi(getattr(arith.CmpIPredicate, kind), a, b)
+
+
+def both(a, b):
+    return b if a is None else a if b is None else arith.andi(a, b)
