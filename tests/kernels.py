@@ -1,7 +1,6 @@
 """What tests of Pallas kernels need: to plug one in, to lower it without a GPU, to interpret it, and to know that it ran."""
 
 import contextlib
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +10,8 @@ import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import Primitive
 
-from jaxsoftmax._core import dispatch, sharding
+from jaxsoftmax._core import dispatch, primitive, sharding
 
 from . import cases
 
@@ -24,13 +22,12 @@ _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
 @contextlib.contextmanager
 def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[None]:
     """Makes `module` the one implementation of `op` beside the reference, on `platforms`, and takes it out again."""
-    definitions = importlib.import_module(f"jaxsoftmax.ops.{op}.primitive")
-    primitives = {value for value in vars(definitions).values() if isinstance(value, Primitive)}
+    primitives = {compiled for this, (compiled, _) in primitive._primitives.items() if this.op == op}
     added = primitives - prim_requires_devices_during_lowering
     table = {name: module, "xla": dispatch.implementations[op]["xla"]}
     with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
-        for primitive in primitives:
-            sharding.require_devices(primitive)
+        for each in primitives:
+            sharding.require_devices(each)
         forget_lowerings()
         try:
             yield

@@ -3,24 +3,23 @@
 When a primitive of an op is lowered for a platform, `choose` walks the op's implementations, the preferred first, and takes
 the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
 
-An implementation is a module with a function for each primitive, of the same name and signature as the reference's in
-`xla.py`, and
+An implementation is a module with a function for each primitive, of its name, that takes operands, parameters and `target` by
+name; the reference, `xla.py`, takes `axis_name` in place of `target`. It has
 
-    unsupported(primitive, target, *avals, **params) -> str | None
+    unsupported(primitive, target, operands, **params) -> str | None
 
-which says in words why it cannot run a primitive on operands of these shapes and dtypes (None where one is absent), or
-None where it can. What a forced implementation has no function for runs on the reference, as a derivative of which there is no
-kernel. It may have
+which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
+What a forced implementation has no function for runs on the reference, as a derivative of which there is no kernel. It may have
 
-    lacks(primitive, *avals) -> bool
+    lacks(primitive, operands) -> bool
 
 too, for a function that has no kernel for such operands at all, which is the same, and
 
-    unprofitable(primitive, target, fused, cast, *avals, **params) -> str | None
+    unprofitable(primitive, target, operands, fused, cast, **params) -> str | None
 
-which says why the reference is expected to be faster although the kernel can run. `fused` tells for each operand (False
-where one is absent) whether XLA would compute it together with its own softmax, so that the kernel is what makes it be written
-to memory and read back; `cast`, whether it was cast to float32. It is not asked where an implementation was forced.
+which says why the reference is expected to be faster although the kernel can run. `fused` are the names of the operands that
+XLA would compute together with its own softmax, so that the kernel is what makes them be written to memory and read back;
+`cast`, of those that were cast to float32. It is not asked where an implementation was forced.
 
 A kernel gets the operands that are as large as the scores as they were before a cast from float16 or bfloat16 to float32: the
 cast is exact, and a kernel computes in float32 anyway. Results have the dtype that the parameter `dtype` says. Such modules
@@ -37,6 +36,9 @@ from typing import Any
 
 import jax
 
+from jaxsoftmax._core.operands import Map
+from jaxsoftmax._gpu.target import Target
+
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
     "softmax": {"mosaic": "jaxsoftmax.ops.softmax.mosaic", "xla": "jaxsoftmax.ops.softmax.xla"},
@@ -47,14 +49,6 @@ implementations: dict[str, dict[str, str]] = {
 platforms: dict[str, tuple[str, ...]] = {"mosaic": ("cuda",), "triton": ("cuda",)}
 
 _KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is lowered for: a platform, and the compute capability of its GPUs, `(9, 0)` for Hopper, on CUDA."""
-
-    platform: str
-    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,52 +151,56 @@ def check_implementation(op: str, function: str, name: str | None) -> None:
         raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
 
 
-def choose(
-    op: str,
-    primitive: str,
-    target: Target,
-    forced: str | None,
-    params: dict[str, Any],
-    avals: Sequence[Any],
-    narrow: Sequence[Any],
-    fused: Sequence[bool],
-    obstacle: str | None = None,
-) -> tuple[ModuleType, Decision]:
-    """The implementation that runs `primitive` of `op` on operands of types `avals`, None where one is absent.
+@dataclass(frozen=True)
+class Call:
+    """One call of a primitive: what decides which implementation runs it, but for the types of its operands.
 
-    `narrow` are the types before casts to float32, which kernels get; `fused` says which operands XLA would fuse with the
-    reference. `obstacle` is a reason, if there is one, that leaves the reference alone.
+    Attributes:
+      map: what is called.
+      names: of the operands that are there.
+      dtypes: of those, after casts to float32.
+      fused: the names of those that XLA would fuse with the reference.
+      forced: the implementation that must run, or None.
+      params: the parameters.
+    """
+
+    map: Map
+    names: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    fused: frozenset[str]
+    forced: str | None
+    params: dict[str, Any]
+
+
+def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | None = None) -> tuple[ModuleType, Decision]:
+    """The implementation that runs `call` on operands of these types, which are those before casts to float32.
+
+    `obstacle` is a reason, if there is one, that leaves the reference alone.
 
     Raises:
-      NotImplementedError: `forced` names an implementation that cannot, with its reason.
+      NotImplementedError: `call.forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
-    if forced is not None and _lacks(importlib.import_module(implementations[op][forced]), primitive, avals):
+    name = call.map.name
+    wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, call.dtypes, strict=True)]
+    operands = dict.fromkeys(call.map.by_name) | dict(zip(call.names, types, strict=True))
+    forced = call.forced
+    if forced is not None and _lacks(_load(call.map.op, forced), name, operands):
         forced = "xla"
-    for name, module_name in implementations[op].items():
-        reason = _refusal(name, module_name, primitive, target, forced, params, avals, narrow, fused, obstacle)
+    for implementation in implementations[call.map.op]:
+        reason = _refusal(implementation, forced, call, target, operands, obstacle)
         if reason is None:
-            given = avals if name == "xla" else narrow
-            types = tuple(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given if a is not None)
-            return importlib.import_module(module_name), Decision(primitive, types, name, tuple(refusals))
-        if name == forced:
-            raise NotImplementedError(f"{op}: implementation={forced!r} cannot run {primitive}: {reason}")
-        refusals.append((name, reason))
-    raise AssertionError(f"no implementation of {op} runs {primitive}: {refusals}")
+            given = wide if implementation == "xla" else types
+            shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
+            return _load(call.map.op, implementation), Decision(name, shown, implementation, tuple(refusals))
+        if implementation == forced:
+            raise NotImplementedError(f"{call.map.op}: implementation={forced!r} cannot run {name}: {reason}")
+        refusals.append((implementation, reason))
+    raise AssertionError(f"no implementation of {call.map.op} runs {name}: {refusals}")
 
 
-def _lacks(module, primitive, avals) -> bool:
-    """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
-    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, *avals))
-
-
-def record(decision: Decision) -> None:
-    """Shows `decision` to the `explain` that is under way, if one is."""
-    if (decisions := _record.get()) is not None:
-        decisions.append(decision)
-
-
-def _refusal(name, module_name, primitive, target, forced, params, wide, avals, fused, obstacle) -> str | None:
+def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None:
+    """Why an implementation does not run a call, or None if it does."""
     if forced is not None and name != forced:
         return f"implementation={forced!r} was asked for"
     if name == "xla":
@@ -211,22 +209,31 @@ def _refusal(name, module_name, primitive, target, forced, params, wide, avals, 
         return f"it runs on {' and '.join(platforms[name])}, not on {target.platform}"
     if obstacle is not None:
         return obstacle
-    if any(not isinstance(size, int) for a in avals if a is not None for size in a.shape):
+    if any(not isinstance(size, int) for a in operands.values() if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
-    module = importlib.import_module(module_name)
-    reason = module.unsupported(primitive, target, *avals, **params)
+    module, primitive = _load(call.map.op, name), call.map.name
+    reason = module.unsupported(primitive, target, operands, **call.params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
-        cast = tuple(a is not None and a.dtype != before.dtype for a, before in zip(wide, avals, strict=True))
-        return module.unprofitable(primitive, target, tuple(fused), cast, *avals, **params)
+        cast = frozenset(n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype)
+        return module.unprofitable(primitive, target, operands, call.fused, cast, **call.params)
     return reason
 
 
-def target_for(platform: str) -> Target:
-    """The target of lowering for a platform: the GPU at hand, else Hopper."""
-    if platform != "cuda":
-        return Target(platform)
-    try:
-        major, minor = jax.devices("cuda")[0].compute_capability.split(".")
-    except RuntimeError:
-        return Target(platform, (9, 0))
-    return Target(platform, (int(major), int(minor)))
+def _lacks(module, primitive, operands) -> bool:
+    """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
+    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands))
+
+
+def _load(op: str, implementation: str) -> ModuleType:
+    return importlib.import_module(implementations[op][implementation])
+
+
+def reference(op: str) -> ModuleType:
+    """The reference of an op."""
+    return _load(op, "xla")
+
+
+def record(decision: Decision) -> None:
+    """Shows `decision` to the `explain` that is under way, if one is."""
+    if (decisions := _record.get()) is not None:
+        decisions.append(decision)

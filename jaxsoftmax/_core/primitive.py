@@ -1,161 +1,138 @@
-"""How an op becomes a JAX primitive: run eagerly, lowered for each platform, on one device or many.
+"""How a map becomes a JAX primitive: bound to operands by name, batched, differentiated, transposed.
 
-A primitive's operands are aligned: they have the same axes, and size 1 where one does not vary along an axis (a mask that is
-the same for all heads, the maximum of each row). That makes batching and sharding the same for all of them. Which of the last
-axes of operands and results belong together, a primitive may say with names (see `sharding`); without names all have the same
-number of axes. Operands that are None are left out of the primitive; its parameter `present` says which. Every primitive has
-the parameter `implementation`, a forced one or None; one without names has `axes` too, the axes of the softmax, over whose
-shards the reference merges.
+Operands that are None are left out of the primitive, whose parameter `names` says which are there. Every primitive has the
+parameter `implementation` too, a forced one or None. One whose operands have the same axes has `axes`, those of the softmax.
+`lowering` says how it is lowered.
 """
 
 import functools
-import importlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir, xla
+from jax.interpreters import ad, batching, xla
 
-from jaxsoftmax._core import dispatch, fusion, sharding
+from jaxsoftmax._core import lowering, sharding
+from jaxsoftmax._core.operands import Map
 
-# The same primitive for operands whose types leave no axis to the compiler: one that needs no devices while lowering.
-_deviceless: dict[Primitive, Primitive] = {}
+# Of each map two primitives of one name: for operands whose types leave axes to the compiler, which needs devices while
+# lowering, and for others.
+_primitives: dict[Map, tuple[Primitive, Primitive]] = {}
 
-# From a primitive's parameters to the names of the last axes of its operands, those that are there, and of its results.
-NamesOf = Callable[..., tuple[sharding.Names, sharding.Names]]
-_names: dict[Primitive, NamesOf] = {}
-
-
-def _unnamed(**params):
-    del params
-    return itertools.repeat(()), itertools.repeat(())
+Operands = dict[str, Any]
 
 
-def define(
-    op: str,
-    name: str,
-    abstract_eval: Callable[..., Any],
-    *,
-    whole: Sequence[int] = (),
-    multiple_results: bool = False,
-    names: NamesOf = _unnamed,
-) -> Primitive:
-    """A primitive of `op`, for which `dispatch` finds the implementation while it is lowered.
+def define(this: Map) -> Map:
+    """Makes primitives of a map, for which `dispatch` finds the implementation while they are lowered."""
+    _primitives[this] = Primitive(this.name), Primitive(this.name)
+    for primitive in _primitives[this]:
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(functools.partial(_types, this))
+        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+        batching.primitive_batchers[primitive] = functools.partial(_batch, this)
+        lowering.register(this, primitive)
+    lowering.require_devices(this, _primitives[this][0])
+    if this.linear:
+        set_jvp(this, functools.partial(_jvp_of_linear, this))
+    return this
 
-    `whole` are the operands, by index, that are as large as the scores. It matters where those come from: kernels get them
-    as they were before a cast to float32, and are told which ones XLA would not write to memory. `names` gives, from the
-    parameters, the names of the last axes of operands and results. With it, the reference runs on shards too where types say
-    how those are cut, and is left to XLA elsewhere.
+
+def bind(this: Map, operands: Operands, **params: Any) -> list[Any]:
+    """The results of a map for operands by name, of which some may be None."""
+    names = tuple([name for name in this.by_name if operands.get(name) is not None])
+    given, is_settled = sharding.alike([operands[name] for name in names], this.axes_in(names))
+    return _primitives[this][is_settled].bind(*given, names=names, **params)
+
+
+def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
+    """Gives a map its jvp rule.
+
+    Args:
+      this: the map.
+      rule: `rule(operands, tangents, **params)`, of both by name and without tangents that are zero, returns the results and
+        their tangents, None for zero.
     """
 
-    def types_of_chosen(*avals, fused, dtypes, **params):
-        del fused
-        return abstract_eval(*(aval.update(dtype=dtype) for aval, dtype in zip(avals, dtypes, strict=True)), **params)
+    def jvp(primals, tangents, *, names, **params):
+        moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+        results, moves = rule(dict(zip(names, primals, strict=True)), moving, **params)
+        return results, [_zero(result) if t is None else t for result, t in zip(results, moves, strict=True)]
 
-    chosen = _primitive(name, types_of_chosen, multiple_results)
-    for platform in (None, "cuda"):
-        mlir.register_lowering(chosen, functools.partial(_lower_chosen, op, chosen, platform, names), platform=platform)
-    primitive, deviceless = (_primitive(name, abstract_eval, multiple_results) for _ in range(2))
-    for each in (primitive, deviceless):  # a rule that JAX caches does not see what produces its operands
-        mlir.register_lowering(each, functools.partial(_lower, chosen, whole), cacheable=False)
-    _deviceless[primitive], _names[primitive] = deviceless, names
-    if len(dispatch.implementations[op]) > 1:
-        sharding.require_devices(primitive)
-    return primitive
+    for primitive in _primitives[this]:
+        ad.primitive_jvps[primitive] = jvp
 
 
-def _primitive(name, abstract_eval, multiple_results):
-    primitive = Primitive(name)
-    primitive.multiple_results = multiple_results
-    primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    return primitive
+def set_transpose(this: Map, rule: Callable[..., Operands]) -> None:
+    """Gives a map its transpose rule.
 
-
-def set_rule(rules: Any, primitive: Primitive, rule: Any) -> None:
-    """Gives `primitive` its rule in a table of JAX, such as `jax.interpreters.ad.primitive_jvps`."""
-    rules[primitive] = rules[_deviceless[primitive]] = rule
-
-
-def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Binds `primitive` to aligned operands, of which some may be None."""
-    present = tuple(operand is not None for operand in operands)
-    names, _ = _names[primitive](present=present, **params)
-    given = sharding.vary_alike([operand for operand in operands if operand is not None])
-    if any(sharding.is_settled(jax.typeof(operand)) for operand in given):
-        primitive = _deviceless[primitive]
-    return primitive.bind(*sharding.shard_alike(given, names), present=present, **params)
-
-
-def unpack(present: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
-    """The operands with None where one is absent."""
-    given = iter(operands)
-    return [next(given) if there else None for there in present]
-
-
-def _lower(chosen: Primitive, whole, ctx, *operands, present, **params):
-    """The lowering rule that sees what produces the operands: it goes on with the operands before casts to float32."""
-    sources, fused = unpack(present, operands), [False] * len(present)
-    avals = unpack(present, ctx.avals_in)
-    for index, aval in enumerate(avals):
-        if index in whole and (source := fusion.widened_from(sources[index])) is not None:
-            sources[index] = source
-        if index in whole or (aval is not None and aval.dtype == bool and aval.shape == avals[0].shape):  # a whole mask
-            fused[index] = fusion.is_fused(sources[index], ctx.module_context.symbol_table)
-    given = [source for source in sources if source is not None]
-    params |= {"present": present, "fused": tuple(fused), "dtypes": tuple(aval.dtype for aval in ctx.avals_in)}
-    ctx = ctx.replace(avals_in=[_with_dtype_of(source, a) for a, source in zip(ctx.avals_in, given, strict=True)])
-    return mlir.lower_fun(functools.partial(chosen.bind, **params), multiple_results=chosen.multiple_results)(ctx, *given)
-
-
-def _with_dtype_of(source, aval):
-    narrow = fusion.narrow_dtype(source)
-    return aval if narrow is None else aval.update(dtype=jax.numpy.dtype(narrow))
-
-
-def _lower_chosen(op, primitive, platform, names, ctx, *operands, present, implementation, fused, dtypes, **params):
-    """The lowering rule for `platform`, or for every platform without a rule of its own, which chooses the implementation.
-
-    `dtypes` are those after casts to float32: the reference gets the operands so.
+    Args:
+      this: the map.
+      rule: `rule(cotangents, operands, types, **params)`, of the cotangents of the results, None for zero, of the operands by
+        name that are known, and of the types of the others, returns cotangents of those, by name.
     """
-    target = dispatch.target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
-    reference = importlib.import_module(dispatch.implementations[op]["xla"])
 
-    def choose(types, obstacle):
-        wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, dtypes, strict=True)]
-        wide, narrow = unpack(present, wide), unpack(present, types)
-        return dispatch.choose(op, primitive.name, target, implementation, params, wide, narrow, fused, obstacle)
+    def transpose(cotangents, *operands, names, **params):
+        given = dict(zip(names, operands, strict=True))
+        types = {name: operand.aval for name, operand in given.items() if ad.is_undefined_primal(operand)}
+        cotangents, found = [None if type(c) is ad.Zero else c for c in cotangents], {}
+        if any(c is not None for c in cotangents):
+            known = {name: operand for name, operand in given.items() if name not in types}
+            found = rule(cotangents, known, types, **params)
+        return [found.get(name) for name in names]
 
-    def run(module, *operands, **more):
-        if module is reference:
-            operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
-        return getattr(module, primitive.name)(*unpack(present, operands), **params, **more)
+    for primitive in _primitives[this]:
+        ad.primitive_transposes[primitive] = transpose
 
-    def on_shard(*operands, axis_name):
-        obstacle = None
-        if axis_name:
-            obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
-        module, decision = choose([jax.typeof(operand) for operand in operands], obstacle)
-        dispatch.record(decision)
-        return run(module, *operands, **({"axis_name": axis_name} if axis_name else {}))
 
-    def off_mesh(*operands):
-        with sharding.on_no_mesh():
-            return run(module, *operands)
+def _types(this: Map, *avals, names, **params):
+    """The types of the results, sharded over explicit axes as the operands are."""
+    types = this.types(dict(zip(names, avals, strict=True)), **params)
+    return sharding.typed_alike(types, avals, this.axes_out(len(types), **params), this.axes_in(names))
 
-    named = names is not _unnamed
-    module, decision = choose(ctx.avals_in, sharding.obstacle(ctx))
-    if named and sharding.explicit_mesh(ctx.avals_in) is not None:
-        shards = True  # types that say how they are sharded stand in the way of a reference that reshapes
+
+def _batch(this: Map, operands, dims, *, names, **params):
+    """Adds a batch axis: in front, or where the first batched operand has it if all have the same axes.
+
+    What is not batched gets size 1 there, if it may have that, and if its cotangent is not wanted.
+    """
+    at, size = next((dim, operand.shape[dim]) for operand, dim in zip(operands, dims, strict=True) if dim is not None)
+    if this.is_aligned:
+        params["axes"] = tuple(axis + (axis >= at) for axis in params["axes"])
     else:
-        shards = module is not reference and sharding.is_partitioned(ctx)
-    if shards:
-        names_in, names_out = names(present=present, **params)
-        function = sharding.partitioned(on_shard, ctx, names_in, names_out, params.get("axes", ()))
-    else:
-        dispatch.record(decision)
-        function = off_mesh if named else functools.partial(run, module)
-        ctx = ctx.replace(avals_in=[sharding.whole(a) for a in ctx.avals_in]) if named else ctx
-    return mlir.lower_fun(function, multiple_results=primitive.multiple_results)(ctx, *operands)
+        at = 0
+    wanted = params.get("wanted", ())
+
+    def batched(name, operand, dim):
+        if dim is not None:
+            return jnp.moveaxis(operand, dim, at)
+        operand = jnp.expand_dims(operand, at)
+        if this.by_name[name].may_be_one and name not in wanted:
+            return operand
+        return jnp.broadcast_to(operand, (*operand.shape[:at], size, *operand.shape[at + 1 :]))
+
+    given = {name: batched(name, *pair) for name, *pair in zip(names, operands, dims, strict=True)}
+    results = bind(this, given, **params)
+    return results, [at] * len(results)
+
+
+def _jvp_of_linear(this: Map, operands, tangents, **params):
+    """The jvp rule of a map that is linear in some operands. Its derivative in others is that of the reference."""
+    results = bind(this, operands, **params)
+    moves: list[Any] = [None] * len(results)
+    if any(name in tangents for name in this.linear):
+        moves = bind(this, operands | {name: tangents.get(name) for name in this.linear}, **params)
+    if others := {name: t for name, t in tangents.items() if name not in this.linear}:
+        types = [jax.typeof(result) for result in results]
+
+        def reference(moving):
+            return lowering.on_reference(this, operands | moving, types, **params)
+
+        more = jax.jvp(reference, ({name: operands[name] for name in others},), (others,))[1]
+        moves = [b if a is None else ad.add_tangents(a, b) for a, b in zip(moves, more, strict=True)]
+    return results, moves
+
+
+def _zero(primal) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())

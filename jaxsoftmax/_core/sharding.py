@@ -25,8 +25,31 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 Names = Iterable[tuple[str | None, ...]]
 
 
+def alike(operands: list[Any], names: Names) -> tuple[list[Any], bool]:
+    """The operands as one primitive wants them, and whether their types leave nothing to the compiler.
+
+    All vary over the same manual mesh axes, and are sharded over explicit ones as the first that is sharded along an axis:
+    nothing is gathered.
+    """
+    types = [jax.typeof(operand) for operand in operands]
+    meshes = [t.sharding.mesh for t in types]
+    if all(mesh.empty for mesh in meshes):
+        return operands, False
+    is_settled = any(mesh.axis_types and AxisType.Auto not in mesh.axis_types for mesh in meshes)
+    operands = vary_alike(operands)
+    types = [jax.typeof(operand) for operand in operands]
+    mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
+    if mesh is None:
+        return operands, is_settled
+    specs = _specs(_dims(types, names), types, names)
+    return [
+        operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, t, spec in zip(operands, types, specs, strict=True)
+    ], is_settled
+
+
 def vary_alike(operands: list[Any]) -> list[Any]:
-    """The operands, all varying over the same manual mesh axes, as one primitive wants them in a `shard_map`."""
+    """The operands, all varying over the same manual mesh axes."""
     varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
     union = frozenset().union(*varying)
     return [
@@ -35,21 +58,13 @@ def vary_alike(operands: list[Any]) -> list[Any]:
     ]
 
 
-def shard_alike(operands: list[Any], names: Names) -> list[Any]:
-    """The operands, on explicit mesh axes sharded as the first one that is sharded along an axis: nothing is gathered."""
-    types = [jax.typeof(operand) for operand in operands]
-    mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
-    if mesh is None:
-        return operands
-    return [
-        operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, t, spec in zip(operands, types, _specs(_dims(types, names), types, names), strict=True)
-    ]
-
-
 def typed_alike(results: Sequence[Any], operands: Sequence[Any], names_out: Names, names_in: Names) -> list[Any]:
     """The types of results of these shapes and dtypes, on explicit mesh axes sharded as the operands are."""
-    first, specs = operands[0], _specs(_dims(operands, names_in), results, names_out)
+    first = operands[0]
+    if first.sharding.mesh.empty:
+        specs = [PartitionSpec(*(None,) * len(result.shape)) for result in results]
+    else:
+        specs = _specs(_dims(operands, names_in), results, names_out)
     return [
         first.update(
             shape=result.shape,
@@ -76,12 +91,6 @@ def has_explicit_axes(aval: Any) -> bool:
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
-def is_settled(aval: Any) -> bool:
-    """Whether an array's mesh leaves nothing to the compiler: its axes are explicit, or manual in a `shard_map`."""
-    kinds = aval.sharding.mesh.axis_types
-    return bool(kinds) and AxisType.Auto not in kinds
-
-
 def require_devices(primitive: Primitive) -> None:
     """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs and JAX has no public way for."""
     from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -89,23 +98,22 @@ def require_devices(primitive: Primitive) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def is_partitioned(ctx: Any) -> bool:
-    """Whether what is lowered in `ctx`, a lowering rule's context, runs on parts of its arrays on several devices."""
+def partitioning(ctx: Any) -> tuple[bool, str | None]:
+    """Of what is lowered in `ctx`, a lowering rule's context.
+
+    Returns:
+      Whether it runs on parts of its arrays on several devices, and why it can be left to XLA only, or None.
+    """
     axes = ctx.module_context.axis_context
-    if hasattr(axes, "manual_axes"):  # inside a shard_map
-        return set(axes.manual_axes) != set(axes.mesh.axis_names)
-    return axes.num_devices != 1
-
-
-def obstacle(ctx: Any) -> str | None:
-    """Why what is lowered in `ctx` can be left to XLA only, or None."""
-    if not is_partitioned(ctx) or explicit_mesh(ctx.avals_in) is not None:
-        return None
-    if getattr(ctx.module_context.axis_context, "manual_axes", ()):
-        return "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
+    manual = getattr(axes, "manual_axes", ())  # inside a shard_map
+    is_partitioned = set(manual) != set(axes.mesh.axis_names) if hasattr(axes, "manual_axes") else axes.num_devices != 1
+    if not is_partitioned or explicit_mesh(ctx.avals_in) is not None:
+        return is_partitioned, None
+    if manual:
+        return True, "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
     if ctx.module_context.lowering_parameters.for_export:
-        return "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
-    return None
+        return True, "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
+    return True, None
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:

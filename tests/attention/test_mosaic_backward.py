@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import lowering as core_lowering
+from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import primitive, xla
 from jaxsoftmax.ops.attention.mosaic import backward, common
 from jaxsoftmax.ops.attention.mosaic import forward as mosaic
@@ -555,7 +557,7 @@ def test_the_program_holds_no_scores_but_those_of_a_bias(feature):
 def decisions(given, **options):
     """Which implementations run forward pass and derivatives, and why the kernel does not run the latter."""
     found = explain(lambda given: gradient(given, attend=attend, **options), given, platform="cuda")
-    assert [decision.primitive for decision in found] == ["attention", "attention_vjp"]
+    assert [decision.primitive for decision in found] == ["dot_product_attention", "dot_product_attention_vjp"]
     return [decision.implementation for decision in found], dict(found[1].refusals).get("mosaic")
 
 
@@ -699,10 +701,12 @@ def test_export(platforms):
 def test_what_is_written_in_place_leaves_no_effect(deterministic):
     """Automatic axes go through custom_partitioning, which refuses effects, and that only while it compiles."""
     q, lse = lowering.shaped(2, 64, 4, 64), lowering.shaped(2, 4, 64, dtype="float32")
-    given = [q, q, q, lowering.shaped(2, 4, 64, 64, dtype="float32"), *[None] * 7, q, lse, q, lse]
+    given = {"query": q, "key": q, "value": q, "bias": lowering.shaped(2, 4, 64, 64, dtype="float32")}
+    given |= {"out": q, "lse": lse, "d_out": q, "d_lse": lse}
     options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "deterministic": deterministic}
-    derivatives = functools.partial(mosaic.attention_vjp, wanted=(True,) * 4 + (False,), **options)
-    assert jax.make_jaxpr(derivatives)(*given).effects == set()
+    wanted = ("query", "key", "value", "bias")
+    derivatives = functools.partial(mosaic.dot_product_attention_vjp, wanted=wanted, target=HOPPER, **options)
+    assert jax.make_jaxpr(lambda given: derivatives(**given))(given).effects == set()
 
 
 def test_derivatives_lower_with_64_bits():
@@ -866,8 +870,8 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
 
 @pytest.fixture
 def choices(monkeypatch):
-    monkeypatch.setattr(mosaic, "attention", xla.attention)
-    monkeypatch.setattr(mosaic, "attention_vjp", xla.attention_vjp)
+    monkeypatch.setattr(mosaic, "dot_product_attention", xla.dot_product_attention)
+    monkeypatch.setattr(mosaic, "dot_product_attention_vjp", xla.dot_product_attention_vjp)
     kernels.forget_lowerings()
     yield
     kernels.forget_lowerings()
@@ -892,8 +896,8 @@ def test_second_derivatives_run_the_kernel_where_they_can():
         return jax.jvp(lambda given: gradient(given, attend=attend), (given,), (given,))
 
     found = {(decision.primitive, decision.implementation) for decision in explain(pushed, given, platform="cuda")}
-    assert ("attention_vjp", "mosaic") in found
-    assert ("attention_jvp", "xla") in found
+    assert ("dot_product_attention_vjp", "mosaic") in found
+    assert ("dot_product_attention_jvp", "xla") in found
 
 
 @CHOICES
@@ -902,8 +906,8 @@ def test_tangents_have_no_kernel():
         lambda given: jax.jvp(lambda given: attend(**given), (given,), (given,)), lowering.operands(), platform="cuda"
     )
     assert [(decision.primitive, decision.implementation) for decision in found] == [
-        ("attention", "mosaic"),
-        ("attention_jvp", "xla"),
+        ("dot_product_attention", "mosaic"),
+        ("dot_product_attention_jvp", "xla"),
     ]
 
 
@@ -998,7 +1002,7 @@ def test_a_vmap_makes_a_bias_whole():
 @CHOICES
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_other_gpus_are_refused(monkeypatch, capability):
-    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    monkeypatch.setattr(core_lowering, "target_for", lambda platform: dispatch.Target(platform, capability))
     words = f"it needs compute capability 9.x, got cuda {capability}"
     assert decisions(lowering.operands()) == (["xla", "xla"], words)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax.ops.attention.mosaic import common
 from jaxsoftmax.ops.attention.mosaic import forward as mosaic
 from jaxsoftmax.ops.attention.mosaic.forward import Config, _Problem
@@ -218,7 +218,10 @@ def test_explain_says_that_tangents_have_no_kernel():
         given,
         platform="cuda",
     )
-    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_jvp", "xla")]
+    assert [(d.primitive, d.implementation) for d in found] == [
+        ("dot_product_attention", "mosaic"),
+        ("dot_product_attention_jvp", "xla"),
+    ]
     assert found[1].refusals == (("mosaic", "there is no kernel for tangents"),)
 
 
@@ -356,7 +359,7 @@ def test_the_default_precision_is_that_of_the_context():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_are_refused(monkeypatch, capability):
-    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    monkeypatch.setattr(lowering, "target_for", lambda platform: dispatch.Target(platform, capability))
     (decision,) = explain(lambda given: attend(**given), operands(), platform="cuda")
     assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
     assert decision.implementation == "xla"
@@ -675,4 +678,4 @@ def test_what_the_interpreter_refuses_it_still_refuses(kind):
     array = np.ones((1, 64, 1, 64), jnp.bfloat16)
     rest = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "config": config}
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
-        kernels.interpreted(lambda array: mosaic.attention(array, array, array, *[None] * 8, **rest), array)
+        kernels.interpreted(lambda array: mosaic.dot_product_attention(array, array, array, *[None] * 8, **rest), array)

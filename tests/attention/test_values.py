@@ -193,7 +193,7 @@ def truth_of(truth, name, given, options, *args):
     return truth(
         *args,
         *(given[k] for k in ("query", "key", "value")),
-        **{k: a for k, a in given.items() if k not in xla.OPERANDS[:3]},
+        **{k: a for k, a in given.items() if k not in ("query", "key", "value")},
         **options,
         product=attention_oracle.THREE_PRODUCTS if name in KERNELS and given["query"].dtype == np.float32 else 0.0,
     )
@@ -202,7 +202,9 @@ def truth_of(truth, name, given, options, *args):
 def assert_ran(forced, f, moving, *args):
     if forced != "xla":  # which can run anything
         wide = moving["query"].dtype == np.float32
-        cases.assert_ran(forced, f, moving, *args, without=("attention_jvp", *(["attention_vjp"] if wide else [])))
+        cases.assert_ran(
+            forced, f, moving, *args, without=("dot_product_attention_jvp", *(["dot_product_attention_vjp"] if wide else []))
+        )
 
 
 def assert_right(name, results, given, options):
@@ -796,7 +798,7 @@ def equations(jaxpr):
 def bound(f, *args):
     """The primitives of attention in `f(*args)`, by name and parameters."""
     found = equations(jax.make_jaxpr(f)(*args).jaxpr)
-    return [(e.primitive.name, e.params) for e in found if e.primitive.name.startswith("attention")]
+    return [(e.primitive.name, e.params) for e in found if e.primitive.name.startswith("dot_product_attention")]
 
 
 def all_deterministic(**options):
@@ -806,7 +808,7 @@ def all_deterministic(**options):
         return jnp.sum(attend(q, K, K, **options))
 
     found = [*bound(jax.grad(loss), Q), *bound(lambda q: jax.jvp(loss, (q,), (q,)), Q)]
-    assert {name for name, _ in found} == {"attention", "attention_jvp", "attention_vjp"}
+    assert {name for name, _ in found} == {"dot_product_attention", "dot_product_attention_jvp", "dot_product_attention_vjp"}
     values = {params["deterministic"] for _, params in found}
     assert len(values) == 1
     return values.pop()
@@ -988,7 +990,7 @@ def layer_inputs():
 
 def runs(f, *args):
     """How often attention's forward pass runs in `f(*args)`."""
-    return [name for name, _ in bound(f, *args)].count("attention")
+    return [name for name, _ in bound(f, *args)].count("dot_product_attention")
 
 
 def test_the_names_of_what_is_saved_are_documented():
@@ -1260,11 +1262,12 @@ def local(monkeypatch):
     module.shapes = []
     module.unsupported = lambda *args, **params: None
 
-    def run(name, *operands, **params):
-        module.shapes.append(tuple(operand.shape for operand in operands if operand is not None))
-        return getattr(xla, name)(*operands, **params)
+    def run(name, *, target, **given):
+        assert target.platform == "cpu"
+        module.shapes.append(tuple(value.shape for value in given.values() if isinstance(value, jax.Array)))
+        return getattr(xla, name)(**given)
 
-    for name in ("attention", "attention_jvp", "attention_vjp"):
+    for name in ("dot_product_attention", "dot_product_attention_jvp", "dot_product_attention_vjp"):
         setattr(module, name, functools.partial(run, name))
     monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
     with kernels.plugged_in("attention", "local", module.__name__, "cpu"):
@@ -1543,9 +1546,15 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
 
     for array, expected in ((q, "mosaic"), (wide, "xla")):
         found = explain(jax.grad(f), array, platform="cuda")
-        assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_vjp", expected)]
+        assert [(d.primitive, d.implementation) for d in found] == [
+            ("dot_product_attention", "mosaic"),
+            ("dot_product_attention_vjp", expected),
+        ]
     found = explain(lambda q: jax.jvp(f, (q,), (q,)), q, platform="cuda")
-    assert [(d.primitive, d.implementation) for d in found] == [("attention", "mosaic"), ("attention_jvp", "xla")]
+    assert [(d.primitive, d.implementation) for d in found] == [
+        ("dot_product_attention", "mosaic"),
+        ("dot_product_attention_jvp", "xla"),
+    ]
     with pytest.raises(NotImplementedError, match="cannot run attention: it runs on cuda, not on cpu"):
         explain(jax.grad(f), q, platform="cpu")
 
@@ -1558,6 +1567,6 @@ def test_numbers_may_be_arrays_without_axes():
 
 def test_explain_shows_attention_and_its_derivatives():
     found = explain(jax.grad(lambda q: jnp.sum(attend(q, K, K))), Q, platform="cpu")
-    assert [d.primitive for d in found] == ["attention", "attention_vjp"]
+    assert [d.primitive for d in found] == ["dot_product_attention", "dot_product_attention_vjp"]
     found = explain(lambda q: jax.jvp(lambda q: attend(q, K, K), (q,), (q,)), Q, platform="cpu")
-    assert [d.primitive for d in found] == ["attention", "attention_jvp"]
+    assert [d.primitive for d in found] == ["dot_product_attention", "dot_product_attention_jvp"]

@@ -23,16 +23,17 @@ COLS = range(64, 1025, 64)
 SERVED = ("softmax", "softmax_jacobian")
 
 
-def unsupported(primitive, target, *avals, axes, dtype, **params):
+def unsupported(primitive, target, operands, *, axes, dtype, **params):
     """Why it cannot run, in words, or None."""
     del params
     if primitive not in SERVED:
         return f"it serves {' and '.join(SERVED)}"
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    x, second, scale = avals
-    arrays = [x] if primitive == "softmax" else [x, second]
-    if primitive == "softmax" and second is not None:
+    scale = operands["scale"]
+    arrays = [operands[name] for name in ("x", "y", "t") if name in operands]
+    x = arrays[0]
+    if operands.get("where") is not None:
         return "it takes no where"
     if axes != (x.ndim - 1,):
         return f"the axis must be the last one alone, got axes {axes} of an array with {x.ndim}"
@@ -50,15 +51,15 @@ def unsupported(primitive, target, *avals, axes, dtype, **params):
     return None
 
 
-def softmax(x, where, scale, *, axes, dtype):
+def softmax(x, where, scale, *, axes, dtype, target):
     """The primitive: `unsupported` leaves no `where`, and `axes` the last."""
-    del where, axes
+    del where, axes, target
     return forward(x.reshape(-1, x.shape[-1]), scale, dtype).reshape(x.shape)
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype):
+def softmax_jacobian(y, t, scale, *, axes, dtype, target):
     """The primitive, for the tangent `t` and for a cotangent alike."""
-    del axes
+    del axes, target
     rows = (-1, y.shape[-1])
     return backward(y.reshape(rows), t.reshape(rows), scale, dtype).reshape(y.shape)
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain, online
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import dispatch, lowering
+from jaxsoftmax._core import primitive as core
 from jaxsoftmax.ops.softmax import primitive, xla
 
 from .. import kernels
@@ -52,10 +53,11 @@ class Local(types.ModuleType):
     def __getattr__(self, name):
         reference = getattr(xla, name)
 
-        def run(*operands, **params):
-            assert "axis_name" not in params, "only the reference is asked to merge over devices"
-            self.shapes.append(tuple(operand.shape for operand in operands if operand is not None))
-            return reference(*operands, **params)
+        def run(*, target, **given):
+            assert "axis_name" not in given, "only the reference is asked to merge over devices"
+            assert target.platform == "cpu"
+            self.shapes.append(tuple(value.shape for value in given.values() if isinstance(value, jax.Array)))
+            return reference(**given)
 
         return run
 
@@ -110,7 +112,7 @@ def test_the_kernel_says_why_it_cannot(probe, kind):
 
 
 def test_the_kernel_refuses_other_gpus(probe, monkeypatch):
-    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, (8, 0)))
+    monkeypatch.setattr(lowering, "target_for", lambda platform: dispatch.Target(platform, (8, 0)))
     (decision,) = explain(softmax, X, platform="cuda")
     assert dict(decision.refusals)["probe"] == "it needs compute capability 9.x, got cuda (8, 0)"
 
@@ -152,7 +154,7 @@ def test_a_plugged_in_implementation_replaces_what_was_lowered_before_and_leaves
             for call in calls:
                 call(x)
             assert module.shapes == [((3, 7),)] * len(calls)
-            assert primitive.softmax_p in needing_devices
+            assert core._primitives[primitive.SOFTMAX][0] in needing_devices
         for call in calls:
             call(x)
         assert module.shapes == [((3, 7),)] * len(calls)

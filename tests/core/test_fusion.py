@@ -27,21 +27,23 @@ class Noting(types.ModuleType):
         super().__init__("noting_softmax")
         self.told, self.ran, self.picky, self.unsupported_dtypes = [], [], False, ()
 
-    def unsupported(self, primitive, target, *avals, **params):
-        found = [a.dtype.name for a in avals if a is not None and a.dtype.name in self.unsupported_dtypes]
+    def unsupported(self, primitive, target, operands, **params):
+        found = [a.dtype.name for a in operands.values() if a is not None and a.dtype.name in self.unsupported_dtypes]
         return f"it does not take {found[0]}" if found else None
 
-    def unprofitable(self, primitive, target, fused, cast, *avals, **params):
-        assert len(fused) == len(cast) == len(avals)
-        self.told.append((primitive, fused, tuple(a and a.dtype.name for a in avals)))
-        return "XLA fuses what produces its operand" if self.picky and any(fused) else None
+    def unprofitable(self, primitive, target, operands, fused, cast, **params):
+        assert fused | cast <= {name for name, aval in operands.items() if aval is not None}
+        told = tuple(name in fused for name in operands), tuple(a and a.dtype.name for a in operands.values())
+        self.told.append((primitive, *told))
+        return "XLA fuses what produces its operand" if self.picky and fused else None
 
     def __getattr__(self, name):
         reference = getattr(xla, name)
 
-        def run(*operands, **params):
-            self.ran.append((name, tuple(operand.dtype.name for operand in operands if operand is not None)))
-            return reference(*operands, **params)
+        def run(*, target, **given):
+            assert target.platform in ("cpu", "cuda")
+            self.ran.append((name, tuple(value.dtype.name for value in given.values() if isinstance(value, jax.Array))))
+            return reference(**given)
 
         return run
 

@@ -161,7 +161,7 @@ def test_output_and_gradients_are_those_of_flax(api, case):
     options = {name: call.pop(name) for name in ("inputs", "options") if name in call}.get("options", {})
     layer = api.layer(attention_fn, **options)
     assert_same(results_of(layer, inputs, **call), results_of(api.layer(api.own, **options), inputs, **call))
-    assert ops(functools.partial(layer[1], **call), layer[0], *inputs) == [("attention", "xla")]
+    assert ops(functools.partial(layer[1], **call), layer[0], *inputs) == [("dot_product_attention", "xla")]
 
 
 def test_linen_takes_is_causal_from_a_partial():
@@ -342,7 +342,7 @@ def test_dropout_of_a_module_comes_from_its_key(api):
     np.testing.assert_array_equal(none, api.layer(attention_fn)[1](params, *INPUTS, mask=CAUSAL))
     assert np.any(first != none)
     gradient = jax.grad(loss_of(f, deterministic=False, dropout=jax.random.key(1)), has_aux=True)
-    assert ops(gradient, params, *INPUTS) == [("attention", "xla"), ("attention_vjp", "xla")]
+    assert ops(gradient, params, *INPUTS) == [("dot_product_attention", "xla"), ("dot_product_attention_vjp", "xla")]
 
 
 # Weights that are sown, and einsums of the caller's own.
@@ -527,7 +527,7 @@ def test_layers_in_a_scan_whose_checkpoints_save_out_and_lse(stack, own):
     params, f = stack(attention_fn)
     assert_same(results_of((params, f), INPUTS), results_of(stack(own), INPUTS))
     gradient = jax.grad(loss_of(f), has_aux=True)
-    assert ops(gradient, params, *INPUTS) == [("attention", "xla"), ("attention_vjp", "xla")]
+    assert ops(gradient, params, *INPUTS) == [("dot_product_attention", "xla"), ("dot_product_attention_vjp", "xla")]
 
 
 def test_a_causal_model_keeps_nothing_of_the_size_of_its_mask():
@@ -617,7 +617,7 @@ def test_kernels_run_on_cuda(kind):
     api, options, call = ON_CUDA[kind]
     params, f = APIS[api].layer(attention_fn, dtype=jnp.bfloat16, **options)
     gradient = jax.grad(loss_of(f, **call), has_aux=True)
-    expected = [("attention", "mosaic"), ("attention_vjp", "mosaic")]
+    expected = [("dot_product_attention", "mosaic"), ("dot_product_attention_vjp", "mosaic")]
     assert ops(gradient, params, *INPUTS, platform="cuda") == expected
 
 
@@ -642,7 +642,7 @@ def test_native_kernels_err_about_as_little_as_flax(api, kind, size):
     options = {"param_dtype": "bfloat16", "qkv_features": HEADS * size, "dropout_rate": 0.3 if kind == "dropout" else 0.0}
     params, f = api.layer(attention_fn, **options)
     gradient = jax.grad(loss_of(f, **call), has_aux=True)
-    expected = [("attention", "mosaic"), ("attention_vjp", "mosaic")]
+    expected = [("dot_product_attention", "mosaic"), ("dot_product_attention_vjp", "mosaic")]
     assert ops(gradient, params, *inputs, platform=None) == expected
 
     def errors(layer):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import RowTile
 from jaxsoftmax._gpu.rows.run import Config
@@ -366,7 +366,7 @@ def test_float64_is_refused(f):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_are_refused(monkeypatch, capability):
-    monkeypatch.setattr(dispatch, "target_for", lambda platform: dispatch.Target(platform, capability))
+    monkeypatch.setattr(lowering, "target_for", lambda platform: dispatch.Target(platform, capability))
     (decision,) = explain(OPS["softmax"], shaped(5, 63), platform="cuda")
     assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
     assert decision.implementation == "xla"

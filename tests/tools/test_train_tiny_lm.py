@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import dispatch, lowering
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
@@ -236,7 +236,7 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
     ],
 )
 def test_flash_is_chosen_where_kernels_run_it(example, monkeypatch, options, platform, chosen, why):
-    monkeypatch.setattr(dispatch, "target_for", lambda name: dispatch.Target(name, (9, 0) if name == "cuda" else None))
+    monkeypatch.setattr(lowering, "target_for", lambda name: dispatch.Target(name, (9, 0) if name == "cuda" else None))
     name, line = example.choose_attention(example.parse_arguments(options), platform)
     assert name == chosen
     assert why in line

@@ -126,7 +126,7 @@ def test_prints_what_it_found(finished):
     names = [line.split("  ")[0] for line in printed]
     for name in ("output", "gradient of the input", "gradient of attention.query.kernel", "epsilon of float32"):
         assert len([float(number) for number in printed[names.index(name)].removeprefix(name).split()]) == len(WAYS)
-    for op in ("softmax", "softmax_jacobian", "attention", "attention_vjp"):
+    for op in ("softmax", "softmax_jacobian", "dot_product_attention", "dot_product_attention_vjp"):
         assert any(line.startswith(f"  {op} ") and "->" in line for line in printed)
     lines = [line.split() for line in printed if line.startswith("16 ")]
     assert [line[1] for line in lines] == list(WAYS)

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import primitive
 
 Window = int | tuple[int | None, int | None] | None
@@ -184,8 +185,13 @@ def dot_product_attention(
         seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)
     left, right = _window(local_window_size)
     window = _side(left, length), _side(0 if is_causal else right, keys)
-    out, lse = primitive.attention(
-        *(query, key, value, bias, mask, query_lengths, key_lengths, *segments, sinks, seeds),
+    operands = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "sinks": sinks, "seeds": seeds}
+    operands |= {"query_lengths": query_lengths, "key_lengths": key_lengths}
+    operands |= dict(zip(("query_segments", "key_segments"), segments, strict=True))
+    out, *lse = bind(
+        primitive.ATTENTION,
+        operands,
+        return_lse=return_residual,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
         window=window,
         soft_cap=_soft_cap(logits_soft_cap, query.dtype),
@@ -194,7 +200,7 @@ def dot_product_attention(
         deterministic=deterministic or _xla_is_deterministic(),
         implementation=implementation,
     )
-    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+    return (out, jnp.swapaxes(lse[0], -1, -2)) if return_residual else out
 
 
 def _operands(query, key, value):

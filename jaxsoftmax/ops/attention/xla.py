@@ -34,6 +34,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention._operands import RANKS
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -42,29 +43,13 @@ ONE_TILE = 2**24
 BLOCK = (512, 512)
 LARGEST_TILE = 2**26
 
-OPERANDS = (
-    "query",
-    "key",
-    "value",
-    "bias",
-    "mask",
-    "query_lengths",
-    "key_lengths",
-    "query_segments",
-    "key_segments",
-    "sinks",
-    "seeds",
-)
 
-# The operands that have tangents and cotangents.
-MOVING = ("query", "key", "value", "bias", "sinks")
-
-
-def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None):
-    """`[out, lse]` of the operands `OPERANDS`.
+def dot_product_attention(
+    *, scale, window, soft_cap, dropout_rate, return_lse=True, precision="highest", deterministic=False, block=None, **operands
+):
+    """`[out, lse]`, or `[out]`.
 
     Args:
-      *operands: arrays as the module says.
       scale: of the scores.
       window: `(left, right)`, how many keys before and after its own position a query sees; None for all.
       soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
@@ -72,8 +57,10 @@ def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highe
       precision: what float32 products must be at least, `"high"` or `"highest"`: here they are float32's.
       deterministic: whether derivatives must have the same bits run after run: here they have, as far as XLA's products do.
       block: queries and keys of a tile; None to choose by `ONE_TILE`.
+      return_lse: whether lse is a result.
+      **operands: arrays as the module says, by name.
     """
-    problem = _Problem(dict(zip(OPERANDS, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
+    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, block)
     rows, value_size = problem.rows, problem.shape("value")[-1]
 
     def push(state, tile):
@@ -94,13 +81,15 @@ def attention(*operands, scale, window, soft_cap, dropout_rate, precision="highe
         scores = jnp.broadcast_to(sinks.astype(problem.dtype), rows)[..., None]
         state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
     state = online.finish(state)
-    return [_heads_last(state.o).astype(problem["query"].dtype), _flat_heads(state.m)]
+    out = _heads_last(state.o).astype(problem["query"].dtype)
+    return [out, _flat_heads(state.m)] if return_lse else [out]
 
 
-def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None):
-    """`[dout, dlse]` of `OPERANDS`, out, lse and the tangents of `MOVING`, of which each may be None."""
-    names = (*OPERANDS, "out", "lse", *(f"d_{name}" for name in MOVING))
-    problem = _Problem(dict(zip(names, operands, strict=True)), scale, window, soft_cap, dropout_rate, block)
+def dot_product_attention_jvp(
+    *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None, **operands
+):
+    """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, of which each may be None."""
+    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, block)
     dtype, rows, value_size = problem.dtype, problem.rows, problem.shape("value")[-1]
 
     def add(sums, tile):
@@ -129,15 +118,13 @@ def attention_jvp(*operands, scale, window, soft_cap, dropout_rate, precision="h
     return [_heads_last(dout).astype(problem["query"].dtype), _flat_heads(dlse)]
 
 
-def attention_vjp(
-    *operands, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None
+def dot_product_attention_vjp(
+    *, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None, **given
 ):
-    """The cotangents of those of `MOVING` that are `wanted`, of `OPERANDS`, out, lse and the cotangents dout and dlse.
+    """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes and dtypes of the operands.
     """
-    given = dict(zip((*OPERANDS, "out", "lse", "d_out", "d_lse"), operands, strict=True))
-    wanted = [name for name, is_wanted in zip(MOVING, wanted, strict=True) if is_wanted]
     problem = _Problem(given, scale, window, soft_cap, dropout_rate, block)
     dtype = problem.dtype
     delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
@@ -361,10 +348,7 @@ class _Tile:
         return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)
 
 
-# How many axes behind the batch an operand has, and which of its grouped axes are rows and columns of scores.
-RANKS = dict.fromkeys(("query", "key", "value", "bias", "mask", "out", "d_query", "d_key", "d_value", "d_bias", "d_out"), 3)
-RANKS |= dict.fromkeys(("lse", "d_lse", "seeds"), 2) | dict.fromkeys(("query_segments", "key_segments", "sinks", "d_sinks"), 1)
-RANKS |= dict.fromkeys(("query_lengths", "key_lengths"), 0)
+# Which of the grouped axes of an operand are rows and columns of scores; the rows are the last but one unless it is here.
 _axes = dict.fromkeys(("key", "value", "d_key", "d_value"), (None, -2)) | {"key_segments": (None, -1)}
 _axes |= dict.fromkeys(("bias", "mask", "d_bias"), (-2, -1))
 

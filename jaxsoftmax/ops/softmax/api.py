@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import primitive
 
 Axis = int | Sequence[int] | None
@@ -52,8 +53,8 @@ def softmax(
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
-    args, params = _arguments("softmax", x, axis, where, scale, dtype, implementation)
-    return primitive.softmax(*args, **params)
+    operands, params = _arguments("softmax", x, axis, where, scale, dtype, implementation)
+    return bind(primitive.SOFTMAX, operands, **params)[0]
 
 
 def log_softmax(
@@ -70,8 +71,8 @@ def log_softmax(
     Arguments, shapes, dtypes and errors are those of `softmax`. Entries outside `where` give `-inf`. As with
     `jax.nn.log_softmax`, a row of nothing but `-inf`, and one that holds `+inf` or NaN, is NaN.
     """
-    args, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation)
-    return primitive.log_softmax(*args, **params)
+    operands, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation)
+    return bind(primitive.LOG_SOFTMAX, operands, return_state=False, **params)[0]
 
 
 @overload
@@ -132,8 +133,8 @@ def logsumexp(
     """
     if b is not None or return_sign:
         return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
-    (a, where, _), params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
-    lse = primitive.logsumexp(a, where, None, **params)
+    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
+    (lse,) = bind(primitive.LOGSUMEXP, operands, return_state=False, **params)
     return lse if keepdims else lax.squeeze(lse, params["axes"])
 
 
@@ -150,7 +151,8 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
             a = jnp.broadcast_to(a, lax.broadcast_shapes(a.shape, b.shape))
         except ValueError:
             raise ValueError(f"logsumexp: b of shape {b.shape} does not broadcast with a of shape {a.shape}") from None
-    (a, where, _), params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
+    checked, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
+    a, where = checked["x"], checked["where"]
     operands = [a] if b is None else [a, _leading_axes(b, a.ndim)]
 
     def call(a, b=None):
@@ -163,8 +165,8 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     return jax.tree.map(lambda result, kind: result.astype(kind.dtype), results, types)
 
 
-def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[list[Any], dict[str, Any]]:
-    """The checked operands of a primitive, aligned, and its parameters."""
+def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checked operands of a primitive, aligned and by name, and its parameters."""
     dispatch.check_implementation("softmax", op, implementation)
     x = _array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
@@ -177,7 +179,7 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
         scale = _scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
-    return [x, where, scale], {"axes": axes, "dtype": dtype, "implementation": implementation}
+    return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
 def _array(op: str, name: str, value: Any) -> jax.Array:

@@ -30,13 +30,13 @@ FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many colum
 # What is served.
 
 
-def unsupported(primitive, target, *avals, axes, dtype, **params) -> str | None:
+def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    x = avals[0]
-    whole = [a for a in avals if a is not None and a.dtype != bool and a.shape == x.shape]
+    x, where = next(iter(a for a in operands.values() if a is not None)), operands.get("where")
+    whole = [a for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
     for name in [a.dtype.name for a in whole] + [jnp.dtype(dtype).name]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
@@ -49,24 +49,20 @@ def unsupported(primitive, target, *avals, axes, dtype, **params) -> str | None:
         return f"a row must have from 1 to {MAX_COLS} entries, got {cols}"
     if not 1 <= count < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {count}"
-    where = _where_of(primitive, avals)
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
     return None
 
 
-def _where_of(primitive, avals):
-    return None if primitive == "softmax_jacobian" else avals[1] if len(avals) == 3 else avals[4]
-
-
-def unprofitable(primitive, target, fused, cast, *avals, axes, dtype, **params) -> str | None:
+def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del target, params
-    _, cols = rows_and_cols(avals[0].shape, axes)
-    wide = cols > FUSED_COLS[max(avals[0].dtype.itemsize, jnp.dtype(dtype).itemsize)]
-    if any(fused) and not (wide and primitive in ("softmax", "log_softmax")):
+    x = next(a for a in operands.values() if a is not None)
+    _, cols = rows_and_cols(x.shape, axes)
+    wide = cols > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
+    if fused and not (wide and primitive in ("softmax", "log_softmax")):
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
-    if primitive == "softmax" and any(cast) and jnp.dtype(dtype) == jnp.float32 and not wide:
+    if primitive == "softmax" and cast and jnp.dtype(dtype) == jnp.float32 and not wide:
         return "XLA fuses the cast of its operand, and one back that may follow; with dtype= the kernel casts both"
     return None
 
@@ -157,7 +153,7 @@ def _can_be(config: Config, cols: int, masked: bool) -> bool:
 # float32 (`where`: bool, or None), and so are whole results: what is computed twice need not be kept.
 
 
-def softmax(x, where, scale, *, axes, dtype):
+def softmax(x, where, scale, *, axes, dtype, target=None):
     """`exp(s - m) / d`."""
 
     def body(tile, x, where, scale):
@@ -176,7 +172,7 @@ def softmax(x, where, scale, *, axes, dtype):
     return _run("softmax_forward", body, axes, [x], where, scale, [dtype])[0]
 
 
-def log_softmax(x, where, scale, *, axes, dtype, return_state):
+def log_softmax(x, where, scale, *, axes, dtype, return_state, target=None):
     """`(s - m) - log d`, and the state `(m, d)` if asked for."""
 
     def body(tile, x, where, scale):
@@ -191,7 +187,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state):
     return _run("log_softmax_forward", body, axes, [x], where, scale, [dtype], return_state=return_state)
 
 
-def logsumexp(x, where, scale, *, axes, dtype, return_state):
+def logsumexp(x, where, scale, *, axes, dtype, return_state, target=None):
     """`m + log d`, and the state `(m, d)` if asked for."""
 
     def body(tile, x, where, scale):
@@ -203,7 +199,7 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state):
     return _run("logsumexp_forward", body, axes, [x], where, scale, [], row_dtypes=[dtype], return_state=return_state)
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype):
+def softmax_jacobian(y, t, scale, *, axes, dtype, target=None):
     """`scale * y * (t - sum(y * t))`."""
 
     def body(tile, y, t, where, scale):
@@ -223,7 +219,7 @@ def softmax_jacobian(y, t, scale, *, axes, dtype):
     return _run("softmax_backward", body, axes, [y, t], None, scale, [dtype])[0]
 
 
-def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
+def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
     """`t - sum(p * t)`."""
 
     def body(tile, x, t, m, d, where, scale):
@@ -235,7 +231,7 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     return _run("log_softmax_tangent", body, axes, [x, t], where, scale, [dtype], row_operands=[m, d])[0]
 
 
-def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
+def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
     """`c - p * sum(c)`."""
 
     def body(tile, x, c, m, d, where, scale):
@@ -244,10 +240,10 @@ def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
         weights = _weights(tile, x, m, d, where, scale)
         return [each(lambda seen, c, p: select(seen, c - p * total, 0), where, cotangents, weights)]
 
-    return _run("log_softmax_backward", body, axes, [x, c], where, scale, [dtype], row_operands=[m, d])[0]
+    return _run("log_softmax_backward", body, axes, [x, t], where, scale, [dtype], row_operands=[m, d])[0]
 
 
-def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
+def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
     """`sum(p * t)`."""
 
     def body(tile, x, t, m, d, where, scale):
@@ -258,7 +254,7 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     return _run("logsumexp_tangent", body, axes, [x, t], where, scale, [], row_operands=[m, d], row_dtypes=[dtype])[0]
 
 
-def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
+def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
     """`p * c`."""
 
     def body(tile, x, m, d, c, where, scale):
@@ -266,7 +262,7 @@ def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent):
         weights = _weights(tile, x, m, d, where, scale)
         return [each(lambda seen, p: select(seen, p * c, 0), where, weights)]
 
-    return _run("logsumexp_backward", body, axes, [x], where, scale, [dtype], row_operands=[m, d, c])[0]
+    return _run("logsumexp_backward", body, axes, [x], where, scale, [dtype], row_operands=[m, d, t])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

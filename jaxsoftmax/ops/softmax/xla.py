@@ -61,10 +61,10 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axi
     return select(where, t - _sum(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
-def log_softmax_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
-    """`c - p * sum(c)`, the transpose of `log_softmax_jvp`."""
-    p, c = _weights(x, m, d, where, scale), _tangent(select(where, c, 0), m, scale, scale_tangent)
-    return select(where, c - p * _sum(c, axes, axis_name), 0).astype(dtype)
+def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`t - p * sum(t)` of a cotangent `t`, the transpose of `log_softmax_jvp`."""
+    p, t = _weights(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
+    return select(where, t - p * _sum(t, axes, axis_name), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
@@ -73,10 +73,10 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_
     return _sum(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
 
 
-def logsumexp_vjp(x, m, d, c, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
-    """`p * c`, the transpose of `logsumexp_jvp`."""
+def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+    """`p * t` of a cotangent `t`, the transpose of `logsumexp_jvp`."""
     del axes, axis_name  # the sum over the row is in the state
-    return select(where, _weights(x, m, d, where, scale) * _tangent(c, m, scale, scale_tangent), 0).astype(dtype)
+    return select(where, _weights(x, m, d, where, scale) * _tangent(t, m, scale, scale_tangent), 0).astype(dtype)
 
 
 def scores_tangent(x, scale, dx, dscale):

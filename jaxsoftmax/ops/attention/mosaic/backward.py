@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import products, ptx
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention.mosaic import common
-from jaxsoftmax.ops.attention.xla import MOVING, summed_to
+from jaxsoftmax.ops.attention.xla import summed_to
 
 SIZES = (64, 128, 256)  # of heads, on chip
 ROWS = 64  # keys or queries of a product
@@ -116,7 +116,7 @@ def unsupported(given, *, wanted, deterministic, **params) -> str | None:
         keys = key.shape[-3]
         if keys > _MAX_MASKED:
             return f"there must be at most {_MAX_MASKED} keys with a bias or mask, got {keys}"
-    if wanted[MOVING.index("bias")]:
+    if "bias" in wanted:
         bias, batch = given["bias"], common.batch_of(given)
         whole = *batch, query.shape[-2], query.shape[-3], key.shape[-3]
         if deterministic and bias.shape != whole:
@@ -154,19 +154,18 @@ def attention_vjp(given, out, lse, dout, dlse, *, wanted, scale, window, soft_ca
         window,
         soft_cap,
         dropout_rate,
-        bool(wanted[MOVING.index("bias")]),
+        "bias" in wanted,
         deterministic,
         size_for(query.shape[-1], value.shape[-1]),
         config or config_for(query.shape[-1], value.shape[-1]),
     )
     found = {}
-    if any(wanted[: MOVING.index("sinks")]):
+    if set(wanted) - {"sinks"}:
         found = problem.run(given, lse, dout, delta, value.shape[-1])
-    if wanted[MOVING.index("sinks")]:
+    if "sinks" in wanted:
         weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(given["sinks"].astype(jnp.float32)[..., None] - lse))
         found["sinks"] = -jnp.sum(weight * delta, -1)
-    names = [name for name, want in zip(MOVING, wanted, strict=True) if want]
-    return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in names]
+    return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
 
 
 def _rows_first(array):

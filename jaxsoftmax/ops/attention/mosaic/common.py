@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx
-from jaxsoftmax.ops.attention.xla import RANKS
+from jaxsoftmax.ops.attention._operands import RANKS
 
 _LOG2E = math.log2(math.e)
 

@@ -33,8 +33,8 @@ from jaxsoftmax import online
 from jaxsoftmax._gpu import products, ptx
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention._operands import OPERANDS
 from jaxsoftmax.ops.attention.mosaic import backward, common
-from jaxsoftmax.ops.attention.xla import OPERANDS
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
 DTYPES = tuple(MAX_HEAD_SIZE)
@@ -96,19 +96,18 @@ def config_for(
     return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, turns=False)
 
 
-def lacks(primitive, query, *avals) -> bool:
+def lacks(primitive, operands) -> bool:
     """Whether there is no kernel at all: for derivatives of float32."""
-    del avals
-    return primitive == "attention_vjp" and query.dtype == jnp.float32
+    return primitive == "dot_product_attention_vjp" and operands["query"].dtype == jnp.float32
 
 
-def unsupported(primitive, target, *avals, scale, precision, **params) -> str | None:
+def unsupported(primitive, target, operands, *, scale, precision, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    if primitive == "attention_jvp":
+    if primitive == "dot_product_attention_jvp":
         return "there is no kernel for tangents"
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    given = {name: aval for name, aval in zip(OPERANDS, avals[: len(OPERANDS)], strict=True) if aval is not None}
+    given = {o.name: operands[o.name] for o in OPERANDS if operands[o.name] is not None}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if query.dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {query.dtype.name}"
@@ -132,18 +131,19 @@ def unsupported(primitive, target, *avals, scale, precision, **params) -> str | 
         return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
-    return backward.unsupported(given, **params) if primitive == "attention_vjp" else None
+    return backward.unsupported(given, **params) if primitive == "dot_product_attention_vjp" else None
 
 
-def unprofitable(primitive, target, fused, cast, query, key, *avals, **params) -> str | None:
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernel could run, in words, or None."""
-    del primitive, target, fused, cast, avals, params
+    del primitive, target, fused, cast, params
+    query, key = operands["query"], operands["key"]
     if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
         return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
     return None
 
 
-def attention(
+def dot_product_attention(
     query,
     key,
     value,
@@ -160,12 +160,14 @@ def attention(
     window,
     soft_cap,
     dropout_rate,
+    target=None,
+    return_lse=True,
     precision="high",
     deterministic=False,
     config=None,
 ):
-    """Attention as in `xla.attention`: `[out, lse]`."""
-    del precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`."""
+    del target, precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
     config = config or config_for(query.shape[-1], value.shape[-1], window, query.dtype)
     given = {"bias": bias, "mask": mask, "query_lengths": query_lengths, "key_lengths": key_lengths, "sinks": sinks}
     given |= {"query_segments": query_segments, "key_segments": key_segments, "seeds": seeds if dropout_rate else None}
@@ -177,14 +179,14 @@ def attention(
     if mask is not None:
         seen = common.seen(mask, (query.shape[-3], key.shape[-3]), problem.block_q, config.block_kv)
         given |= {} if seen is None else {"seen": common.ends(seen)}
-    return problem.run(query, key, value, given)
+    return problem.run(query, key, value, given)[: 2 if return_lse else 1]
 
 
-def attention_vjp(*operands, precision="high", **params):
-    """The cotangents of attention as in `xla.attention_vjp`."""
-    del precision  # of float32 operands, which have no kernel
-    given = dict(zip(OPERANDS, operands[: len(OPERANDS)], strict=True))
-    return backward.attention_vjp(given, *operands[len(OPERANDS) :], **params)
+def dot_product_attention_vjp(*, out, lse, d_out, d_lse, target=None, precision="high", **params):
+    """The cotangents of attention as in `xla.dot_product_attention_vjp`."""
+    del target, precision  # of float32 operands, which have no kernel
+    given = {operand.name: params.pop(operand.name, None) for operand in OPERANDS}
+    return backward.attention_vjp(given, out, lse, d_out, d_lse, **params)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""How a primitive is lowered: what produces its operands, which implementation runs, on one device or on shards.
+
+Two steps, as JAX caches lowering rules, and a rule that it caches does not see what produces its operands. The first, which is
+not cached, looks at that and binds `_call`. The rule of that, which JAX caches, chooses the implementation and traces it in
+place, so equal calls lower their kernel once. It has a version for CUDA, which a rule that is not cached must not have.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxsoftmax._core import dispatch, fusion, sharding
+from jaxsoftmax._core.operands import Map
+from jaxsoftmax._gpu.target import target_for
+
+_call = Primitive("jaxsoftmax")
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *operands, results, **params: list(results))
+
+
+def register(this: Map, primitive: Primitive) -> None:
+    """Gives a primitive of a map its lowering rule."""
+    mlir.register_lowering(primitive, functools.partial(_lower, this), cacheable=False)
+
+
+def require_devices(this: Map, primitive: Primitive) -> None:
+    """Makes devices known while a primitive is lowered that has kernels: where XLA cuts its operands, it asks back."""
+    if len(dispatch.implementations[this.op]) > 1:
+        sharding.require_devices(primitive)
+
+
+def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, **params) -> list[Any]:
+    """A map as its reference computes it, on shards where types say how operands and results are sharded."""
+    del implementation
+    names = [name for name, operand in operands.items() if operand is not None]
+    given = [operands[name] for name in names]
+
+    def run(*given, axis_name=()):
+        del axis_name
+        return _run(this, dispatch.reference(this.op), dict(zip(names, given, strict=True)), **params)
+
+    types = [jax.typeof(operand) for operand in given]
+    if this.is_aligned or sharding.explicit_mesh(types) is None:
+        return run(*given)
+    axes = this.axes_in(names), this.axes_out(len(results), **params)
+    return sharding.on_explicit_axes(run, types, results, *axes)(*given)
+
+
+def _run(this: Map, module, operands, **options) -> list[Any]:
+    """The results of an implementation."""
+    return jax.tree.leaves(getattr(module, this.name)(**dict.fromkeys(this.by_name) | operands, **options))
+
+
+def _lower(this: Map, ctx, *operands, names, **params):
+    """The rule that sees what produces the operands: it goes on with them as they were before casts to float32."""
+    sources, avals, fused = list(operands), list(ctx.avals_in), []
+    for index, name in enumerate(names):
+        is_scores = this.by_name[name].is_scores
+        if is_scores and (source := fusion.widened_from(sources[index])) is not None:
+            sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
+        is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
+        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], ctx.module_context.symbol_table):
+            fused.append(name)
+    params |= {"this": this, "names": names, "dtypes": tuple(aval.dtype for aval in ctx.avals_in), "fused": frozenset(fused)}
+    bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), **params)
+    return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
+
+
+def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, implementation, **params):
+    """The rule for a platform, or for each that has no rule of its own, which chooses the implementation.
+
+    `dtypes` are those after casts to float32, of which the reference gets the operands.
+    """
+    target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
+    call = dispatch.Call(this, names, dtypes, fused, implementation, params)
+
+    def run(module, *operands, **options):
+        if module is dispatch.reference(this.op):
+            operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
+        else:
+            options["target"] = target
+        return _run(this, module, dict(zip(names, operands, strict=True)), **params, **options)
+
+    def on_shard(*operands, axis_name):
+        obstacle = None
+        if axis_name:
+            obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
+        module, decision = dispatch.choose(call, target, [jax.typeof(operand) for operand in operands], obstacle)
+        dispatch.record(decision)
+        return run(module, *operands, **({"axis_name": axis_name} if axis_name else {}))
+
+    is_partitioned, obstacle = sharding.partitioning(ctx)
+    module, decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
+    # Types that say how arrays are sharded stand in the way of a reference that reshapes.
+    is_typed = not this.is_aligned and sharding.explicit_mesh(ctx.avals_in) is not None
+    if is_typed or (is_partitioned and module is not dispatch.reference(this.op)):
+        axes = this.axes_in(names), this.axes_out(len(results), **params)
+        return mlir.lower_fun(sharding.partitioned(on_shard, ctx, *axes, params.get("axes", ())))(ctx, *operands)
+    dispatch.record(decision)
+    if not this.is_aligned:
+        with sharding.on_no_mesh():
+            ctx = ctx.replace(avals_in=[sharding.whole(aval) for aval in ctx.avals_in])
+            return mlir.lower_fun(functools.partial(run, module))(ctx, *operands)
+    return mlir.lower_fun(functools.partial(run, module))(ctx, *operands)
+
+
+for _platform in (None, "cuda"):
+    mlir.register_lowering(_call, functools.partial(_lower_call, _platform), platform=_platform)

@@ -1,0 +1,71 @@
+"""What the operands and results of a map are, written down once: batching, sharding and dispatch derive from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+# The names of the last axes of an array, for sharding.
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand, or result.
+
+    Attributes:
+      name: by which implementations get it.
+      axes: the names of its last axes, behind those of the batch. Axes of one name are sharded alike; those named None are
+        whole on every device. Empty in a map whose operands all have the same axes: there an axis is named by its position.
+      is_scores: whether it is as large as the scores. Kernels get it as it was before a cast to float32, and dispatch is told
+        where XLA would not write it to memory.
+      may_be_one: whether it may have size 1 along an axis of the batch along which others have more.
+    """
+
+    name: str
+    axes: Axes = ()
+    is_scores: bool = False
+    may_be_one: bool = True
+
+    def called(self, name: str) -> "Operand":
+        """The same with another name: a tangent or a cotangent."""
+        return replace(self, name=name)
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """What becomes a primitive: an op, or one of its derivatives.
+
+    Attributes:
+      op: the folder of `ops` in which its implementations are.
+      name: of the primitive, and of the function in each implementation.
+      operands: in their order; any but the first may be absent.
+      types: `types(operands, **params)`, the shapes and dtypes of the results, from the operands by name.
+      results: `results(**params)`, what the results are; None where they have the axes of the operands.
+      linear: the names of the operands in which it is linear, all together.
+    """
+
+    op: str
+    name: str
+    operands: tuple[Operand, ...]
+    types: Callable[..., Sequence[Any]]
+    results: Callable[..., Sequence[Operand]] | None = None
+    linear: tuple[str, ...] = ()
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether operands and results all have the same axes."""
+        return self.results is None
+
+    @cached_property
+    def by_name(self) -> dict[str, Operand]:
+        """The operands by their names."""
+        return {operand.name: operand for operand in self.operands}
+
+    def axes_in(self, names: Sequence[str]) -> list[Axes]:
+        """The names of the axes of these operands."""
+        return [self.by_name[name].axes for name in names]
+
+    def axes_out(self, count: int, **params: Any) -> list[Axes]:
+        """The names of the axes of the results, which are so many."""
+        return [()] * count if self.results is None else [result.axes for result in self.results(**params)]
