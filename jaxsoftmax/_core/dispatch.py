@@ -172,8 +172,8 @@ class Call:
     params: dict[str, Any]
 
 
-def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | None = None) -> tuple[ModuleType, Decision]:
-    """The implementation that runs `call` on operands of these types, which are those before casts to float32.
+def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | None = None) -> Decision:
+    """Which implementation runs `call` on operands of these types, which are those before casts to float32.
 
     `obstacle` is a reason, if there is one, that leaves the reference alone.
 
@@ -185,14 +185,14 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
     wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, call.dtypes, strict=True)]
     operands = dict.fromkeys(call.map.by_name) | dict(zip(call.names, types, strict=True))
     forced = call.forced
-    if forced is not None and _lacks(_load(call.map.op, forced), name, operands):
+    if forced is not None and _lacks(load(call.map.op, forced), name, operands):
         forced = "xla"
     for implementation in implementations[call.map.op]:
         reason = _refusal(implementation, forced, call, target, operands, obstacle)
         if reason is None:
             given = wide if implementation == "xla" else types
             shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
-            return _load(call.map.op, implementation), Decision(name, shown, implementation, tuple(refusals))
+            return Decision(name, shown, implementation, tuple(refusals))
         if implementation == forced:
             raise NotImplementedError(f"{call.map.op}: implementation={forced!r} cannot run {name}: {reason}")
         refusals.append((implementation, reason))
@@ -211,7 +211,7 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
         return obstacle
     if any(not isinstance(size, int) for a in operands.values() if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
-    module, primitive = _load(call.map.op, name), call.map.name
+    module, primitive = load(call.map.op, name), call.map.name
     reason = module.unsupported(primitive, target, operands, **call.params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
         cast = frozenset(n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype)
@@ -224,13 +224,9 @@ def _lacks(module, primitive, operands) -> bool:
     return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands))
 
 
-def _load(op: str, implementation: str) -> ModuleType:
+def load(op: str, implementation: str) -> ModuleType:
+    """The module of an implementation of an op."""
     return importlib.import_module(implementations[op][implementation])
-
-
-def reference(op: str) -> ModuleType:
-    """The reference of an op."""
-    return _load(op, "xla")
 
 
 def record(decision: Decision) -> None:

@@ -37,18 +37,18 @@ def require_devices(this: Map, primitive: Primitive) -> None:
 def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, **params) -> list[Any]:
     """A map as its reference computes it, on shards where types say how operands and results are sharded."""
     del implementation
+    reference = dispatch.load(this.op, "xla")
     names = [name for name, operand in operands.items() if operand is not None]
     given = [operands[name] for name in names]
 
     def run(*given, axis_name=()):
         del axis_name
-        return _run(this, dispatch.reference(this.op), dict(zip(names, given, strict=True)), **params)
+        return _run(this, reference, dict(zip(names, given, strict=True)), **params)
 
     types = [jax.typeof(operand) for operand in given]
     if this.is_aligned or sharding.explicit_mesh(types) is None:
         return run(*given)
-    axes = this.axes_in(names), this.axes_out(len(results), **params)
-    return sharding.on_explicit_axes(run, types, results, *axes)(*given)
+    return sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
 
 
 def _run(this: Map, module, operands, **options) -> list[Any]:
@@ -79,34 +79,35 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     call = dispatch.Call(this, names, dtypes, fused, implementation, params)
 
-    def run(module, *operands, **options):
-        if module is dispatch.reference(this.op):
+    def run(implementation, *operands, **options):
+        if implementation == "xla":
             operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
         else:
             options["target"] = target
+        module = dispatch.load(this.op, implementation)
         return _run(this, module, dict(zip(names, operands, strict=True)), **params, **options)
 
     def on_shard(*operands, axis_name):
         obstacle = None
         if axis_name:
             obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
-        module, decision = dispatch.choose(call, target, [jax.typeof(operand) for operand in operands], obstacle)
+        decision = dispatch.choose(call, target, [jax.typeof(operand) for operand in operands], obstacle)
         dispatch.record(decision)
-        return run(module, *operands, **({"axis_name": axis_name} if axis_name else {}))
+        return run(decision.implementation, *operands, **({"axis_name": axis_name} if axis_name else {}))
 
     is_partitioned, obstacle = sharding.partitioning(ctx)
-    module, decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
+    decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
     # Types that say how arrays are sharded stand in the way of a reference that reshapes.
     is_typed = not this.is_aligned and sharding.explicit_mesh(ctx.avals_in) is not None
-    if is_typed or (is_partitioned and module is not dispatch.reference(this.op)):
-        axes = this.axes_in(names), this.axes_out(len(results), **params)
+    if is_typed or (is_partitioned and decision.implementation != "xla"):
+        axes = this.axes(names, len(results), **params)
         return mlir.lower_fun(sharding.partitioned(on_shard, ctx, *axes, params.get("axes", ())))(ctx, *operands)
     dispatch.record(decision)
-    if not this.is_aligned:
-        with sharding.on_no_mesh():
-            ctx = ctx.replace(avals_in=[sharding.whole(aval) for aval in ctx.avals_in])
-            return mlir.lower_fun(functools.partial(run, module))(ctx, *operands)
-    return mlir.lower_fun(functools.partial(run, module))(ctx, *operands)
+    function = functools.partial(run, decision.implementation)
+    if this.is_aligned:
+        return mlir.lower_fun(function)(ctx, *operands)
+    with sharding.on_no_mesh():
+        return mlir.lower_fun(function)(ctx.replace(avals_in=[sharding.whole(aval) for aval in ctx.avals_in]), *operands)
 
 
 for _platform in (None, "cuda"):

@@ -1,8 +1,7 @@
 """What the operands and results of a map are, written down once: batching, sharding and dispatch derive from it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # The names of the last axes of an array, for sharding.
@@ -52,20 +51,15 @@ class Map:
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether operands and results all have the same axes."""
-        return self.results is None
+    # What derives from these: the operands by their names, and whether they and the results all have the same axes.
+    by_name: dict[str, Operand] = field(init=False)
+    is_aligned: bool = field(init=False)
 
-    @cached_property
-    def by_name(self) -> dict[str, Operand]:
-        """The operands by their names."""
-        return {operand.name: operand for operand in self.operands}
+    def __post_init__(self):
+        object.__setattr__(self, "by_name", {operand.name: operand for operand in self.operands})
+        object.__setattr__(self, "is_aligned", self.results is None)
 
-    def axes_in(self, names: Sequence[str]) -> list[Axes]:
-        """The names of the axes of these operands."""
-        return [self.by_name[name].axes for name in names]
-
-    def axes_out(self, count: int, **params: Any) -> list[Axes]:
-        """The names of the axes of the results, which are so many."""
-        return [()] * count if self.results is None else [result.axes for result in self.results(**params)]
+    def axes(self, names: Sequence[str], results: int, **params: Any) -> tuple[list[Axes], list[Axes]]:
+        """The names of the axes of the operands of these names, and of the results, which are so many."""
+        out = [()] * results if self.results is None else [result.axes for result in self.results(**params)]
+        return [self.by_name[name].axes for name in names], out

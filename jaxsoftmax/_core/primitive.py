@@ -42,7 +42,7 @@ def define(this: Map) -> Map:
 def bind(this: Map, operands: Operands, **params: Any) -> list[Any]:
     """The results of a map for operands by name, of which some may be None."""
     names = tuple([name for name in this.by_name if operands.get(name) is not None])
-    given, is_settled = sharding.alike([operands[name] for name in names], this.axes_in(names))
+    given, is_settled = sharding.alike(this, names, [operands[name] for name in names])
     return _primitives[this][is_settled].bind(*given, names=names, **params)
 
 
@@ -89,7 +89,7 @@ def set_transpose(this: Map, rule: Callable[..., Operands]) -> None:
 def _types(this: Map, *avals, names, **params):
     """The types of the results, sharded over explicit axes as the operands are."""
     types = this.types(dict(zip(names, avals, strict=True)), **params)
-    return sharding.typed_alike(types, avals, this.axes_out(len(types), **params), this.axes_in(names))
+    return sharding.typed_alike(this, names, types, avals, **params)
 
 
 def _batch(this: Map, operands, dims, *, names, **params):

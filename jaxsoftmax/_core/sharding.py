@@ -13,7 +13,7 @@ it is sharded where the devices share each of them evenly. A result of size 1 al
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,14 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-# For each array the names of its last axes; the same for all of them, without an end, if they have none.
-Names = Iterable[tuple[str | None, ...]]
+from jaxsoftmax._core.operands import Axes, Map
+
+# For each array the names of its last axes.
+Names = Sequence[Axes]
 
 
-def alike(operands: list[Any], names: Names) -> tuple[list[Any], bool]:
-    """The operands as one primitive wants them, and whether their types leave nothing to the compiler.
+def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
+    """The operands of a map as one primitive wants them, and whether their types leave nothing to the compiler.
 
     All vary over the same manual mesh axes, and are sharded over explicit ones as the first that is sharded along an axis:
     nothing is gathered.
@@ -41,7 +43,8 @@ def alike(operands: list[Any], names: Names) -> tuple[list[Any], bool]:
     mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
     if mesh is None:
         return operands, is_settled
-    specs = _specs(_dims(types, names), types, names)
+    axes, _ = this.axes(names, 0)
+    specs = _specs(_dims(types, axes), types, axes)
     return [
         operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
         for operand, t, spec in zip(operands, types, specs, strict=True)
@@ -58,12 +61,13 @@ def vary_alike(operands: list[Any]) -> list[Any]:
     ]
 
 
-def typed_alike(results: Sequence[Any], operands: Sequence[Any], names_out: Names, names_in: Names) -> list[Any]:
-    """The types of results of these shapes and dtypes, on explicit mesh axes sharded as the operands are."""
+def typed_alike(this: Map, names: Sequence[str], results: Sequence[Any], operands: Sequence[Any], **params: Any) -> list[Any]:
+    """The types of results of a map, of these shapes and dtypes, on explicit mesh axes sharded as the operands are."""
     first = operands[0]
     if first.sharding.mesh.empty:
         specs = [PartitionSpec(*(None,) * len(result.shape)) for result in results]
     else:
+        names_in, names_out = this.axes(names, len(results), **params)
         specs = _specs(_dims(operands, names_in), results, names_out)
     return [
         first.update(
@@ -184,7 +188,7 @@ def _on_automatic_axes(function, names_in, names_out, axes):
 
     def rule(mesh, operands, results):
         del mesh
-        names = (*itertools.islice(names_in, len(operands)), *itertools.islice(names_out, len(results)))
+        names = (*names_in, *names_out)
         factors = list(_factors((*operands, *results), names))
         return f"{', '.join(factors[: len(operands)])} -> {', '.join(factors[len(operands) :])}"
 
@@ -203,7 +207,7 @@ def _dims(arrays, names, even=()):
     Names that have several sizes and those that are `even` are sharded only where each size is a multiple of the shards.
     """
     found, sizes = {}, {}
-    for array, trailing in zip(arrays, names, strict=False):
+    for array, trailing in zip(arrays, names, strict=True):
         spec = (*array.sharding.spec, *(None,) * (len(array.shape) - len(array.sharding.spec)))
         for (name, size), dim in zip(_named(array, trailing), spec, strict=True):
             sizes.setdefault(name, set()).update({size} - {1})
@@ -224,7 +228,7 @@ def _specs(dims, arrays, names):
     """How arrays are sharded if their names are so."""
     return [
         PartitionSpec(*(None if size == 1 else dims.get(name) for name, size in _named(array, trailing)))
-        for array, trailing in zip(arrays, names, strict=False)
+        for array, trailing in zip(arrays, names, strict=True)
     ]
 
 
@@ -236,7 +240,7 @@ def _mesh_axes(dims, names):
 
 def _summed(results, avals, dims, names, axes):
     """Results on shards; what is cut along a name, other than `axes`, but has size 1 there, is the sum over the shards."""
-    for index, (result, aval, trailing) in enumerate(zip(results, avals, names, strict=False)):
+    for index, (result, aval, trailing) in enumerate(zip(results, avals, names, strict=True)):
         missing = [name for name, size in _named(aval, trailing) if size == 1 and name not in axes]
         if over := _mesh_axes(dims, missing):
             results[index] = lax.psum(result, over)
@@ -246,7 +250,7 @@ def _summed(results, avals, dims, names, axes):
 def _factors(arrays, names):
     """Shardy's names of the axes of each array: shared by axes of one name and size, and one of its own where it is whole."""
     counter, shared = itertools.count(), {}
-    for array, trailing in zip(arrays, names, strict=False):
+    for array, trailing in zip(arrays, names, strict=True):
         axes = []
         for name, size in _named(array, trailing):
             own = f"a{next(counter)}"
