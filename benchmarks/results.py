@@ -118,18 +118,21 @@ def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[An
         os.close(file)
 
 
-def read(path: Path) -> list[Row]:
-    """All rows, the oldest first.
+def read[R: Origin](path: Path, kind: type[R] = Row) -> list[R]:
+    """All rows of a kind, the oldest first.
 
     Raises:
       ValueError: the file has other columns, ends inside a row, or holds a row that cannot be read; with its line.
     """
-    check(path, COLUMNS)
+    columns = columns_of(kind)
+    check(path, columns)
     with path.open(newline="") as file:
-        return [_parse(path, line, record) for line, record in enumerate(csv.DictReader(file), start=2)]
+        return [
+            _parse(path, line, kind, [record[name] for name in columns]) for line, record in enumerate(csv.DictReader(file), 2)
+        ]
 
 
-def newest(rows: list[Row]) -> list[Row]:
+def newest[R: Origin](rows: list[R]) -> list[R]:
     """The rows of the run that was appended last."""
     return [row for row in rows if row.run == rows[-1].run]
 
@@ -156,10 +159,14 @@ def _format(row: Row) -> list[str]:
     ]
 
 
-def _parse(path: Path, line: int, record: dict[str, str]) -> Row:
+def _parse[R: Origin](path: Path, line: int, kind: type[R], cells: list[str]) -> R:
     try:
-        *names, us, bytes_, flops, copy_share, error = (record[column] for column in COLUMNS)
-        values: list[Any] = [*names, float(us), int(bytes_), int(flops)]
-        return Row(*values, *(float(text) if text else None for text in (copy_share, error)))
+        return kind(*(_value(field.type, cell) for field, cell in zip(fields(kind), cells, strict=True)))
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{path}, line {line}: {problem}") from None
+
+
+def _value(kind: Any, cell: str) -> Any:
+    if kind == float | None:
+        return float(cell) if cell else None
+    return kind(cell)

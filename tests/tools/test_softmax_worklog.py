@@ -20,7 +20,7 @@ from jaxsoftmax import online
 from .. import kernels, oracle
 from ..attention import oracle as attention_oracle
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "softmax_worklog.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "worklog" / "softmax_worklog.py"
 DTYPES = ("float32", "bfloat16", "float16")
 # What each rung moves, and the kernels that it launches where many blocks share a row, by their last words.
 LADDER = {

@@ -15,13 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, results, worklog
+from benchmarks import harness, results
 from benchmarks.clock import wall_clock
+from examples.worklog import __main__ as command
+from examples.worklog import cells, claims, common, counters, figures, serial, tables
+from examples.worklog.counters import Counted
+from examples.worklog.measured import Measured
 
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 COPY = 4e6  # bytes a microsecond, of the rows made up here
-REAL = {rung.name: rung for rung in worklog.ladder().RUNGS}
+REAL = {rung.name: rung for rung in common.ladder().RUNGS}
 
 
 def a_row(name, shape, us, op="softmax", dtype="float32", **changes):
@@ -35,11 +39,11 @@ def a_row(name, shape, us, op="softmax", dtype="float32", **changes):
         "op": op,
         "pass_": "forward",
         "dtype": dtype,
-        "shape": worklog.text(shape),
+        "shape": common.text(shape),
         "options": "",
         "implementation": name,
         "us": us,
-        "bytes": 2 * worklog.size(shape, dtype),
+        "bytes": 2 * common.size(shape, dtype),
         "flops": 0,
         "copy_share": None,
         "error": None,
@@ -56,27 +60,27 @@ def a_count(name, shape, predicted, part=1.0, op="softmax", dtype="float32"):
     half = round(part * predicted / 2)
     numbers = {"kernels": 1, "predicted": predicted, "dram_read": half, "dram_write": half}
     requested = {"requested_read": predicted // 2, "requested_write": predicted // 2}
-    return worklog.Counted(**stamp, op=op, dtype=dtype, shape=worklog.text(shape), implementation=name, **numbers, **requested)
+    return Counted(**stamp, op=op, dtype=dtype, shape=common.text(shape), implementation=name, **numbers, **requested)
 
 
 def a_full_run():
     """Every rung at 0.9 of its roofline, and as many bytes as predicted: no claim is missed."""
     shape = (32768, 4096)
-    times = [a_row("copy", shape, 2 * worklog.size(shape) / COPY, op="copy")]
+    times = [a_row("copy", shape, 2 * common.size(shape) / COPY, op="copy")]
     counted, serial = [], []
-    for shape, dtype in ((cell.shape, cell.dtype) for cell in worklog.cells() if cell.op == "softmax"):
-        rungs = [rung for rung in REAL.values() if worklog.takes(rung, shape, dtype)]
+    for shape, dtype in ((cell.shape, cell.dtype) for cell in cells.cells() if cell.op == "softmax"):
+        rungs = [rung for rung in REAL.values() if common.takes(rung, shape, dtype)]
         times += [a_row(rung.name, shape, time_of(rung, shape, dtype=dtype), dtype=dtype) for rung in rungs]
-        times += [a_row(name, shape, 2 * worklog.size(shape, dtype) / COPY, dtype=dtype) for name in worklog.PEERS]
-    for name in (*worklog.OF_TOP_K, *worklog.PEERS):
-        times.append(a_row(name, worklog.ON_CHIP, 1000.0, op="softmax_top_k"))
-    for name in worklog.WAYS_OF_ATTENTION:
-        times.append(a_row(name, worklog.ATTENTION.shape, 1000.0, op="attention", dtype="bfloat16"))
-    for case in worklog.cases():
+        times += [a_row(name, shape, 2 * common.size(shape, dtype) / COPY, dtype=dtype) for name in common.PEERS]
+    for name in (*common.OF_TOP_K, *common.PEERS):
+        times.append(a_row(name, common.ON_CHIP, 1000.0, op="softmax_top_k"))
+    for name in common.WAYS_OF_ATTENTION:
+        times.append(a_row(name, common.ATTENTION.shape, 1000.0, op="attention", dtype="bfloat16"))
+    for case in counters.cases():
         counted.append(a_count(case.implementation, case.shape, case.predicted, op=case.op, dtype=case.dtype))
     for name, us in (("naive", 100.0), ("safe", 200.0), ("online", 800.0), ("jax.nn", 150.0)):
-        serial.append(a_row(name, worklog.SMALL, us, options="cores=1 cpu=Some_CPU"))
-    return worklog.Measured(times, counted, serial)
+        serial.append(a_row(name, common.SMALL, us, options="cores=1 cpu=Some_CPU"))
+    return Measured(times, counted, serial)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def full():
 @pytest.fixture
 def page(tmp_path):
     path = tmp_path / "page.md"
-    path.write_text(worklog.PAGE.read_text())
+    path.write_text(command.PAGE.read_text())
     return path
 
 
@@ -97,7 +101,7 @@ def changed(measured, change):
     def some(rows):
         return [row for row in map(change, rows) if row is not None]
 
-    return worklog.Measured(some(measured.times), some(measured.counted), measured.serial)
+    return Measured(some(measured.times), some(measured.counted), measured.serial)
 
 
 def a_rung(name, function, number="5", reads=2, writes=1, slow="", refuses=None):
@@ -117,34 +121,34 @@ def a_rung(name, function, number="5", reads=2, writes=1, slow="", refuses=None)
 
 
 def stand_in(monkeypatch, *rungs, **more):
-    monkeypatch.setattr(worklog, "ladder", lambda: SimpleNamespace(RUNGS=rungs, **more))
+    monkeypatch.setattr(common, "ladder", lambda: SimpleNamespace(RUNGS=rungs, **more))
 
 
 # What is measured.
 
 
 def test_rungs_that_are_named_here_are_rungs():
-    named = {*worklog.OF_ONE_VECTOR, *worklog.OF_TOP_K, *worklog.PAPERS_RUNGS, worklog.REFERENCE}
+    named = {*common.OF_ONE_VECTOR, *common.OF_TOP_K, *tables.PAPERS_RUNGS, common.REFERENCE}
     assert named <= set(REAL)
-    assert set(worklog.OF_WRITE_UP) <= {*REAL, *worklog.PEERS}
-    assert set(worklog.NUMBERS_COUNTED) <= {rung.number for rung in REAL.values()}
+    assert set(tables.OF_WRITE_UP) <= {*REAL, *common.PEERS}
+    assert set(common.NUMBERS_COUNTED) <= {rung.number for rung in REAL.values()}
 
 
 def test_cells_have_names_of_their_own_and_sizes_of_the_figure():
-    cells = worklog.cells()
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert cells[0].op == "copy"
-    shapes = {cell.shape for cell in cells if (cell.op, cell.dtype) == ("softmax", "float32")}
-    assert {math.prod(shape) for shape in shapes if shape[1] == worklog.ROW} >= set(worklog.SIZES)
-    assert {shape[1] for shape in shapes if shape[0] == 1} == set(worklog.SIZES)
-    assert (min(worklog.SIZES), max(worklog.SIZES)) == (2**10, 2**28)
-    assert {cell.shape for cell in cells if cell.dtype == "float16"} == set(worklog.HALVES)
+    made = cells.cells()
+    assert len({cell.name for cell in made}) == len(made)
+    assert made[0].op == "copy"
+    shapes = {cell.shape for cell in made if (cell.op, cell.dtype) == ("softmax", "float32")}
+    assert {math.prod(shape) for shape in shapes if shape[1] == common.ROW} >= set(common.SIZES)
+    assert {shape[1] for shape in shapes if shape[0] == 1} == set(common.SIZES)
+    assert (min(common.SIZES), max(common.SIZES)) == (2**10, 2**28)
+    assert {cell.shape for cell in made if cell.dtype == "float16"} == set(common.HALVES)
 
 
 def test_a_rung_that_refuses_a_shape_is_not_measured_there(monkeypatch):
-    stand_in(monkeypatch, a_rung("takes", worklog.safe), a_rung("refuses", worklog.safe, refuses="too long"))
-    names = [contender.name for contender in worklog._cell("float32", (4, 512)).contenders]
-    assert names == ["takes", *worklog.PEERS]
+    stand_in(monkeypatch, a_rung("takes", serial.safe), a_rung("refuses", serial.safe, refuses="too long"))
+    names = [contender.name for contender in cells._cell("float32", (4, 512)).contenders]
+    assert names == ["takes", *common.PEERS]
 
 
 def measured_here(cell):
@@ -158,9 +162,9 @@ def measured_here(cell):
 
 
 def test_rungs_are_measured_and_compared_with_the_truth(monkeypatch):
-    wrong = a_rung("wrong", lambda x: worklog.safe(x) * 1.5)
-    stand_in(monkeypatch, a_rung("safe", worklog.safe), a_rung("naive", worklog.naive), wrong)
-    rows, said = measured_here(worklog._cell("float32", (8, 512)))
+    wrong = a_rung("wrong", lambda x: serial.safe(x) * 1.5)
+    stand_in(monkeypatch, a_rung("safe", serial.safe), a_rung("naive", serial.naive), wrong)
+    rows, said = measured_here(cells._cell("float32", (8, 512)))
     assert set(rows) == {"safe", "naive", "jax.nn"}
     assert "wrong left out" in said
     assert rows["safe"].error <= 1
@@ -169,42 +173,42 @@ def test_rungs_are_measured_and_compared_with_the_truth(monkeypatch):
 
 
 def test_top_k_is_measured_behind_softmax(monkeypatch):
-    stand_in(monkeypatch, a_rung("fused", worklog.safe), a_rung("on_chip", lambda x: x))
-    rows, said = measured_here(worklog._cell_of_top_k((8, 512)))
+    stand_in(monkeypatch, a_rung("fused", serial.safe), a_rung("on_chip", lambda x: x))
+    rows, said = measured_here(cells._cell_of_top_k((8, 512)))
     assert set(rows) == {"fused", "jax.nn"}
     assert "on_chip left out" in said
 
 
 @pytest.mark.parametrize("x", [[1000.0, 1001.0, 1002.0], [0.0, 500.0, 1000.0]])
 def test_what_the_page_says_of_overflow(x):
-    row = next(line for line in worklog.PAGE.read_text().splitlines() if line.startswith(f"| `[{x[0]:.0f}, {x[1]:.0f}"))
+    row = next(line for line in command.PAGE.read_text().splitlines() if line.startswith(f"| `[{x[0]:.0f}, {x[1]:.0f}"))
     _, said_naive, said_safe = ([float(word) for word in text.split(",")] for text in re.findall(r"`\[(.*?)\]`", row))
     x = jnp.asarray([x], jnp.float32)
-    np.testing.assert_allclose(worklog.naive(x)[0], said_naive)
-    np.testing.assert_allclose(worklog.safe(x)[0], said_safe, atol=5e-5)
+    np.testing.assert_allclose(serial.naive(x)[0], said_naive)
+    np.testing.assert_allclose(serial.safe(x)[0], said_safe, atol=5e-5)
 
 
 # The serial comparison.
 
 
-@pytest.mark.parametrize("name", worklog.SERIAL)
+@pytest.mark.parametrize("name", serial.SERIAL)
 def test_serial_functions_are_softmax(name):
     x = 3 * jax.random.normal(jax.random.key(0), (4, 300))
-    np.testing.assert_allclose(jax.jit(worklog.SERIAL[name])(x), jax.nn.softmax(x), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(jax.jit(serial.SERIAL[name])(x), jax.nn.softmax(x), rtol=1e-4, atol=1e-7)
 
 
 def test_serial_times_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(worklog, "SERIAL_SHAPES", ((2, 64),))
+    monkeypatch.setattr(serial, "SERIAL_SHAPES", ((2, 64),))
     chosen = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
-    worklog.run_serial(one_core=True, repeats=1)
-    worklog.run_serial(one_core=False, repeats=1)
+    serial.run_serial(one_core=True, repeats=1)
+    serial.run_serial(one_core=False, repeats=1)
     assert chosen == [{min(os.sched_getaffinity(0))}]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["implementation"] for line in lines] == ["naive", "safe", "online", "jax.nn"]
-    monkeypatch.setattr(worklog, "_child", lambda name, environment: lines[:3] if name == "serial" else lines[3:])
-    assert worklog.time_serial(tmp_path / "worklog_cpu.csv", GPU, "abc1234") == []
-    rows = worklog.Measured.read(tmp_path).serial
+    monkeypatch.setattr(common, "child", lambda name, environment: lines[:3] if name == "serial" else lines[3:])
+    assert serial.time_serial(tmp_path / "worklog_cpu.csv", GPU, "abc1234") == []
+    rows = Measured.read(tmp_path).serial
     assert [(row.implementation, row.shape, row.bytes) for row in rows][2:] == [
         ("online", "2x64", 1024),
         ("jax.nn", "2x64", 1024),
@@ -220,7 +224,7 @@ def a_log(*kernels):
     """What Nsight Compute writes of kernels, each a name and the values of the four metrics, or None for a mark."""
     lines = ["==PROF== Connected to process 12", ",".join(f'"{name}"' for name in HEADER)]
     for at, (name, values) in enumerate(kernels):
-        for (metric, _), value in zip(worklog.METRICS.values(), values or ["1,024"] * 4, strict=True):
+        for (metric, _), value in zip(counters.METRICS.values(), values or ["1,024"] * 4, strict=True):
             lines.append(f'"{at}","12","{name}","(128, 1, 1)","Command line profiler metrics","{metric}","byte","{value}"')
     return "\n".join(lines)
 
@@ -238,7 +242,7 @@ def test_kernels_between_marks_are_added_up():
         BEFORE,
         BEHIND,
     )
-    two, none = worklog.parse(log)
+    two, none = counters.parse(log)
     assert two == {"kernels": 2, "dram_read": 8192, "dram_write": 2048, "requested_read": 8192, "requested_write": 2080}
     assert set(none.values()) == {0}
 
@@ -256,7 +260,7 @@ def test_kernels_between_marks_are_added_up():
 )
 def test_logs_that_cannot_be_read(log, reason):
     with pytest.raises(ValueError, match=reason):
-        worklog.parse(log)
+        counters.parse(log)
 
 
 def test_cases_run_once_each_and_one_that_does_not_compile_is_said(monkeypatch, capsys):
@@ -264,12 +268,12 @@ def test_cases_run_once_each_and_one_that_does_not_compile_is_said(monkeypatch, 
         raise NotImplementedError("not here")
 
     cases = [
-        worklog.Case("softmax", "float32", (2, 512), "safe", 12288, worklog.safe),
-        worklog.Case("softmax", "float32", (2, 512), "refuses", 12288, refuses),
-        worklog.Case("attention", "bfloat16", (1, 4, 1, 8), "sum", 64, lambda q, k, v: q + k + v, inputs=3),
+        counters.Case("softmax", "float32", (2, 512), "safe", 12288, serial.safe),
+        counters.Case("softmax", "float32", (2, 512), "refuses", 12288, refuses),
+        counters.Case("attention", "bfloat16", (1, 4, 1, 8), "sum", 64, lambda q, k, v: q + k + v, inputs=3),
     ]
-    monkeypatch.setattr(worklog, "cases", lambda: cases)
-    worklog.run_cases()
+    monkeypatch.setattr(counters, "cases", lambda: cases)
+    counters.run_cases()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["problem"] for line in lines] == [None, "NotImplementedError: not here", None]
     assert lines[2]["shape"] == "1x4x1x8"
@@ -294,49 +298,48 @@ def a_line(name, problem=None):
 
 def test_counted_bytes_are_recorded_and_read_back(monkeypatch, tmp_path):
     log = a_log(BEFORE, ("worklog_fused", ["60", "40", "2", "1"]), BEHIND, BEFORE, BEHIND)
-    monkeypatch.setattr(worklog, "_child", a_child(log, a_line("fused"), a_line("tree", "no memory")))
+    monkeypatch.setattr(common, "child", a_child(log, a_line("fused"), a_line("tree", "no memory")))
     path = tmp_path / "worklog_bytes.csv"
     for _ in range(2):
-        assert worklog.count(path, GPU, "abc1234") == ["bytes: softmax 2x512 tree: no memory"]
-    one = worklog.Measured.read(tmp_path).counted
+        assert counters.count(path, GPU, "abc1234") == ["bytes: softmax 2x512 tree: no memory"]
+    one = Measured.read(tmp_path).counted
     assert [(c.implementation, c.kernels, c.dram, c.requested, c.predicted) for c in one] == [("fused", 1, 100, 96, 100)]
     assert len(path.read_text().splitlines()) == 3
     path.write_text(path.read_text().replace(",60,", ",sixty,"))
     with pytest.raises(ValueError, match="line 2"):
-        worklog.read_counted(path)
+        results.read(path, Counted)
     path.write_text(path.read_text().rstrip())
     with pytest.raises(ValueError, match="not complete"):
-        worklog.read_counted(path)
+        results.read(path, Counted)
 
 
 @pytest.mark.parametrize(("log", "reason"), [("", "no table"), (None, "No such file"), (a_log(BEFORE, BEHIND), "2 cases ran")])
 def test_what_cannot_be_counted_is_said_and_not_recorded(monkeypatch, tmp_path, log, reason):
-    monkeypatch.setattr(worklog, "_child", a_child(log, a_line("fused"), a_line("tree")))
-    (problem,) = worklog.count(tmp_path / "worklog_bytes.csv", GPU, "abc1234")
+    monkeypatch.setattr(common, "child", a_child(log, a_line("fused"), a_line("tree")))
+    (problem,) = counters.count(tmp_path / "worklog_bytes.csv", GPU, "abc1234")
     assert reason in problem
     assert not list(tmp_path.iterdir())
 
 
 def test_cases_are_predicted_by_their_rungs():
-    cases = {(case.op, case.shape, case.implementation): case.predicted for case in worklog.cases()}
-    assert cases["softmax", worklog.HUGE, "fused"] == 4 * 4 * 2**27
-    assert cases["softmax", worklog.ON_CHIP, "on_chip"] == 2 * 4 * 2**27
-    assert ("softmax", worklog.HUGE, "on_chip") not in cases
-    assert cases["softmax_top_k", worklog.ON_CHIP, "fused"] == 5 * 4 * 2**27
-    assert cases["attention", worklog.ATTENTION.shape, "attention_fused"] == 4 * 2 * math.prod(worklog.ATTENTION.shape)
+    cases = {(case.op, case.shape, case.implementation): case.predicted for case in counters.cases()}
+    assert cases["softmax", common.HUGE, "fused"] == 4 * 4 * 2**27
+    assert cases["softmax", common.ON_CHIP, "on_chip"] == 2 * 4 * 2**27
+    assert ("softmax", common.HUGE, "on_chip") not in cases
+    assert cases["softmax_top_k", common.ON_CHIP, "fused"] == 5 * 4 * 2**27
+    assert cases["attention", common.ATTENTION.shape, "attention_fused"] == 4 * 2 * math.prod(common.ATTENTION.shape)
 
 
 # The page.
 
 
 def test_the_page_is_what_the_result_files_say():
-    measured = worklog.Measured.read(results.FOLDER / "h200")
-    assert worklog.misses(measured, worklog.PAGE) == []
+    assert claims.misses(Measured.read(results.FOLDER / "h200"), command.PAGE) == []
 
 
 def test_tables_without_measurements_are_headers():
-    nothing = worklog.Measured([], [], [])
-    for name, make in worklog.TABLES.items():
+    nothing = Measured([], [], [])
+    for name, make in tables.TABLES.items():
         lines = make(nothing).splitlines()
         assert len(lines) == (2 + len(REAL) if name == "rungs" else 2), name
 
@@ -346,14 +349,14 @@ def cells_of(line):
 
 
 def test_tables_are_filled(full):
-    for name, make in worklog.TABLES.items():
+    for name, make in tables.TABLES.items():
         lines = [cells_of(line) for line in make(full).splitlines()]
         assert len(lines) > 2, name
         assert len({len(line) for line in lines}) == 1, name
 
 
 def test_the_table_of_a_ladder(full):
-    lines = [cells_of(line) for line in worklog.TABLES["ladder long"](full).splitlines()]
+    lines = [cells_of(line) for line in tables.TABLES["ladder long"](full).splitlines()]
     fused = next(line for line in lines if line[0] == "4 `fused`")
     us = 4 * 4 * 2**27 / COPY / 0.9
     assert fused[1:] == ["4N", f"{us:.1f}", f"{COPY * 0.9 / 1e3:.0f}", "0.90", "1.33x", "1.33x"]
@@ -361,7 +364,7 @@ def test_the_table_of_a_ladder(full):
 
 
 def test_published_figures_have_a_column_and_a_gpu_of_their_own(full):
-    lines = [cells_of(line) for line in worklog.TABLES["write-up"](full).splitlines()]
+    lines = [cells_of(line) for line in tables.TABLES["write-up"](full).splitlines()]
     published = {line[0].strip("`"): line[2:] for line in lines[2:]}
     assert published["online_thread"] == ["88.15", "GTX 1050 Ti"]
     assert published["fused"] == ["-", "-"]
@@ -373,23 +376,23 @@ def test_the_page_is_written_and_drawn(full, page, tmp_path, capsys):
     results.append(folder / "worklog.csv", *full.times)
     results.append(folder / "worklog_cpu.csv", *full.serial)
     counted = map(dataclasses.astuple, full.counted)
-    results.append_lines(folder / "worklog_bytes.csv", results.columns_of(worklog.Counted), counted)
+    results.append_lines(folder / "worklog_bytes.csv", results.columns_of(Counted), counted)
     options = ["--results", str(tmp_path), "--page", str(page)]
-    assert worklog.main(["check", *options]) == 1
+    assert command.main(["check", *options]) == 1
     assert "is not what the result files say" in capsys.readouterr().out
-    assert worklog.main(["page", "check", *options]) == 0
+    assert command.main(["page", "check", *options]) == 0
     assert "0 claims missed" in capsys.readouterr().out
     written = page.read_text()
     assert "| 4 `fused` | 4N |" in written
-    figures = [folder / name for name in worklog.FIGURES]
-    assert all(figure.read_text().rstrip().endswith("</svg>") for figure in figures)
-    assert all(f"results/h200/{figure.name})" in written for figure in figures)
+    drawn = [folder / name for name in figures.FIGURES]
+    assert all(figure.read_text().rstrip().endswith("</svg>") for figure in drawn)
+    assert all(f"results/h200/{figure.name})" in written for figure in drawn)
 
 
 @pytest.mark.parametrize("part", ["page", "check"])
 def test_without_result_files_the_page_stays(part, page, tmp_path, capsys):
     before = page.read_text()
-    assert worklog.main([part, "--results", str(tmp_path), "--gpu", "b200", "--page", str(page)]) == 2
+    assert command.main([part, "--results", str(tmp_path), "--gpu", "b200", "--page", str(page)]) == 2
     assert "b200 has no result file" in capsys.readouterr().err
     assert page.read_text() == before
 
@@ -399,15 +402,15 @@ def test_what_a_profiler_says_is_said(monkeypatch, tmp_path):
         Path(wrapper[wrapper.index("--log-file") + 1]).write_text("==PROF== 1\n==ERROR== ERR_NVGPUCTRPERM\n")
         raise subprocess.CalledProcessError(1, "ncu")
 
-    monkeypatch.setattr(worklog, "_child", child)
-    (problem,) = worklog.count(tmp_path / "worklog_bytes.csv", GPU, "abc1234")
+    monkeypatch.setattr(common, "child", child)
+    (problem,) = counters.count(tmp_path / "worklog_bytes.csv", GPU, "abc1234")
     assert "ERR_NVGPUCTRPERM" in problem
     assert not list(tmp_path.iterdir())
 
 
 def test_a_page_with_other_tables_is_refused(page, capsys):
     page.write_text(page.read_text().replace("<!-- table: half -->", "<!-- table: quarter -->"))
-    assert worklog.main(["page", "--page", str(page)]) == 2
+    assert command.main(["page", "--page", str(page)]) == 2
     assert "quarter" in capsys.readouterr().err
 
 
@@ -415,14 +418,14 @@ def test_a_page_with_other_tables_is_refused(page, capsys):
 
 
 def found_in(measured, page):
-    return [miss for miss in worklog.misses(measured, page) if page.name not in miss]
+    return [miss for miss in claims.misses(measured, page) if page.name not in miss]
 
 
 def test_no_claim_is_missed(full, page):
     assert found_in(full, page) == []
 
 
-LONG = worklog.text(worklog.LONG)
+LONG = common.text(common.LONG)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +471,7 @@ def test_a_rung_without_times_is_a_miss(full, page):
 @pytest.mark.parametrize("arguments", [["time"], ["page", "--results"], ["--child", "other"], ["--of", "h200"]])
 def test_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as end:
-        worklog.main(arguments)
+        command.main(arguments)
     assert end.value.code == 2
     assert "usage" in capsys.readouterr().err
 
@@ -477,7 +480,7 @@ def test_bad_arguments(arguments, capsys):
 def test_without_a_gpu_nothing_is_written(arguments, tmp_path, page, capsys, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     before = page.read_text()
-    assert worklog.main([*arguments, "--results", str(tmp_path / "results"), "--page", str(page)]) == 2
+    assert command.main([*arguments, "--results", str(tmp_path / "results"), "--page", str(page)]) == 2
     assert "no GPU" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
     assert page.read_text() == before
@@ -487,11 +490,11 @@ def test_all_parts_run_in_order(monkeypatch, tmp_path, page, capsys):
     called = []
     monkeypatch.setattr(harness, "gpu_name", lambda: GPU)
     monkeypatch.setattr(harness.Run, "measure", lambda run, cells: called.append("times"))
-    monkeypatch.setattr(worklog, "count", lambda path, gpu, commit: called.append(path.name) or ["bytes: no ncu"])
-    monkeypatch.setattr(worklog, "time_serial", lambda path, gpu, commit: called.append(path.name) or [])
-    monkeypatch.setattr(worklog, "cells", list)
+    monkeypatch.setattr(counters, "count", lambda path, gpu, commit: called.append(path.name) or ["bytes: no ncu"])
+    monkeypatch.setattr(serial, "time_serial", lambda path, gpu, commit: called.append(path.name) or [])
+    monkeypatch.setattr(cells, "cells", list)
     options = ["--results", str(tmp_path), "--page", str(page), "--commit", "abc1234"]
-    assert worklog.main(options) == 1
+    assert command.main(options) == 1
     assert called == ["times", "worklog_bytes.csv", "worklog_cpu.csv"]
     said = capsys.readouterr()
     assert "not recorded: bytes: no ncu" in said.err
@@ -501,13 +504,11 @@ def test_all_parts_run_in_order(monkeypatch, tmp_path, page, capsys):
 @pytest.mark.slow
 def test_the_command_starts_and_its_children_too(tmp_path):
     """The processes of the serial times, as they are started on a machine with a GPU."""
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.worklog", "--help"], cwd=worklog.ROOT, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-m", "examples.worklog", "--help"], cwd=common.ROOT, capture_output=True, text=True)
     assert run.returncode == 0
     assert "page check" in run.stdout
-    assert worklog.time_serial(tmp_path / "worklog_cpu.csv", GPU, "abc1234") == []
-    rows = worklog.Measured.read(tmp_path).serial
+    assert serial.time_serial(tmp_path / "worklog_cpu.csv", GPU, "abc1234") == []
+    rows = Measured.read(tmp_path).serial
     assert {row.implementation for row in rows} == {"naive", "safe", "online", "jax.nn"}
     assert {row.options.split()[0] for row in rows if row.implementation != "jax.nn"} == {"cores=1"}
 
@@ -519,7 +520,7 @@ def test_rungs_are_timed_on_a_gpu(shape):
     """All that take the shape, without those peers that are not there."""
     rows = []
     run = harness.Run(GPU, "abc1234", rows.append, effort=QUICK)
-    run.measure([worklog._cell("float32", shape)])
+    run.measure([cells._cell("float32", shape)])
     names = {row.implementation for row in rows}
-    assert names >= {rung.name for rung in REAL.values() if worklog.takes(rung, shape)}
+    assert names >= {rung.name for rung in REAL.values() if common.takes(rung, shape)}
     assert all(row.error <= 1 for row in rows if row.implementation == "fused")

@@ -1,8 +1,8 @@
 """Climb from the naive softmax to one read and one write, a rung at a time.
 
-    uv run examples/softmax_worklog.py                                  # on a CPU: small arrays, interpreted, checked
-    uv run examples/softmax_worklog.py --rows 1024 --cols 131072        # on an NVIDIA GPU: the time of each rung too
-    uv run examples/softmax_worklog.py --only fused,online_wide --dtype bfloat16
+    uv run examples/worklog/softmax_worklog.py                                  # on a CPU: small arrays, interpreted, checked
+    uv run examples/worklog/softmax_worklog.py --rows 1024 --cols 131072        # on an NVIDIA GPU: the time of each rung too
+    uv run examples/worklog/softmax_worklog.py --only fused,online_wide --dtype bfloat16
 
 Softmax does five operations on eight bytes of float32, so what it costs is the passes that it makes over the array, and each
 rung here is a way to make fewer. The kernels are written with Pallas on its Mosaic GPU backend. A block is one warpgroup, of

@@ -1,0 +1,58 @@
+"""What docs/worklog.md claims, held to what was measured."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from examples.worklog import common
+from examples.worklog.common import FROM_MEMORY, LONG, NUMBERS_COUNTED, OF_VECTORS, ON_CHIP, VECTOR, takes, text
+from examples.worklog.measured import Measured
+from examples.worklog.tables import rendered
+
+AT_LEAST = 0.8  # of a rung's own roofline
+RATIO_WITHIN = 0.15
+BYTES_WITHIN = 0.1
+
+
+def misses(measured: Measured, page: Path) -> list[str]:
+    """The claims that do not hold, in words."""
+    return [*_slow_rungs(measured), *_wrong_ratios(measured), *_wrong_bytes(measured), *_stale(measured, page)]
+
+
+def _slow_rungs(measured: Measured) -> Iterator[str]:
+    """Where rungs are held to their roofline: the first of the ladders that they are on, and for two of them the vector."""
+    for rung in common.ladder().RUNGS:
+        if (first := measured.first_timed(rung)) is None:
+            yield f"{rung.name}: no time"
+            continue
+        for shape in dict.fromkeys((first, *([VECTOR] if rung.name in OF_VECTORS else []))):
+            if not rung.slow and (share := measured.share(rung, shape) or 0) < AT_LEAST:
+                yield f"{rung.name} {text(shape)}: {share:.3f} of its roofline, less than {AT_LEAST}"
+
+
+def _wrong_ratios(measured: Measured) -> Iterator[str]:
+    """Of rungs that memory bounds: two times are as their bytes."""
+    for shape in (LONG, ON_CHIP):
+        found = ((rung, measured.time(rung.name, shape)) for rung in common.ladder().RUNGS if not rung.slow)
+        bound = [(rung, us) for rung, us in found if us is not None]
+        for (a, us_of_a), (b, us_of_b) in itertools.combinations(bound, 2):
+            times, passes = us_of_a / us_of_b, a.passes / b.passes
+            if abs(times / passes - 1) > RATIO_WITHIN:
+                yield f"{a.name} / {b.name} {text(shape)}: times {times:.3f}, bytes {passes:.3f}"
+
+
+def _wrong_bytes(measured: Measured) -> Iterator[str]:
+    for rung in (rung for rung in common.ladder().RUNGS if rung.number in NUMBERS_COUNTED):
+        shape = next((shape for shape in FROM_MEMORY if takes(rung, shape)), None)
+        if shape is None:  # its rows are so short that the cache serves every second read
+            continue
+        if (one := measured.bytes(rung.name, shape)) is None:
+            yield f"{rung.name} {text(shape)}: no bytes counted"
+        elif abs(one.dram / one.predicted - 1) > BYTES_WITHIN:
+            yield f"{rung.name} {one.shape}: {one.dram / one.predicted:.3f} of the predicted bytes of memory"
+
+
+def _stale(measured: Measured, page: Path) -> Iterator[str]:
+    written = page.read_text()
+    if rendered(written, measured) != written:
+        yield f"{page.name} is not what the result files say: run the part `page`"

@@ -1,0 +1,238 @@
+"""The tables of docs/worklog.md."""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from examples.worklog import common
+from examples.worklog.common import (
+    ATTENTION,
+    HALVES,
+    HUGE,
+    LONG,
+    OF_A_WRITE_UP,
+    OF_ONE_VECTOR,
+    OF_TOP_K,
+    ON_CHIP,
+    PEERS,
+    REFERENCE,
+    SHORT,
+    SMALL,
+    VECTOR,
+    WAYS_OF_ATTENTION,
+    K,
+    Shape,
+    size,
+    text,
+)
+from examples.worklog.counters import Counted
+from examples.worklog.measured import Measured
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown; the first column is of words, the others of figures."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _figure(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _us(value: float | None) -> str:
+    return _figure(value, ".0f" if value and value >= 1000 else ".1f" if value and value >= 10 else ".2f")
+
+
+def _quotient(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _times(value: float | None) -> str:
+    return _figure(value, ".2f" if value and value >= 0.1 else ".2g", "x")
+
+
+def _table_of_rungs(_: Measured) -> str:
+    rows = ([r.number, f"`{r.name}`", r.title, str(r.reads), str(r.writes), r.teaches] for r in common.ladder().RUNGS)
+    return "\n".join(
+        [
+            "| rung | name | what it is | reads | writes | what it teaches |",
+            "|---|---|---|---:|---:|---|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
+
+
+def _table_of_run(measured: Measured) -> str:
+    """What the tables were measured on."""
+    files = (("times", measured.times), ("bytes", measured.counted), ("cpu", measured.serial))
+    rows = [[name, *(getattr(run[0], key) for key in ("gpu", "jax", "commit", "run"))] for name, run in files if run]
+    return table(("part", "GPU", "JAX", "commit", "run"), rows)
+
+
+def _ladder(shape: Shape, measured: Measured) -> str:
+    rungs = {rung.name: rung for rung in common.ladder().RUNGS}
+    reference = rungs.get(REFERENCE)
+    rows = []
+    for name, rung in rungs.items():
+        if (us := measured.time(name, shape)) is None:
+            continue
+        times = _quotient(us, measured.time(REFERENCE, shape))
+        passes = _quotient(rung.passes, reference and reference.passes)
+        speed, share = rung.bytes(*shape, "float32") / us / 1e3, _figure(measured.share(rung, shape))
+        words = f"{rung.number} `{name}`", f"{rung.passes}N"
+        rows.append([*words, _us(us), f"{speed:.0f}", share, _times(passes), _times(times)])
+    for name in PEERS:
+        if (us := measured.time(name, shape)) is not None:
+            rows.append([name, "-", _us(us), "-", "-", "-", _times(_quotient(us, measured.time(REFERENCE, shape)))])
+    if measured.copy_speed and rows:
+        us = 2 * size(shape) / measured.copy_speed
+        rows.append(["the copy's speed", "2N", _us(us), f"{measured.copy_speed / 1e3:.0f}", "1.00", "-", "-"])
+    header = ("rung", "bytes", "us", "GB/s of these bytes", "of its roofline")
+    return table((*header, f"bytes, of `{REFERENCE}`'s", f"time, of `{REFERENCE}`'s"), rows)
+
+
+def _table_of_vector(measured: Measured) -> str:
+    found = [name for name in (*OF_ONE_VECTOR, *PEERS) if measured.time(name, VECTOR) is not None]
+    rows = [[f"`{name}`", _figure((measured.time(name, VECTOR) or 0) / 1e3, ".4f")] for name in found]
+    return table(("1 x 16777216, float32", "ms"), rows)
+
+
+def _table_of_halves(measured: Measured) -> str:
+    names = ("naive", "online_thread", "fused", "online_lanes", "online_wide", "on_chip", *PEERS)
+    rows = []
+    for shape in HALVES:
+        times = {name: measured.time(name, shape, "float16") for name in names}
+        if any(times.values()):
+            cells = [f"{_us(us)} ({_times(_quotient(times['naive'], us))})" if us else "-" for us in times.values()]
+            rows.append([f"{shape[0]} x {shape[1]}", *cells])
+    columns = [f"`{name}`" for name in names]
+    return table(("float16, us (speed-up over `naive`)", *columns), rows)
+
+
+def _table_of_small(measured: Measured) -> str:
+    rows, naive_us = [], measured.time("naive", SMALL)
+    for name in (*(rung.name for rung in common.ladder().RUNGS), *PEERS):
+        if us := measured.time(name, SMALL):
+            elements = np.prod(SMALL) / us / 1e3
+            rows.append([f"`{name}`", _us(us), f"{elements:.1f}", _times(_quotient(naive_us, us))])
+    return table(("1024 x 512, float32", "latency, us", "throughput, 10^9 elements/s", "speed-up over `naive`"), rows)
+
+
+def _table_of_cpu(measured: Measured) -> str:
+    rows = []
+    for row in measured.serial:
+        shape = tuple(map(int, row.shape.split("x")))
+        options = dict(word.split("=", 1) for word in row.options.split())
+        safe_us = next((r.us for r in measured.serial if (r.shape, r.implementation) == (row.shape, "safe")), None)
+        on_gpu = _us(measured.time("on_chip", shape))
+        where = f"{options['cores']} of {options['cpu'].replace('_', ' ')}"
+        rows.append([f"`{row.implementation}`, {row.shape}", where, _us(row.us), _times(_quotient(row.us, safe_us)), on_gpu])
+    return table(("float32", "cores", "us", "of safe's time", "`on_chip` on the GPU, us"), rows)
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.0f}"
+
+
+def _cells_of_bytes(one: Counted) -> list[str]:
+    figures = (one.predicted, one.dram, one.dram_read, one.dram_write, one.requested)
+    return [*map(_megabytes, figures), f"{one.dram / one.predicted:.2f}", f"{one.requested / one.predicted:.2f}"]
+
+
+_BYTES = ("predicted, MB", "DRAM, MB", "read", "written", "requested, MB", "DRAM / predicted", "requested / predicted")
+
+
+def _bytes(shape: Shape, measured: Measured) -> str:
+    found = ((rung, measured.bytes(rung.name, shape)) for rung in common.ladder().RUNGS)
+    rows = [[f"{rung.number} `{rung.name}`", f"{rung.passes}N", *_cells_of_bytes(one)] for rung, one in found if one]
+    return table(("rung", "passes", *_BYTES), rows)
+
+
+def _table_of_attention(measured: Measured) -> str:
+    rows = []
+    for name in WAYS_OF_ATTENTION:
+        us = measured.time(name, ATTENTION.shape, ATTENTION.dtype, "attention")
+        one = measured.bytes(name, ATTENTION.shape, "attention")
+        if us or one:
+            rows.append([f"`{name}`", _us(us), *(_cells_of_bytes(one) if one else ["-"] * len(_BYTES))])
+    return table((f"{text(ATTENTION.shape)}, {ATTENTION.dtype}", "us", *_BYTES), rows)
+
+
+# Of the paper's abstract, which names no GPU.
+PAPER = "arXiv:1805.02867"
+PAPERS_RUNGS = {"naive": "naive", "fused": "safe", "online_wide": "online"}
+
+
+def _table_of_accesses(measured: Measured) -> str:
+    rows = []
+    for rung in common.ladder().RUNGS:
+        if (paper := PAPERS_RUNGS.get(rung.name)) is None:
+            continue
+        one, shape = measured.bytes(rung.name, HUGE), LONG
+        us, safe_us = measured.time(rung.name, shape), measured.time("fused", shape)
+        if one or us:
+            counted = _figure(one.requested / size(HUGE) if one else None)
+            published = "up to 1.3x" if paper == "online" else "-"
+            rows.append([f"{paper} (`{rung.name}`)", str(rung.passes), counted, _times(_quotient(safe_us, us)), published])
+    return table(("accesses an element", "predicted", "requested, counted", "speed-up over safe", f"in {PAPER}"), rows)
+
+
+def _table_of_top_k(measured: Measured) -> str:
+    rows, op = [], "softmax_top_k"
+    passes = {rung.name: rung.passes for rung in common.ladder().RUNGS}
+    for name in (*OF_TOP_K, *PEERS):
+        us, one = measured.time(name, ON_CHIP, op=op), measured.bytes(name, ON_CHIP, op)
+        if us or one:
+            predicted = str(passes[name] + 1) if name in passes else "-"
+            counted, alone = one.requested / size(ON_CHIP) if one else None, measured.time(name, ON_CHIP)
+            rows.append([f"`{name}`, then top {K}", predicted, _figure(counted), _us(us), _us(alone)])
+    return table(("4096 x 32768, float32", "accesses, predicted", "requested, counted", "us", "softmax alone, us"), rows)
+
+
+# The second kernel of Maharshi Pandya's worklog and PyTorch as its text gives them, and its last kernel as its plot does.
+WRITE_UP = "GTX 1050 Ti"
+OF_WRITE_UP = {"online_thread": 88.15, "online_wide": 4.11, "torch": 7.226}
+
+
+def _table_of_write_up(measured: Measured) -> str:
+    rows = []
+    for name in (*(rung.name for rung in common.ladder().RUNGS), *PEERS):
+        if us := measured.time(name, OF_A_WRITE_UP):
+            published = OF_WRITE_UP.get(name)
+            rows.append([f"`{name}`", f"{us / 1e3:.4f}", _figure(published), WRITE_UP if published else "-"])
+    return table(("1024 x 32768, float32", "ms", "published ms", "on"), rows)
+
+
+TABLES: dict[str, Callable[[Measured], str]] = {
+    "rungs": _table_of_rungs,
+    "run": _table_of_run,
+    "ladder long": functools.partial(_ladder, LONG),
+    "ladder on chip": functools.partial(_ladder, ON_CHIP),
+    "ladder short": functools.partial(_ladder, SHORT),
+    "vector": _table_of_vector,
+    "half": _table_of_halves,
+    "small": _table_of_small,
+    "write-up": _table_of_write_up,
+    "cpu": _table_of_cpu,
+    "bytes huge": functools.partial(_bytes, HUGE),
+    "bytes on chip": functools.partial(_bytes, ON_CHIP),
+    "bytes short": functools.partial(_bytes, SHORT),
+    "attention": _table_of_attention,
+    "accesses": _table_of_accesses,
+    "top-k": _table_of_top_k,
+}
+_MARKED = re.compile(r"(<!-- table: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rendered(page: str, measured: Measured) -> str:
+    """The page with its tables filled.
+
+    Raises:
+      ValueError: it has another table than there is, or lacks one.
+    """
+    found = [match["name"] for match in _MARKED.finditer(page)]
+    if sorted(found) != sorted(TABLES):
+        raise ValueError(f"the page's tables are {', '.join(found)}; they must be {', '.join(TABLES)}")
+    return _MARKED.sub(lambda match: f"{match[1]}{TABLES[match['name']](measured)}\n{match[3]}", page)
