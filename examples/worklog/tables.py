@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from examples.worklog import common
+from examples.worklog import common, published
 from examples.worklog.common import (
     ATTENTION,
     HALVES,
@@ -94,9 +94,13 @@ def _ladder(shape: Shape, measured: Measured) -> str:
 
 
 def _table_of_vector(measured: Measured) -> str:
-    found = [name for name in (*OF_ONE_VECTOR, *PEERS) if measured.time(name, VECTOR) is not None]
-    rows = [[f"`{name}`", _figure((measured.time(name, VECTOR) or 0) / 1e3, ".4f")] for name in found]
-    return table(("1 x 16777216, float32", "ms"), rows)
+    rows = []
+    for name in (*OF_ONE_VECTOR, *PEERS, "cudnn"):
+        us, (kernel, ms) = measured.time(name, VECTOR), published.VECTOR.get(name, ("-", None))
+        if us or (rows and ms):  # what was published alone comes below what was measured
+            where = published.VECTOR_GPU if ms else "-"
+            rows.append([f"`{name}`", _figure(us and us / 1e3, ".4f"), kernel, _figure(ms), where])
+    return table(("1 x 16777216, float32", "ms", "published: kernel", "its ms", "on"), rows)
 
 
 def _table_of_halves(measured: Measured) -> str:
@@ -106,9 +110,12 @@ def _table_of_halves(measured: Measured) -> str:
         times = {name: measured.time(name, shape, "float16") for name in names}
         if any(times.values()):
             cells = [f"{_us(us)} ({_times(_quotient(times['naive'], us))})" if us else "-" for us in times.values()]
-            rows.append([f"{shape[0]} x {shape[1]}", *cells])
+            *others, speed_up = published.HALVES[shape]
+            others = [*(f"{ms:.4f}" for ms in others), speed_up, published.HALVES_GPU]
+            rows.append([f"{shape[0]} x {shape[1]}", *cells, *others])
     columns = [f"`{name}`" for name in names]
-    return table(("float16, us (speed-up over `naive`)", *columns), rows)
+    others = ("published ms: naive, 5N", "fused, 3N", 'online, its "2N"', "online over naive", "on")
+    return table(("float16, us (speed-up over `naive`)", *columns, *others), rows)
 
 
 def _table_of_small(measured: Measured) -> str:
@@ -120,16 +127,35 @@ def _table_of_small(measured: Measured) -> str:
     return table(("1024 x 512, float32", "latency, us", "throughput, 10^9 elements/s", "speed-up over `naive`"), rows)
 
 
+def _table_of_the_guide(measured: Measured) -> str:
+    """The rungs that make the passes of the guide's two kernels."""
+    rungs = {rung.name: rung for rung in common.ladder().RUNGS if rung.name in ("fused", "online_wide")}
+    times = {name: measured.time(name, SMALL) for name in rungs}
+    ours = {
+        "throughput, GB/s": [_figure(_quotient(2 * size(SMALL) / 1e3, us), ".0f") for us in times.values()],
+        "latency, us": [_us(us) for us in times.values()],
+        "memory reads": [f"{rung.reads}N" for rung in rungs.values()],
+    }
+    found = published.GUIDE.items() if any(times.values()) else ()
+    rows = [[name, *ours[name], *metric, published.GUIDE_GPU] for name, metric in found]
+    columns = [f"`{name}`" for name in rungs]
+    return table(("1024 x 512, float32", *columns, "published: naive", "optimised", "improvement", "on"), rows)
+
+
 def _table_of_cpu(measured: Measured) -> str:
     rows = []
     for row in measured.serial:
         shape = tuple(map(int, row.shape.split("x")))
         options = dict(word.split("=", 1) for word in row.options.split())
         safe_us = next((r.us for r in measured.serial if (r.shape, r.implementation) == (row.shape, "safe")), None)
-        on_gpu = _us(measured.time("on_chip", shape))
+        on_gpu = measured.time("on_chip", shape)
+        theirs = published.CORE.get(row.implementation) if shape == SMALL else None
+        last = _figure(_quotient(row.us, on_gpu), ".0f", "x"), theirs or "-", published.CORE_GPU if theirs else "-"
         where = f"{options['cores']} of {options['cpu'].replace('_', ' ')}"
-        rows.append([f"`{row.implementation}`, {row.shape}", where, _us(row.us), _times(_quotient(row.us, safe_us)), on_gpu])
-    return table(("float32", "cores", "us", "of safe's time", "`on_chip` on the GPU, us"), rows)
+        of_safe = _times(_quotient(row.us, safe_us))
+        rows.append([f"`{row.implementation}`, {row.shape}", where, _us(row.us), of_safe, _us(on_gpu), *last])
+    header = "float32", "cores", "us", "of safe's time", "`on_chip` on the GPU, us", "GPU over this"
+    return table((*header, "published: GPU over core", "on"), rows)
 
 
 def _megabytes(value: float) -> str:
@@ -160,23 +186,21 @@ def _table_of_attention(measured: Measured) -> str:
     return table((f"{text(ATTENTION.shape)}, {ATTENTION.dtype}", "us", *_BYTES), rows)
 
 
-# Of the paper's abstract, which names no GPU.
-PAPER = "arXiv:1805.02867"
-PAPERS_RUNGS = {"naive": "naive", "fused": "safe", "online_wide": "online"}
-
-
 def _table_of_accesses(measured: Measured) -> str:
     rows = []
     for rung in common.ladder().RUNGS:
-        if (paper := PAPERS_RUNGS.get(rung.name)) is None:
+        if (paper := published.PAPERS_RUNGS.get(rung.name)) is None:
             continue
         one, shape = measured.bytes(rung.name, HUGE), LONG
         us, safe_us = measured.time(rung.name, shape), measured.time("fused", shape)
         if one or us:
             counted = _figure(one.requested / size(HUGE) if one else None)
-            published = "up to 1.3x" if paper == "online" else "-"
-            rows.append([f"{paper} (`{rung.name}`)", str(rung.passes), counted, _times(_quotient(safe_us, us)), published])
-    return table(("accesses an element", "predicted", "requested, counted", "speed-up over safe", f"in {PAPER}"), rows)
+            others = [of.get(paper, "-") for of in (published.PAPERS_ACCESSES, published.PAPERS_SPEED_UP)]
+            ours = str(rung.passes), counted, _times(_quotient(safe_us, us))
+            where = "-" if set(others) == {"-"} else published.PAPERS_GPU
+            rows.append([f"{paper} (`{rung.name}`)", *ours, *others, where])
+    header = "accesses an element", "predicted", "requested, counted", "speed-up over safe"
+    return table((*header, f"{published.PAPER}: accesses", "speed-up over safe", "on"), rows)
 
 
 def _table_of_top_k(measured: Measured) -> str:
@@ -187,21 +211,26 @@ def _table_of_top_k(measured: Measured) -> str:
         if us or one:
             predicted = str(passes[name] + 1) if name in passes else "-"
             counted, alone = one.requested / size(ON_CHIP) if one else None, measured.time(name, ON_CHIP)
-            rows.append([f"`{name}`, then top {K}", predicted, _figure(counted), _us(us), _us(alone)])
-    return table(("4096 x 32768, float32", "accesses, predicted", "requested, counted", "us", "softmax alone, us"), rows)
+            ours = predicted, _figure(counted), _us(us), _us(alone)
+            rows.append([f"`{name}`, then top {K}", *ours, *_of_the_paper(name)])
+    if rows:
+        last = "one kernel, online"
+        rows.append([last, *["-"] * 4, *_of_the_paper(last)])
+    header = "4096 x 32768, float32", "accesses, predicted", "requested, counted", "us", "softmax alone, us"
+    return table((*header, f"{published.PAPER}: accesses", "speed-up", "on"), rows)
 
 
-# The second kernel of Maharshi Pandya's worklog and PyTorch as its text gives them, and its last kernel as its plot does.
-WRITE_UP = "GTX 1050 Ti"
-OF_WRITE_UP = {"online_thread": 88.15, "online_wide": 4.11, "torch": 7.226}
+def _of_the_paper(name: str) -> tuple[str, ...]:
+    found = published.PAPERS_TOP_K.get(name)
+    return (*found, published.PAPERS_GPU) if found else ("-", "-", "-")
 
 
 def _table_of_write_up(measured: Measured) -> str:
     rows = []
     for name in (*(rung.name for rung in common.ladder().RUNGS), *PEERS):
         if us := measured.time(name, OF_A_WRITE_UP):
-            published = OF_WRITE_UP.get(name)
-            rows.append([f"`{name}`", f"{us / 1e3:.4f}", _figure(published), WRITE_UP if published else "-"])
+            theirs = published.ROWS.get(name)
+            rows.append([f"`{name}`", f"{us / 1e3:.4f}", _figure(theirs), published.ROWS_GPU if theirs else "-"])
     return table(("1024 x 32768, float32", "ms", "published ms", "on"), rows)
 
 
@@ -214,6 +243,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "vector": _table_of_vector,
     "half": _table_of_halves,
     "small": _table_of_small,
+    "guide": _table_of_the_guide,
     "write-up": _table_of_write_up,
     "cpu": _table_of_cpu,
     "bytes huge": functools.partial(_bytes, HUGE),

@@ -18,7 +18,7 @@ import pytest
 from benchmarks import harness, results
 from benchmarks.clock import wall_clock
 from examples.worklog import __main__ as command
-from examples.worklog import cells, claims, common, counters, figures, serial, tables
+from examples.worklog import cells, claims, common, counters, figures, published, serial, tables
 from examples.worklog.counters import Counted
 from examples.worklog.measured import Measured
 
@@ -128,9 +128,9 @@ def stand_in(monkeypatch, *rungs, **more):
 
 
 def test_rungs_that_are_named_here_are_rungs():
-    named = {*common.OF_ONE_VECTOR, *common.OF_TOP_K, *tables.PAPERS_RUNGS, common.REFERENCE}
+    named = {*common.OF_ONE_VECTOR, *common.OF_TOP_K, *published.PAPERS_RUNGS, common.REFERENCE}
     assert named <= set(REAL)
-    assert set(tables.OF_WRITE_UP) <= {*REAL, *common.PEERS}
+    assert set(published.ROWS) <= {*REAL, *common.PEERS}
     assert set(common.NUMBERS_COUNTED) <= {rung.number for rung in REAL.values()}
 
 
@@ -363,11 +363,38 @@ def test_the_table_of_a_ladder(full):
     assert lines[-1][:2] == ["the copy's speed", "2N"]
 
 
-def test_published_figures_have_a_column_and_a_gpu_of_their_own(full):
-    lines = [cells_of(line) for line in tables.TABLES["write-up"](full).splitlines()]
-    published = {line[0].strip("`"): line[2:] for line in lines[2:]}
-    assert published["online_thread"] == ["88.15", "GTX 1050 Ti"]
-    assert published["fused"] == ["-", "-"]
+# Of each table that has some, lines and what is quoted at their end.
+PUBLISHED = {
+    "write-up": {"`online_thread`": ["88.15", "GTX 1050 Ti"], "`fused`": ["-", "-"]},
+    "vector": {
+        "`online_blocks`": ["kernel 3, hierarchical (m, d)", "1.88", "RTX 3060 class, 336 GB/s"],
+        "`cudnn`": ["-", "cuDNN, accurate", "30.87", "RTX 3060 class, 336 GB/s"],
+        "`online_wide`": ["-", "-", "-"],
+    },
+    "half": {"64 x 8192": ["3.1366", "1.9745", "1.6136", "1.94x", "Tesla T4"]},
+    "guide": {"throughput, GB/s": ["180", "720", "4x", "a GPU that is not named"]},
+    "cpu": {"`online`, 1024x512": ["70x", "a GPU that is not named"], "`safe`, 1024x512": ["-", "-"]},
+    "accesses": {"online (`online_wide`)": ["3", "up to 1.3x", "Tesla V100"], "naive (`naive`)": ["-", "-", "-"]},
+    "top-k": {
+        "`fused`, then top 5": ["5", "the base", "Tesla V100"],
+        "one kernel, online": ["-", "-", "-", "-", "1", "up to 5x", "Tesla V100"],
+        "`on_chip`, then top 5": ["-", "-", "-"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures_have_columns_and_a_gpu_of_their_own(full, name):
+    header, _, *lines = [cells_of(line) for line in tables.TABLES[name](full).splitlines()]
+    assert header[-1] == "on"
+    found = {line[0]: line for line in lines}
+    for first, quoted in PUBLISHED[name].items():
+        assert found[first][-len(quoted) :] == quoted
+
+
+def test_the_shapes_of_published_figures_are_measured():
+    assert tuple(published.HALVES) == common.HALVES
+    assert set(published.VECTOR) - {"cudnn"} <= {*common.OF_ONE_VECTOR, *common.PEERS}
 
 
 def test_the_page_is_written_and_drawn(full, page, tmp_path, capsys):
