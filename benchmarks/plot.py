@@ -9,11 +9,12 @@ from benchmarks.results import Row
 
 FIGURES = (("softmax", "forward"), ("softmax", "backward"), ("log_softmax", "forward"), ("logsumexp", "forward"))
 
+Ends = dict[str, tuple[float, str]]  # of lines: the height of the last point, and the colour, by name
+
+OURS = "jaxsoftmax"  # the library's name in every figure
 GREY = "#80868f"  # readable on white and on black, as are the others
 _COLOURS = {
-    "mosaic": "#e8590c",
-    "triton": "#c2255c",
-    "xla": "#0c9c7c",
+    OURS: "#e8590c",
     "jax.nn": "#3b82f6",
     "torch": "#2f9e44",
     "torch.compile": "#a855f7",
@@ -23,7 +24,10 @@ _COLOURS = {
     "cudnn": "#3b82f6",
     "attention_mgpu": "#a855f7",
     "tokamax": "#d19a00",
+    "flash_attention_3": "#0891b2",
 }
+_NAMES = {"cudnn": "jax.nn (cuDNN)", "attention_mgpu": "JAX's Pallas kernel", "flash_attention_3": "FlashAttention-3"}
+_NAMES_OF_ATTENTION = {**_NAMES, "torch": "torch (flash attention)"}
 _CAUSAL = {"": "not causal", "causal=1": "causal"}
 STYLE = {
     "font.size": 9,
@@ -38,7 +42,7 @@ STYLE = {
     "grid.linewidth": 0.6,
     "xtick.color": GREY,
     "ytick.color": GREY,
-    "svg.hashsalt": "jaxsoftmax",
+    "svg.hashsalt": OURS,
 }
 
 
@@ -67,40 +71,14 @@ def _head_size(row: Row) -> int:
     return int(row.shape.split("x")[3])
 
 
+def _columns(row: Row) -> int:
+    return int(row.shape.rsplit("x", 1)[1])
+
+
 def _of_one_size(rows: list[Row]) -> list[Row]:
     """The rows whose hidden size is the one that has the most."""
     hidden = [int(row.shape.split("x")[2]) * _head_size(row) for row in rows]
     return [row for row, own in zip(rows, hidden, strict=True) if own == max(hidden, key=hidden.count)]
-
-
-def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
-    """A panel for each head size, a row of panels for causal attention and one for the other."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    head_sizes, kinds = sorted({_head_size(row) for row in rows}), [kind for kind in _CAUSAL if _any(rows, kind)]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(0.6 + 3.4 * len(head_sizes), 0.9 + 2.7 * len(kinds)), layout="constrained")
-        panels = figure.subplots(len(kinds), len(head_sizes), squeeze=False, sharex=True, sharey="row")
-        for kind, line in zip(kinds, panels, strict=True):
-            line[0].set_ylabel("TFLOP/s")
-            for head_size, axis in zip(head_sizes, line, strict=True):
-                own = [row for row in rows if row.options == kind and _head_size(row) == head_size]
-                _lines(axis, own, _length, lambda row: row.tflops)
-                axis.set(title=f"head size {head_size}, {_CAUSAL[kind]}")
-                axis.minorticks_off()
-            line[0].set_ylim(0, None)  # of all, when all are drawn
-        for axis in panels[-1]:
-            axis.set_xlabel("sequence length")
-        _legend(figure, panels)
-        newest = rows[-1]
-        figure.suptitle(f"attention {newest.pass_}, {newest.dtype}, {newest.gpu}, jax {newest.jax}, {newest.commit}")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    return path
-
-
-def _any(rows: list[Row], options: str) -> bool:
-    return any(row.options == options for row in rows)
 
 
 def _large(row: Row) -> bool:
@@ -108,8 +86,35 @@ def _large(row: Row) -> bool:
     return row.bytes >= 2**27
 
 
-def _columns(row: Row) -> int:
-    return int(row.shape.rsplit("x", 1)[1])
+def _is_power(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
+    """A panel for each head size, a row of panels for causal attention and one for the other."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    head_sizes = sorted({_head_size(row) for row in rows})
+    kinds = [kind for kind in _CAUSAL if any(row.options == kind for row in rows)]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(1.8 + 3.1 * len(head_sizes), 0.9 + 2.7 * len(kinds)), layout="constrained")
+        panels = figure.subplots(len(kinds), len(head_sizes), squeeze=False, sharex=True, sharey="row")
+        for kind, line in zip(kinds, panels, strict=True):
+            line[0].set_ylabel("TFLOP/s")
+            lasts = []
+            for head_size, axis in zip(head_sizes, line, strict=True):
+                own = [row for row in rows if row.options == kind and _head_size(row) == head_size]
+                lasts.append(_lines(axis, own, _length, lambda row: row.tflops, _NAMES_OF_ATTENTION))
+                axis.set(title=f"head size {head_size}, {_CAUSAL[kind]}")
+                axis.minorticks_off()
+            line[0].set_ylim(0, None)  # of all, when all are drawn
+            label_ends(line[-1], lasts[-1])
+        for axis in panels[-1]:
+            axis.set_xlabel("sequence length")
+        counted = ", causal counted as half" if "causal=1" in kinds else ""
+        _finish(figure, path, f"attention {rows[-1].pass_}, {rows[-1].dtype}{counted}", rows[-1], panels)
+    return path
 
 
 def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str], copies: dict[str, Row]) -> Path:
@@ -117,68 +122,116 @@ def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str],
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9, 0.5 + 2.9 * len(dtypes)), layout="constrained")
+        figure = Figure(figsize=(10, 0.8 + 2.9 * len(dtypes)), layout="constrained")
         panels = figure.subplots(len(dtypes), 2, squeeze=False, sharex=True)
         for (speed, accuracy), dtype in zip(panels, dtypes, strict=True):
-            _panel(speed, accuracy, [row for row in rows if row.dtype == dtype])
+            own = [row for row in rows if row.dtype == dtype]
+            lasts = _lines(speed, own, _columns, lambda row: row.speed / 1e3, _NAMES)
             speed.set(title=dtype, ylabel="GB/s", ylim=(0, None))
-            accuracy.set(title=dtype, ylabel="largest error / budget", yscale="log")
             if dtype in copies:
-                speed.axhline(copies[dtype].speed / 1e3, color=GREY, linestyle="--", linewidth=1.2, label="copy")
-            accuracy.axhline(1, color=GREY, linestyle="--", linewidth=1.2, label="budget")
+                lasts["copy"] = _level(speed, copies[dtype].speed / 1e3)
+            label_ends(speed, lasts)
+            lasts = _lines(accuracy, own, _columns, lambda row: row.error, _NAMES)
+            accuracy.set(title=dtype, ylabel="largest error / budget", yscale="log")
+            lasts["budget"] = _level(accuracy, 1)
             low, high = accuracy.get_ylim()
             accuracy.set_ylim(min(low, 0.1), max(high, 10))
+            label_ends(accuracy, lasts)
         for axis in panels.flat:
             axis.minorticks_off()
         for axis in panels[-1]:
             axis.set_xlabel("columns")
-        _legend(figure, panels, {"copy": None, "budget": "copy, budget"})
-        newest = rows[-1]
-        figure.suptitle(f"{op} {pass_}, {newest.gpu}, jax {newest.jax}, {newest.commit}")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        _finish(figure, path, f"{op} {pass_}", rows[-1], panels)
     return path
 
 
-def _legend(figure: Any, panels: Any, words: dict[str, str | None] | None = None) -> None:
-    """One for all panels; `words` are other labels for some, None for those that have no entry."""
-    entries: dict[str, Any] = {}
-    for axis in panels.flat:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    entries = {label: entries[label] for label in sorted(entries, key=lambda label: label in (words or {}))}
-    named = [((words or {}).get(label, label), handle) for label, handle in entries.items()]
-    labels, handles = zip(*((label, handle) for label, handle in named if label is not None), strict=True)
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+def _finish(figure: Any, path: Path, title: str, newest: Row, panels: Any) -> None:
+    """Says what marks mean and what was measured, and writes the file."""
+    legend(figure, panels)
+    figure.suptitle(f"{title}, {newest.gpu}, jax {newest.jax}")
+    figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def _panel(speed: Any, accuracy: Any, rows: list[Row]) -> None:
-    for axis, what in ((speed, lambda row: row.speed / 1e3), (accuracy, lambda row: row.error)):
-        _lines(axis, rows, _columns, what)
+def legend(figure: Any, panels: Any) -> None:
+    """What each mark means, once for all panels: lines have their names at their ends."""
+    from matplotlib.lines import Line2D
+
+    lines = [line for axis in panels.flat for line in axis.get_lines() if len(line.get_xdata())]
+    hollow = any(line.get_marker() == "o" and not _filled(line) for line in lines)
+    look: dict[str, Any] = {"color": GREY, "linestyle": "", "marker": "o", "markersize": 4}
+    marks = {
+        "measured, a power of two" if hollow else "measured": (Line2D([], [], **look), any(map(_filled, lines))),
+        "measured, another length": (Line2D([], [], **look, markerfacecolor="none"), hollow),
+        "a bound": (
+            Line2D([], [], color=GREY, linestyle="--", linewidth=1.2),
+            any(line.get_linestyle() == "--" for line in lines),
+        ),
+    }
+    entries = {label: handle for label, (handle, wanted) in marks.items() if wanted}
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=len(entries), frameon=False)
 
 
-def _lines(axis: Any, rows: list[Row], size: Callable[[Row], int], what: Callable[[Row], float | None]) -> None:
-    """A line for each implementation through the powers of two; other sizes are hollow marks beside it."""
-    by_name = {name: [row for row in rows if row.implementation == name] for name in {row.implementation for row in rows}}
-    for name in sorted(by_name, key=lambda name: list(_COLOURS).index(_main(name))):
-        ours = is_ours(by_name[name][0])
-        look = {"color": _COLOURS[_main(name)], "marker": "o", "markersize": 4, "zorder": 3 if ours else 2}
+def _filled(line: Any) -> bool:
+    return line.get_marker() == "o" and line.get_markerfacecolor() != "none"
+
+
+def _level(axis: Any, value: float) -> tuple[float, str]:
+    """A dashed line across a panel; its height and its colour."""
+    axis.axhline(value, color=GREY, linestyle="--", linewidth=1.2)
+    return value, GREY
+
+
+def _lines(
+    axis: Any,
+    rows: list[Row],
+    size: Callable[[Row], int],
+    what: Callable[[Row], float | None],
+    names: dict[str, str],
+) -> Ends:
+    """A line for each implementation through the powers of two; other sizes are hollow marks beside it.
+
+    Returns the height at which each ends, and its colour, by its name.
+    """
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(OURS if is_ours(row) else row.implementation, []).append(row)
+    lasts: Ends = {}
+    for name in sorted(by_name, key=list(_COLOURS).index):
+        ours = name == OURS
+        look = {"color": _COLOURS[name], "marker": "o", "markersize": 4, "zorder": 3 if ours else 2}
         values = ((size(row), what(row)) for row in by_name[name])
         points = sorted((at, value) for at, value in values if value is not None and 0 < value < float("inf"))
         line = [point for point in points if _is_power(point[0])]
+        axis.plot(*transposed(line), **look, linewidth=2.2 if ours else 1.2)
         odd = [point for point in points if not _is_power(point[0])]
-        axis.plot(*transposed(line), **look, label=name, linewidth=2.2 if ours else 1.2)
         axis.plot(*transposed(odd), **look, linestyle="", markerfacecolor="none")
+        if line:
+            lasts[names.get(name, name)] = line[-1][1], _COLOURS[name]
     powers = sorted({size(row) for row in rows if _is_power(size(row))})
     axis.set_xscale("log", base=2)
     axis.set_xticks(powers, [f"{count // 1024}K" if count >= 1024 else str(count) for count in powers])
+    return lasts
 
 
-def _main(implementation: str) -> str:
-    return implementation.split("+")[0]
+def label_ends(axis: Any, lasts: Ends, gap: float = 0.085) -> None:
+    """Names at the right edge of a panel, each as near to the end of its line as the others allow; limits are final."""
+    to_panel, right = axis.transScale + axis.transLimits, axis.get_xlim()[1]
+    heights = {name: float(to_panel.transform((right, y))[1]) for name, (y, _) in lasts.items()}
+    for name, at in spread(heights, gap).items():
+        axis.text(1.02, at, name, color=lasts[name][1], transform=axis.transAxes, va="center", fontsize=8)
 
 
-def _is_power(count: int) -> bool:
-    return count & (count - 1) == 0
+def spread(heights: dict[str, float], gap: float) -> dict[str, float]:
+    """Heights at least `gap` apart, in the same order; those that would touch are centred on their mean."""
+    groups: list[tuple[list[str], float]] = []
+    for name in sorted(heights, key=lambda name: heights[name]):
+        names, mean = [name], heights[name]
+        while groups and mean - gap * (len(names) - 1) / 2 - gap < groups[-1][1] + gap * (len(groups[-1][0]) - 1) / 2:
+            below, of_below = groups.pop()
+            mean = (of_below * len(below) + mean * len(names)) / (len(below) + len(names))
+            names = below + names
+        groups.append((names, mean))
+    return {name: mean + gap * (at - (len(names) - 1) / 2) for names, mean in groups for at, name in enumerate(names)}
 
 
 def transposed(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

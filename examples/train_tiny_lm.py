@@ -1,6 +1,6 @@
 """Train a small transformer language model over bytes, with jaxsoftmax inside its attention.
 
-    uv run examples/train_tiny_lm.py                    # about a minute and a half on two CPU cores
+    uv run examples/train_tiny_lm.py                    # a bar says how long it still takes
     uv run examples/train_tiny_lm.py --attention jax    # the same run through jax.nn.softmax
     uv run examples/train_tiny_lm.py --resume           # go on after Ctrl-C, with identical results
     uv run examples/train_tiny_lm.py --compare          # flash, softmax and jax, one after another: losses and tokens/s
@@ -14,6 +14,23 @@ Three attentions compute the same from the same parameters: `flash` is jaxsoftma
 all scores, `softmax` and `jax` hold them, and make weights of them with jaxsoftmax.softmax and jax.nn.softmax.
 """
 
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def leave_at_once(*_: object) -> None:
+    """Ends the program on Ctrl-C while it imports, when there is nothing to save: whatever is imported cannot object."""
+    print(f"\n{Path(__file__).name}: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if __name__ == "__main__":  # before the imports below, which take half a minute on a slow disk
+    print("importing JAX, Flax and what else is needed ...", flush=True)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave_at_once)
+
 import argparse
 import contextlib
 import gc
@@ -21,15 +38,11 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -48,6 +61,7 @@ VOCABULARY = 256
 HELD_OUT_SHARE = 0.1
 HELD_OUT_LIMIT = 2**16  # bytes of the held-out part that an evaluation reads: all of it for the default text
 STEPS_PER_CALL = 10
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, about {remaining} left, {rate_fmt}{postfix}]"
 # What a run's numbers follow from, so what a resumed run must share with the run that it continues.
 RECORDED = ("steps", "batch", "context", "width", "heads", "layers", "dtype", "lr", "seed", "attention", "deterministic")
 RECORDED += ("eval_every",)
@@ -121,6 +135,10 @@ ATTENTIONS: dict[str, Callable[[bool], Attend]] = {
     "softmax": lambda _: partial(materialised, jaxsoftmax_weights),
     "jax": lambda _: partial(materialised, jax_weights),
 }
+
+
+# What figures call them.
+NAMES = {"flash": "jaxsoftmax.dot_product_attention", "softmax": "jaxsoftmax.softmax", "jax": "jax.nn.softmax"}
 
 
 def explained(args: argparse.Namespace, attention: str, platform: str | None = None) -> Sequence[Any]:
@@ -484,10 +502,11 @@ def train(args: argparse.Namespace, run: Run, state: TrainState, record: dict[st
     text = jnp.asarray(data.training)
     windows, scored = map(jnp.asarray, held_out_windows(data.held_out, args.context, args.batch))
     step = int(state.step)
-    bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=0.5, dynamic_ncols=True)
+    bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=0.5, dynamic_ncols=True, bar_format=BAR)
     with bar, deferred_interrupt() as interrupted:
         if step < args.steps:
             state = jax.block_until_ready(run.train(state, text, step))  # no steps: compiles, which no speed includes
+            bar.unpause()  # nor does the estimate of what is left
         while step < args.steps:
             began = time.perf_counter()
             marks = (STEPS_PER_CALL, args.eval_every, args.checkpoint_every)
@@ -551,11 +570,12 @@ def plot_losses(path: Path, losses: np.ndarray, held_out: list[list[float]], tri
 
 
 def plot_comparison(path: Path, finished: dict[str, dict[str, Any]]) -> None:
-    with loss_plot(path, "Training with each attention") as axes:
-        for name, width in zip(finished, (5, 3, 1), strict=False):  # one curve within the other: they hardly differ
-            span, smooth = smooth_bits(finished[name]["training_losses_nats"])
-            steps = np.arange(span, span + len(smooth))
-            axes.plot(steps, smooth, label=f"{name} (mean of {span} steps)", linewidth=width)
+    widths = iter((5, 3, 1))  # one curve within the other: they hardly differ
+    span, _ = smooth_bits(next(iter(finished.values()))["training_losses_nats"])
+    with loss_plot(path, f"Training with each attention: loss, mean of {span} steps") as axes:
+        for name, one in finished.items():
+            span, smooth = smooth_bits(one["training_losses_nats"])
+            axes.plot(np.arange(span, span + len(smooth)), smooth, label=NAMES[name], linewidth=next(widths))
 
 
 def readable(text: np.ndarray) -> str:
@@ -783,4 +803,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is leave_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Run one Flax transformer block three ways, and compare their values, their time and their memory.
 
-    uv run examples/transformer_block.py                          # well under a minute on two CPU cores
+    uv run examples/transformer_block.py                          # flax.nnx, small enough for a CPU
     uv run examples/transformer_block.py --linen                  # flax.linen instead of flax.nnx
     uv run examples/transformer_block.py --lengths 1024,4096 --only softmax,flash
 
@@ -40,11 +40,13 @@ import numpy as np
 from flax import linen, nnx
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import jaxsoftmax
 from jaxsoftmax.flax import attention_fn
 
-WAYS = ("jax", "softmax", "flash")
+# The ways, and what the figure calls them.
+WAYS = {"jax": "Flax's own attention", "softmax": "jaxsoftmax.softmax", "flash": "jaxsoftmax.flax.attention_fn"}
 DTYPES = ("float32", "bfloat16", "float16")
 PASSES = ("forward", "forward+backward")
 CHECKED_LENGTH = 1024  # at most: float64 on a CPU takes its time
@@ -373,17 +375,16 @@ def draw(axes: Axes, costs: list[Cost], quantity: str) -> None:
         if not of_way:
             continue
         values = [math.nan if (value := getattr(c, quantity)) is None else value for c in of_way]
-        (line,) = axes.plot([c.length for c in of_way], values, marker="o", color=f"C{place}", label=way)
+        (line,) = axes.plot([c.length for c in of_way], values, marker="o", color=f"C{place}", label=WAYS[way])
         unfit = [c for c in of_way if c.milliseconds is None and getattr(c, quantity) is not None]
         if unfit:
             points = [c.length for c in unfit], [getattr(c, quantity) for c in unfit]
-            axes.plot(*points, "x", color=line.get_color(), markersize=12, label=f"{way}: out of memory")
+            axes.plot(*points, "x", color=line.get_color(), markersize=12)
     axes.set_xscale("log", base=2)
     if any(getattr(c, quantity) for c in costs):  # matplotlib has no logarithmic axis of nothing
         axes.set_yscale("log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def plot(path: Path, costs: list[Cost], title: str) -> None:
@@ -396,6 +397,10 @@ def plot(path: Path, costs: list[Cost], title: str) -> None:
             axes = figure.add_subplot(2, 2, 2 * row + column + 1)
             axes.set(xlabel="length", ylabel=label, title=stage)
             draw(axes, [c for c in costs if c.stage == stage], quantity)
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines() if line.get_marker() == "o"}
+    if any(c.milliseconds is None for c in costs):
+        lines["out of memory"] = Line2D([], [], color="gray", linestyle="", marker="x", markersize=12)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
     with replaced(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 

@@ -34,7 +34,8 @@ from examples.worklog.measured import Measured
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown; the first column is of words, the others of figures."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"`(\w+)`", lambda name: f"`{common.shown(name[1])}`", written)
 
 
 def _figure(value: float | None, form: str = ".2f", unit: str = "") -> str:
@@ -53,8 +54,13 @@ def _times(value: float | None) -> str:
     return _figure(value, ".2f" if value and value >= 0.1 else ".2g", "x")
 
 
+def _names(name: str) -> str:
+    shown = common.shown(name)
+    return f"`{name}`" if shown == name else f"`{name}`, below `{shown}`"
+
+
 def _table_of_rungs(_: Measured) -> str:
-    rows = ([r.number, f"`{r.name}`", r.title, str(r.reads), str(r.writes), r.teaches] for r in common.ladder().RUNGS)
+    rows = ([r.number, _names(r.name), r.title, str(r.reads), str(r.writes), r.teaches] for r in common.ladder().RUNGS)
     return "\n".join(
         [
             "| rung | name | what it is | reads | writes | what it teaches |",

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -560,6 +561,35 @@ def test_command_line(text, tmp_path):
     assert (tmp_path / "runs/tiny_lm/loss.png").is_file()
     noise = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and "/3 [" not in line]
     assert noise == []
+
+
+def test_no_run_time_is_promised_and_the_bar_estimates_it(example, compared):
+    _, _, shown = compared
+    assert not any(word in example.__doc__ for word in ("minute", "second"))
+    assert any("left," in part and "about " in part and "?" not in part for part in shown.split("\r"))
+
+
+@pytest.fixture
+def importing(tmp_path):
+    """The script while it imports a JAX that takes for ever."""
+    (tmp_path / "slow" / "jax").mkdir(parents=True)
+    slowly = "import time\ntry:\n    time.sleep(600)\nexcept BaseException:\n    time.sleep(600)\n"
+    (tmp_path / "slow" / "jax" / "__init__.py").write_text(slowly)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "slow")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, SCRIPT], cwd=tmp_path, env=environment, text=True, **pipes) as process:
+        yield process
+        process.kill()
+
+
+def test_it_says_something_before_it_imports_and_stops_there_without_a_traceback(importing):
+    ready, _, _ = select.select([importing.stdout], [], [], 30)  # of which Python's own start takes some, where all is busy
+    assert ready
+    assert "importing" in importing.stdout.readline()
+    assert importing.poll() is None
+    importing.send_signal(signal.SIGINT)
+    assert importing.wait(30) == 130
+    assert importing.stderr.read() == "\ntrain_tiny_lm.py: interrupted\n"
 
 
 @pytest.mark.slow

@@ -378,7 +378,7 @@ PUBLISHED = {
     "top-k": {
         "`fused`, then top 5": ["5", "the base", "Tesla V100"],
         "one kernel, online": ["-", "-", "-", "-", "1", "up to 5x", "Tesla V100"],
-        "`on_chip`, then top 5": ["-", "-", "-"],
+        "`jaxsoftmax`, then top 5": ["-", "-", "-"],
     },
 }
 
