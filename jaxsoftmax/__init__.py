@@ -6,4 +6,4 @@ from jaxsoftmax.ops.attention.api import dot_product_attention
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 
 __all__ = ["dot_product_attention", "explain", "log_softmax", "logsumexp", "online", "softmax"]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -155,7 +155,13 @@ def test_links_between_documents_lead_somewhere():
 
 
 def test_versions_agree():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    unreleased, newest = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:2]
-    assert unreleased == "Unreleased"
-    assert newest == project["version"] == jaxsoftmax.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxsoftmax/__init__.py"
+    unreleased, newest, *_ = re.findall(r"^## \[(.+?)\](?: - (.*))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert unreleased == ("Unreleased", "")
+    version, date = newest
+    assert version == jaxsoftmax.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
+    assert "arXiv:1805.02867" in citation
