@@ -16,6 +16,8 @@ from jaxsoftmax._core import dispatch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SUPPORT = (ROOT / "docs/support.md").read_text()
+MOST_WORDS = 1500
 HEADER = "| implementation | op | platforms | dtypes |"
 PLATFORMS = {"cpu", "cuda", "rocm", "tpu"}
 SHAPE = (16, 1024)  # one that every implementation takes
@@ -23,8 +25,8 @@ ATTENTION_SHAPE = (2, 256, 8, 64)
 
 
 def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
-    """The rows of README's table: implementation, op, platforms, dtypes."""
-    _, _, table = README.partition(HEADER + "\n")
+    """The rows of the table of docs/support.md: implementation, op, platforms, dtypes."""
+    _, _, table = SUPPORT.partition(HEADER + "\n")
     rows = []
     for line in table.splitlines()[1:]:  # after the line of dashes
         if not line.startswith("|"):
@@ -104,7 +106,7 @@ def test_the_files_of_an_op_are_its_implementations(op):
 
 
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/flax.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/differences.md", "docs/flax.md", "docs/support.md"])
 def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
         assert_prints(document)
@@ -134,6 +136,16 @@ def test_the_two_commands(command):
     assert script == "pytest" or (ROOT / script).is_file()
 
 
+def test_the_readme_is_short_and_says_what_a_newcomer_asks():
+    assert len(README.split()) <= MOST_WORDS
+    sections = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    assert sections[0] == "Install"
+    assert {"What it runs on", "The swap in Flax", "Speed", "When not to use it", "Limits"} <= set(sections)
+    devices = README.partition("## What it runs on")[2].partition("## ")[0]
+    assert all(name in devices for name in ("Hopper", "A100", "L4", "RTX", "Blackwell", "TPU", "AMD"))
+    assert len(re.findall(r"!\[.*\]\(benchmarks/results/.*\.svg\)", README)) == 3
+
+
 def test_the_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"cuda12", "cuda13"} <= set(extras)
@@ -141,8 +153,8 @@ def test_the_extras_exist():
 
 
 def test_links_between_documents_lead_somewhere():
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md"):
-        here = ROOT / document
+    for here in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        document = here.relative_to(ROOT)
         for link in re.findall(r"\]\(([^)]+)\)", here.read_text()):
             if link.startswith("https://"):
                 continue
