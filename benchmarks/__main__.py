@@ -3,6 +3,7 @@
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
+python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
 python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib
@@ -15,13 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import attention, bars, clock, harness, plot, results, softmax
+from benchmarks import attention, bars, clock, first_call, harness, plot, results, softmax
 from benchmarks.cells import OURS, Cell
 
 SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax": softmax.cells,
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
+    "first_call": first_call.cells,
 }
 
 
@@ -129,12 +131,17 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     path = results.path_for(options.out, gpu, options.suite)
     if path.exists():
         results.read(path)
-    run = harness.Run(gpu, commit, functools.partial(results.append, path), peers=options.peers)
-    run.measure(cells)
+    write = functools.partial(results.append, path)
+    if options.suite == "first_call":
+        problems = first_call.measure(cells, gpu, commit, write, peers=options.peers)
+    else:
+        run = harness.Run(gpu, commit, write, peers=options.peers)
+        run.measure(cells)
+        problems = run.problems
     print(f"appended to {path}")
-    for problem in run.problems:
+    for problem in problems:
         print(f"not recorded: {problem}", file=sys.stderr)
-    return 1 if run.problems else 0
+    return 1 if problems else 0
 
 
 def _check(options: argparse.Namespace) -> int:

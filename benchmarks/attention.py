@@ -485,6 +485,7 @@ def _contenders(call: Call):
             yield Contender(
                 "attention_mgpu", functools.partial(_of_pallas, call, config), prepare=functools.partial(_scaled, call)
             )
+    yield Contender("flash_attention_3", lambda: _as_measured(call, _of_flash_attention_3(call)), needs=("dew_flash_attn",))
     if call.backward:
         yield Contender("torch", lambda: _gradients_of_torch(call), prepare=_with_grad, framework="torch", needs=("torch",))
         return
@@ -556,6 +557,11 @@ def _of_tokamax(call: Call) -> Callable[..., Any]:
     if not flags.is_parsed():  # it reads them when called
         flags(["benchmarks"], known_only=True)
     return lambda q, k, v: attention(q, k, v, is_causal=call.causal)
+
+
+def _of_flash_attention_3(call: Call) -> Callable[..., Any]:
+    """FlashAttention-3, as the wheel `dew-flash-attn-cu13` brings it to JAX."""
+    return functools.partial(importlib.import_module("dew_flash_attn").flash_mha, is_causal=call.causal)
 
 
 def _heads_first(*inputs):

@@ -27,9 +27,9 @@ def leave_at_once(*_: object) -> None:
 
 
 if __name__ == "__main__":  # before the imports below, which take half a minute on a slow disk
-    print("importing JAX, Flax and what else is needed ...", flush=True)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
+    print("importing JAX, Flax and what else is needed ...", flush=True)
 
 import argparse
 import contextlib

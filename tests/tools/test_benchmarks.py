@@ -1,8 +1,13 @@
 """The benchmarks: result files, bars, the command line, and that no speed is recorded of what is wrong."""
 
 import dataclasses
+import importlib.machinery
 import itertools
+import re
+import subprocess
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import attention, bars, check, harness, results, softmax
+from benchmarks import attention, bars, check, first_call, harness, plot, results, softmax
 from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
@@ -20,6 +25,7 @@ from .. import oracle
 CELLS = {cell.name: cell for cell in softmax.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
+FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 BOTH = "forward+backward"
@@ -159,7 +165,10 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
 # Bars.
 
 
-@pytest.mark.parametrize(("suite", "cells"), [("softmax", CELLS), ("attention", ATTENTION), ("attention_gradients", GRADIENTS)])
+@pytest.mark.parametrize(
+    ("suite", "cells"),
+    [("softmax", CELLS), ("attention", ATTENTION), ("attention_gradients", GRADIENTS), ("first_call", FIRST_CALLS)],
+)
 def test_every_bar_matches_cells(suite, cells):
     loaded = bars.load(suite)
     assert loaded
@@ -454,22 +463,53 @@ def test_peers_of_attention():
         cell = (ATTENTION | GRADIENTS)[f"attention {pass_} {dtype} {name}"]
         return list(dict.fromkeys(contender.name for contender in cell.contenders))
 
-    assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "tokamax", "torch"]
-    assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "tokamax", "torch"]
-    assert names("4x4097x16x128") == [OURS, "cudnn", "tokamax", "torch"]
+    assert names("4x4096x16x128 causal=1") == [OURS, "cudnn", "attention_mgpu", "flash_attention_3", "tokamax", "torch"]
+    assert names("4x4096x64x128 kv_heads=8") == [OURS, "cudnn", "flash_attention_3", "tokamax", "torch"]
+    assert names("4x4097x16x128") == [OURS, "cudnn", "flash_attention_3", "tokamax", "torch"]
     assert names("4x4096x16x128 mask=1x1xTxS") == [OURS, "cudnn"]
     assert names("1x16384x16x128 causal=1 documents=12") == [OURS]
     assert names("4x4096x16x128 sinks=1") == [OURS]
     assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn", "jax.nn highest"]
 
-    assert names("4x4096x16x128", pass_=BOTH) == [OURS, "cudnn", "attention_mgpu", "torch"]
-    assert names("4x4096x16x128 causal=1", pass_=BOTH) == [OURS, "cudnn", "torch"]
-    assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=BOTH) == [OURS, "cudnn", "torch"]
+    assert names("4x4096x16x128", pass_=BOTH) == [OURS, "cudnn", "attention_mgpu", "flash_attention_3", "torch"]
+    assert names("4x4096x16x128 causal=1", pass_=BOTH) == [OURS, "cudnn", "flash_attention_3", "torch"]
+    assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=BOTH) == [OURS, "cudnn", "flash_attention_3", "torch"]
     assert names("4x4096x16x128 bias=1xNxTxS", pass_=BOTH) == [OURS, "cudnn"]
     assert names("1x16384x16x128 causal=1 documents=12", pass_=BOTH) == [OURS]
     assert names("4x4096x16x128 deterministic=1", pass_=BOTH) == [OURS]
     for cell in (ATTENTION | GRADIENTS).values():
         assert all(contender.alone == (contender.name == "cudnn") for contender in cell.contenders)
+
+
+@pytest.mark.parametrize("pass_", ["forward", BOTH])
+def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
+    cell = tiny_attention("causal=1", pass_=pass_)
+    peers = frozenset({"flash_attention_3"})
+    _, rows, said = measured(cell, peers=peers)
+    assert [row.implementation for row in rows if not bars.is_ours(row)] == []
+    assert "dew_flash_attn: not installed, its flash_attention_3 left out" in said
+
+    given = []
+
+    def flash_mha(q, k, v, *, is_causal):
+        given.append((q.shape, is_causal))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+    module = types.ModuleType("dew_flash_attn")
+    module.flash_mha = flash_mha
+    module.__spec__ = importlib.machinery.ModuleSpec("dew_flash_attn", None)
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", module)
+    _, rows, _ = measured(cell, peers=peers)
+    assert {row.implementation for row in rows if not bars.is_ours(row)} == peers
+    assert set(given) == {(cell.shape, True)}
+
+
+def test_names_at_the_ends_of_lines_do_not_touch():
+    heights = {"a": 0.5, "b": 0.51, "c": 0.52, "d": 0.9, "e": 0.0}
+    found = plot.spread(heights, 0.1)
+    assert sorted(found, key=lambda name: found[name]) == ["e", "a", "b", "c", "d"]
+    assert (found["d"], found["e"]) == (0.9, 0.0)
+    assert (found["a"], found["b"], found["c"]) == pytest.approx((0.41, 0.51, 0.61))
 
 
 def test_operands_of_the_attention_of_pallas():
@@ -673,6 +713,47 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("1x16384x16x128 causal=1 documents=12").blocks == sum(block + 1 - low[block] for block in range(128))
 
 
+GRADIENT = "attention first_call bfloat16 4x4096x16x128 causal=1 grad=1"
+
+
+@pytest.mark.parametrize(("lower", "whole", "missed"), [(1.1, 3.9, 0), (1.3, 3.9, 1), (1.1, 4.1, 1)])
+def test_first_calls_are_measured_in_processes_and_held_to_bars(tmp_path, capsys, lower, whole, missed):
+    calls = []
+
+    def call(program, contender):
+        calls.append((program, contender))
+        slow = program == "attention_gradients" and contender == OURS
+        times = {"lower": lower if slow else 0.3, "compile": 2.0, "first_call": whole if slow else 1.0}
+        return times | {"implementation": "mosaic" if contender == OURS else contender}
+
+    rows = []
+    assert first_call.measure(first_call.cells(), GPU, "abc1234", rows.append, call=call, say=lambda line: None) == []
+    both = [(program, peer) for program in ("attention", "attention_gradients") for peer in (OURS, "cudnn")]
+    assert list(dict.fromkeys(calls)) == [("softmax", OURS), ("softmax", "jax.nn"), *both]
+    assert len(calls) == 6 * first_call.REPEATS
+    assert len(rows) == 6 * len(first_call.PASSES)
+    assert {name_of(row) for row in rows} == set(FIRST_CALLS)
+    assert next(row.us for row in rows if name_of(row) == GRADIENT) == 1e6 * whole
+    written(tmp_path, rows, "first_call")
+    assert main(["first_call", "--check", "--out", str(tmp_path)]) == (1 if missed else 0)
+    assert f"{missed} of 3 bars missed" in capsys.readouterr().out
+
+
+def test_a_first_call_of_ours_that_fails_is_a_problem():
+    def call(program, contender):
+        raise subprocess.CalledProcessError(1, program)
+
+    found = first_call.measure(first_call.cells(), GPU, "abc", lambda row: None, call=call, say=lambda line: None)
+    assert [problem.split(":")[0] for problem in found] == list(first_call.programs())
+
+
+def test_the_passes_of_a_first_call():
+    cell = tiny("softmax forward float32 1024x512")
+    found = first_call.seconds(cell.contenders[0], cell.inputs(jax.random.key(0), False))
+    assert all(found[name] > 0 for name in first_call.PASSES)
+    assert found["first_call"] >= found["lower"] + found["compile"]
+
+
 def test_plots_are_drawn(tmp_path, capsys):
     written(tmp_path, a_full_run())
     assert main(["--plot", "--out", str(tmp_path)]) == 0
@@ -680,6 +761,24 @@ def test_plots_are_drawn(tmp_path, capsys):
     assert [str(path) for path in drawn] == sorted(capsys.readouterr().out.split())
     assert "softmax_forward.svg" in {path.name for path in drawn}
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+
+
+def drawn_words(path):
+    """What a figure says; matplotlib writes each text as a comment beside its outlines."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_figures_name_the_library_and_what_marks_mean(tmp_path):
+    written(tmp_path, a_full_run())
+    written(tmp_path, a_full_run_of_attention(), "attention")
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    softmax_, attention_ = (drawn_words(tmp_path / "h200" / f"{name}_forward.svg") for name in ("softmax", "attention"))
+    for words in (softmax_, attention_):
+        assert "jaxsoftmax" in words
+        assert not {"mosaic", "ours"} & set(words)
+        assert not any("abc1234" in word for word in words)
+    assert {"measured, a power of two", "measured, another length", "copy", "budget"} <= set(softmax_)
+    assert {"measured", "torch (flash attention)", "jax.nn (cuDNN)", "FlashAttention-3"} <= set(attention_)
 
 
 def test_plot_of_attention(tmp_path, capsys):
