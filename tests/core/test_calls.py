@@ -4,13 +4,16 @@ import functools
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import jaxsoftmax
+from jaxsoftmax.flax import attention_fn
 
 from .. import cases
 
@@ -103,6 +106,21 @@ def test_factors_that_do_not_broadcast():
         jaxsoftmax.logsumexp(X, b=[1.0])
     with pytest.raises(ValueError, match="implementation must be None or one of 'mosaic', 'xla', got 'cuda'"):
         jaxsoftmax.logsumexp(X, b=np.float32(1), implementation="cuda")
+
+
+def test_functions_of_jax_may_be_replaced_by_ours(monkeypatch):
+    q = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+    calls = [functools.partial(getattr(jaxsoftmax, name), q) for name in cases.OPS]
+    calls += [lambda: jaxsoftmax.logsumexp(q, b=2 * q), lambda: jaxsoftmax.logsumexp(q, return_sign=True)]
+    calls += [lambda: jaxsoftmax.dot_product_attention(q, q, q), lambda: attention_fn(q, q, q)]
+    calls += [lambda: attention_fn(q, q, q, module=SimpleNamespace(sow=lambda *_: None))]
+    expected = [f() for f in calls]
+    for module in (jax.nn, jax.scipy.special, linen, nnx):
+        for name in {"dot_product_attention", *cases.OPS} & set(dir(module)):
+            flax_attention = module in (linen, nnx) and name == "dot_product_attention"
+            monkeypatch.setattr(module, name, attention_fn if flax_attention else getattr(jaxsoftmax, name))
+    assert jax.nn.logsumexp is jaxsoftmax.logsumexp
+    jax.tree.map(np.testing.assert_array_equal, [f() for f in calls], expected)
 
 
 def test_explain_knows_the_platforms():
