@@ -15,6 +15,7 @@ from flax.linen import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, scores_like
@@ -23,6 +24,7 @@ from jaxsoftmax.ops.softmax.api import softmax
 __all__ = ["attention_fn", "attention_fn_with_rope"]
 
 _NAME = "attention_fn"
+_WITH_ROPE = "attention_fn_with_rope"
 
 
 def attention_fn(
@@ -85,19 +87,19 @@ def attention_fn(
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
 
     Raises:
-      TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
+      TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
       ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
     """
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        _check_array(name, array)
-    is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
-    force_fp32_for_softmax = _flag("force_fp32_for_softmax", force_fp32_for_softmax)
+    query, key, value = _operand(_NAME, "query", query), _operand(_NAME, "key", key), _operand(_NAME, "value", value)
+    is_causal = arguments.flag(_NAME, "is_causal", is_causal)
+    deterministic = arguments.flag(_NAME, "deterministic", deterministic)
+    force_fp32_for_softmax = arguments.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
     einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}
     for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
-        if function is not None and not callable(function):
-            raise TypeError(f"{_NAME}: {name} must be a function, got {function!r}")
+        if function is not None:
+            arguments.callback(_NAME, name, function)
     _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
     _check_dtype(dtype)
     query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
@@ -156,22 +158,26 @@ def attention_fn_with_rope(
     Raises:
       TypeError, ValueError: as `attention_fn` does, of positions too.
     """
+    arguments.callback(_WITH_ROPE, "rope", rope)
+    if input_positions is not None:
+        listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
+        input_positions = _operand(_WITH_ROPE, "input_positions", listed).astype(np.float32)
 
     def rotated(name, array):
-        _check_array(name, array)
-        if np.ndim(array) < 3:
-            raise ValueError(f"attention_fn_with_rope: {name} must have at least 3 axes, got shape {np.shape(array)}")
+        array = _operand(_WITH_ROPE, name, array)
+        if array.ndim < 3:
+            raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
         of_heads = jax.vmap(rope, in_axes=-2, out_axes=-2)
         if input_positions is None:
             return of_heads(array)
         of_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
         *batch, length, _, _ = array.shape
         try:
-            positions = jnp.broadcast_to(jnp.asarray(input_positions, np.float32), (*batch, length))
+            positions = jnp.broadcast_to(input_positions, (*batch, length))
         except ValueError:
             raise ValueError(
-                f"attention_fn_with_rope: input_positions must broadcast to {(*batch, length)}, as {name} has,"
-                f" got shape {np.shape(input_positions)}"
+                f"{_WITH_ROPE}: input_positions must broadcast to {(*batch, length)}, as {name} has,"
+                f" got shape {input_positions.shape}"
             ) from None
         for _ in batch:
             of_heads = jax.vmap(of_heads)
@@ -180,29 +186,19 @@ def attention_fn_with_rope(
     return attention_fn(rotated("query", query), rotated("key", key), value, **options)
 
 
-def _flag(name, value):
-    """A bool, of an array of one too if it is concrete."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.dtype == bool and value.ndim == 0:
-        return bool(value)
-    raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
-
-
 def _check_dtype(dtype):
     if dtype is None:
         return
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = repr(dtype)
-    if name not in DTYPES:
-        raise TypeError(f"{_NAME}: dtype must be None or one of {', '.join(DTYPES)}, got {name}")
+    allowed = f"None or one of {', '.join(DTYPES)}"
+    if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
+        raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
 
 
-def _check_array(name, value):
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"{_NAME}: {name} must be an array, got {type(value).__name__}")
+def _operand(function, name, value):
+    array = arguments.array(function, name, value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real, got {array.dtype}")
+    return array
 
 
 def _check_einsums(scores, output, precision):
@@ -219,13 +215,8 @@ def _promoted(arrays, *, dtype=None) -> Any:
 
 def _seen(mask):
     """A mask as bools: Flax makes them float32."""
-    _check_array("mask", mask)
-    mask = jnp.asarray(mask)
-    if mask.dtype == np.bool_:
-        return mask
-    if not jnp.issubdtype(mask.dtype, jnp.number):
-        raise TypeError(f"{_NAME}: mask must be of bools or of numbers, got {mask.dtype}")
-    return mask != 0
+    mask = arguments.array(_NAME, "mask", mask)
+    return mask if mask.dtype == np.bool_ else mask != 0
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):

@@ -598,7 +598,7 @@ def test_rope_names_bad_arguments():
         bad(ARRAY, ARRAY, ARRAY, input_positions=np.arange(5))
     with pytest.raises(ValueError, match=r"query must have at least 3 axes, got shape \(4, 8\)"):
         bad(ARRAY[0, 0], ARRAY, ARRAY)
-    with pytest.raises(TypeError, match="key must be an array, got list"):
+    with pytest.raises(TypeError, match="key must be an array of numbers, got list"):
         bad(ARRAY, [1.0], ARRAY)
 
 
