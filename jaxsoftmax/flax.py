@@ -42,6 +42,7 @@ def attention_fn(
     precision: lax.PrecisionLike = None,
     module: Any = None,
     force_fp32_for_softmax: bool = False,
+    einsum_dot_general: None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
@@ -75,6 +76,7 @@ def attention_fn(
         its intermediates. They are made beside the output, which is the same with and without them.
       force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax. What is
         computed is the same: the output has been rounded to `dtype`.
+      einsum_dot_general: must be None. Products of the caller's own are what the two einsums make.
       qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
         of attention runs.
       attn_weights_value_einsum: makes the output of weights and values; both or none.
@@ -100,6 +102,11 @@ def attention_fn(
     for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
         if function is not None:
             arguments.callback(_NAME, name, function)
+    if einsum_dot_general is not None:
+        raise ValueError(
+            f"{_NAME}: einsum_dot_general must be None, got {arguments.shown(einsum_dot_general)}; qk_attn_weights_einsum and"
+            " attn_weights_value_einsum make products of your own"
+        )
     _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
     _check_dtype(dtype)
     query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
@@ -197,7 +204,7 @@ def _check_dtype(dtype):
 def _operand(function, name, value):
     array = arguments.array(function, name, value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{function}: {name} must be real, got {array.dtype}")
+        raise TypeError(f"{function}: {name} must be real, got {array.dtype}; only the attention of Flax takes it")
     return array
 
 

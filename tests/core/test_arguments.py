@@ -124,6 +124,7 @@ FLAX = {name: ATTENTION[name] for name in inspect.signature(attention_fn).parame
     "dtype": {"None", "float32"},
     "module": {"None"},
     "force_fp32_for_softmax": BOOLS,
+    "einsum_dot_general": {"None"},
     "qk_attn_weights_einsum": {"None"},
     "attn_weights_value_einsum": {"None"},
     "promote_dtype": {"None"} | FUNCTIONS,

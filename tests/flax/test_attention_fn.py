@@ -213,7 +213,7 @@ def test_a_bias_is_that_of_flax(api, more):
 def test_every_argument_of_flax_is_there(api):
     """Linen passes what the signature names and leaves out the rest in silence; nnx passes everything."""
     ours, theirs = (inspect.signature(f).parameters for f in (attention_fn, api.own))
-    assert set(theirs) - set(ours) <= {"einsum_dot_general"}  # which no module passes
+    assert set(theirs) <= set(ours)
     for name in set(theirs) & set(ours) - {"promote_dtype"}:
         assert ours[name].default == theirs[name].default, name
 
@@ -683,6 +683,13 @@ BAD = {
     "value is None": ({"value": None}, TypeError, ["value", "array", "NoneType"]),
     "key of other heads": ({"key": ARRAY[:, :, :3], "value": ARRAY[:, :, :3]}, ValueError, ["query", "4 and 3 heads"]),
     "complex operands": ({"dtype": "complex64"}, TypeError, ["attention_fn: dtype", "float64", "got complex64"]),
+    "complex queries": ({"query": ARRAY.astype(np.complex64)}, TypeError, ["attention_fn: query must be real", "complex64"]),
+    "complex values": ({"value": ARRAY.astype(np.complex64)}, TypeError, ["attention_fn: value must be real", "complex64"]),
+    "a product of two arrays": (
+        {"einsum_dot_general": jax.lax.dot_general},
+        ValueError,
+        ["attention_fn: einsum_dot_general must be None", "qk_attn_weights_einsum and attn_weights_value_einsum"],
+    ),
     "dtype of 8 bits": ({"dtype": jnp.float8_e4m3fn}, TypeError, ["attention_fn: dtype", "float16", "got float8_e4m3fn"]),
     "no dtype": ({"dtype": "half of it"}, TypeError, ["attention_fn: dtype", "float16", "half of it"]),
     "promotion by a number": ({"promote_dtype": 3}, TypeError, ["attention_fn: promote_dtype", "function", "3"]),
