@@ -6,7 +6,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, scores_like
+from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, of_every_head, scores_like
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]
@@ -47,12 +47,13 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
     is_causal: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
 ) -> jax.Array:
     """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
 
     The attention modules of both take it as `attention_fn`. It runs as `jaxsoftmax.dot_product_attention` does: the kernels are
-    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0, where
-    Flax averages the values, and softmax is computed in float32 or wider, whatever the dtype.
+    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0
+    unless `fully_masked_rows` is `"mean"`, and softmax is computed in float32 or wider, whatever the dtype.
 
     `is_causal` and a mask go together: a query sees what neither rules out. nnx passes `is_causal`; linen passes a causal mask,
     and the mask of a cache where it decodes. Either way the kernels skip whole blocks of keys before the first and behind the
@@ -84,6 +85,8 @@ def attention_fn(
       is_causal: whether a query sees no key after its own position, both counted from 0. No mask is in memory then. nnx
         passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
         each query is the only one of its call, so that its position would be 0.
+      fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all values, as in Flax. Dropout has
+        no effect on that mean. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
@@ -121,6 +124,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        fully_masked_rows=fully_masked_rows,
     )
     if module is None and qk_attn_weights_einsum is None:
         return attend().astype(result_dtype)
@@ -128,14 +132,19 @@ def attention_fn(
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
     )
-    weights = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
+    weights, seen = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
+    equal = None
+    if fully_masked_rows == "mean" and seen is not None and weights.shape[-1] != 0:
+        equal = ~jnp.any(seen, -1, keepdims=True)
+        weights = jnp.where(equal, 1 / weights.shape[-1], weights)
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)
     if attn_weights_value_einsum is None:
         return attend().astype(result_dtype)
     if rate:
-        weights = _dropped(weights, dropout_rng, rate, broadcast_dropout)
-    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, _of_every_head(value, query))
+        dropped = _dropped(weights, dropout_rng, rate, broadcast_dropout)
+        weights = dropped if equal is None else jnp.where(equal, weights, dropped)
+    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, of_every_head(value, query.shape[-2]))
 
 
 def attention_fn_with_rope(
@@ -227,8 +236,8 @@ def _seen(mask):
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
-    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of."""
-    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), _of_every_head(key, query))
+    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of; and which keys are seen."""
+    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
     seen = None if mask is None else scores_like("mask", mask, scores.shape)
     if bias is not None:
         bias = scores_like("bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
@@ -237,7 +246,7 @@ def _weights(query, key, bias, mask, is_causal, einsum, dtype):
     if is_causal:
         rows, cols = _positions(scores.shape)
         seen = _both(seen, rows >= cols)
-    return softmax(scores, where=seen, dtype=dtype)
+    return softmax(scores, where=seen, dtype=dtype), seen
 
 
 def _both(seen, more):
@@ -250,16 +259,6 @@ def _positions(shape):
     ones = (1,) * len(batch)
     rows = lax.iota(np.uint32, length).reshape((*ones, length, 1))
     return rows, lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
-
-
-def _of_every_head(array, query):
-    """Keys or values of every query head, of those that each serve several."""
-    *batch, length, heads, size = array.shape
-    groups = query.shape[-2] // heads
-    if groups == 1:
-        return array
-    # Not `jnp.repeat`, which does not know how to shard its result.
-    return jnp.broadcast_to(array[..., None, :], (*batch, length, heads, groups, size)).reshape(*batch, length, -1, size)
 
 
 def _dropped(weights, rng, rate, broadcast):

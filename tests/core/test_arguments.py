@@ -116,6 +116,7 @@ ATTENTION = {
     "sinks": {"None"},
     "dropout_rate": {"a float"},
     "dropout_rng": {"a key"},
+    "fully_masked_rows": set(),
     "implementation": {"None"},
     "precision": {"None"},
 } | dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic", "return_residual"), BOOLS)

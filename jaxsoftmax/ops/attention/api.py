@@ -46,6 +46,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
@@ -73,6 +74,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
@@ -99,6 +101,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: bool = False,
@@ -109,8 +112,9 @@ def dot_product_attention(
     times and in both modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
-    rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
-    no effect; NaN too, but on `mosaic` for values, and for queries, keys and values in derivatives: it multiplies them with 0.
+    rule out with `-inf`. One that sees none gives 0, and so do its gradients; `fully_masked_rows` may say otherwise. What keys
+    and values that no query sees hold has no effect; NaN too, but on `mosaic` for values, and for queries, keys and values in
+    derivatives: it multiplies them with 0.
 
     Derivatives save the output and the log-sum-exp, named `"jaxsoftmax_attention_out"` and `"jaxsoftmax_attention_lse"`. Under
     `jax.checkpoint`, a policy that saves both names, such as `save_only_these_names` of them, keeps the forward pass from
@@ -140,6 +144,9 @@ def dot_product_attention(
         Otherwise a kernel may add to derivatives in any order, unless `--xla_gpu_deterministic_ops` or
         `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
         and reproducible derivatives go together.
+      fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all S values of its head, masked
+        ones too and without dropout, as `jax.nn` and Flax have it. It passes gradients to the values alone. Queries behind
+        `query_seq_lengths`, and those with a sink, which they see, give 0 either way. So do all where S is 0.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them at all, as for tangents and for float32; they raise
         NotImplementedError where it has one that cannot.
@@ -185,13 +192,14 @@ def dot_product_attention(
         seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)
     left, right = _window(local_window_size)
     window = _side(left, length), _side(0 if is_causal else right, keys)
+    means = _rows_are_means(fully_masked_rows) and keys != 0
     operands = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "sinks": sinks, "seeds": seeds}
     operands |= {"query_lengths": query_lengths, "key_lengths": key_lengths}
     operands |= dict(zip(("query_segments", "key_segments"), segments, strict=True))
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
-        return_lse=return_residual,
+        return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
         window=window,
         soft_cap=_soft_cap(logits_soft_cap, query.dtype),
@@ -200,7 +208,12 @@ def dot_product_attention(
         deterministic=deterministic or _xla_is_deterministic(),
         implementation=implementation,
     )
-    return (out, jnp.swapaxes(lse[0], -1, -2)) if return_residual else out
+    if not lse:
+        return out
+    residual = jnp.swapaxes(lse[0], -1, -2)
+    if means:
+        out = _with_means(out, residual, value, query_lengths)
+    return (out, residual) if return_residual else out
 
 
 def _operands(query, key, value):
@@ -354,6 +367,32 @@ def _one_precision(value):
         return lax.Precision(value)
     except ValueError:
         raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
+
+
+def _rows_are_means(value: Any) -> bool:
+    if not isinstance(value, str) or value not in ("zero", "mean"):
+        raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(value)}")
+    return value == "mean"
+
+
+def _with_means(out, lse, value, query_lengths):
+    """`out` with the mean of all values in the place of 0 where a query sees no key, but for those behind `query_lengths`."""
+    empty = lse[..., None] == -jnp.inf
+    if query_lengths is not None:
+        positions = lax.iota(np.int32, out.shape[-3]).reshape((1,) * query_lengths.ndim + (-1, 1, 1))
+        empty &= positions < query_lengths[..., None, None, None]
+    means = jnp.mean(value, -3, dtype=accumulator(value.dtype), keepdims=True).astype(out.dtype)
+    return jnp.where(empty, of_every_head(means, out.shape[-2]), out)
+
+
+def of_every_head(array: jax.Array, heads: int) -> jax.Array:
+    """Keys or values of every query head, of those that each serve several."""
+    *batch, length, key_heads, size = array.shape
+    groups = heads // key_heads
+    if groups == 1:
+        return array
+    # Not `jnp.repeat`, which does not know how to shard its result.
+    return jnp.broadcast_to(array[..., None, :], (*batch, length, key_heads, groups, size)).reshape(*batch, length, heads, size)
 
 
 def _xla_is_deterministic() -> bool:
