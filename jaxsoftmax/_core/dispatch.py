@@ -201,9 +201,9 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
             shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
             return _load(call.map.op, implementation), Decision(name, shown, implementation, tuple(refusals))
         if implementation == forced:
-            raise NotImplementedError(f"{call.map.op}: implementation={forced!r} cannot run {name}: {reason}")
+            raise NotImplementedError(f"{name}: implementation={forced!r} cannot run: {reason}")
         refusals.append((implementation, reason))
-    raise AssertionError(f"no implementation of {call.map.op} runs {name}: {refusals}")
+    raise AssertionError(f"no implementation runs {name}: {refusals}")
 
 
 def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None:

@@ -1637,7 +1637,9 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
         ("dot_product_attention", "mosaic"),
         ("dot_product_attention_jvp", "xla"),
     ]
-    with pytest.raises(NotImplementedError, match="cannot run attention: it runs on cuda, not on cpu"):
+    with pytest.raises(
+        NotImplementedError, match="dot_product_attention: implementation='mosaic' cannot run: it runs on cuda, not on cpu"
+    ):
         explain(jax.grad(f), q, platform="cpu")
 
 

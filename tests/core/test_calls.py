@@ -152,6 +152,19 @@ def test_explain_finds_every_op_in_order():
     assert str(jaxsoftmax.explain(jnp.sum, X, platform="cpu")) == "on cpu: no jaxsoftmax op"
 
 
+@pytest.mark.parametrize("name", [*cases.OPS, "dot_product_attention"])
+def test_explain_and_errors_call_an_op_by_the_name_of_its_function(name):
+    f = getattr(jaxsoftmax, name)
+    operands = [np.ones((1, 4, 2, 8), np.float32)] * (3 if name == "dot_product_attention" else 1)
+    gradient = jax.grad(lambda *operands: jnp.sum(f(*operands)))
+    first, *others = [d.primitive for d in jaxsoftmax.explain(gradient, *operands, platform="cpu")]
+    assert first == name
+    assert others
+    assert all(other.startswith(f"{name}_") for other in others)
+    with pytest.raises(NotImplementedError, match=f"^{name}: implementation='mosaic' cannot run: it runs on cuda, not on cpu"):
+        jaxsoftmax.explain(f, *operands, implementation="mosaic", platform="cpu")
+
+
 @pytest.mark.parametrize("name", cases.OPS)
 def test_eager_calls_compile_once_for_a_shape(name):
     f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
