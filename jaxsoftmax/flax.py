@@ -6,7 +6,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,16 @@ from flax.linen import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, scores_like
+from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, of_every_head, scores_like
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]
 
 _NAME = "attention_fn"
+_WITH_ROPE = "attention_fn_with_rope"
 
 
 def attention_fn(
@@ -40,16 +42,18 @@ def attention_fn(
     precision: lax.PrecisionLike = None,
     module: Any = None,
     force_fp32_for_softmax: bool = False,
+    einsum_dot_general: None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
     is_causal: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
 ) -> jax.Array:
     """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
 
     The attention modules of both take it as `attention_fn`. It runs as `jaxsoftmax.dot_product_attention` does: the kernels are
-    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0, where
-    Flax averages the values, and softmax is computed in float32 or wider, whatever the dtype.
+    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0
+    unless `fully_masked_rows` is `"mean"`, and softmax is computed in float32 or wider, whatever the dtype.
 
     `is_causal` and a mask go together: a query sees what neither rules out. nnx passes `is_causal`; linen passes a causal mask,
     and the mask of a cache where it decodes. Either way the kernels skip whole blocks of keys before the first and behind the
@@ -73,6 +77,7 @@ def attention_fn(
         its intermediates. They are made beside the output, which is the same with and without them.
       force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax. What is
         computed is the same: the output has been rounded to `dtype`.
+      einsum_dot_general: must be None. Products of the caller's own are what the two einsums make.
       qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
         of attention runs.
       attn_weights_value_einsum: makes the output of weights and values; both or none.
@@ -80,24 +85,31 @@ def attention_fn(
       is_causal: whether a query sees no key after its own position, both counted from 0. No mask is in memory then. nnx
         passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
         each query is the only one of its call, so that its position would be 0.
+      fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all values, as in Flax. Dropout has
+        no effect on that mean. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
 
     Raises:
-      TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
+      TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
       ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
     """
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        _check_array(name, array)
-    is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
-    force_fp32_for_softmax = _flag("force_fp32_for_softmax", force_fp32_for_softmax)
+    query, key, value = _operand(_NAME, "query", query), _operand(_NAME, "key", key), _operand(_NAME, "value", value)
+    is_causal = arguments.flag(_NAME, "is_causal", is_causal)
+    deterministic = arguments.flag(_NAME, "deterministic", deterministic)
+    force_fp32_for_softmax = arguments.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
     einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}
     for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
-        if function is not None and not callable(function):
-            raise TypeError(f"{_NAME}: {name} must be a function, got {function!r}")
+        if function is not None:
+            arguments.callback(_NAME, name, function)
+    if einsum_dot_general is not None:
+        raise ValueError(
+            f"{_NAME}: einsum_dot_general must be None, got {arguments.shown(einsum_dot_general)}; qk_attn_weights_einsum and"
+            " attn_weights_value_einsum make products of your own"
+        )
     _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
     _check_dtype(dtype)
     query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
@@ -112,6 +124,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        fully_masked_rows=fully_masked_rows,
     )
     if module is None and qk_attn_weights_einsum is None:
         return attend().astype(result_dtype)
@@ -119,14 +132,19 @@ def attention_fn(
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
     )
-    weights = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
+    weights, seen = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
+    equal = None
+    if fully_masked_rows == "mean" and seen is not None and weights.shape[-1] != 0:
+        equal = ~jnp.any(seen, -1, keepdims=True)
+        weights = jnp.where(equal, 1 / weights.shape[-1], weights)
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)
     if attn_weights_value_einsum is None:
         return attend().astype(result_dtype)
     if rate:
-        weights = _dropped(weights, dropout_rng, rate, broadcast_dropout)
-    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, _of_every_head(value, query))
+        dropped = _dropped(weights, dropout_rng, rate, broadcast_dropout)
+        weights = dropped if equal is None else jnp.where(equal, weights, dropped)
+    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, of_every_head(value, query.shape[-2]))
 
 
 def attention_fn_with_rope(
@@ -156,22 +174,26 @@ def attention_fn_with_rope(
     Raises:
       TypeError, ValueError: as `attention_fn` does, of positions too.
     """
+    arguments.callback(_WITH_ROPE, "rope", rope)
+    if input_positions is not None:
+        listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
+        input_positions = _operand(_WITH_ROPE, "input_positions", listed).astype(np.float32)
 
     def rotated(name, array):
-        _check_array(name, array)
-        if np.ndim(array) < 3:
-            raise ValueError(f"attention_fn_with_rope: {name} must have at least 3 axes, got shape {np.shape(array)}")
+        array = _operand(_WITH_ROPE, name, array)
+        if array.ndim < 3:
+            raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
         of_heads = jax.vmap(rope, in_axes=-2, out_axes=-2)
         if input_positions is None:
             return of_heads(array)
         of_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
         *batch, length, _, _ = array.shape
         try:
-            positions = jnp.broadcast_to(jnp.asarray(input_positions, np.float32), (*batch, length))
+            positions = jnp.broadcast_to(input_positions, (*batch, length))
         except ValueError:
             raise ValueError(
-                f"attention_fn_with_rope: input_positions must broadcast to {(*batch, length)}, as {name} has,"
-                f" got shape {np.shape(input_positions)}"
+                f"{_WITH_ROPE}: input_positions must broadcast to {(*batch, length)}, as {name} has,"
+                f" got shape {input_positions.shape}"
             ) from None
         for _ in batch:
             of_heads = jax.vmap(of_heads)
@@ -180,29 +202,19 @@ def attention_fn_with_rope(
     return attention_fn(rotated("query", query), rotated("key", key), value, **options)
 
 
-def _flag(name, value):
-    """A bool, of an array of one too if it is concrete."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.dtype == bool and value.ndim == 0:
-        return bool(value)
-    raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
-
-
 def _check_dtype(dtype):
     if dtype is None:
         return
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = repr(dtype)
-    if name not in DTYPES:
-        raise TypeError(f"{_NAME}: dtype must be None or one of {', '.join(DTYPES)}, got {name}")
+    allowed = f"None or one of {', '.join(DTYPES)}"
+    if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
+        raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
 
 
-def _check_array(name, value):
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"{_NAME}: {name} must be an array, got {type(value).__name__}")
+def _operand(function, name, value):
+    array = arguments.array(function, name, value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real, got {array.dtype}; only the attention of Flax takes it")
+    return array
 
 
 def _check_einsums(scores, output, precision):
@@ -219,18 +231,13 @@ def _promoted(arrays, *, dtype=None) -> Any:
 
 def _seen(mask):
     """A mask as bools: Flax makes them float32."""
-    _check_array("mask", mask)
-    mask = jnp.asarray(mask)
-    if mask.dtype == np.bool_:
-        return mask
-    if not jnp.issubdtype(mask.dtype, jnp.number):
-        raise TypeError(f"{_NAME}: mask must be of bools or of numbers, got {mask.dtype}")
-    return mask != 0
+    mask = arguments.array(_NAME, "mask", mask)
+    return mask if mask.dtype == np.bool_ else mask != 0
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
-    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of."""
-    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), _of_every_head(key, query))
+    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of; and which keys are seen."""
+    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
     seen = None if mask is None else scores_like("mask", mask, scores.shape)
     if bias is not None:
         bias = scores_like("bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
@@ -239,7 +246,7 @@ def _weights(query, key, bias, mask, is_causal, einsum, dtype):
     if is_causal:
         rows, cols = _positions(scores.shape)
         seen = _both(seen, rows >= cols)
-    return softmax(scores, where=seen, dtype=dtype)
+    return softmax(scores, where=seen, dtype=dtype), seen
 
 
 def _both(seen, more):
@@ -252,16 +259,6 @@ def _positions(shape):
     ones = (1,) * len(batch)
     rows = lax.iota(np.uint32, length).reshape((*ones, length, 1))
     return rows, lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
-
-
-def _of_every_head(array, query):
-    """Keys or values of every query head, of those that each serve several."""
-    *batch, length, heads, size = array.shape
-    groups = query.shape[-2] // heads
-    if groups == 1:
-        return array
-    # Not `jnp.repeat`, which does not know how to shard its result.
-    return jnp.broadcast_to(array[..., None, :], (*batch, length, heads, groups, size)).reshape(*batch, length, -1, size)
 
 
 def _dropped(weights, rng, rate, broadcast):

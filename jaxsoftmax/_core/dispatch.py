@@ -36,6 +36,7 @@ from typing import Any
 
 import jax
 
+from jaxsoftmax._core import arguments
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._gpu.target import Target
 
@@ -115,13 +116,19 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       A sequence of `Decision`s, in the order of the ops, that prints as a table.
 
     Raises:
+      TypeError: `f` is no function, or an argument of it no array.
       ValueError: `platform` is none of those.
       NotImplementedError: `f` forces an implementation that cannot run.
     """
+    arguments.callback("explain", "f", f)
+    for index, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            arguments.check_traceable("explain", f"args[{index}]", leaf)
     name = jax.default_backend() if platform is None else platform
-    name = {"gpu": "cuda"}.get(name, name)
-    if name not in _KNOWN_PLATFORMS:
-        raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {name!r}")
+    name = "cuda" if isinstance(name, str) and name == "gpu" else name
+    if not isinstance(name, str) or name not in _KNOWN_PLATFORMS:
+        known = ", ".join(_KNOWN_PLATFORMS)
+        raise ValueError(f"explain: platform must be one of {known}, got {arguments.shown(name)}")
 
     def fresh(*args):  # a new function, so that no cached lowering is reused
         return f(*args, **kwargs)
@@ -194,9 +201,9 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
             shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
             return Decision(name, shown, implementation, tuple(refusals))
         if implementation == forced:
-            raise NotImplementedError(f"{call.map.op}: implementation={forced!r} cannot run {name}: {reason}")
+            raise NotImplementedError(f"{name}: implementation={forced!r} cannot run: {reason}")
         refusals.append((implementation, reason))
-    raise AssertionError(f"no implementation of {call.map.op} runs {name}: {refusals}")
+    raise AssertionError(f"no implementation runs {name}: {refusals}")
 
 
 def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None:

@@ -701,6 +701,87 @@ def test_rows_that_see_nothing():
     np.testing.assert_array_equal(lse, np.broadcast_to(sinks, lse.shape))
 
 
+EMPTY_ROWS = {
+    "mask": lambda: {"mask": random((2, 4, 40, 56)) & (np.arange(40) % 3 != 0)[:, None]},
+    "mask, equal heads": lambda: {"key_heads": 4, "mask": random((2, 1, 40, 56)) & (np.arange(40) % 3 != 0)[:, None]},
+    "mask and bias": lambda: {
+        "mask": np.broadcast_to((np.arange(40) % 3 != 0)[:, None], (1, 1, 40, 56)),
+        "bias": random((1, 4, 40, 56), "bias"),
+    },
+    "all of it": lambda: {"mask": np.zeros((1, 1, 1, 1), bool)},
+    "causal padding left": lambda: {"mask": np.broadcast_to(np.arange(56) > 10, (1, 1, 1, 56)), "is_causal": True},
+    "window and lengths": lambda: {"local_window_size": (3, 2), "key_value_seq_lengths": np.array([20, 56], np.int32)},
+    "lengths of both": lambda: {
+        "query_seq_lengths": np.array([17, 40], np.int32),
+        "key_value_seq_lengths": np.array([0, 5], np.int32),
+    },
+}
+
+
+@QUICKLY
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_fully_masked_rows_are_means_as_in_jax_nn(kind, dtype):
+    options = EMPTY_ROWS[kind]()
+    shapes = (2, 40, 4, 8), *((2, 56, options.pop("key_heads", 2), 8),) * 2
+    q, k, v = (np.random.default_rng(seed).standard_normal(shape).astype(dtype) for seed, shape in enumerate(shapes))
+    cotangent = np.random.default_rng(3).standard_normal(q.shape).astype(dtype)
+    bias = jnp.asarray(options.pop("bias", np.zeros((1, 4, 40, 56))), dtype)
+
+    def results(attention, q, k, v, bias, cotangent, **more):
+        out, vjp = jax.vjp(lambda *args: attention(*args, **options, **more), q, k, v, bias)
+        return [out, *vjp(cotangent)]  # the bias' too: weights that are the same for all keys do not depend on it
+
+    arrays = q, k, v, bias, cotangent
+    ours = jax.jit(functools.partial(results, attend, fully_masked_rows="mean"))(*arrays)
+    theirs = jax.jit(functools.partial(results, jax.nn.dot_product_attention))(*(jnp.asarray(a, np.float32) for a in arrays))
+    for mine, others in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        exact = np.asarray(others)
+        off = 2e-6 if dtype == "float32" else 2**-7
+        np.testing.assert_allclose(np.asarray(mine, np.float32), exact, rtol=0, atol=off * max(1, np.max(np.abs(exact))))
+    default = np.asarray(attend(q, k, v, bias, **options))
+    empty = np.all(default == 0, -1)
+    assert np.any(empty), "there are rows that see nothing"
+    np.testing.assert_array_equal(default[~empty], np.asarray(ours[0])[~empty])
+
+
+def test_means_of_fully_masked_rows_know_no_dropout_and_leave_the_residual_and_sinks():
+    given, _ = FEATURES["plain"]()
+    mask = random((1, 4, 40, 56)) & (np.arange(40) % 3 != 0)[:, None]
+    means = np.repeat(np.mean(given["value"], 1, keepdims=True), 2, 2)
+    dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+    for options in ({}, dropout):
+        found, lse = attend(**given, mask=mask, **options, fully_masked_rows="mean", return_residual=True)
+        zero, expected = attend(**given, mask=mask, **options, return_residual=True)
+        np.testing.assert_array_equal(lse, expected)
+        empty = lse == -np.inf
+        assert np.any(empty)
+        np.testing.assert_allclose(found[empty], np.broadcast_to(means, found.shape)[empty], rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(found[~empty], zero[~empty])
+    options = {"mask": mask, "sinks": np.ones(4, np.float32)}
+    np.testing.assert_array_equal(attend(**given, **options, fully_masked_rows="mean"), attend(**given, **options))
+    no_keys = {"query": given["query"], "key": given["key"][:, :0], "value": given["value"][:, :0]}
+    np.testing.assert_array_equal(attend(**no_keys, fully_masked_rows="mean"), 0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_means_of_fully_masked_rows_stay_sharded(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    q, k, v = (np.random.default_rng(heads).standard_normal((4, 12, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    mask = np.zeros((4, 1, 12, 12), bool)
+    f = jax.jit(functools.partial(attend, fully_masked_rows="mean"))
+    expected = f(q, k, v, mask=mask)
+    with jax.set_mesh(mesh):
+        for spec in (P("data", None, "model"), P("data")):
+            sharding = NamedSharding(mesh, spec)
+            found = f(*(jax.device_put(a, sharding) for a in (q, k, v)), mask=mask)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+            assert found.sharding.is_equivalent_to(sharding, 4)
+        mixed = f(jax.device_put(q, NamedSharding(mesh, P("data", None, "model"))), k, v, mask=mask)
+        np.testing.assert_allclose(mixed, expected, rtol=0, atol=1e-6)
+
+
 # Against jax.nn.
 
 SHARED = ["plain", "equal heads", "multi-query", "scale", "causal", "window", "window on two sides", "causal window"]
@@ -1473,6 +1554,7 @@ BAD = {
     "precision is a number": ({"precision": 2}, TypeError, ["precision", "string", "2"]),
     "three precisions": ({"precision": ("high",) * 3}, ValueError, ["precision", "two", "('high', 'high', 'high')"]),
     "no precisions": ({"precision": (None, None)}, ValueError, ["precision", "two", "(None, None)"]),
+    "rows of ones": ({"fully_masked_rows": "one"}, ValueError, ["fully_masked_rows", "'zero' or 'mean'", "'one'"]),
     "precision and algorithm": ({"precision": ("F32_F32_F32", "high")}, ValueError, ["precision", "two", "F32_F32_F32"]),
 }
 
@@ -1555,7 +1637,9 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
         ("dot_product_attention", "mosaic"),
         ("dot_product_attention_jvp", "xla"),
     ]
-    with pytest.raises(NotImplementedError, match="cannot run attention: it runs on cuda, not on cpu"):
+    with pytest.raises(
+        NotImplementedError, match="dot_product_attention: implementation='mosaic' cannot run: it runs on cuda, not on cpu"
+    ):
         explain(jax.grad(f), q, platform="cpu")
 
 

@@ -4,13 +4,16 @@ import functools
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import jaxsoftmax
+from jaxsoftmax.flax import attention_fn
 
 from .. import cases
 
@@ -97,12 +100,27 @@ def test_no_axis_of_a_scalar():
 
 
 def test_factors_that_do_not_broadcast():
-    with pytest.raises(ValueError, match=r"logsumexp: b of shape \(4,\) does not broadcast with a of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"logsumexp: b must broadcast with a, got shapes \(4,\) and \(2, 3\)"):
         jaxsoftmax.logsumexp(X, b=np.ones(4, np.float32))
-    with pytest.raises(TypeError, match="b must be an array or a number, got list"):
+    with pytest.raises(TypeError, match="b must be an array of numbers, got list"):
         jaxsoftmax.logsumexp(X, b=[1.0])
     with pytest.raises(ValueError, match="implementation must be None or one of 'mosaic', 'xla', got 'cuda'"):
         jaxsoftmax.logsumexp(X, b=np.float32(1), implementation="cuda")
+
+
+def test_functions_of_jax_may_be_replaced_by_ours(monkeypatch):
+    q = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+    calls = [functools.partial(getattr(jaxsoftmax, name), q) for name in cases.OPS]
+    calls += [lambda: jaxsoftmax.logsumexp(q, b=2 * q), lambda: jaxsoftmax.logsumexp(q, return_sign=True)]
+    calls += [lambda: jaxsoftmax.dot_product_attention(q, q, q), lambda: attention_fn(q, q, q)]
+    calls += [lambda: attention_fn(q, q, q, module=SimpleNamespace(sow=lambda *_: None))]
+    expected = [f() for f in calls]
+    for module in (jax.nn, jax.scipy.special, linen, nnx):
+        for name in {"dot_product_attention", *cases.OPS} & set(dir(module)):
+            flax_attention = module in (linen, nnx) and name == "dot_product_attention"
+            monkeypatch.setattr(module, name, attention_fn if flax_attention else getattr(jaxsoftmax, name))
+    assert jax.nn.logsumexp is jaxsoftmax.logsumexp
+    jax.tree.map(np.testing.assert_array_equal, [f() for f in calls], expected)
 
 
 def test_explain_knows_the_platforms():
@@ -132,6 +150,19 @@ def test_explain_finds_every_op_in_order():
     assert "softmax" in str(found)
     assert "-> xla" in str(found)
     assert str(jaxsoftmax.explain(jnp.sum, X, platform="cpu")) == "on cpu: no jaxsoftmax op"
+
+
+@pytest.mark.parametrize("name", [*cases.OPS, "dot_product_attention"])
+def test_explain_and_errors_call_an_op_by_the_name_of_its_function(name):
+    f = getattr(jaxsoftmax, name)
+    operands = [np.ones((1, 4, 2, 8), np.float32)] * (3 if name == "dot_product_attention" else 1)
+    gradient = jax.grad(lambda *operands: jnp.sum(f(*operands)))
+    first, *others = [d.primitive for d in jaxsoftmax.explain(gradient, *operands, platform="cpu")]
+    assert first == name
+    assert others
+    assert all(other.startswith(f"{name}_") for other in others)
+    with pytest.raises(NotImplementedError, match=f"^{name}: implementation='mosaic' cannot run: it runs on cuda, not on cpu"):
+        jaxsoftmax.explain(f, *operands, implementation="mosaic", platform="cpu")
 
 
 @pytest.mark.parametrize("name", cases.OPS)

@@ -129,11 +129,13 @@ def test_elsewhere_a_kernel_is_refused_before_its_module_loads():
 
 def test_a_forced_kernel_that_cannot_run_raises_its_own_words_while_lowering(probe):
     traced = jax.jit(lambda x: softmax(x[..., :100], implementation="probe")).trace(X)
-    with pytest.raises(NotImplementedError, match=r"'probe' cannot run softmax: .* multiple of 64 entries.* got 100"):
+    with pytest.raises(
+        NotImplementedError, match=r"softmax: implementation='probe' cannot run: .* multiple of 64 entries.* got 100"
+    ):
         traced.lower(lowering_platforms=("cuda",))
     forced = functools.partial(softmax, implementation="probe")
     kernels.assert_ran(kernels.lowered_for_cuda(forced, X), "probe")
-    with pytest.raises(NotImplementedError, match="'probe' cannot run softmax: it runs on cuda, not on cpu"):
+    with pytest.raises(NotImplementedError, match="softmax: implementation='probe' cannot run: it runs on cuda, not on cpu"):
         jax.jit(forced).trace(X).lower(lowering_platforms=("cpu",))
 
 
@@ -444,7 +446,7 @@ def test_a_forced_implementation_cannot_run_along_a_sharded_axis(local, kind):
         # from within the compiler, errors come wrapped
         with pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError) as raised:
             jax.jit(functools.partial(softmax, implementation="local")).lower(shards).compile()
-    assert "implementation='local' cannot run softmax: its axis is sharded over model" in str(raised.value)
+    assert "softmax: implementation='local' cannot run: its axis is sharded over model" in str(raised.value)
 
 
 def test_an_axis_that_devices_cannot_share_evenly_holds_no_padding(local):

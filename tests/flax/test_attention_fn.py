@@ -189,6 +189,49 @@ def test_rows_without_a_key_give_zero_where_flax_averages(api):
     assert_same(ours[1], theirs[1])
 
 
+PADDED = {
+    "right": {"mask": linen.make_attention_mask(RIGHT, RIGHT)},
+    "left, causal": {"mask": linen.combine_masks(CAUSAL, linen.make_attention_mask(LEFT, LEFT))},
+    "right, sown": {"mask": linen.make_attention_mask(RIGHT, RIGHT), "sow_weights": True},
+}
+MEANS = functools.partial(attention_fn, fully_masked_rows="mean")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("api", "options", "call"),
+    [pytest.param(api, {}, call, id=f"{name}, {kind}") for name, api in APIS.items() for kind, call in PADDED.items()]
+    + [pytest.param(APIS["nnx"], {"num_kv_heads": 2}, {"is_causal": True, "mask": KEYS_OF_LEFT}, id="nnx, grouped heads")],
+)
+def test_a_model_with_padded_rows_in_its_loss_is_that_of_flax(api, options, call, dtype):
+    def results(fn, dtype):
+        params, f = api.layer(fn, param_dtype=dtype, **options)
+        if "sow_weights" in call:
+            out, sown = f(params, INPUTS[0].astype(dtype), **call)
+            return out, jax.tree.leaves(sown)
+        return results_of((params, f), (INPUTS[0].astype(dtype),), **call)
+
+    if dtype == "float32":
+        assert_same(results(MEANS, dtype), results(api.own, dtype))
+        return
+    ours, exact = results(MEANS, dtype), results(api.own, "float32")
+    for mine, truth in zip(*map(jax.tree.leaves, (ours, exact)), strict=True):
+        assert mine.dtype == dtype
+        largest = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(exact))
+        np.testing.assert_allclose(np.asarray(mine, np.float32), truth, rtol=0, atol=2**-5 * largest)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_einsums_get_equal_weights_of_rows_without_a_key(rate):
+    def layer(attention, **einsums):
+        return linen_layer(attention, dropout_rate=rate, **einsums)
+
+    call = PADDED["right"] | ({} if rate == 0 else {"deterministic": False, "dropout": jax.random.key(3)})
+    einsums = {f"{name}_einsum_cls": lambda: jnp.einsum for name in ("qk_attn_weights", "attn_weights_value")}
+    found, expected = (results_of(layer(MEANS, **more), INPUTS, **call) for more in (einsums, {}))
+    assert_same(found, expected)
+
+
 @BOTH
 @pytest.mark.parametrize(
     "more", [{}, {"broadcast_dropout": False, "dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}], ids=str
@@ -213,7 +256,7 @@ def test_a_bias_is_that_of_flax(api, more):
 def test_every_argument_of_flax_is_there(api):
     """Linen passes what the signature names and leaves out the rest in silence; nnx passes everything."""
     ours, theirs = (inspect.signature(f).parameters for f in (attention_fn, api.own))
-    assert set(theirs) - set(ours) <= {"einsum_dot_general"}  # which no module passes
+    assert set(theirs) <= set(ours)
     for name in set(theirs) & set(ours) - {"promote_dtype"}:
         assert ours[name].default == theirs[name].default, name
 
@@ -598,7 +641,7 @@ def test_rope_names_bad_arguments():
         bad(ARRAY, ARRAY, ARRAY, input_positions=np.arange(5))
     with pytest.raises(ValueError, match=r"query must have at least 3 axes, got shape \(4, 8\)"):
         bad(ARRAY[0, 0], ARRAY, ARRAY)
-    with pytest.raises(TypeError, match="key must be an array, got list"):
+    with pytest.raises(TypeError, match="key must be an array of numbers, got list"):
         bad(ARRAY, [1.0], ARRAY)
 
 
@@ -683,6 +726,13 @@ BAD = {
     "value is None": ({"value": None}, TypeError, ["value", "array", "NoneType"]),
     "key of other heads": ({"key": ARRAY[:, :, :3], "value": ARRAY[:, :, :3]}, ValueError, ["query", "4 and 3 heads"]),
     "complex operands": ({"dtype": "complex64"}, TypeError, ["attention_fn: dtype", "float64", "got complex64"]),
+    "complex queries": ({"query": ARRAY.astype(np.complex64)}, TypeError, ["attention_fn: query must be real", "complex64"]),
+    "complex values": ({"value": ARRAY.astype(np.complex64)}, TypeError, ["attention_fn: value must be real", "complex64"]),
+    "a product of two arrays": (
+        {"einsum_dot_general": jax.lax.dot_general},
+        ValueError,
+        ["attention_fn: einsum_dot_general must be None", "qk_attn_weights_einsum and attn_weights_value_einsum"],
+    ),
     "dtype of 8 bits": ({"dtype": jnp.float8_e4m3fn}, TypeError, ["attention_fn: dtype", "float16", "got float8_e4m3fn"]),
     "no dtype": ({"dtype": "half of it"}, TypeError, ["attention_fn: dtype", "float16", "half of it"]),
     "promotion by a number": ({"promote_dtype": 3}, TypeError, ["attention_fn: promote_dtype", "function", "3"]),

@@ -228,11 +228,31 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
 @pytest.mark.parametrize(
     ("options", "platform", "chosen", "why"),
     [
-        (["--preset", "small"], "cuda", "flash", "attention: flash, attention by mosaic, attention_vjp by mosaic"),
-        (["--preset", "small"], "cpu", "softmax", "not flash, as no kernel runs attention (it runs on cuda, not on cpu)"),
+        (
+            ["--preset", "small"],
+            "cuda",
+            "flash",
+            "attention: flash, dot_product_attention by mosaic, dot_product_attention_vjp by mosaic",
+        ),
+        (
+            ["--preset", "small"],
+            "cpu",
+            "softmax",
+            "not flash, as no kernel runs dot_product_attention (it runs on cuda, not on cpu)",
+        ),
         (["--preset", "small", "--heads", "64"], "cuda", "softmax", "head size must be a multiple of 8"),
-        ([], "cuda", "softmax", "not flash, as no kernel runs attention_vjp (derivatives of float32 have no kernel)"),
-        (["--attention", "flash"], "cpu", "flash", "attention: flash, attention by xla, attention_vjp by xla"),
+        (
+            [],
+            "cuda",
+            "softmax",
+            "not flash, as no kernel runs dot_product_attention_vjp (derivatives of float32 have no kernel)",
+        ),
+        (
+            ["--attention", "flash"],
+            "cpu",
+            "flash",
+            "attention: flash, dot_product_attention by xla, dot_product_attention_vjp by xla",
+        ),
         (["--attention", "jax"], "cpu", "jax", "attention: jax, jax.nn.softmax"),
     ],
 )

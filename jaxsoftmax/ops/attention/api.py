@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import arguments, dispatch
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import primitive
@@ -46,6 +46,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
@@ -73,6 +74,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
@@ -99,6 +101,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    fully_masked_rows: Literal["zero", "mean"] = "zero",
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: bool = False,
@@ -109,8 +112,9 @@ def dot_product_attention(
     times and in both modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
-    rule out with `-inf`. One that sees none gives 0, and so do its gradients. What keys and values that no query sees hold has
-    no effect; NaN too, but on `mosaic` for values, and for queries, keys and values in derivatives: it multiplies them with 0.
+    rule out with `-inf`. One that sees none gives 0, and so do its gradients; `fully_masked_rows` may say otherwise. What keys
+    and values that no query sees hold has no effect; NaN too, but on `mosaic` for values, and for queries, keys and values in
+    derivatives: it multiplies them with 0.
 
     Derivatives save the output and the log-sum-exp, named `"jaxsoftmax_attention_out"` and `"jaxsoftmax_attention_lse"`. Under
     `jax.checkpoint`, a policy that saves both names, such as `save_only_these_names` of them, keeps the forward pass from
@@ -140,6 +144,9 @@ def dot_product_attention(
         Otherwise a kernel may add to derivatives in any order, unless `--xla_gpu_deterministic_ops` or
         `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
         and reproducible derivatives go together.
+      fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all S values of its head, masked
+        ones too and without dropout, as `jax.nn` and Flax have it. It passes gradients to the values alone. Queries behind
+        `query_seq_lengths`, and those with a sink, which they see, give 0 either way. So do all where S is 0.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them at all, as for tangents and for float32; they raise
         NotImplementedError where it has one that cannot.
@@ -166,11 +173,9 @@ def dot_product_attention(
     *batch, length, heads, head_size = query.shape
     keys, batch = key.shape[-3], tuple(batch)
     if bias is not None:
-        bias = scores_like("bias", _floating("bias", bias), (*batch, heads, length, keys))
+        bias = scores_like("bias", arguments.array(_NAME, "bias", bias, "floating"), (*batch, heads, length, keys))
     if mask is not None:
-        mask = _array("mask", mask)
-        if mask.dtype != np.bool_:
-            raise TypeError(f"{_NAME}: mask must be boolean, got {mask.dtype}; what is added to the scores goes into bias")
+        mask = arguments.array(_NAME, "mask", mask, "boolean", "; what is added to the scores goes into bias")
         mask = scores_like("mask", mask, (*batch, heads, length, keys))
     query_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
@@ -178,20 +183,23 @@ def dot_product_attention(
     if sinks is not None:
         sinks = _sinks(sinks, heads, len(batch))
     rate = _dropout_rate(dropout_rate)
-    is_causal, deterministic = _flag("is_causal", is_causal), _flag("deterministic", deterministic)
-    return_residual, broadcast = _flag("return_residual", return_residual), _flag("broadcast_dropout", broadcast_dropout)
+    is_causal = arguments.flag(_NAME, "is_causal", is_causal)
+    deterministic = arguments.flag(_NAME, "deterministic", deterministic)
+    return_residual = arguments.flag(_NAME, "return_residual", return_residual)
+    broadcast = arguments.flag(_NAME, "broadcast_dropout", broadcast_dropout)
     seeds = None
     if rate > 0 and not deterministic:
         seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)
     left, right = _window(local_window_size)
     window = _side(left, length), _side(0 if is_causal else right, keys)
+    means = _rows_are_means(fully_masked_rows) and keys != 0
     operands = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "sinks": sinks, "seeds": seeds}
     operands |= {"query_lengths": query_lengths, "key_lengths": key_lengths}
     operands |= dict(zip(("query_segments", "key_segments"), segments, strict=True))
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
-        return_lse=return_residual,
+        return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
         window=window,
         soft_cap=_soft_cap(logits_soft_cap, query.dtype),
@@ -200,12 +208,19 @@ def dot_product_attention(
         deterministic=deterministic or _xla_is_deterministic(),
         implementation=implementation,
     )
-    return (out, jnp.swapaxes(lse[0], -1, -2)) if return_residual else out
+    if not lse:
+        return out
+    residual = jnp.swapaxes(lse[0], -1, -2)
+    if means:
+        out = _with_means(out, residual, value, query_lengths)
+    return (out, residual) if return_residual else out
 
 
 def _operands(query, key, value):
     """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = (_floating(name, a) for name, a in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (
+        arguments.array(_NAME, name, a, "floating") for name, a in (("query", query), ("key", key), ("value", value))
+    )
     if query.dtype.name not in DTYPES:
         raise TypeError(f"{_NAME}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
     letters = {"query": "[*batch, T, N, H]", "key": "[*batch, S, K, H]", "value": "[*batch, S, K, Hv]"}
@@ -231,28 +246,6 @@ def _operands(query, key, value):
     return query, key, value
 
 
-def _array(name: str, value: Any) -> jax.Array:
-    """`value` as an array of numbers or bools."""
-    if not isinstance(value, jax.Array):
-        if not isinstance(value, np.ndarray | np.generic | bool | int | float) and not hasattr(value, "__jax_array__"):
-            raise TypeError(f"{_NAME}: {name} must be an array, got {type(value).__name__}")
-        try:
-            value = jnp.asarray(value)
-        except TypeError:  # strings, objects, dates
-            dtype = getattr(value, "dtype", None)
-            raise TypeError(f"{_NAME}: {name} must be an array of numbers, got dtype {dtype}") from None
-    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
-        raise TypeError(f"{_NAME}: {name} must be an array of numbers, got dtype {value.dtype}")
-    return value
-
-
-def _floating(name, value):
-    array = _array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{_NAME}: {name} must be floating, got {array.dtype}")
-    return array
-
-
 def scores_like(name, array, shape):
     """`array` with the axes of the scores, of which it may have size 1."""
     extra = array.ndim - len(shape)
@@ -266,9 +259,7 @@ def scores_like(name, array, shape):
 
 def _integers(name, value, shape, axes="[*batch]"):
     """`value` as integers of this shape."""
-    array = _array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{_NAME}: {name} must be integers, got {array.dtype}")
+    array = arguments.array(_NAME, name, value, "integers")
     if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
         array = array.reshape(())
     if array.shape != shape:
@@ -280,9 +271,7 @@ def _lengths(name, value, batch):
     """Lengths as int32, or None: one that int32 does not hold is as good as the largest that it does."""
     if value is None:
         return None
-    if isinstance(value, list | tuple):
-        value = np.asarray(value)
-    array = _integers(name, value, batch)
+    array = _integers(name, arguments.listed(_NAME, name, value), batch)
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         array = jnp.clip(array, 0, 2**31 - 1)
     return array.astype(np.int32)
@@ -314,29 +303,14 @@ def _segments(queries, keys, batch, length, keys_length):
 
 
 def _sinks(value, heads, batch_axes):
-    sinks = _floating("sinks", value)
+    sinks = arguments.array(_NAME, "sinks", value, "floating")
     if sinks.shape != (heads,):
         raise ValueError(f"{_NAME}: sinks must have the shape [N] = {(heads,)}, got {sinks.shape}")
     return lax.expand_dims(sinks, range(batch_axes))
 
 
-def _number(name: str, value: Any, instead: str = "") -> float:
-    """A concrete real number."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{_NAME}: {name} must be a concrete number, got a traced one{instead}")
-    if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0:
-        value = np.asarray(value)[()]
-    real = isinstance(value, int | float | np.integer | np.floating) or jnp.issubdtype(
-        getattr(value, "dtype", bool), jnp.floating
-    )
-    if isinstance(value, bool) or not real or getattr(value, "shape", ()):
-        what = f"shape {value.shape}" if getattr(value, "shape", ()) else f"{value!r}"
-        raise TypeError(f"{_NAME}: {name} must be a real number, got {what}")
-    return float(value)
-
-
 def _scale(value, dtype):
-    scale = _number("scale", value, "; multiply the query instead")
+    scale = arguments.number(_NAME, "scale", value, "; multiply the query instead")
     kind = jnp.finfo(accumulator(dtype))
     if not abs(scale) <= float(kind.max):
         raise ValueError(f"{_NAME}: scale must be finite in {kind.dtype}, got {scale}")
@@ -346,14 +320,14 @@ def _scale(value, dtype):
 def _soft_cap(value, dtype):
     if value is None:
         return None
-    cap, kind = _number("logits_soft_cap", value), jnp.finfo(accumulator(dtype))
+    cap, kind = arguments.number(_NAME, "logits_soft_cap", value), jnp.finfo(accumulator(dtype))
     if not float(kind.tiny) <= cap <= float(kind.max):
         raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite in {kind.dtype}, got {cap}")
     return cap
 
 
 def _dropout_rate(value):
-    rate = _number("dropout_rate", value)
+    rate = arguments.number(_NAME, "dropout_rate", value)
     if not 0 <= rate < 1:
         raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
     return rate
@@ -378,7 +352,7 @@ def _precision(value: Any) -> Literal["high", "highest"]:
     several = isinstance(value, tuple | list)
     found = [_one_precision(one) for one in (value if several else [value])]
     if several and not (len(found) == 2 and all(isinstance(one, lax.Precision) for one in found)):
-        raise ValueError(f"{_NAME}: several precisions must be two of jax.lax.Precision, got {value!r}")
+        raise ValueError(f"{_NAME}: several precisions must be two of jax.lax.Precision, got {arguments.shown(value)}")
     return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in found) else "high"
 
 
@@ -386,19 +360,39 @@ def _one_precision(value):
     if value is None or isinstance(value, lax.Precision | lax.DotAlgorithmPreset):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{_NAME}: precision must be None, a string or one of jax.lax's, got {value!r}")
+        raise TypeError(f"{_NAME}: precision must be None, a string or one of jax.lax's, got {arguments.shown(value)}")
     if value in lax.DotAlgorithmPreset.__members__:
         return lax.DotAlgorithmPreset[value]
     try:
         return lax.Precision(value)
     except ValueError:
-        raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {value!r}") from None
+        raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
 
 
-def _flag(name, value):
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{_NAME}: {name} must be True or False, got {value!r}")
-    return bool(value)
+def _rows_are_means(value: Any) -> bool:
+    if not isinstance(value, str) or value not in ("zero", "mean"):
+        raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(value)}")
+    return value == "mean"
+
+
+def _with_means(out, lse, value, query_lengths):
+    """`out` with the mean of all values in the place of 0 where a query sees no key, but for those behind `query_lengths`."""
+    empty = lse[..., None] == -jnp.inf
+    if query_lengths is not None:
+        positions = lax.iota(np.int32, out.shape[-3]).reshape((1,) * query_lengths.ndim + (-1, 1, 1))
+        empty &= positions < query_lengths[..., None, None, None]
+    means = jnp.mean(value, -3, dtype=accumulator(value.dtype), keepdims=True).astype(out.dtype)
+    return jnp.where(empty, of_every_head(means, out.shape[-2]), out)
+
+
+def of_every_head(array: jax.Array, heads: int) -> jax.Array:
+    """Keys or values of every query head, of those that each serve several."""
+    *batch, length, key_heads, size = array.shape
+    groups = heads // key_heads
+    if groups == 1:
+        return array
+    # Not `jnp.repeat`, which does not know how to shard its result.
+    return jnp.broadcast_to(array[..., None, :], (*batch, length, key_heads, groups, size)).reshape(*batch, length, heads, size)
 
 
 def _xla_is_deterministic() -> bool:
@@ -439,15 +433,15 @@ def _window(value) -> tuple[int | None, int | None]:
         return None, None
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
-        raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {value!r}")
+        raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}")
     try:
         left, right = (None if side is None else operator.index(side) for side in sides)
     except TypeError:
-        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {value!r}") from None
+        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}") from None
     if any(isinstance(side, bool | np.bool_) for side in sides):
-        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {value!r}")
+        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}")
     if any(side is not None and side < 0 for side in (left, right)):
-        raise ValueError(f"{_NAME}: local_window_size must not be negative, got {value!r}")
+        raise ValueError(f"{_NAME}: local_window_size must not be negative, got {arguments.shown(value)}")
     return left, right
 
 

@@ -1,16 +1,17 @@
 """The softmax family, with the signatures and edge cases of `jax.nn`."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.nn import logsumexp as logsumexp_of_jax  # bound here: a program may put this library's function in its place
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import arguments, dispatch
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import primitive
@@ -131,6 +132,9 @@ def logsumexp(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `softmax`.
     """
+    keepdims, return_sign = (
+        arguments.flag("logsumexp", name, value) for name, value in (("keepdims", keepdims), ("return_sign", return_sign))
+    )
     if b is not None or return_sign:
         return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
     operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
@@ -144,19 +148,19 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
         raise NotImplementedError(
             f"logsumexp: implementation={implementation!r} takes neither b nor return_sign; only 'xla' does"
         )
-    a = _array("logsumexp", "a", a)
+    a = arguments.array("logsumexp", "a", a)
     if b is not None:
-        b = _array("logsumexp", "b", b)
+        b = arguments.array("logsumexp", "b", b)
         try:
             a = jnp.broadcast_to(a, lax.broadcast_shapes(a.shape, b.shape))
         except ValueError:
-            raise ValueError(f"logsumexp: b of shape {b.shape} does not broadcast with a of shape {a.shape}") from None
+            raise ValueError(f"logsumexp: b must broadcast with a, got shapes {b.shape} and {a.shape}") from None
     checked, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
     a, where = checked["x"], checked["where"]
     operands = [a] if b is None else [a, _leading_axes(b, a.ndim)]
 
     def call(a, b=None):
-        return jax.nn.logsumexp(a, params["axes"], b, keepdims, return_sign, where)
+        return logsumexp_of_jax(a, params["axes"], b, keepdims, return_sign, where)
 
     acc = accumulator(*(operand.dtype for operand in operands))
     with jax.numpy_dtype_promotion("standard"):
@@ -168,7 +172,7 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
 def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked operands of a primitive, aligned and by name, and its parameters."""
     dispatch.check_implementation("softmax", op, implementation)
-    x = _array(op, name, x)
+    x = arguments.array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
         raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -182,28 +186,9 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
-def _array(op: str, name: str, value: Any) -> jax.Array:
-    """`value` as an array of numbers."""
-    if not isinstance(value, jax.Array):
-        if not isinstance(value, np.ndarray | np.generic | bool | int | float | complex) and not hasattr(
-            value, "__jax_array__"
-        ):
-            raise TypeError(f"{op}: {name} must be an array or a number, got {type(value).__name__}")
-        try:
-            value = jnp.asarray(value)
-        except TypeError:  # strings, objects, dates
-            dtype = getattr(value, "dtype", None)
-            raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {dtype}") from None
-    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
-        raise TypeError(f"{op}: {name} must be an array of numbers, got dtype {value.dtype}")
-    return value
-
-
 def _masked(op: str, name: str, x: jax.Array, where: Any) -> tuple[jax.Array, jax.Array]:
     """`x` broadcast with `where`, and `where` with as many axes."""
-    where = _array(op, "where", where)
-    if where.dtype != np.bool_:
-        raise TypeError(f"{op}: where must be boolean, got {where.dtype}")
+    where = arguments.array(op, "where", where, "boolean")
     try:
         shape = lax.broadcast_shapes(x.shape, where.shape)
     except ValueError:
@@ -219,27 +204,31 @@ def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     """`axis` as a sorted tuple of axes from 0."""
     if axis is None:
         return tuple(range(ndim))
+    several = isinstance(axis, Sequence | np.ndarray | jax.Array) and getattr(axis, "ndim", 1) > 0
     try:
-        given = tuple(operator.index(a) for a in (axis if isinstance(axis, Iterable) else (axis,)))
+        given = tuple(_one_axis(a) for a in (axis if several else (axis,)))
     except TypeError:
-        raise TypeError(f"{op}: axis must be an int, a sequence of ints or None, got {axis!r}") from None
+        raise TypeError(f"{op}: axis must be an int, a sequence of ints or None, got {arguments.shown(axis)}") from None
     for a in given:
         if not -ndim <= a < ndim:
             allowed = f"{-ndim} to {ndim - 1}" if ndim else "none but () and None"
-            raise ValueError(f"{op}: axis {a} is out of range for {ndim} dimensions, allowed are {allowed}")
+            raise ValueError(f"{op}: axis {arguments.shown(a)} is out of range for {ndim} dimensions, allowed are {allowed}")
     axes = tuple(sorted(a % ndim for a in given))
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not be repeated, got {axis!r} for {ndim} dimensions")
     return axes
 
 
+def _one_axis(value: Any) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise TypeError
+    return operator.index(value)
+
+
 def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
-    try:
-        result = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"{op}: dtype must be a floating dtype, got {dtype!r}") from error
     kind = jnp.complexfloating if x.dtype.kind == "c" else jnp.floating
-    if not jnp.issubdtype(result, kind):
+    result = arguments.dtype(op, "dtype", dtype, f"{kind.__name__} for an array of {x.dtype}")
+    if not jnp.issubdtype(result, kind) or jnp.finfo(result).bits > 64:
         raise TypeError(f"{op}: dtype must be {kind.__name__} for an array of {x.dtype}, got {result}")
     return result
 
@@ -247,8 +236,8 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
 def _scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
     """`scale` with as many axes as the scores, and real where they are complex."""
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
-        return np.full((1,) * ndim, scale, np.finfo(dtype).dtype)
-    scale = _array(op, "scale", scale)
+        return np.full((1,) * ndim, arguments.number(op, "scale", scale), np.finfo(dtype).dtype)
+    scale = arguments.array(op, "scale", scale)
     if scale.dtype == np.bool_ or jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"{op}: scale must be a real number, got {scale.dtype}")
     if scale.shape:

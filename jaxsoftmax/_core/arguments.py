@@ -1,0 +1,100 @@
+"""Arguments of public functions, checked: an error names the function and the argument, what came, and what is allowed."""
+
+import reprlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_KINDS = {"boolean": np.bool_, "floating": jnp.floating, "integers": jnp.integer}
+
+
+def shown(value: Any) -> str:
+    """`value` in an error message: an array by its type, anything else as it prints, cut where it is long."""
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced {jax.typeof(value).str_short()}"
+    if shape := getattr(value, "shape", ()):
+        return f"an array of shape {shape}"
+    if isinstance(value, int) and abs(value) > 2**64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else reprlib.repr(value)
+
+
+def array(function: str, name: str, value: Any, kind: str | None = None, hint: str = "") -> jax.Array:
+    """`value` as an array of numbers or bools, of a dtype of this kind: `"boolean"`, `"floating"` or `"integers"`."""
+    if not isinstance(value, jax.Array):
+        known = isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
+        if not known and not hasattr(value, "__jax_array__"):
+            raise TypeError(f"{function}: {name} must be an array of numbers, got {type(value).__name__}")
+        try:
+            value = jnp.asarray(value)
+        except (OverflowError, ValueError):  # an integer that no dtype holds
+            raise ValueError(f"{function}: {name} must fit an array of numbers, got {shown(value)}") from None
+        except TypeError:  # strings, objects, dates, long doubles
+            dtype = getattr(value, "dtype", None)
+            raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {dtype}") from None
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
+        raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {value.dtype}")
+    if kind is not None and not jnp.issubdtype(value.dtype, _KINDS[kind]):
+        raise TypeError(f"{function}: {name} must be {kind}, got {value.dtype}{hint}")
+    return value
+
+
+def listed(function: str, name: str, value: Any) -> Any:
+    """`value`, as an array if it is a list or a tuple."""
+    if not isinstance(value, list | tuple):
+        return value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):  # rows of several lengths, traced numbers
+        raise TypeError(f"{function}: {name} must be an array, or a list of concrete numbers, got {shown(value)}") from None
+
+
+def flag(function: str, name: str, value: Any) -> bool:
+    """A concrete bool, of an array without axes too."""
+    concrete = not isinstance(value, jax.core.Tracer)
+    if isinstance(value, bool) or (concrete and getattr(value, "dtype", None) == np.bool_ and np.shape(value) == ()):
+        return bool(value)
+    raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
+
+
+def number(function: str, name: str, value: Any, instead: str = "") -> float:
+    """A concrete real number, of an array without axes too."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{function}: {name} must be a concrete number, got a traced one{instead}")
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, np.number):
+        value = np.asarray(value)[()]
+    real = isinstance(value, int | float | np.integer)
+    real = real or (isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating))
+    if isinstance(value, bool) or not real:
+        raise TypeError(f"{function}: {name} must be a real number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{function}: {name} must be finite in float64, got {shown(value)}") from None
+
+
+def dtype(function: str, name: str, value: Any, allowed: str) -> np.dtype:
+    """What JAX makes of a dtype. An array is none, although NumPy would take its dtype, nor is the dtype of keys."""
+    try:
+        if not isinstance(value, np.ndarray | np.generic | jax.Array):
+            return jax.dtypes.canonicalize_dtype(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{function}: {name} must be {allowed}, got {shown(value)}")
+
+
+def callback(function: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a function."""
+    if not callable(value):
+        raise TypeError(f"{function}: {name} must be a function, got {shown(value)}")
+
+
+def check_traceable(function: str, name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an array, or something of which there is a `jax.ShapeDtypeStruct`."""
+    try:
+        jax.eval_shape(lambda _: None, value)
+    except (TypeError, OverflowError):
+        raise TypeError(f"{function}: {name} must be an array or a jax.ShapeDtypeStruct, got {shown(value)}") from None
