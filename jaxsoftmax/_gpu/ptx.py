@@ -192,14 +192,6 @@ def replicated(size: int) -> Any:
     return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
 
 
-def put(ref, values) -> None:
-    """Stores to global memory, also what JAX 0.12 takes for slow and refuses unless told: a few bytes for each row are."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
-
-
 def gather(register, addresses, offsets, inside):
     """A register of elements from several places, 0 where one is not inside."""
     bits = utils.bitwidth(register.element_type)

@@ -59,6 +59,7 @@ class RowLayout:
       rows: of a block.
       aligned: whether rows start where vectors do.
       steps: vectors of a row that a thread holds, the last of which may lie beyond the end.
+      entries: of a row of a whole block: each is what a warpgroup holds in a step.
       is_full: whether a row ends with a step of all threads.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
     """
@@ -76,6 +77,7 @@ class RowLayout:
         self.aligned = cols % self.vector == 0
         touched = cols // self.vector + (0 if self.aligned else 2)
         self.steps = -(-touched // self.sharers)
+        self.entries = self.steps * self.blocks * self.warpgroups
         self.is_full = cols == self.steps * self.vector * self.sharers
         self.shape = (WARPS if self.whole_block else self.rows), self.lanes * self.vector
 
@@ -89,11 +91,3 @@ class RowLayout:
     def row_layout(self) -> Any:
         """The layout of a value for each of the rows, or warps, in every lane that shares it."""
         return self.layout.reduce(1)
-
-    def is_exact(self, rows: int) -> bool:
-        """Whether arrays of so many rows end where a block's rows do, and rows with a step of all threads."""
-        return self.is_full and rows % self.rows == 0
-
-    def view(self, rows: int) -> tuple[int, ...]:
-        """The shape of an array of so many rows, if that is exact: what a warpgroup has in a step is an entry, or a slice."""
-        return (rows * self.steps * self.blocks * self.warpgroups, *self.shape) if self.whole_block else (rows, self.cols)

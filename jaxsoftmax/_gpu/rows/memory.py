@@ -30,7 +30,6 @@ from jaxsoftmax._gpu.ptx import (
     constant,
     fragmented,
     i64,
-    put,
     utils,
 )
 from jaxsoftmax._gpu.rows.layout import RowLayout
@@ -44,7 +43,7 @@ class Memory:
       layout: how the block's threads hold them.
       row: the first of them, a scalar int32.
       count: rows of the arrays.
-      exact: as `RowLayout.is_exact` says of the arrays.
+      exact: whether arrays of so many rows end where a block's rows do, and rows with a step of all threads.
     """
 
     layout: RowLayout
@@ -70,23 +69,23 @@ class Memory:
         else:
             start()
 
-    def hold(self, ref, fill, slot) -> Callable[[Any], jax.Array]:
-        """What is as large as the rows, as a function of a step.
+    def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
+        """What is as large as the rows, as a function of a step that converts it to `dtype`.
 
         It is held in registers, in `slot` unless that is None, or in a kernel with a loop nowhere but in memory.
         """
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
         if layout.config.unroll and slot is None:
-            return lambda step: load(self._at(ref, step))
+            return lambda step: load(self._at(ref, step)).astype(dtype)
         if not layout.config.unroll:
             steps = range(layout.steps)
             held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
             if slot is None:
-                return held.__getitem__
+                return lambda step: held[step].astype(dtype)
             for step in steps:
                 slot.at[step * layout.warpgroups + self.group()][...] = held[step]
-        return lambda step: load(slot.at[step * layout.warpgroups + self.group()])
+        return lambda step: load(slot.at[step * layout.warpgroups + self.group()]).astype(dtype)
 
     def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
         """A mask as a function of a step: bool.
@@ -100,7 +99,7 @@ class Memory:
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores what is computed in a step."""
         if self.exact:
-            put(self._at(ref, step), values)
+            _put(self._at(ref, step), values)
             return
         itemsize = values.dtype.itemsize
 
@@ -157,7 +156,7 @@ class Memory:
             ref[self.row] = values
             return
         if self.exact:
-            put(ref.at[pl.ds(self.row, layout.rows)], values)
+            _put(ref.at[pl.ds(self.row, layout.rows)], values)
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout.row_layout))
@@ -170,7 +169,7 @@ class Memory:
         store(ref, self.row, values)
 
     def _at(self, ref, step, entries=None):
-        """What the warpgroup has in a step of an array as `RowLayout.view` has it, or so many entries that the block has."""
+        """What the warpgroup has in a step of an array, or so many entries of it that the block has."""
         layout = self.layout
         if not layout.whole_block:
             width = layout.shape[1]
@@ -256,6 +255,14 @@ class Memory:
         for i in range(layout.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // layout.lanes)))
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
+
+
+def _put(ref, values) -> None:
+    """Stores to global memory, also what JAX 0.12 takes for slow and refuses unless told: a few bytes for each row are."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
 
 
 def _signedness(dtype) -> bool | None:

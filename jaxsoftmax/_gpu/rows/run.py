@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from jax import lax
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout, rows_and_cols
 from jaxsoftmax._gpu.rows.memory import Memory, row_of_mask
-from jaxsoftmax._gpu.rows.tile import Either, Tile, each, uniform
+from jaxsoftmax._gpu.rows.tile import Either, Tile, uniform
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Inside:
 
 
 Operand = Whole | Mask | PerRow | Scalar | Inside
-_SIZES = {Whole: 0, Mask: 1, PerRow: 2, Scalar: 2}  # the largest are the first arguments of a kernel
 
 
 def run(
@@ -87,7 +85,8 @@ def run(
     """
     given = {key: operand for key, operand in operands.items() if operand is not None}
     held = [key for key, operand in given.items() if isinstance(operand, Whole)]
-    order = sorted((key for key in given if type(given[key]) in _SIZES), key=lambda key: _SIZES[type(given[key])])
+    others = [key for key, operand in given.items() if isinstance(operand, Mask)]  # as arguments, the largest come first
+    others += [key for key, operand in given.items() if isinstance(operand, (PerRow, Scalar))]
     shape = given[held[0]].array.shape
     row_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     count, cols = rows_and_cols(shape, axes)
@@ -97,13 +96,11 @@ def run(
     widest = max(dtype.itemsize for dtype in [*(given[key].array.dtype for key in held), *dtypes])
     layout = RowLayout(cols, config(cols, widest, bool(masks), any(mask != shape for mask in masks)))
     exact = layout.is_full and count % layout.rows == 0
-    view = layout.view(count) if exact else (count, cols)
+    view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (count, cols)
 
     def flat(operand):
-        """An operand as the kernel has it."""
+        """An operand that is not whole, as the kernel has it."""
         array = operand.array
-        if isinstance(operand, Whole):
-            return array.reshape(view)
         if isinstance(operand, Scalar):
             return array.reshape(1)
         if isinstance(operand, PerRow):
@@ -114,7 +111,7 @@ def run(
 
     def kernel(*refs):
         *refs, slots, barriers, exchange = refs
-        refs, out_refs = dict(zip(order, refs, strict=False)), refs[len(order) :]
+        refs, out_refs = dict(zip(held + others, refs, strict=False)), refs[len(held + others) :]
         memory = Memory(layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact)
         tile = Tile(memory, exchange, list(barriers))
         if layout.blocks > 1:
@@ -126,10 +123,9 @@ def run(
         for key, operand in given.items():
             match operand:
                 case Whole():
-                    elements = memory.hold(refs[key], operand.fill, slots.get(key))
-                    values[key] = each(operator.methodcaller("astype", operand.dtype or operand.array.dtype), elements)
+                    values[key] = memory.hold(refs[key], operand.fill, slots.get(key), operand.dtype or refs[key].dtype)
                 case PerRow():
-                    values[key] = memory.load_row(refs[key]).astype(operand.dtype or operand.array.dtype)
+                    values[key] = memory.load_row(refs[key]).astype(operand.dtype or refs[key].dtype)
                 case Scalar():
                     values[key] = refs[key][0]
                 case Inside():
@@ -141,16 +137,13 @@ def run(
                     values[key] = memory.load_mask(refs[key], source_row)
         results = body(tile, **values)
 
-        def store(results):
-            tile.each_step(lambda step: [memory.store(ref, step, result(step).astype(ref.dtype)) for ref, result in results])
-
-        whole_results = list(zip(out_refs, results[: len(dtypes)], strict=False))
-        if plain := [pair for pair in whole_results if not isinstance(pair[1], Either)]:
-            store(plain)
-        for ref, result in whole_results:
+        stored = list(zip(out_refs, results[: len(dtypes)], strict=False))
+        if plain := [(ref, result) for ref, result in stored if not isinstance(result, Either)]:
+            tile.store(plain)
+        for ref, result in stored:
             if isinstance(result, Either):
-                pl.when(result.condition)(functools.partial(store, [(ref, result.then)]))
-                pl.when(~result.condition)(functools.partial(store, [(ref, result.otherwise)]))
+                pl.when(result.condition)(functools.partial(tile.store, [(ref, result.then)]))
+                pl.when(~result.condition)(functools.partial(tile.store, [(ref, result.otherwise)]))
         for ref, result in zip(out_refs[len(dtypes) :], results[len(dtypes) :], strict=True):
             memory.store_row(ref, result.astype(ref.dtype))
 
@@ -173,7 +166,7 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,
-    )(*(flat(given[key]) for key in order))
+    )(*(given[key].array.reshape(view) for key in held), *(flat(given[key]) for key in others))
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
 

@@ -1,7 +1,7 @@
 """What the body of a kernel sees of the rows that its block holds, and its words for what it computes from them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,18 +104,17 @@ class Tile:
         sums = jnp.sum(total, 1)
         return jnp.sum(self._exchanged(sums)[0]) if layout.whole_block else sums
 
-    def each_step(self, function: Callable[[Any], None]) -> None:
-        """Calls `function` with each step."""
-        if not self.memory.layout.config.unroll:
-            for step in range(self.memory.layout.steps):
-                function(step)
-        else:
-            self._fold(lambda steps: [function(step) for step in steps][:0], [])
+    def store(self, results: Sequence[tuple[Any, Steps]]) -> None:
+        """Stores results, each with where it goes, step by step."""
+        stores = self.memory.store
+        self._fold(lambda steps: [stores(ref, i, of(i).astype(ref.dtype)) for i in steps for ref, of in results][:0], [])
 
     def _fold(self, function, start):
-        """Folds `function(steps, *carry)` over all steps in a loop. The first loop waits for the copies of each step."""
+        """Folds `function(steps, *carry)` over all steps: at once, or in a loop, the first of which waits for the copies."""
         layout, arriving = self.memory.layout, list(self.barriers)
         unroll = layout.config.unroll
+        if not unroll:
+            return function(range(layout.steps), *start)
         self.barriers.clear()
 
         def iteration(i, carry):

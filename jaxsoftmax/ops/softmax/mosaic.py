@@ -179,8 +179,7 @@ def softmax(x, where, scale, *, axes, dtype, target):
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
         return [Either(finite, y, _masked(where, y, 0))]
 
-    operands = {"x": _scores(x), **_options(where, scale)}
-    return _run("softmax_forward", body, operands, axes, target, whole=[dtype])[0]
+    return _run("softmax_forward", body, axes, target, x, where, scale, whole=[dtype])[0]
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
@@ -195,9 +194,8 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
         out = each(lambda s: _times(s - along_m, size) - log_d, scores)
         return [_masked(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
-    operands = {"x": _scores(x), **_options(where, scale)}
-    state = [jnp.float32] * (2 if return_state else 0)
-    return _run("log_softmax_forward", body, operands, axes, target, whole=[dtype], per_row=state)
+    state = [jnp.float32] * (2 * return_state)
+    return _run("log_softmax_forward", body, axes, target, x, where, scale, whole=[dtype], per_row=state)
 
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
@@ -209,9 +207,8 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
         m = online.shift(state.m)
         return [_times(m, size) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
 
-    operands = {"x": _scores(x), **_options(where, scale)}
-    state = [jnp.float32] * (2 if return_state else 0)
-    return _run("logsumexp_forward", body, operands, axes, target, per_row=[dtype, *state])
+    state = [jnp.float32] * (2 * return_state)
+    return _run("logsumexp_forward", body, axes, target, x, where, scale, per_row=[dtype, *state])
 
 
 def softmax_jacobian(y, t, scale, *, axes, dtype, target):
@@ -229,8 +226,13 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
 
         return [each(result, y, t)]
 
-    operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": _scale(scale)}
-    return _run("softmax_backward", body, operands, axes, target, whole=[dtype])[0]
+    operands = {
+        "y": Whole(y, 0, jnp.float32),
+        "t": Whole(t, 0, jnp.float32),
+        "scale": None if scale is None else _factor(scale),
+    }
+    config = functools.partial(config_for, target, "softmax_backward")
+    return rows.run("softmax_backward_mosaic", body, operands, axes, config, whole=[dtype])[0]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -242,8 +244,8 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         total = tile.along(tile.sum(each(lambda p, t: p * _select(p != 0, t, 0), weights, tangents)))
         return [_masked(where, each(lambda t: t - total, tangents), 0)]
 
-    operands = {"x": _scores(x), "t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d), **_options(where, scale)}
-    return _run("log_softmax_tangent", body, operands, axes, target, whole=[dtype])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("log_softmax_tangent", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -255,8 +257,8 @@ def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         weights = _weights(tile, x, m, d, inside, where, scale)
         return [_masked(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
 
-    operands = {"x": _scores(x), "t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d), **_options(where, scale)}
-    return _run("log_softmax_backward", body, operands, axes, target, whole=[dtype])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("log_softmax_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -267,8 +269,8 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
         factor = scale if scale_tangent else None
         return [tile.sum(each(lambda p, t: p * _times(_select(p != 0, t, 0), factor), weights, t))]
 
-    operands = {"x": _scores(x), "t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d), **_options(where, scale)}
-    return _run("logsumexp_tangent", body, operands, axes, target, per_row=[dtype])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("logsumexp_tangent", body, axes, target, x, where, scale, given, per_row=[dtype])[0]
 
 
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -279,8 +281,8 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
         weights = _weights(tile, x, m, d, inside, where, scale)
         return [_masked(where, each(lambda p: p * t, weights), 0)]
 
-    operands = {"x": _scores(x), "m": PerRow(m), "d": PerRow(d), "t": PerRow(t, jnp.float32), **_options(where, scale)}
-    return _run("logsumexp_backward", body, operands, axes, target, whole=[dtype])[0]
+    given = {"m": PerRow(m), "d": PerRow(d), "t": PerRow(t, jnp.float32)}
+    return _run("logsumexp_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 # Each op alone: plain `jax.custom_vjp` functions, whose forward and backward passes are the kernels above with no primitive, no
@@ -323,24 +325,17 @@ softmax_alone, log_softmax_alone, logsumexp_alone = map(_alone, ("softmax", "log
 # What they have in common.
 
 
-def _run(kernel, body, operands, axes, target, **results):
+def _run(kernel, body, axes, target, x, where, scale, given=None, **results):
+    """Runs a kernel on scores, on what else is given, and on a mask and a scale, each of which may be None."""
+    operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
+    operands["inside"] = None if scale is None else Inside()
+    operands["where"] = None if where is None else Mask(where)
+    operands["scale"] = None if scale is None else _factor(scale)
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(config_for, target, kernel), **results)
 
 
-def _scores(x):
-    return Whole(x, -jnp.inf, jnp.float32)
-
-
-def _scale(scale):
-    if scale is None or scale.size == 1:
-        return None if scale is None else Scalar(scale)
-    return PerRow(scale.astype(jnp.float32))
-
-
-def _options(where, scale):
-    """The operands of every kernel that has a mask."""
-    inside = None if scale is None else Inside()
-    return {"inside": inside, "where": None if where is None else Mask(where), "scale": _scale(scale)}
+def _factor(scale):
+    return Scalar(scale) if scale.size == 1 else PerRow(scale.astype(jnp.float32))
 
 
 def _directed(tile, x, inside, where, scale):
