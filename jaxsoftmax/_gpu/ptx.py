@@ -186,10 +186,10 @@ def tiled(tiles, warp_dims, lane_dims) -> Any:
 
 
 def replicated(size: int) -> Any:
-    """The layout of a few values, a power of two and at most 32, all of which each warp holds."""
-    copies = WARP // size
+    """The layout of values, a power of two, all of which each warp holds: a lane one of up to 32, or a vector of more."""
+    copies = max(1, WARP // size)
     lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
-    return tiled(((size,), (1,)), (plgpu.Replicated(WARPS),), lanes)
+    return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
 
 
 def gather(register, addresses, offsets, inside):

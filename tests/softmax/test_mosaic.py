@@ -20,8 +20,8 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.layout import RowTile
-from jaxsoftmax._gpu.rows.run import Config
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.softmax import mosaic, xla
 
 from .. import cases, kernels, oracle
@@ -47,6 +47,7 @@ def bound(kernel, dtype, *, axes=None, module=mosaic, **params):
     primitive, names = KERNELS[kernel]
     params |= {"return_state": params.get("return_state", False)} if kernel in STATEFUL else {}
     params |= {"scale_tangent": params.get("scale_tangent", False)} if "m" in names else {}
+    params |= {"target": HOPPER} if module is mosaic else {}
 
     def run(operands):
         given = [operands[name] for name in names]
@@ -134,16 +135,16 @@ REPEATED = {4: {1025: 128, 4097: 256, 10001: 512, 20001: 1024}, 2: {2049: 128, 4
 def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
     for cols, threads in REPEATED[itemsize].items():
         vector = math.gcd(cols, 16 // itemsize)
-        assert mosaic.config_for(kernel, cols, itemsize, True, True) == Config(vector, threads)
+        assert mosaic.config_for(HOPPER, kernel, cols, itemsize, True, True) == Config(vector, threads)
         lower(kernel, (3, 2, cols), NARROW[itemsize], wide="xt", mask=(3, 1, cols))
 
 
 def test_every_number_of_columns_has_a_configuration():
     for kernel, cols, itemsize, masked in everything():
-        config = mosaic.config_for(kernel, cols, itemsize, masked, masked)
-        tile = RowTile(cols, config.vector, config.threads, config.repeats, config.blocks)
-        assert tile.turns <= 32
-        assert tile.aligned or not masked  # rows of a mask that are not those of the scores
+        config = mosaic.config_for(HOPPER, kernel, cols, itemsize, masked, masked)
+        layout = RowLayout(cols, config)
+        assert layout.steps <= 32
+        assert layout.aligned or not masked  # rows of a mask that are not those of the scores
 
 
 def entries_hit(monkeypatch, all_cases):
@@ -159,12 +160,12 @@ def entries_hit(monkeypatch, all_cases):
             result.append((*entry[:position], replace(entry[position], repeats=number)))
         return result
 
-    blocks = {itemsize: mark("blocks", itemsize, pairs, 1) for itemsize, pairs in mosaic._BLOCKS.items()}
-    faster = {key: mark(key[0], key[1], ways, 2) for key, ways in mosaic._FASTER.items()}
+    blocks = {itemsize: mark("blocks", itemsize, pairs, 1) for itemsize, pairs in mosaic._BLOCKS[9].items()}
+    faster = {key: mark(key[0], key[1], ways, 2) for key, ways in mosaic._FASTER[9].items()}
     with monkeypatch.context() as patch:
-        patch.setattr(mosaic, "_BLOCKS", blocks)
-        patch.setattr(mosaic, "_FASTER", faster)
-        found = {(case[0], mosaic.config_for(*case).repeats) for case in all_cases}
+        patch.setitem(mosaic._BLOCKS, 9, blocks)
+        patch.setitem(mosaic._FASTER, 9, faster)
+        found = {(case[0], mosaic.config_for(HOPPER, *case).repeats) for case in all_cases}
     return {(kernel, *names[number]) for kernel, number in found if number in names}, set(names.values())
 
 
@@ -185,7 +186,7 @@ def test_every_entry_of_the_tables_is_hit_by_a_lowered_case(monkeypatch):
 
 def test_every_way_of_short_rows_is_hit_by_a_lowered_case():
     def ways(all_cases):
-        configs = ((case, mosaic.config_for(*case)) for case in all_cases)
+        configs = ((case, mosaic.config_for(HOPPER, *case)) for case in all_cases)
         return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= ptx.WARP}
 
     assert ways(everything()) - ways(LOWERED) == set()
@@ -448,13 +449,13 @@ def test_a_cotangent_that_xla_would_fuse_is_left_to_it():
 # How the interpreter can hold a row: shape and configuration, None for the one that is chosen.
 RUNS = {
     "rows inside a warp": ((16, 128), None),
-    "several turns inside a warp": ((8, 512), None),
+    "several steps inside a warp": ((8, 512), None),
     "a warpgroup a row": ((1, 1024), Config(4, 128)),
     "parked": ((1, 1024), Config(4, 128, parked=True)),
     "looped": ((1, 1024), Config(4, 128, unroll=1)),
-    "looped, two turns an iteration": ((1, 2048), Config(4, 128, unroll=2)),
+    "looped, two steps an iteration": ((1, 2048), Config(4, 128, unroll=2)),
     "parked and looped": ((1, 1024), Config(4, 128, parked=True, unroll=1)),
-    "parked and looped, two turns an iteration": ((1, 2048), Config(4, 128, parked=True, unroll=2)),
+    "parked and looped, two steps an iteration": ((1, 2048), Config(4, 128, parked=True, unroll=2)),
 }
 
 
@@ -490,7 +491,7 @@ def test_interpreted_softmax_is_right_in_both_directions(forced, kind, dtype):
     forced(config)
     x = hurtful(shape if config else (16, shape[1]), dtype)
     c = some(x.shape, dtype)
-    y, vjp = kernels.interpreted(functools.partial(jax.vjp, mosaic.alone), x)
+    y, vjp = kernels.interpreted(functools.partial(jax.vjp, mosaic.softmax_alone), x)
     assert y.dtype == x.dtype
     assert oracle.error(y, oracle.softmax(x)) <= 1
     (dx,) = kernels.interpreted(vjp, c)
@@ -579,14 +580,14 @@ def test_interpreted_kernels_are_right(forced, kernel, kind, option):
 
 
 def test_what_is_copied_in_is_waited_for():
-    configs = [mosaic.config_for(*case) for case in everything() if case[0] == "logsumexp_backward"]
+    configs = [mosaic.config_for(HOPPER, *case) for case in everything() if case[0] == "logsumexp_backward"]
     assert not any(config.parked and config.unroll for config in configs)
 
 
 def mosaic_rows(kernel, shape, dtype):
     """The least number of rows that fill a tile."""
-    config = mosaic.config_for(kernel, shape[1], jnp.dtype(dtype).itemsize, False)
-    return RowTile(shape[1], config.vector, config.threads, config.repeats, config.blocks).rows
+    config = mosaic.config_for(HOPPER, kernel, shape[1], jnp.dtype(dtype).itemsize, False)
+    return RowLayout(shape[1], config).rows
 
 
 @pytest.mark.parametrize("kind", ["rows inside a warp", "a warpgroup a row", "parked and looped"])

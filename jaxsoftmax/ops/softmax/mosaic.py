@@ -1,9 +1,14 @@
 """The softmax family on Hopper, for rows that fit into a block, or a small cluster: up to 32768 elements.
 
-Each element is read once and written once. A block holds its rows, or its one row, in registers or shared memory. Each warp
-lifts its share to a state; where warps share a row, their states merge through shared memory. Then the results are computed
-from what is held, and stored. Per element, softmax and log_softmax read one and write one; logsumexp reads one; the maps read
-two (`logsumexp_vjp`: one) and write one (`logsumexp_jvp`: none); a mask is read as bytes, in its own shape.
+Each element is read once and written once:
+
+1. A block loads its rows, or its one row, into registers or shared memory.
+2. Each warp lifts its share of a row to a state `(m, d)`: the maximum, and the sum of `exp(s - m)`.
+3. Where warps share a row, their states merge through shared memory; those of a cluster write to each other's.
+4. The results are computed from the elements that are held and the state, and stored.
+
+Of the elements of each row, softmax and log_softmax read one array and write one; logsumexp reads one; the derivatives read two
+(`logsumexp_vjp`: one) and write one (`logsumexp_jvp`: none). A mask is read as bytes, in its own shape.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
@@ -16,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
-from jaxsoftmax._gpu.rows.layout import RowTile
-from jaxsoftmax._gpu.rows.run import Config, constant, each, everything, rows_and_cols
-from jaxsoftmax.ops.softmax.xla import select
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout, rows_and_cols
+from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
+from jaxsoftmax._gpu.rows.tile import Either, each
+from jaxsoftmax._gpu.target import HOPPER
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_COLS = 32768
@@ -33,9 +39,10 @@ FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many colum
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
-    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
-        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    x, where = next(iter(a for a in operands.values() if a is not None)), operands.get("where")
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in _BLOCKS:
+        served = " or ".join(f"{generation}.x" for generation in _BLOCKS)
+        return f"it needs compute capability {served}, got {target.platform} {target.compute_capability}"
+    x = operands["x"] if "x" in operands else operands["y"]
     whole = [a for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
     for name in [a.dtype.name for a in whole] + [jnp.dtype(dtype).name]:
         if name not in DTYPES:
@@ -49,6 +56,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
         return f"a row must have from 1 to {MAX_COLS} entries, got {cols}"
     if not 1 <= count < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {count}"
+    where = operands.get("where")
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
     return None
@@ -57,9 +65,8 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del target, params
-    x = next(a for a in operands.values() if a is not None)
-    _, cols = rows_and_cols(x.shape, axes)
-    wide = cols > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
+    x = operands["x"] if "x" in operands else operands["y"]
+    wide = rows_and_cols(x.shape, axes)[1] > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
     if fused and not (wide and primitive in ("softmax", "log_softmax")):
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
     if primitive == "softmax" and cast and jnp.dtype(dtype) == jnp.float32 and not wide:
@@ -70,59 +77,65 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 # How a row is spread over threads.
 
 
-# How a block holds a row, by bytes of an element: up to how many columns, and how.
+# A GPU generation is an entry, by the major number of its compute capability: how a block holds a row, by bytes of an element,
+# as pairs of up to how many columns and how.
 _BLOCKS = {
-    4: [(4096, Config(4, 128)), (8192, Config(4, 256)), (16384, Config(4, 512)), (MAX_COLS, Config(4, 1024))],
-    2: [(4096, Config(8, 128)), (16384, Config(8, 256)), (MAX_COLS, Config(8, 512))],
+    9: {
+        4: [(4096, Config(4, 128)), (8192, Config(4, 256)), (16384, Config(4, 512)), (MAX_COLS, Config(4, 1024))],
+        2: [(4096, Config(8, 128)), (16384, Config(8, 256)), (MAX_COLS, Config(8, 512))],
+    },
 }
 
-# Where another way is faster, by kernel: from more than how many columns, up to how many, and how.
+# Where another way is faster, by generation and kernel: from more than how many columns, up to how many, and how.
 _FASTER = {
-    ("softmax_forward", 2): [
-        (8192, 16384, Config(8, 256, parked=True, unroll=2)),
-        (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
-    ],
-    ("softmax_backward", 4): [(16384, MAX_COLS, Config(4, 512, blocks=2))],
-    ("softmax_backward", 2): [(4096, 8192, Config(8, 128)), (8192, 16384, Config(8, 512, parked=True, unroll=2))],
-    ("log_softmax_forward", 4): [(8192, 16384, Config(4, 512, parked=True))],
-    ("log_softmax_forward", 2): [
-        (4096, 8192, Config(8, 128)),
-        (8192, 16384, Config(8, 256, parked=True, unroll=4)),
-        (8192, 16384, Config(8, 128, parked=True)),
-        (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
-    ],
-    ("log_softmax_backward", 4): [(16384, MAX_COLS, Config(4, 128, blocks=4))],
-    ("log_softmax_backward", 2): [
-        (4096, 8192, Config(8, 128)),
-        (8192, 16384, Config(8, 512, parked=True, unroll=2)),
-        (8192, 16384, Config(8, 256, parked=True)),
-        (16384, MAX_COLS, Config(8, 1024)),
-    ],
-    ("log_softmax_tangent", 2): [
-        (8192, 16384, Config(8, 512, parked=True, unroll=2)),
-        (16384, MAX_COLS, Config(8, 1024)),
-    ],
-    ("logsumexp_forward", 2): [(4096, 8192, Config(8, 128)), (8192, MAX_COLS, Config(8, 128, unroll=2))],
-    ("logsumexp_tangent", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
-    ("logsumexp_backward", 2): [(16384, MAX_COLS, Config(8, 1024))],
+    9: {
+        ("softmax_forward", 2): [
+            (8192, 16384, Config(8, 256, parked=True, unroll=2)),
+            (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
+        ],
+        ("softmax_backward", 4): [(16384, MAX_COLS, Config(4, 512, blocks=2))],
+        ("softmax_backward", 2): [(4096, 8192, Config(8, 128)), (8192, 16384, Config(8, 512, parked=True, unroll=2))],
+        ("log_softmax_forward", 4): [(8192, 16384, Config(4, 512, parked=True))],
+        ("log_softmax_forward", 2): [
+            (4096, 8192, Config(8, 128)),
+            (8192, 16384, Config(8, 256, parked=True, unroll=4)),
+            (8192, 16384, Config(8, 128, parked=True)),
+            (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
+        ],
+        ("log_softmax_backward", 4): [(16384, MAX_COLS, Config(4, 128, blocks=4))],
+        ("log_softmax_backward", 2): [
+            (4096, 8192, Config(8, 128)),
+            (8192, 16384, Config(8, 512, parked=True, unroll=2)),
+            (8192, 16384, Config(8, 256, parked=True)),
+            (16384, MAX_COLS, Config(8, 1024)),
+        ],
+        ("log_softmax_tangent", 2): [
+            (8192, 16384, Config(8, 512, parked=True, unroll=2)),
+            (16384, MAX_COLS, Config(8, 1024)),
+        ],
+        ("logsumexp_forward", 2): [(4096, 8192, Config(8, 128)), (8192, MAX_COLS, Config(8, 128, unroll=2))],
+        ("logsumexp_tangent", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
+        ("logsumexp_backward", 2): [(16384, MAX_COLS, Config(8, 1024))],
+    },
 }
 
 
-def config_for(kernel: str, cols: int, itemsize: int, masked: bool, repeated: bool = False) -> Config:
+def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, repeated: bool = False) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
     `repeated` is for a mask of fewer rows: they are not aligned as the rows are that they belong to. The number of rows does
     not matter, so the bits of a row do not depend on it. The measurements are in `benchmarks/results/h200/softmax.csv`.
     """
+    generation = target.compute_capability[0]
     widest = 16 // itemsize
     vector = math.gcd(cols, widest)
     if cols <= 128 * widest or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest)
     if repeated and vector < widest:
         return Config(vector, next(threads for threads in (128, 256, 512, 1024) if cols <= 32 * vector * threads))
-    ways = [config for above, most, config in _FASTER.get((kernel, itemsize), []) if above < cols <= most]
-    ways += [config for most, config in _BLOCKS[itemsize] if cols <= most]
-    return next(config for config in ways if _can_be(config, cols, masked))
+    ways = [config for above, most, config in _FASTER[generation].get((kernel, itemsize), []) if above < cols <= most]
+    ways += [config for most, config in _BLOCKS[generation][itemsize] if cols <= most]
+    return next(config for config in ways if not config.unroll or _can_loop(config, cols, masked))
 
 
 def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
@@ -132,7 +145,7 @@ def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
         vectors, repeats = cols // 4, 1
     elif widest == 8 and kernel == "logsumexp_forward" and cols < 512:  # two vectors for each lane, of two rows
         vectors, repeats = vectors // 2, 2
-    threads = min(ptx.WARP, 1 << max(1, vectors.bit_length() - 1))
+    threads = min(WARP, 1 << max(1, vectors.bit_length() - 1))
     elements = -(-cols // (vector * threads)) * vector
     each = widest if kernel in _TWO_OPERANDS else 2 * widest
     return Config(vector, threads, repeats or max(1, each // elements))
@@ -141,199 +154,219 @@ def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
 _TWO_OPERANDS = ("softmax_backward", "log_softmax_backward", "log_softmax_tangent", "logsumexp_tangent")
 
 
-def _can_be(config: Config, cols: int, masked: bool) -> bool:
-    """Whether rows of `cols` elements can be held so."""
-    if not config.unroll:
-        return True
-    tile = RowTile(cols, config.vector, config.threads, config.repeats, config.blocks)
-    return not masked and tile.exact(1) and tile.turns % config.unroll == 0
+def _can_loop(config: Config, cols: int, masked: bool) -> bool:
+    """Whether a loop can go over rows of `cols` elements that are held so."""
+    layout = RowLayout(cols, config)
+    return not masked and layout.is_full and layout.steps % config.unroll == 0
 
 
-# The primitives. The body of a kernel gets a tile of rows. Whole operands are functions of a turn that give its elements in
-# float32 (`where`: bool, or None), and so are whole results: what is computed twice need not be kept.
+# The primitives. The body of a kernel computes in float32: `x`, `y` and `t` are functions of a step that give the elements
+# of a vector of each thread, as are results and `where`, unless it is None.
 
 
-def softmax(x, where, scale, *, axes, dtype, target=None):
+def softmax(x, where, scale, *, axes, dtype, target):
     """`exp(s - m) / d`."""
 
-    def body(tile, x, where, scale):
-        scores, size = _directed(tile, x, where, scale)
+    def body(tile, x, inside, where, scale):
+        scores, size = _directed(tile, x, inside, where, scale)
         local = tile.lift(scores, size)
         state = tile.merge(local, size)
         d = state.d + (state.m - state.m)  # NaN where the maximum is infinite
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) / d)
         y = each(lambda s: online.weights(s, local.m, scale=size) * factor, scores)
-        masked = each(select, where, y, constant(0))
-        if where is everything or not tile.layout.whole_block:
-            return [masked]
+        if where is None or not tile.memory.layout.whole_block:
+            return [_masked(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
-        return [rows.Either(finite, y, masked)]
+        return [Either(finite, y, _masked(where, y, 0))]
 
-    return _run("softmax_forward", body, axes, [x], where, scale, [dtype])[0]
+    return _run("softmax_forward", body, axes, target, x, where, scale, whole=[dtype])[0]
 
 
-def log_softmax(x, where, scale, *, axes, dtype, return_state, target=None):
+def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
     """`(s - m) - log d`, and the state `(m, d)` if asked for."""
 
-    def body(tile, x, where, scale):
-        scores, size = _directed(tile, x, where, scale)
+    def body(tile, x, inside, where, scale):
+        scores, size = _directed(tile, x, inside, where, scale)
         state = tile.merge(tile.lift(scores, size), size)
-        m = state.m if where is everything else jnp.where(state.m != -jnp.inf, state.m, 0)
+        m = state.m if where is None else jnp.where(state.m != -jnp.inf, state.m, 0)
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
         out = each(lambda s: _times(s - along_m, size) - log_d, scores)
-        return [each(select, where, out, constant(-jnp.inf)), m, d][: 3 if return_state else 1]
+        return [_masked(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
-    return _run("log_softmax_forward", body, axes, [x], where, scale, [dtype], return_state=return_state)
+    state = [jnp.float32] * (2 * return_state)
+    return _run("log_softmax_forward", body, axes, target, x, where, scale, whole=[dtype], per_row=state)
 
 
-def logsumexp(x, where, scale, *, axes, dtype, return_state, target=None):
+def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
     """`m + log d`, and the state `(m, d)` if asked for."""
 
-    def body(tile, x, where, scale):
-        scores, size = _directed(tile, x, where, scale)
+    def body(tile, x, inside, where, scale):
+        scores, size = _directed(tile, x, inside, where, scale)
         state = tile.merge(tile.lift(scores, size), size)
         m = online.shift(state.m)
         return [_times(m, size) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
 
-    return _run("logsumexp_forward", body, axes, [x], where, scale, [], row_dtypes=[dtype], return_state=return_state)
+    state = [jnp.float32] * (2 * return_state)
+    return _run("logsumexp_forward", body, axes, target, x, where, scale, per_row=[dtype, *state])
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype, target=None):
+def softmax_jacobian(y, t, scale, *, axes, dtype, target):
     """`scale * y * (t - sum(y * t))`."""
 
-    def body(tile, y, t, where, scale):
-        del where
-
+    def body(tile, y, t, scale):
         def product(y, t):
-            return y, _times(select(y != 0, t, 0), scale)
+            return y, _times(_select(y != 0, t, 0), scale)
 
         total = tile.along(tile.sum(each(lambda y, t: jnp.multiply(*product(y, t)), y, t)))
 
         def result(y, t):
             y, t = product(y, t)
-            return select(y != 0, y * (t - total), 0)
+            return _select(y != 0, y * (t - total), 0)
 
         return [each(result, y, t)]
 
-    return _run("softmax_backward", body, axes, [y, t], None, scale, [dtype])[0]
+    operands = {
+        "y": Whole(y, 0, jnp.float32),
+        "t": Whole(t, 0, jnp.float32),
+        "scale": None if scale is None else _factor(scale),
+    }
+    config = functools.partial(config_for, target, "softmax_backward")
+    return rows.run("softmax_backward_mosaic", body, operands, axes, config, whole=[dtype])[0]
 
 
-def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
+def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`t - sum(p * t)`."""
 
-    def body(tile, x, t, m, d, where, scale):
-        weights = _weights(tile, x, m, d, where, scale)
+    def body(tile, x, t, m, d, inside, where, scale):
+        weights = _weights(tile, x, m, d, inside, where, scale)
         tangents = _tangents(t, where, scale if scale_tangent else None)
-        total = tile.along(tile.sum(each(lambda p, t: p * select(p != 0, t, 0), weights, tangents)))
-        return [each(lambda seen, t: select(seen, t - total, 0), where, tangents)]
+        total = tile.along(tile.sum(each(lambda p, t: p * _select(p != 0, t, 0), weights, tangents)))
+        return [_masked(where, each(lambda t: t - total, tangents), 0)]
 
-    return _run("log_softmax_tangent", body, axes, [x, t], where, scale, [dtype], row_operands=[m, d])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("log_softmax_tangent", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
-def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
-    """`c - p * sum(c)`."""
+def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
+    """`t - p * sum(t)`, of the cotangent `t`."""
 
-    def body(tile, x, c, m, d, where, scale):
-        cotangents = _tangents(c, where, scale if scale_tangent else None)
+    def body(tile, x, t, m, d, inside, where, scale):
+        cotangents = _tangents(t, where, scale if scale_tangent else None)
         total = tile.along(tile.sum(cotangents))
-        weights = _weights(tile, x, m, d, where, scale)
-        return [each(lambda seen, c, p: select(seen, c - p * total, 0), where, cotangents, weights)]
+        weights = _weights(tile, x, m, d, inside, where, scale)
+        return [_masked(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
 
-    return _run("log_softmax_backward", body, axes, [x, t], where, scale, [dtype], row_operands=[m, d])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("log_softmax_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
-def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
+def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`sum(p * t)`."""
 
-    def body(tile, x, t, m, d, where, scale):
-        weights = _weights(tile, x, m, d, where, scale)
+    def body(tile, x, t, m, d, inside, where, scale):
+        weights = _weights(tile, x, m, d, inside, where, scale)
         factor = scale if scale_tangent else None
-        return [tile.sum(each(lambda p, t: p * _times(select(p != 0, t, 0), factor), weights, t))]
+        return [tile.sum(each(lambda p, t: p * _times(_select(p != 0, t, 0), factor), weights, t))]
 
-    return _run("logsumexp_tangent", body, axes, [x, t], where, scale, [], row_operands=[m, d], row_dtypes=[dtype])[0]
-
-
-def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target=None):
-    """`p * c`."""
-
-    def body(tile, x, m, d, c, where, scale):
-        c = tile.along(_times(c, scale if scale_tangent else None))
-        weights = _weights(tile, x, m, d, where, scale)
-        return [each(lambda seen, p: select(seen, p * c, 0), where, weights)]
-
-    return _run("logsumexp_backward", body, axes, [x], where, scale, [dtype], row_operands=[m, d, t])[0]
+    given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
+    return _run("logsumexp_tangent", body, axes, target, x, where, scale, given, per_row=[dtype])[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def alone(x, op="softmax"):
-    """An op of `[rows, cols]` on kernels in both directions, with no primitive around: what the interpreter runs."""
-    return _alone_forward(x, op)[0]
+def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
+    """`p * t`, of the cotangent `t`, one for each row."""
+
+    def body(tile, x, m, d, t, inside, where, scale):
+        t = tile.along(_times(t, scale if scale_tangent else None))
+        weights = _weights(tile, x, m, d, inside, where, scale)
+        return [_masked(where, each(lambda p: p * t, weights), 0)]
+
+    given = {"m": PerRow(m), "d": PerRow(d), "t": PerRow(t, jnp.float32)}
+    return _run("logsumexp_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
-def _alone_forward(x, op):
-    params = {"axes": (1,), "dtype": x.dtype}
-    if op == "softmax":
-        y = softmax(x, None, None, **params)
-        return y, (y,)
-    out, m, d = {"log_softmax": log_softmax, "logsumexp": logsumexp}[op](x, None, None, return_state=True, **params)
-    return out, (x, m, d)
+# Each op alone: plain `jax.custom_vjp` functions, whose forward and backward passes are the kernels above with no primitive, no
+# dispatch and no reference around them. They take rows along the last axis of `x`, in float32, bfloat16 or float16, of 1 to
+# 32768 elements, and give results in its dtype; `logsumexp_alone` keeps the axis with size 1. There is no mask, no scale, no
+# forward mode and no second derivative; under `vmap` a kernel has one more grid axis, and arrays must not be sharded. They
+# lower for Hopper whatever GPU is at hand, and run in Pallas' interpreter where rows fill what a block holds. For example
+#     jax.jit(jax.grad(lambda x: jnp.sum(mosaic.softmax_alone(x)[:, 0])))(x)
+# is two kernels, `softmax_forward_mosaic` and `softmax_backward_mosaic`. Everyone else wants `jaxsoftmax.softmax`.
 
 
-def _alone_backward(op, saved, cotangent):
-    params = {"axes": (1,), "dtype": saved[0].dtype}
-    if op == "softmax":
-        (y,) = saved
-        return (softmax_jacobian(y, cotangent, None, **params),)
-    x, m, d = saved
-    backward = {"log_softmax": log_softmax_vjp, "logsumexp": logsumexp_vjp}[op]
-    return (backward(x, m, d, cotangent, None, None, scale_tangent=False, **params),)
+def _alone(op):
+    def params(x):
+        if reason := unsupported(op, HOPPER, {"x": x}, axes=(x.ndim - 1,), dtype=x.dtype):
+            raise NotImplementedError(f"{op}_alone: {reason}")
+        return {"axes": (x.ndim - 1,), "dtype": x.dtype, "target": HOPPER}
+
+    def forward(x):
+        if op == "softmax":
+            y = softmax(x, None, None, **params(x))
+            return y, (y,)
+        run = log_softmax if op == "log_softmax" else logsumexp
+        out, m, d = run(x, None, None, return_state=True, **params(x))
+        return out, (x, m, d)
+
+    def backward(saved, t):
+        if op == "softmax":
+            return (softmax_jacobian(*saved, t, None, **params(t)),)
+        run = log_softmax_vjp if op == "log_softmax" else logsumexp_vjp
+        return (run(*saved, t, None, None, scale_tangent=False, **params(saved[0])),)
+
+    alone = jax.custom_vjp(lambda x: forward(x)[0])
+    alone.defvjp(forward, backward)
+    return alone
 
 
-alone.defvjp(_alone_forward, _alone_backward)
+softmax_alone, log_softmax_alone, logsumexp_alone = map(_alone, ("softmax", "log_softmax", "logsumexp"))
 
 
 # What they have in common.
 
 
-def _run(kernel, body, axes, operands, where, scale, dtypes, *, row_operands=(), row_dtypes=(), return_state=False):
-    """Runs a kernel; with `return_state` its last two results are a state."""
-    fills = [0 if kernel == "softmax_backward" else -jnp.inf] + [0] * (len(operands) - 1)
-    return rows.run(
-        f"{kernel}_mosaic",
-        body,
-        functools.partial(config_for, kernel),
-        axes,
-        operands,
-        where,
-        scale,
-        dtypes,
-        fills=fills,
-        row_operands=row_operands,
-        row_dtypes=[*row_dtypes, *[jnp.float32] * (2 * return_state)],
-    )
+def _run(kernel, body, axes, target, x, where, scale, given=None, **results):
+    """Runs a kernel on scores, on what else is given, and on a mask and a scale, each of which may be None."""
+    operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
+    operands["inside"] = None if scale is None else Inside()
+    operands["where"] = None if where is None else Mask(where)
+    operands["scale"] = None if scale is None else _factor(scale)
+    return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(config_for, target, kernel), **results)
 
 
-def _directed(tile, x, where, scale):
+def _factor(scale):
+    return Scalar(scale) if scale.size == 1 else PerRow(scale.astype(jnp.float32))
+
+
+def _directed(tile, x, inside, where, scale):
     """`x` in the direction in which the scores grow, `-inf` where it is masked, and the size of `scale`."""
     if scale is None:
-        return each(lambda seen, x: select(seen, x, -jnp.inf), where, x), None
+        return _masked(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
-    directed = each(lambda inside, x: select(inside, x * sign, -jnp.inf), tile.inside, x)  # beyond the end x is -inf
-    return each(lambda seen, x: select(seen, x, -jnp.inf), where, directed), jnp.abs(scale)
+    directed = _masked(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
+    return _masked(where, directed, -jnp.inf), jnp.abs(scale)
 
 
-def _weights(tile, x, m, d, where, scale):
+def _weights(tile, x, m, d, inside, where, scale):
     """The softmax weights, from the saved state."""
-    if where is not everything:
+    if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, size = _directed(tile, x, where, scale)
+    scores, size = _directed(tile, x, inside, where, scale)
     reciprocal = tile.along(1 / d)
     return each(lambda s: online.weights(s, m, scale=size) * reciprocal, scores)
 
 
 def _tangents(t, where, scale):
-    return each(lambda seen, t: _times(select(seen, t, 0), scale), where, t)
+    return each(lambda t: _times(t, scale), _masked(where, t, 0))
+
+
+def _masked(where, values, otherwise):
+    """`values` where `where` is true, or everywhere if it is None, and `otherwise` elsewhere: functions of a step."""
+    return values if where is None else each(lambda seen, values: _select(seen, values, otherwise), where, values)
+
+
+def _select(seen, values, otherwise):
+    return jnp.where(seen, values, jnp.full_like(values, otherwise))
 
 
 def _times(values, scale):

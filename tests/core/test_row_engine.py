@@ -1,0 +1,165 @@
+"""The row engine serves ops that the library does not have: cross-entropy, the state alone, rows of the largest clusters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu.rows.layout import Config
+from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
+from jaxsoftmax._gpu.rows.tile import each
+
+from .. import cases, kernels, oracle
+
+# Cross-entropy with integer labels: the logits are read once, and once more for their gradient.
+
+
+def losses(logits, labels, config):
+    """`lse - logits[label]` and the log-sum-exp of each row, `[rows, 1]` float32; the labels are int32."""
+
+    def body(tile, logits, label):
+        state = tile.merge(tile.lift(logits))
+        lse = online.finish(state).m
+        is_label = [tile.column(step) == tile.along(label) for step in range(tile.memory.layout.steps)]
+        picked = tile.sum(lambda step: jnp.where(is_label[step], logits(step), jnp.zeros_like(logits(step))))
+        return [lse - picked, lse]
+
+    operands = {"logits": Whole(logits, -jnp.inf, jnp.float32), "label": PerRow(labels)}
+    return run("losses_mosaic", body, operands, (1,), lambda *_: config, per_row=[jnp.float32] * 2)
+
+
+def losses_vjp(logits, labels, lse, t, config):
+    """`(exp(logits - lse) - (column == label)) * t`."""
+
+    def body(tile, logits, label, lse, t):
+        lse, t, label = tile.along(lse), tile.along(t), tile.along(label)
+
+        def gradient(step):
+            y = jnp.exp(logits(step) - lse)
+            return jnp.where(tile.column(step) == label, y - 1, y) * t
+
+        return [gradient]
+
+    operands = {"logits": Whole(logits, -jnp.inf, jnp.float32), "label": PerRow(labels), "lse": PerRow(lse), "t": PerRow(t)}
+    return run("losses_vjp_mosaic", body, operands, (1,), lambda *_: config, whole=[logits.dtype])[0]
+
+
+def states(x, config):
+    """The state of each row, alone."""
+
+    def body(tile, x):
+        return list(tile.merge(tile.lift(x))[:2])
+
+    operands = {"x": Whole(x, -jnp.inf, jnp.float32)}
+    return run("states_mosaic", body, operands, (1,), lambda *_: config, per_row=[jnp.float32] * 2)
+
+
+def columns(x, config):
+    """Two results as large as the rows, both integers: the columns, and what there is twice."""
+
+    def body(tile, x):
+        return [tile.column, each(lambda x: x + x, x)]
+
+    return run("columns_mosaic", body, {"x": Whole(x)}, (1,), lambda *_: config, whole=[jnp.int32, x.dtype])
+
+
+# How a row is held: rows and columns, and the configuration.
+INTERPRETED = {
+    "rows inside a warp": ((16, 128), Config(4, 32)),
+    "several steps inside a warp, few lanes": ((64, 64), Config(4, 8)),
+    "a warpgroup a row": ((3, 2048), Config(4, 128)),
+    "parked": ((3, 1024), Config(4, 128, parked=True)),
+}
+LOWERED = {
+    **INTERPRETED,
+    "ragged rows": ((3, 100), Config(4, 32)),
+    "rows that are not aligned": ((3, 1001), Config(4, 128)),
+    "several warpgroups": ((3, 20000), Config(8, 512)),
+    "a cluster": ((3, 32768), Config(8, 512, blocks=2)),
+    "32 warps": ((2, 32768), Config(4, 256, blocks=4)),
+    "512 warps": ((2, 131072), Config(8, 1024, blocks=16)),
+    "128 warps, not aligned": ((2, 131071), Config(8, 1024, blocks=4)),
+}
+
+
+def logits_and_labels(shape, dtype):
+    x = cases.inputs(shape, dtype)["offset of 1e4" if dtype == "float32" else "wide"]
+    return x, np.random.default_rng(3).integers(0, shape[1], (shape[0], 1), np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", INTERPRETED)
+def test_cross_entropy_is_right_in_both_directions(kind, dtype):
+    shape, config = INTERPRETED[kind]
+    x, labels = logits_and_labels(shape, dtype)
+    t = np.random.default_rng(4).uniform(-1, 1, (shape[0], 1)).astype(np.float32)
+    loss, lse = kernels.interpreted(losses, x, labels, config)
+    truth = oracle.logsumexp(x, -1, keepdims=True)
+    picked = np.take_along_axis(oracle.to64(x), labels, 1)
+    np.testing.assert_allclose(lse, truth.value, rtol=2**-22)
+    bound = 2**-22 * (np.abs(truth.value) + np.abs(picked))  # of the difference of two rounded numbers
+    assert np.all(np.abs(oracle.to64(loss) - (truth.value - picked)) <= bound)
+
+    gradient = kernels.interpreted(losses_vjp, x, labels, lse, t, config)
+    y = np.exp(oracle.to64(x) - oracle.to64(lse))
+    expected = (y - (np.arange(shape[1]) == labels)) * t
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-20
+    np.testing.assert_allclose(oracle.to64(gradient), expected, rtol=unit, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("kind", LOWERED)
+def test_cross_entropy_lowers_for_cuda(kind):
+    shape, config = LOWERED[kind]
+    logits, row = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
+    labels = jax.ShapeDtypeStruct(row.shape, jnp.int32)
+    kernels.lowered_for_cuda(functools.partial(losses, config=config), logits, labels, kernels=["losses_mosaic"])
+    backward = functools.partial(losses_vjp, config=config)
+    kernels.lowered_for_cuda(backward, logits, labels, row, row, kernels=["losses_vjp_mosaic"])
+
+
+@pytest.mark.parametrize("kind", INTERPRETED)
+def test_the_state_alone_is_that_of_the_reference(kind):
+    shape, config = INTERPRETED[kind]
+    x, _ = logits_and_labels(shape, "float32")
+    m, d = kernels.interpreted(states, x, config)
+    np.testing.assert_array_equal(m, np.max(x, -1, keepdims=True))
+    np.testing.assert_allclose(d, oracle.rows(x).d, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", LOWERED)
+def test_the_state_alone_lowers_for_cuda(kind):
+    shape, config = LOWERED[kind]
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    kernels.lowered_for_cuda(functools.partial(states, config=config), x, kernels=["states_mosaic"])
+
+
+@pytest.mark.parametrize("kind", INTERPRETED)
+def test_several_results_and_columns_of_integers(kind):
+    shape, config = INTERPRETED[kind]
+    x = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+    column, twice = kernels.interpreted(columns, x, config)
+    np.testing.assert_array_equal(column, np.broadcast_to(np.arange(shape[1]), shape))
+    np.testing.assert_array_equal(twice, 2 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", LOWERED)
+def test_native_rows_are_right(kind):
+    shape, config = LOWERED[kind]
+    if config.blocks > 8:
+        pytest.skip("a cluster of more than 8 blocks needs an attribute that JAX does not set")
+    x, labels = logits_and_labels(shape, "float32")
+    loss, lse = (np.asarray(a) for a in jax.jit(functools.partial(losses, config=config))(x, labels))
+    truth, picked = oracle.logsumexp(x, -1, keepdims=True), np.take_along_axis(oracle.to64(x), labels, 1)
+    np.testing.assert_allclose(lse, truth.value, rtol=2**-22)
+    assert np.all(np.abs(oracle.to64(loss) - (truth.value - picked)) <= 2**-22 * (np.abs(truth.value) + np.abs(picked)))
+    column, twice = jax.jit(functools.partial(columns, config=config))(np.full(shape, 3, np.int32))
+    np.testing.assert_array_equal(column, np.broadcast_to(np.arange(shape[1]), shape))
+    np.testing.assert_array_equal(twice, 6)
+    m, d = jax.jit(functools.partial(states, config=config))(x)
+    np.testing.assert_array_equal(m, np.max(x, -1, keepdims=True))
+    np.testing.assert_allclose(d, oracle.rows(x).d, rtol=1e-6)
