@@ -1,11 +1,170 @@
-"""Attention on Hopper: kernels of the forward pass and of its cotangents."""
+"""Attention on NVIDIA GPUs by Pallas Mosaic GPU: what the kernels serve, and their entry points, for each GPU generation."""
 
-from jaxsoftmax.ops.attention.mosaic.forward import (
-    dot_product_attention,
-    dot_product_attention_vjp,
-    lacks,
-    unprofitable,
-    unsupported,
-)
+import functools
+import math
 
-__all__ = ["dot_product_attention", "dot_product_attention_vjp", "lacks", "unprofitable", "unsupported"]
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention._operands import OPERANDS
+from jaxsoftmax.ops.attention.mosaic import backward, forward
+from jaxsoftmax.ops.attention.mosaic.operands import batch_of
+
+# The modules with the kernels, forward and backward, by the major compute capability of a GPU.
+GENERATIONS = {9: (forward, backward)}
+MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
+DTYPES = tuple(MAX_HEAD_SIZE)
+_MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
+
+
+def _generation(target):
+    """The modules for a target, or None."""
+    capability = target.compute_capability
+    return GENERATIONS.get(capability[0]) if target.platform == "cuda" and capability is not None else None
+
+
+def _given(named):
+    """The operands that are there."""
+    return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
+
+
+def lacks(primitive, operands) -> bool:
+    """Whether there is no kernel at all: for derivatives of float32."""
+    return primitive == "dot_product_attention_vjp" and operands["query"].dtype == jnp.float32
+
+
+def unsupported(primitive, target, operands, *, scale, precision, deterministic, wanted=(), **params) -> str | None:
+    """Why it cannot run, in words, or None."""
+    del params
+    if primitive == "dot_product_attention_jvp":
+        return "there is no kernel for tangents"
+    if (generation := _generation(target)) is None:
+        served = " or ".join(f"{major}.x" for major in GENERATIONS)
+        return f"it needs compute capability {served}, got {target.platform} {target.compute_capability}"
+    given = _given(operands)
+    reason = _of_types(given, precision) or _of_shapes(given)
+    if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
+        return f"scale must be positive, got {scale}"
+    if reason is None and primitive == "dot_product_attention_vjp":
+        return generation[1].unsupported(given, wanted, deterministic)
+    return reason
+
+
+def _of_types(given, precision):
+    """Why dtypes, or the head sizes that they allow, are not served."""
+    dtype = given["query"].dtype
+    if dtype.name not in DTYPES:
+        return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
+    if dtype == jnp.float32 and precision == "highest":
+        return "float32 products are sums of three of bfloat16, and precision asks for more"
+    most = MAX_HEAD_SIZE[dtype.name]
+    for name, operand in (("head", "query"), ("value", "value")):
+        size = given[operand].shape[-1]
+        if size % 8 or not 8 <= size <= most:
+            return f"{name} size must be a multiple of 8 from 8 to {most}, got {size} in {dtype.name}"
+    for name in ("bias", "sinks"):
+        if name in given and given[name].dtype.name not in DTYPES:
+            return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
+    for name in ("query_segments", "key_segments"):
+        if name in given and given[name].dtype.itemsize > 4:
+            return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
+    return None
+
+
+def _of_shapes(given):
+    """Why there are too many, or too few, queries and keys."""
+    batch, query, key = batch_of(given), given["query"].shape, given["key"].shape
+    rows, keys = math.prod(batch) * query[-2] * query[-3], math.prod(batch) * key[-3]
+    if not (rows and keys):
+        return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
+    if max(rows, keys) >= _MAX_ROWS:
+        return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
+    return None
+
+
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
+    """Why the reference should be faster although the kernel could run, in words, or None."""
+    del primitive, target, fused, cast, params
+    query, key = operands["query"], operands["key"]
+    if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
+        return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
+    return None
+
+
+def dot_product_attention(
+    *,
+    target,
+    scale,
+    window,
+    soft_cap,
+    dropout_rate,
+    return_lse=True,
+    precision="high",
+    deterministic=False,
+    config=None,
+    **operands,
+):
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`."""
+    del precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
+    kernel, _ = _generation(target)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
+    return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
+
+
+def dot_product_attention_vjp(
+    *,
+    target,
+    wanted,
+    scale,
+    window,
+    soft_cap,
+    dropout_rate,
+    precision="high",
+    deterministic=False,
+    **operands,
+):
+    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
+    del precision  # of float32 operands, which have no kernel
+    _, kernel = _generation(target)
+    saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
+    return kernel.attention_vjp(_given(operands), *saved, target=target, wanted=wanted, deterministic=deterministic, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def alone(query, key, value, scale, window=(None, None), soft_cap=None, target=HOPPER):
+    """Attention on kernels in both directions, for who wants them without the primitive: `[B, T, N, Hv]` in query's dtype.
+
+    It is a plain `jax.custom_vjp` function: there is no reference to fall back on, no batching beyond what Pallas does, no
+    sharding, and no second derivative. `unsupported` says what it takes; that is not checked here.
+
+    Args:
+      query: `[B, T, N, H]`, float16 or bfloat16.
+      key: `[B, S, K, H]`, where K divides N.
+      value: `[B, S, K, Hv]`.
+      scale: of the scores.
+      window: `(left, right)`, how many keys before and after its own position a query sees, None for all; causal: `(None, 0)`.
+      soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
+      target: the GPU it is for, an H100 or H200 unless told.
+    """
+    return _alone_forward(query, key, value, scale, window, soft_cap, target)[0]
+
+
+def _alone_forward(query, key, value, *options):
+    operands = {"query": query, "key": key, "value": value}
+    out, lse = dot_product_attention(**operands, **_options(*options))
+    return out, operands | {"out": out, "lse": lse}
+
+
+def _alone_backward(scale, window, soft_cap, target, saved, d_out):
+    options = _options(scale, window, soft_cap, target)
+    return tuple(dot_product_attention_vjp(**saved, d_out=d_out, wanted=("query", "key", "value"), **options))
+
+
+def _options(scale, window, soft_cap, target):
+    return {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": 0.0, "target": target}
+
+
+alone.defvjp(_alone_forward, _alone_backward)

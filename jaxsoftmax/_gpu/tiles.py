@@ -1,0 +1,171 @@
+"""Which tile a block of threads works on next: from a table that is made while lowering, or by tickets while the kernel runs.
+
+A kernel whose blocks of threads are persistent cuts its work into tiles, more than there are blocks. Where it is known how long
+each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
+ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
+"""
+
+import functools
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxsoftmax._gpu import ptx
+
+MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
+L2 = 24 << 20  # bytes of operands that tiles may share at a time
+TILE_COST = 1.5  # of starting and ending a tile, in steps
+
+
+def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
+    """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
+
+    Tile `head * len(costs) + i` takes `costs[i]` steps.
+    """
+    long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
+    tiles = np.add.outer(long_first, head * len(costs))
+    groups = np.broadcast_to(head // group, tiles.shape)
+    return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+    """Which tiles each block of threads works through, `[blocks, most + 2]`: how many, their numbers, and what is never used.
+
+    Tiles are handed out one by one, in their order, to whoever is free first.
+    """
+    queue = [(0.0, block) for block in range(blocks)]
+    tiles: list[list[int]] = [[] for _ in range(blocks)]
+    for tile in order(costs, heads, group).tolist():
+        free, block = queue[0]
+        tiles[block].append(tile)
+        heapq.heapreplace(queue, (free + costs[tile % len(costs)] + TILE_COST, block))
+    table = np.zeros((blocks, 2 + max(map(len, tiles))), np.int32)
+    for row, own in zip(table, tiles, strict=True):
+        row[0], row[1 : 1 + len(own)] = len(own), own
+    return table
+
+
+def on_device(table: np.ndarray) -> jax.Array:
+    """A table as an operand of a kernel: a constant of an inner function, as custom_partitioning takes no others."""
+    return jax.jit(lambda: jnp.asarray(table))()
+
+
+_SLOTS = 2  # in shared memory, for what is said of a tile
+
+
+def ticket_memory(words: int, listeners: int) -> dict[str, Any]:
+    """The shared memory of a block that works by tickets, where so many words are said of a tile to so many listeners."""
+    return {
+        "ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32),
+        "ticket_full": plgpu.Barrier(),
+        "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
+        "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
+        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
+    }
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a kernel, as one block of threads gets them.
+
+    Attributes:
+      count: how many there are, of all blocks.
+      blocks: how many blocks of threads.
+      block: the number of this one.
+      table: that of `schedule`, or with tickets that of `order`; None to go by number.
+      memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
+      last_first: whether tiles that go by number start with the last one.
+    """
+
+    count: int
+    blocks: int
+    block: Any
+    table: Any
+    memory: dict[str, Any]
+    last_first: bool = False
+
+    def each(self, work, look_up=None) -> None:
+        """Does `steps = work([number, *facts], steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
+
+        By tickets, the producer warpgroup gives `look_up`, where `look_up(number)` are the facts, int32 scalars from global
+        memory, and the others are told. By a table there are no facts.
+        """
+        if "tile" not in self.memory:
+            self._each_scheduled(work)
+        elif look_up is not None:
+            self._each_taken(work, look_up)
+        else:
+            self._each_told(work)
+
+    def _each_scheduled(self, work):
+        table, block, blocks = self.table, self.block, self.blocks
+        count = lax.div(self.count - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+
+        def number(i):
+            return self._number_of(block + i * blocks) if table is None else table[block, i + 1]
+
+        def one(i, carry):
+            own, steps = carry
+            following = number(i + 1)  # long before it is needed
+            return following, work([own], steps)
+
+        lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
+
+    def _number_of(self, ticket):
+        if self.table is not None:
+            return self.table[ticket]
+        return self.count - 1 - ticket if self.last_first else ticket
+
+    def _each_taken(self, work, look_up):
+        """First each block has the ticket of its own number; then whoever is free takes the next one."""
+        counter, memory = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))), self.memory
+
+        def say(i, values):
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            plgpu.barrier_wait(memory["tile_empty"].at[slot])
+            ptx.store_scalars(memory["tile"], slot, values)
+            plgpu.barrier_arrive(memory["tile_full"].at[slot])
+
+        def one(carry):
+            i, ticket, steps = carry
+            number = self._number_of(ticket)
+            values = [number, *look_up(number)]
+            say(i, values)
+            following = ptx.take_ticket(counter)  # long before it is needed, which is when it is stored
+            steps = work(values, steps)
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            ptx.store_scalars(memory["ticket"], slot, [following])
+            plgpu.barrier_arrive(memory["ticket_full"])
+            plgpu.barrier_wait(memory["ticket_full"])
+            return i + 1, memory["ticket"][slot, 0] + self.blocks, steps
+
+        start = jnp.int32(0), self.block, jnp.int32(0)
+        count, *_ = lax.while_loop(lambda carry: carry[1] < self.count, one, start)
+        say(count, [jnp.int32(-1)])
+
+    def _each_told(self, work):
+        memory = self.memory
+
+        def hear(i):
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            plgpu.barrier_wait(memory["tile_full"].at[slot])
+            values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+            return values
+
+        def one(carry):
+            i, values, steps = carry
+            steps = work(values, steps)
+            return i + 1, hear(i + 1), steps
+
+        for slot in range(_SLOTS):
+            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+        lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))

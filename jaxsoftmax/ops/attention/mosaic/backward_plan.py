@@ -1,0 +1,255 @@
+"""What is settled about a call of the backward kernel before it runs: configuration, spans of blocks, tiles, shared memory."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxsoftmax._gpu import tiles
+from jaxsoftmax.ops.attention.mosaic import blocks
+
+SIZES = (64, 128, 256)  # of heads, on chip
+ROWS = 64  # keys or queries of a product
+CONSUMERS = 2  # warpgroups
+ADDERS = 2  # warps that add, if deterministic: one waits for its turn while the other's copies arrive
+SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
+_LOG2E = math.log2(math.e)
+_LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block of threads works.
+
+    Attributes:
+      block_q: queries of a step.
+      stages: blocks of queries, and of output cotangents, in shared memory.
+      roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
+      pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
+      keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
+      registers: of a thread of the producer, and of the consumers.
+    """
+
+    block_q: int
+    stages: tuple[int, int]
+    roles: bool = False
+    pieces: int = 1
+    keys_first: bool = False
+    registers: tuple[int, int] = (24, 240)
+
+
+# Registers of a thread that hold arrays, at the most, and KiB of shared memory:
+#
+# | head size | S', dP' | P', dS' in 16 bits | dV, dK | dQ | at most | K, V | Q, dO | dS' | dQ | P' | sum |
+# |---|---|---|---|---|---|---|---|---|---|---|---|
+# | 64 (128 queries) | 64, 64 | 32, 32 | 32, 32 | 32 | 192; later 160 | 32 | 80 | 64 | 32 | | 208 |
+# | 128 (64 queries) | 32, 32 | 16, 16 | 64, 64 | 32 | 192; later 192 | 64 | 80 | 32 | 32 | | 208 |
+# | 256 (64 queries) | 32 | 16 | 128 | 64 | 192, or 208 with P' or dS' | 64 | 96 | 16 | 32 | 8 | 216 |
+#
+# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB; with a bias's derivative and a soft cap there are
+# two P'. Addresses, limits, and for each 64 queries 16 of lse and of delta come on top; where sums start with those, they are
+# in them.
+_CONFIGS = {64: Config(128, (3, 2), keys_first=True), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
+
+
+def config_for(head_size: int, value_size: int) -> tuple[int, Config]:
+    """The head size on chip, of keys and values, and the configuration for a call, as measured on an H200."""
+    size = next(size for size in SIZES if size >= max(head_size, value_size))
+    return size, _CONFIGS[size]
+
+
+@dataclass
+class Plan:
+    """The static part of a call, and what follows from it.
+
+    Attributes:
+      batch: all of it.
+      query: lengths and sizes T, N and H.
+      key: the same S, K and H.
+      names: of the operands that are there.
+      adds_bias: whether the derivative of the bias is wanted.
+      varying: whether operands say which queries a block of keys visits.
+      size: of heads on chip.
+      groups: query heads of a key head.
+      parts: how dQ is cut between the consumers: by queries and by columns.
+      part_size: columns of dQ that a consumer makes.
+      is_ragged: whether the last block of keys has rows that are none.
+      is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
+      passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
+      by_ticket: whether blocks of threads take tickets, as operands decide how long a tile takes. Not if deterministic: the
+        warps that add have no loops of unknown length. Nor with `passes_both`: there is no shared memory left for tickets.
+      count: how many tiles there are.
+    """
+
+    batch: tuple[int, ...]
+    query: tuple[int, int, int]
+    key: tuple[int, int, int]
+    scale: float
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    dropout_rate: float
+    names: frozenset[str]
+    adds_bias: bool
+    deterministic: bool
+    varying: bool
+    size: int
+    config: Config
+    lengths: tuple[int, int] = field(init=False)
+    groups: int = field(init=False)
+    block_kv: int = field(init=False)
+    blocks_q: int = field(init=False)
+    blocks_kv: int = field(init=False)
+    parts: tuple[int, int] = field(init=False)
+    part_size: int = field(init=False)
+    is_ragged: bool = field(init=False)
+    is_seeded: bool = field(init=False)
+    passes_both: bool = field(init=False)
+    by_ticket: bool = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self):
+        (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config
+        self.lengths, self.groups = (length, keys), heads // key_heads
+        self.block_kv = ROWS if config.roles else ROWS * CONSUMERS
+        self.blocks_q, self.blocks_kv = pl.cdiv(length, config.block_q), pl.cdiv(keys, self.block_kv)
+        self.parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
+        self.part_size = self.size // self.parts[1]
+        self.is_ragged = keys % self.block_kv != 0
+        is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
+        self.is_seeded = is_plain and not config.roles and self.scale > _LEAST_SEEDED
+        self.passes_both = config.roles and self.adds_bias and self.soft_cap is not None
+        self.by_ticket = self.varying and not (self.deterministic or self.passes_both)
+        self.count = math.prod(self.batch) * key_heads * self.blocks_kv
+
+    def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
+        """Which blocks of queries the window and the lengths let see a key of a block.
+
+        From and to where some query sees some key, and from and to where all see all; to may be before from.
+        """
+        (left, right), (queries, keys) = self.window, lengths
+        step, size = self.config.block_q, self.block_kv
+        first, last = block * size, (block + 1) * size - 1
+        low = 0 if right is None else divide(maximum(first - right, 0), step)
+        high = divide(queries + step - 1, step)
+        whole_from = 0 if right is None else divide(maximum(last - right, 0) + step - 1, step)
+        whole_to = divide(queries, step) if lengths != self.lengths else self.blocks_q  # rows that are none are 0
+        if left is not None:
+            high = minimum(high, divide(minimum(last, keys - 1) + left, step) + 1)
+            whole_to = minimum(whole_to, divide(maximum(first + left + 1, 0), step))
+        is_key, is_whole = minimum(maximum(keys - first, 0), 1), minimum(maximum(keys - last, 0), 1)
+        return low, high * is_key, whole_from, whole_to * is_whole
+
+    def spans(self, given, seen) -> jax.Array:
+        """What `span` says of all blocks of keys, of these lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`."""
+        lengths = [
+            jnp.clip(given[name][..., None], 0, size) if name in given else jnp.int32(size)
+            for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
+        ]
+        block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
+        span = self.span(block, lengths, jnp.floor_divide, jnp.minimum, jnp.maximum)
+        low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
+        if "query_segments" in given:
+            ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)
+            low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
+            whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
+        if seen is not None:
+            ends = blocks.ends(jnp.swapaxes(seen, -1, -2))
+            low, high = jnp.maximum(low, ends[..., 0]), jnp.minimum(high, ends[..., 1])
+        high = jnp.maximum(low, high)
+        whole_from = jnp.clip(whole_from, low, high)
+        return jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
+
+    def turns_before(self, spans):
+        """How many blocks of keys have their turns at a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
+        spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
+        block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
+        visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
+        return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
+
+    def first_key_block(self, block: Any, divide: Any, maximum: Any) -> Any:
+        """The first block of keys that the window lets a block of queries see."""
+        left, _ = self.window
+        return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.block_kv)
+
+    def lines(self, lse, delta):
+        """The log-sum-exp and delta of queries as the kernel takes them; a score of `-inf` then has weight 0."""
+        lse = jnp.where(lse == -jnp.inf, 0, lse)
+        if self.is_seeded:
+            return lse * (-1 / self.scale), -delta
+        return (lse if "bias" in self.names else lse * _LOG2E), delta
+
+    def costs(self) -> tuple[int, ...]:
+        """How many steps each block of keys takes."""
+        spans = (self.span(block, self.lengths, lambda a, b: a // b, min, max) for block in range(self.blocks_kv))
+        return tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
+
+    def costs_in_order(self) -> tuple[int, ...]:
+        """By which costs tiles are handed out: of each head in the order of turns, if deterministic."""
+        costs = self.costs()
+        if self.deterministic and any(a < b for a, b in itertools.pairwise(costs)):
+            return (1,) * len(costs)
+        return costs
+
+    def group(self, costs: tuple[int, ...]) -> int:
+        """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys.
+
+        If deterministic, more, though L2 may not hold them: of one head fewer blocks of keys start together then, each of which
+        starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
+        """
+        equal = len(set(costs)) == 1
+        if equal and not self.deterministic:
+            return 1
+        bytes_of_head = 8 * self.query[0] * self.size * self.groups  # two of 16 bits, and one of 32
+        least, most, times = (8, 32, 2 if equal else 4) if self.deterministic else (1, 8, 1)
+        return min(most, max(least, 1 << max(1, times * tiles.L2 // bytes_of_head).bit_length() - 1))
+
+    def table(self, threads: int) -> jax.Array | None:
+        """The table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many."""
+        if self.count > tiles.MAX_SCHEDULED:
+            return None
+        costs = self.costs_in_order()
+        arguments = costs, self.count // self.blocks_kv, self.group(costs)
+        return tiles.on_device(tiles.order(*arguments) if self.by_ticket else tiles.schedule(*arguments, threads))
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
+        config, size, halves = self.config, self.size, self.block_kv // ROWS
+        stages, stages_do = config.stages
+
+        def memory(*shape, dtype=dtype):
+            width = 128 // jnp.dtype(dtype).itemsize
+            return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+        def ring(copies, stages):
+            return plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+
+        own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
+        if self.passes_both:
+            own["p_of_bias"] = own["p"]
+        if self.by_ticket:
+            own |= tiles.ticket_memory(1, CONSUMERS)
+        if self.deterministic:
+            own |= {"sums_full": ring(CONSUMERS, ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
+        return own | {
+            "k": memory(halves, self.parts[1], ROWS, self.part_size),
+            "v": memory(halves, ROWS, size),
+            "q": memory(stages, config.block_q, size),
+            "do": memory(stages_do, config.block_q, size),
+            "ds": memory(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
+            "sums": memory(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
+            "q_lse": plgpu.SMEM((stages, config.block_q), jnp.float32),
+            "do_delta": plgpu.SMEM((stages_do, config.block_q), jnp.float32),
+            "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
+            "v_full": plgpu.Barrier(num_arrivals=halves),
+            "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
+            "q_full": ring(2, stages),
+            "do_full": ring(1, stages_do),
+            "delta_full": ring(1, stages_do),
+            "q_empty": ring(CONSUMERS, stages),
+            "do_empty": ring(CONSUMERS, stages_do),
+        }

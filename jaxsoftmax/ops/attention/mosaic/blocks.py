@@ -1,0 +1,54 @@
+"""Which blocks of keys matter to a block of queries, from segments and masks: computed before the kernels run."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+
+def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
+    """Which key blocks matter to each block of queries, int32 `[*batch, blocks_q, 4]`.
+
+    From and to where one may have a key of their segments, and from and to where all are of the one segment that there is.
+    """
+    q_low, q_high = _extremes(query_segments, block_q)
+    k_low, k_high = _extremes(key_segments, block_kv)
+    blocks_kv = k_low.shape[-1]
+    meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
+    index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
+    one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
+    whole = meet & one
+    first = jnp.min(jnp.where(whole, index, blocks_kv), -1)
+    behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, blocks_kv), -1)
+    return jnp.concatenate([ends(meet), first[..., None], behind[..., None]], -1)
+
+
+def _extremes(segments, block):
+    """The least and the largest id of each block of a sequence."""
+    *batch, length = segments.shape
+    padding = [(0, 0)] * len(batch) + [(0, -length % block)]
+    blocked = jnp.pad(segments, padding, mode="edge").reshape(*batch, -1, block)
+    return jnp.min(blocked, -1), jnp.max(blocked, -1)
+
+
+def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
+    """Whether a mask lets any query of a block see any key of a block, `[*batch, blocks_q, blocks_kv]`, the same for all heads.
+
+    None for a mask that differs between heads: to read it once more would cost about as much as it may save.
+    """
+    *batch, heads, rows, cols = mask.shape
+    if heads != 1:
+        return None
+    own = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
+    padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]
+    padded = jnp.pad(mask.reshape(*batch, rows, cols).astype(bool), padding)
+    shape = [number for size, block in zip(padded.shape[-2:], own, strict=True) for number in (size // block, block)]
+    blocks = [pl.cdiv(length, block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
+    return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *blocks))
+
+
+def ends(there):
+    """From where to where there are any along the last axis: int32 `[..., 2]`; where there are none, to is before from."""
+    index = lax.broadcasted_iota(jnp.int32, there.shape, there.ndim - 1)
+    low, high = jnp.min(jnp.where(there, index, there.shape[-1]), -1), jnp.max(jnp.where(there, index + 1, 0), -1)
+    return jnp.stack([low, high], -1)

@@ -1,0 +1,190 @@
+"""What is settled about a call of the forward kernel before it runs: configuration, tiles, shared memory."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from jaxsoftmax._gpu import tiles
+
+ROWS = 64  # queries of a consumer warpgroup
+SWIZZLED = 64  # 16-bit elements of 128 bytes
+# How many numbers an operand says of a tile. Where there are any, it depends on operands how long a tile takes.
+FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4, "seen": 2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block of threads works.
+
+    Attributes:
+      consumers: warpgroups that compute, each for 64 queries.
+      block_kv: keys of a block.
+      stages: key blocks in shared memory, and as many of values.
+      own_output: whether the output has shared memory of its own; else it has that of the queries, which are as large then.
+      registers: of a thread of a producer, and of a consumer.
+      ping_pong: whether consumers multiply one at a time, so that one uses the tensor cores while another exponentiates.
+      split: whether operands are float32, of each of which there are two terms; the output needs no shared memory then.
+      producers: warpgroups that copy: one, or one for queries and keys and one for values.
+    """
+
+    consumers: int
+    block_kv: int
+    stages: int
+    own_output: bool = True
+    registers: tuple[int, int] = (24, 240)
+    ping_pong: bool = True
+    split: bool = False
+    producers: int = 1
+
+
+def config_for(
+    head_size: int,
+    value_size: int,
+    window: tuple[int | None, int | None] = (None, None),
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Config:
+    """The configuration for a call, as measured on an H200; `benchmarks/results/h200/attention.csv` has those of 16 bits."""
+    sizes = _padded(head_size), _padded(value_size)
+    if jnp.dtype(dtype) == jnp.float32:
+        if max(sizes) <= 64:
+            return Config(3, 64, 3, registers=(72, 144), ping_pong=False, split=True)
+        return Config(2, 64, 2, registers=(96, 160), ping_pong=False, split=True, producers=2)
+    if max(sizes) > 128 and sizes[0] != sizes[1]:
+        return Config(2, 64, 2, ping_pong=False)
+    if max(sizes) <= 64:
+        return Config(3, 128, 4, registers=(32, 160), ping_pong=window != (None, None))
+    if max(sizes) <= 128:
+        return Config(2, 128, 2)
+    return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, ping_pong=False)
+
+
+def _padded(size: int) -> int:
+    """A head size on chip."""
+    return pl.cdiv(size, SWIZZLED) * SWIZZLED
+
+
+@dataclass
+class Plan:
+    """The static part of a call, and what follows from it.
+
+    Attributes:
+      batch: all of it.
+      query: lengths and sizes T, N and H.
+      key: the same S, K and H.
+      names: of the operands that are there.
+      block_q: queries of a tile.
+      sizes: of the heads of keys and values on chip.
+      is_ragged: whether lengths or head sizes are no multiples of a swizzled tile's, which is what TMA copies several of.
+      parts: in how many slabs of columns queries and keys, and values and the output, are in shared memory.
+      value_products: how many products make up that of weights and values.
+      facts: how many numbers operands say of a tile; if any, blocks of threads take tickets.
+      count: how many tiles there are.
+    """
+
+    batch: tuple[int, ...]
+    query: tuple[int, int, int]
+    key: tuple[int, int, int]
+    value_size: int
+    scale: float
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    dropout_rate: float
+    names: frozenset[str]
+    config: Config
+    block_q: int = field(init=False)
+    blocks_q: int = field(init=False)
+    blocks_kv: int = field(init=False)
+    sizes: tuple[int, int] = field(init=False)
+    is_ragged: bool = field(init=False)
+    parts: tuple[int, int] = field(init=False)
+    value_products: int = field(init=False)
+    facts: int = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self):
+        (length, heads, size), keys, config = self.query, self.key[0], self.config
+        self.block_q = ROWS * config.consumers
+        self.blocks_q, self.blocks_kv = pl.cdiv(length, self.block_q), pl.cdiv(keys, config.block_kv)
+        self.sizes = _padded(size), _padded(self.value_size)
+        is_whole = length % 8 == keys % 8 == 0 and self.sizes == (size, self.value_size)
+        self.is_ragged = not (config.split or is_whole)  # nothing that is split goes through TMA
+        self.parts = (self.sizes[0] // SWIZZLED, self.sizes[1] // SWIZZLED) if self.is_ragged else (1, 1)
+        self.value_products = 3 if config.split else self.parts[1]
+        self.facts = sum(count for name, count in FACTS.items() if name in self.names)
+        self.count = math.prod(self.batch) * heads * self.blocks_q
+
+    def key_blocks(self, first: int, last: int) -> tuple[int, int]:
+        """From and to which key block the window lets queries `first` to `last` see, at least one."""
+        left, right = self.window
+        size, end = self.config.block_kv, self.blocks_kv
+        low = 0 if left is None else min(max(first - left, 0) // size, end - 1)
+        high = end if right is None else min((last + right) // size + 1, end)
+        return low, max(high, low + 1)
+
+    def costs(self) -> tuple[int, ...]:
+        """How many key blocks each block of queries takes."""
+        starts = range(0, self.query[0], self.block_q)
+        spans = (self.key_blocks(first, min(first + self.block_q, self.query[0]) - 1) for first in starts)
+        return tuple(high - low for low, high in spans)
+
+    def group(self, costs: tuple[int, ...]) -> int:
+        """For how many heads at a time tiles are handed out.
+
+        One, if they all take equally long: they then read the same keys at the same time. Else several, as many as the L2
+        cache has room for, so that the last tiles to be handed out are short ones. With segments a tile reads few keys.
+        """
+        if "ranges" in self.names:
+            return 16
+        if len(set(costs)) == 1:
+            return 1
+        keys, key_heads, size = self.key
+        itemsize = 4 if self.config.split else 2
+        bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
+        return min(8, 1 << max(1, tiles.L2 // bytes_of_head).bit_length() - 1)
+
+    def table(self, threads: int) -> jax.Array | None:
+        """The table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many."""
+        if self.count > tiles.MAX_SCHEDULED:
+            return None
+        costs = self.costs()
+        arguments = costs, self.count // self.blocks_q, self.group(costs)
+        return tiles.on_device(tiles.order(*arguments) if self.facts else tiles.schedule(*arguments, threads))
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
+        config = self.config
+        (head_size, head_parts), (value_size, value_parts) = zip(self.sizes, self.parts, strict=True)
+        tiling, swizzle = plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128)
+
+        def memory(slots, rows, size, parts):
+            if config.split:
+                return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, swizzle))
+            if not self.is_ragged:
+                return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
+            # A slab of 64 columns has the same bytes with tiles and without, and without them TMA clips it anywhere.
+            shape = (slots, parts, rows, size // parts)
+            return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=t) for t in ((swizzle,), (tiling, swizzle))))
+
+        own: dict[str, Any] = {}
+        if self.facts:
+            own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers - 1)
+        if config.own_output and not config.split:
+            own |= {"o": memory(config.consumers, ROWS, value_size, value_parts)}
+        everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
+        return own | {
+            "q": memory(config.consumers, ROWS, head_size, head_parts),
+            "k": memory(config.stages, config.block_kv, head_size, head_parts),
+            "v": memory(config.stages, config.block_kv, value_size, value_parts),
+            "q_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.consumers),
+            "q_empty": plgpu.Barrier(num_barriers=config.consumers),
+            "k_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=value_parts, num_barriers=config.stages),
+            "k_empty": plgpu.Barrier(**everyone),
+            "v_empty": plgpu.Barrier(**everyone),
+        }

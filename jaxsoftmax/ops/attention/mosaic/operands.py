@@ -1,0 +1,74 @@
+"""Operands of attention in global memory: of the whole batch, as kernels address them."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax.ops.attention._operands import RANKS
+
+# The operands, and what is made of them for a kernel.
+_RANKS = RANKS | {"ranges": 2, "seen": 2, "spans": 2}
+
+
+def batch_of(given) -> tuple[int, ...]:
+    """The batch that operands, or their types, have together."""
+    return lax.broadcast_shapes(*(operand.shape[: operand.ndim - _RANKS[name]] for name, operand in given.items()))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand in global memory.
+
+    Attributes:
+      index: from the number of a batch entry to that of the operand's entry.
+      heads: of a mask or bias, 1 if it is the same for all.
+      rows: the same for its queries.
+      ref: the operand, `[entries, ...]`; masks and biases are rows, `[entries * heads * rows, cols]`, segments one line.
+    """
+
+    index: Callable[[Any], Any]
+    heads: int = 1
+    rows: int = 1
+    ref: Any = None
+
+    def __getitem__(self, at):
+        """An element: of the entry for a batch entry, which comes first."""
+        b, *rest = at if isinstance(at, tuple) else (at,)
+        return self.ref[(self.index(b), *rest)]
+
+
+def laid_out(batch: tuple[int, ...], given) -> tuple[OrderedDict[str, jax.Array], dict[str, Operand]]:
+    """Operands as kernels address them, and how."""
+    arrays, operands = OrderedDict(), {}
+    for name, array in given.items():
+        axes = array.ndim - _RANKS[name]
+        own = array.shape[axes:]
+        if name in ("bias", "mask"):
+            shape, heads_and_rows = (-1, own[-1]), own[:2]
+        else:
+            shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *own)), ()
+        arrays[name] = array.reshape(shape)
+        operands[name] = Operand(batch_index(batch, array.shape[:axes]), *heads_and_rows)
+    return arrays, operands
+
+
+def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function from the index of a batch entry to that in an operand with size 1 along some axes of the batch."""
+    shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
+    if shape == batch:
+        return lambda b: b
+
+    def index(b):
+        total, stride, below = jnp.int32(0), 1, 1
+        for size, own in zip(reversed(batch), reversed(shape), strict=True):
+            if own != 1:
+                total += lax.rem(lax.div(b, jnp.int32(below)), jnp.int32(size)) * stride
+            stride, below = stride * own, below * size
+        return total
+
+    return index

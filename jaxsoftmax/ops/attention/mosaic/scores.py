@@ -1,0 +1,47 @@
+"""What segments, soft cap and dropout do to a block of scores in registers, whichever way round it lies.
+
+The forward kernel has queries as rows, the backward kernel keys: products of the tensor cores are S = Q K' and S' = K Q'.
+"""
+
+import functools
+import math
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax._gpu import products
+from jaxsoftmax.ops.attention import _dropout
+
+LOG2E = math.log2(math.e)
+LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT, COL_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+def of_own_segment(s, row_ids, col_ids):
+    """Scores of queries and keys with the same segment id, `-inf` for the others."""
+    same = lax.broadcast_in_dim(row_ids, s.shape, (0,)) == lax.broadcast_in_dim(col_ids, s.shape, (1,))
+    return jnp.where(same, s, -jnp.inf)
+
+
+def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=False):
+    """Which weights dropout keeps: from row `first` and block of columns `block` on, queries by keys unless transposed."""
+    starts = jnp.uint32(first), jnp.uint32(block * shape[1])
+    positions = [start + plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=LAYOUT) for axis, start in enumerate(starts)]
+    row, col = reversed(positions) if is_transposed else positions
+    words = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
+    return _dropout.keep(*words, row, col, rate)
+
+
+def tanh(x):
+    """`tanh` to float32's rounding, which the hardware's is not.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
+    large = 1 - 2 * products.reciprocal(1 + jnp.exp2(x * (2 * LOG2E)))
+    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
