@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 
-from jaxsoftmax._core import dispatch, sharding
+from jaxsoftmax._core import compat, dispatch
 
 from . import cases
 
@@ -30,7 +30,7 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
     table = {name: module, "xla": dispatch.implementations[op]["xla"]}
     with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
         for primitive in primitives:
-            sharding.require_devices(primitive)
+            compat.require_devices(primitive)
         forget_lowerings()
         try:
             yield
@@ -84,6 +84,8 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
         try:
             with plgpu.force_gpu_interpret_mode(params):
                 results = jax.block_until_ready(f(*args))
+        except jax.errors.JaxRuntimeError as error:  # since 0.12 JAX raises at a race, and says where
+            raise AssertionError("a kernel has a data race") if "RACE DETECTED" in str(error) else error from error
         finally:
             gpu_callbacks.reset_gpu_interpret_mode_state()  # after an error no kernel could be interpreted any more
     assert states, "no kernel was interpreted"

@@ -27,6 +27,7 @@ cast is exact, and a kernel computes in float32 anyway. Results have the dtype t
 load when first asked.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from types import ModuleType
 from typing import Any
 
 import jax
+
+from jaxsoftmax._core import compat
 
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
@@ -177,7 +180,7 @@ def choose(
       NotImplementedError: `forced` names an implementation that cannot, with its reason.
     """
     refusals: list[tuple[str, str]] = []
-    if forced is not None and _lacks(importlib.import_module(implementations[op][forced]), primitive, avals):
+    if forced is not None and _lacks(implementations[op][forced], primitive, avals):
         forced = "xla"
     for name, module_name in implementations[op].items():
         reason = _refusal(name, module_name, primitive, target, forced, params, avals, narrow, fused, obstacle)
@@ -191,8 +194,11 @@ def choose(
     raise AssertionError(f"no implementation of {op} runs {primitive}: {refusals}")
 
 
-def _lacks(module, primitive, avals) -> bool:
+def _lacks(module_name, primitive, avals) -> bool:
     """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
+    if compat.missing() is not None:
+        return False  # it does not load, which is to be said
+    module = importlib.import_module(module_name)
     return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, *avals))
 
 
@@ -213,8 +219,13 @@ def _refusal(name, module_name, primitive, target, forced, params, wide, avals, 
         return obstacle
     if any(not isinstance(size, int) for a in avals if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
+    if (reason := compat.missing()) is not None:
+        return reason
     module = importlib.import_module(module_name)
     reason = module.unsupported(primitive, target, *avals, **params)
+    if reason is None and forced is None:
+        kernel = functools.partial(getattr(module, primitive), **params)
+        reason = compat.does_not_lower(kernel, avals, target.platform)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
         cast = tuple(a is not None and a.dtype != before.dtype for a, before in zip(wide, avals, strict=True))
         return module.unprofitable(primitive, target, tuple(fused), cast, *avals, **params)

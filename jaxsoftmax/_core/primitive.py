@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from jaxsoftmax._core import dispatch, fusion, sharding
+from jaxsoftmax._core import compat, dispatch, fusion, sharding
 
 # The same primitive for operands whose types leave no axis to the compiler: one that needs no devices while lowering.
 _deviceless: dict[Primitive, Primitive] = {}
@@ -62,7 +62,7 @@ def define(
         mlir.register_lowering(each, functools.partial(_lower, chosen, whole), cacheable=False)
     _deviceless[primitive], _names[primitive] = deviceless, names
     if len(dispatch.implementations[op]) > 1:
-        sharding.require_devices(primitive)
+        compat.require_devices(primitive)
     return primitive
 
 
@@ -103,7 +103,7 @@ def _lower(chosen: Primitive, whole, ctx, *operands, present, **params):
         if index in whole and (source := fusion.widened_from(sources[index])) is not None:
             sources[index] = source
         if index in whole or (aval is not None and aval.dtype == bool and aval.shape == avals[0].shape):  # a whole mask
-            fused[index] = fusion.is_fused(sources[index], ctx.module_context.symbol_table)
+            fused[index] = fusion.is_fused(sources[index], compat.symbol_table(ctx))
     given = [source for source in sources if source is not None]
     params |= {"present": present, "fused": tuple(fused), "dtypes": tuple(aval.dtype for aval in ctx.avals_in)}
     ctx = ctx.replace(avals_in=[_with_dtype_of(source, a) for a, source in zip(ctx.avals_in, given, strict=True)])

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxsoftmax._core import compat
 
 # For each array the names of its last axes; the same for all of them, without an end, if they have none.
 Names = Iterable[tuple[str | None, ...]]
@@ -82,28 +83,21 @@ def is_settled(aval: Any) -> bool:
     return bool(kinds) and AxisType.Auto not in kinds
 
 
-def require_devices(primitive: Primitive) -> None:
-    """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs and JAX has no public way for."""
-    from jax._src.dispatch import prim_requires_devices_during_lowering
-
-    prim_requires_devices_during_lowering.add(primitive)
-
-
 def is_partitioned(ctx: Any) -> bool:
     """Whether what is lowered in `ctx`, a lowering rule's context, runs on parts of its arrays on several devices."""
-    axes = ctx.module_context.axis_context
+    axes = compat.axis_context(ctx)
     if hasattr(axes, "manual_axes"):  # inside a shard_map
         return set(axes.manual_axes) != set(axes.mesh.axis_names)
-    return axes.num_devices != 1
+    return axes is None or axes.num_devices != 1
 
 
 def obstacle(ctx: Any) -> str | None:
     """Why what is lowered in `ctx` can be left to XLA only, or None."""
     if not is_partitioned(ctx) or explicit_mesh(ctx.avals_in) is not None:
         return None
-    if getattr(ctx.module_context.axis_context, "manual_axes", ()):
+    if getattr(compat.axis_context(ctx), "manual_axes", ()):
         return "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
-    if ctx.module_context.lowering_parameters.for_export:
+    if compat.for_export(ctx):
         return "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
     return None
 

@@ -13,10 +13,10 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu.ptx import (
     SPLAT,
     WARP,

@@ -20,6 +20,7 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
+from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import RowTile
 from jaxsoftmax.online import State
@@ -325,7 +326,7 @@ class _Memory:
     def store(self, ref, turn, values):
         """Stores what is computed in a turn."""
         if self.exact:
-            _put(self._at(ref, turn), values)
+            compat.store(self._at(ref, turn), values)
         else:
             self.layout.store(ref, self.row, self.count, turn, values)
 
@@ -345,7 +346,7 @@ class _Memory:
         if self.layout.whole_block:
             ref[self.row] = values
         elif self.exact:
-            _put(ref.at[pl.ds(self.row, self.layout.rows)], values)
+            compat.store(ref.at[pl.ds(self.row, self.layout.rows)], values)
         else:
             self.layout.store_row(ref, self.row, self.count, values)
 
@@ -363,14 +364,6 @@ class _Memory:
         """The first entry that the block has with a turn, of an array in that form."""
         rank = lax.axis_index("rank") if self.layout.blocks > 1 else jnp.int32(0)
         return ((self.row * self.layout.turns + turn) * self.layout.blocks + rank) * self.layout.warpgroups
-
-
-def _put(ref, values) -> None:
-    """Stores to global memory, also what JAX 0.12 takes for slow and refuses unless told: a few bytes for each row are."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
 
 
 def _group(layout: RowTile):
