@@ -140,25 +140,24 @@ def is_tested() -> bool:
     return tuple(jax.__version_info__) <= TESTED[-1]
 
 
-def does_not_lower(kernel: Callable[..., Any], operands: Sequence[Any], platform: str) -> str | None:
-    """Why `kernel` does not lower for operands of these types, on a JAX that was not tested; None on those that were.
+def failure(function: Callable[..., Any], *args: Any) -> str | None:
+    """Why `function(*args)` fails, on a JAX that was not tested; None, and it is not called, on those that were.
 
-    There an exception is a defect of ours, and stays one. The kernel is lowered once more than it has to be.
+    There an exception is a defect of ours, and stays one.
     """
     if is_tested():
         return None
-    given = [aval for aval in operands if aval is not None]
-
-    def alone(*arrays):
-        remaining = iter(arrays)
-        return kernel(*(aval if aval is None else next(remaining) for aval in operands))
-
     try:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in given]
-            jax.jit(alone).trace(*shapes).lower(lowering_platforms=(platform,))
+        function(*args)
     except Exception as error:
         newest = ".".join(map(str, TESTED[-1]))
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"it does not lower on jax {jax.__version__}, which is newer than the newest that was tested, {newest}: {words}"
     return None
+
+
+def lower(kernel: Callable[..., Any], operands: Sequence[Any], platform: str) -> None:
+    """Lowers `kernel` by itself for operands of these types, None where one is absent."""
+    types = [None if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        jax.jit(kernel).trace(*types).lower(lowering_platforms=(platform,))

@@ -221,14 +221,16 @@ def _refusal(name, module_name, primitive, target, forced, params, wide, avals, 
         return "shapes must be known while lowering, and these are symbolic"
     if (reason := compat.missing()) is not None:
         return reason
+    if forced is None and (reason := compat.failure(importlib.import_module, module_name)) is not None:
+        return reason
     module = importlib.import_module(module_name)
     reason = module.unsupported(primitive, target, *avals, **params)
-    if reason is None and forced is None:
-        kernel = functools.partial(getattr(module, primitive), **params)
-        reason = compat.does_not_lower(kernel, avals, target.platform)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
         cast = tuple(a is not None and a.dtype != before.dtype for a, before in zip(wide, avals, strict=True))
-        return module.unprofitable(primitive, target, tuple(fused), cast, *avals, **params)
+        reason = module.unprofitable(primitive, target, tuple(fused), cast, *avals, **params)
+    if reason is None and forced is None:
+        kernel = functools.partial(getattr(module, primitive), **params)
+        reason = compat.failure(compat.lower, kernel, avals, target.platform)
     return reason
 
 
