@@ -11,7 +11,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoftmax._core import dispatch, primitive, sharding
+from jaxsoftmax._core import compat, dispatch, primitive
 
 from . import cases
 
@@ -27,7 +27,7 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
     table = {name: module, "xla": dispatch.implementations[op]["xla"]}
     with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
         for each in primitives:
-            sharding.require_devices(each)
+            compat.require_devices(each)
         forget_lowerings()
         try:
             yield

@@ -389,7 +389,7 @@ def online_thread(x: jax.Array) -> jax.Array:
 
         def write(step: Any, carry: Any) -> Any:
             for i, score in enumerate(load(step * AHEAD)):
-                y_ref[here, step * AHEAD + i] = (jnp.exp(score - m) * factor).astype(x.dtype)
+                store(y_ref.at[here, step * AHEAD + i], (jnp.exp(score - m) * factor).astype(x.dtype))
             return carry
 
         start = [plgpu.layout_cast(jnp.full((threads,), value, jnp.float32), layout) for value in (LOWEST, 0.0, 0.0)]
@@ -398,6 +398,14 @@ def online_thread(x: jax.Array) -> jax.Array:
         lax.fori_loop(0, cols // AHEAD, write, ())
 
     return kernel("online_thread_rows", body, jax.ShapeDtypeStruct(x.shape, x.dtype), rows // threads, x)
+
+
+def store(column: Any, values: jax.Array) -> None:
+    """Stores what lies far apart in memory, which JAX 0.12 refuses as slow unless told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(column, values, optimized=False)
+    else:
+        column[...] = values
 
 
 def online_row(name: str, x: jax.Array, walk: Walk) -> jax.Array:

@@ -26,6 +26,7 @@ cast is exact, and a kernel computes in float32 anyway. Results have the dtype t
 load when first asked.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from typing import Any
 
 import jax
 
-from jaxsoftmax._core import arguments
+from jaxsoftmax._core import arguments, compat
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._gpu.target import Target
 
@@ -192,7 +193,7 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
     wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, call.dtypes, strict=True)]
     operands = dict.fromkeys(call.map.by_name) | dict(zip(call.names, types, strict=True))
     forced = call.forced
-    if forced is not None and _lacks(load(call.map.op, forced), name, operands):
+    if forced is not None and _lacks(call.map.op, forced, name, operands):
         forced = "xla"
     for implementation in implementations[call.map.op]:
         reason = _refusal(implementation, forced, call, target, operands, obstacle)
@@ -218,16 +219,26 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
         return obstacle
     if any(not isinstance(size, int) for a in operands.values() if a is not None for size in a.shape):
         return "shapes must be known while lowering, and these are symbolic"
+    if (reason := compat.missing()) is not None:
+        return reason
+    if forced is None and (reason := compat.failure(load, call.map.op, name)) is not None:
+        return reason
     module, primitive = load(call.map.op, name), call.map.name
     reason = module.unsupported(primitive, target, operands, **call.params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
-        cast = frozenset(n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype)
-        return module.unprofitable(primitive, target, operands, call.fused, cast, **call.params)
+        cast = frozenset([n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype])
+        reason = module.unprofitable(primitive, target, operands, call.fused, cast, **call.params)
+    if reason is None and forced is None:
+        kernel = functools.partial(getattr(module, primitive), target=target, **call.params)
+        reason = compat.failure(compat.lower, kernel, operands, target.platform)
     return reason
 
 
-def _lacks(module, primitive, operands) -> bool:
+def _lacks(op, implementation, primitive, operands) -> bool:
     """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
+    if compat.missing() is not None:
+        return False  # it does not load, which is to be said
+    module = load(op, implementation)
     return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands))
 
 

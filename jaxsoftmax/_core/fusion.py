@@ -57,12 +57,12 @@ def narrow_dtype(value: mlir.ir.Value) -> str | None:
     return _NARROW.get(str(_element(value)))
 
 
-def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable) -> bool:
+def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> bool:
     """Whether XLA would compute `value` together with what reads it, so that it never is in memory.
 
     Args:
       value: the operand of an operation that is lowered.
-      functions: where callees are found: `jnp.where`, `jax.nn.relu` and others are jitted functions.
+      functions: where callees are found, if they are: `jnp.where`, `jax.nn.relu` and others are jitted functions.
     """
     operation, calls = _producer(value, functions, ())
     return _kind(operation) in _FUSED and not _is_epilogue(operation, functions, calls)
@@ -88,7 +88,7 @@ def _producer(value, functions, calls) -> tuple[Any, tuple[Any, ...]]:
         operation = _operation(value)
         if operation is None and calls:
             value, calls = calls[-1].operands[value.arg_number], calls[:-1]
-        elif operation is not None and operation.name == "func.call":
+        elif functions is not None and operation is not None and operation.name == "func.call":
             *_, end = functions[operation.attributes["callee"].value].regions[0].blocks[0]
             value, calls = end.operands[value.result_number], (*calls, operation)
         elif operation is not None and _is_free(operation):

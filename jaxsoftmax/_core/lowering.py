@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxsoftmax._core import dispatch, fusion, sharding
+from jaxsoftmax._core import compat, dispatch, fusion, sharding
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._gpu.target import target_for
 
@@ -31,7 +31,7 @@ def register(this: Map, primitive: Primitive) -> None:
 def require_devices(this: Map, primitive: Primitive) -> None:
     """Makes devices known while a primitive is lowered that has kernels: where XLA cuts its operands, it asks back."""
     if len(dispatch.implementations[this.op]) > 1:
-        sharding.require_devices(primitive)
+        compat.require_devices(primitive)
 
 
 def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, **params) -> list[Any]:
@@ -64,7 +64,7 @@ def _lower(this: Map, ctx, *operands, names, **params):
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
             sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
-        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], ctx.module_context.symbol_table):
+        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], compat.symbol_table(ctx)):
             fused.append(name)
     params |= {"this": this, "names": names, "dtypes": tuple(aval.dtype for aval in ctx.avals_in), "fused": frozenset(fused)}
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), **params)

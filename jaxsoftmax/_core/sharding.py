@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxsoftmax._core import compat
 from jaxsoftmax._core.operands import Axes, Map
 
 # For each array the names of its last axes.
@@ -95,27 +95,23 @@ def has_explicit_axes(aval: Any) -> bool:
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
-def require_devices(primitive: Primitive) -> None:
-    """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs and JAX has no public way for."""
-    from jax._src.dispatch import prim_requires_devices_during_lowering
-
-    prim_requires_devices_during_lowering.add(primitive)
-
-
 def partitioning(ctx: Any) -> tuple[bool, str | None]:
     """Of what is lowered in `ctx`, a lowering rule's context.
 
     Returns:
       Whether it runs on parts of its arrays on several devices, and why it can be left to XLA only, or None.
     """
-    axes = ctx.module_context.axis_context
+    axes = compat.axis_context(ctx)
     manual = getattr(axes, "manual_axes", ())  # inside a shard_map
-    is_partitioned = set(manual) != set(axes.mesh.axis_names) if hasattr(axes, "manual_axes") else axes.num_devices != 1
+    if hasattr(axes, "manual_axes"):
+        is_partitioned = set(manual) != set(axes.mesh.axis_names)
+    else:
+        is_partitioned = axes is None or axes.num_devices != 1
     if not is_partitioned or explicit_mesh(ctx.avals_in) is not None:
         return is_partitioned, None
     if manual:
         return True, "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
-    if ctx.module_context.lowering_parameters.for_export:
+    if compat.for_export(ctx):
         return True, "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
     return True, None
 

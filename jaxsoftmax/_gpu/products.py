@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
+from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu.ptx import (
     SPLAT,
     WARP,

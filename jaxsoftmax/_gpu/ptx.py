@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from jaxsoftmax._core import compat
+from jaxsoftmax._core.compat import utils
 
 WARP = 32
 WARPS = 4  # of a warpgroup
@@ -150,7 +151,7 @@ def take_ticket(counter) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
         ticket = utils.inline_ptx(ptx, address_of(counter), thread(), result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
+        return fragmented([ticket], SPLAT.to_mgpu(), (), is_signed=True)
 
     return take(counter)
 
@@ -181,7 +182,7 @@ def _shared_address(ref, index, words: int):
 
 def tiled(tiles, warp_dims, lane_dims) -> Any:
     """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
-    layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+    layout = compat.tiled_layout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1)
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
@@ -321,7 +322,7 @@ def fragmented(registers, layout, shape, is_signed):
     array = np.empty(len(registers), object)
     array[:] = registers
     array = array.reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
+    return compat.fragmented_array(array, layout, is_signed)
 
 
 def _held(word):

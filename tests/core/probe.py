@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core import compat
 
 DTYPES = ("float32", "bfloat16", "float16")
 COLS = range(64, 1025, 64)
@@ -109,7 +110,7 @@ def _call(name, tile, operands, scale, dtype):
         if scale is not None:
             values[-1] = [half * scale_ref[0] for half in values[-1]]
         for half, result in zip(halves, tile(*values), strict=True):
-            out_ref[here, half] = result.astype(dtype)
+            compat.store(out_ref.at[here, half], result.astype(dtype))
 
     return plgpu.kernel(
         body,

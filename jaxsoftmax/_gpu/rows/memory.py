@@ -18,6 +18,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from jaxsoftmax._core import compat
 from jaxsoftmax._gpu.ptx import (
     SPLAT,
     WARP,
@@ -99,7 +100,7 @@ class Memory:
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores what is computed in a step."""
         if self.exact:
-            _put(self._at(ref, step), values)
+            compat.store(self._at(ref, step), values)
             return
         itemsize = values.dtype.itemsize
 
@@ -156,7 +157,7 @@ class Memory:
             ref[self.row] = values
             return
         if self.exact:
-            _put(ref.at[pl.ds(self.row, layout.rows)], values)
+            compat.store(ref.at[pl.ds(self.row, layout.rows)], values)
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout.row_layout))
@@ -255,14 +256,6 @@ class Memory:
         for i in range(layout.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // layout.lanes)))
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
-
-
-def _put(ref, values) -> None:
-    """Stores to global memory, also what JAX 0.12 takes for slow and refuses unless told: a few bytes for each row are."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
 
 
 def _signedness(dtype) -> bool | None:

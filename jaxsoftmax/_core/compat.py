@@ -1,0 +1,163 @@
+"""What the library uses of JAX that is private or may change: each name once, with its reason.
+
+A JAX that lacks one of them runs the reference, and `explain` says which one it lacks; importing this library, and the
+reference, need none. So does a JAX that is newer than those that were tested, where a kernel does not lower there. Nothing of
+Mosaic is imported before a kernel may run.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+# The versions of JAX that all tests ran on, the newest last.
+TESTED = ((0, 11, 2), (0, 12, 0, 1))
+
+_DISPATCH = "jax._src.dispatch"
+_RULES = "jax.interpreters.mlir"
+_MOSAIC = "jax.experimental.mosaic.gpu"
+_PALLAS = "jax.experimental.pallas.mosaic_gpu"
+_UTILS = "jax.experimental.mosaic.gpu.utils"
+
+# By module and name, why it is used. A parameter of a class stands in parentheses.
+NAMES: dict[tuple[str, str], str] = {
+    (_DISPATCH, "prim_requires_devices_during_lowering"): "makes devices known to `custom_partitioning`",
+    (_RULES, "ModuleContext.axis_context"): "tells how many devices a program runs on, and a `shard_map` around it",
+    (_RULES, "ModuleContext.symbol_table"): "finds the jitted functions that produce an operand",
+    (_RULES, "LoweringParameters.for_export"): "tells an export, whose program cannot ask back how arrays are sharded",
+    (_MOSAIC, "FragmentedArray(_registers)"): "an array of registers that PTX loaded",
+    (_MOSAIC, "TiledLayout(_check_canonical)"): "a layout that is about to be made canonical",
+    (_PALLAS, "inline_mgpu"): "puts MLIR and PTX into a kernel, for what Pallas lacks",
+    (_PALLAS, "Layout.TILED"): "registers as vectors that Pallas has no name for",
+    (_UTILS, "bitwidth"): "the size of a type of MLIR",
+    (_UTILS, "bytewidth"): "the size of a type of MLIR",
+    (_UTILS, "c"): "a constant of MLIR",
+    (_UTILS, "dtype_to_ir_type"): "the type of MLIR of a dtype",
+    (_UTILS, "inline_ptx"): "an instruction that has no operation in MLIR",
+    (_UTILS, "memref_ptr"): "the address of an array, for PTX",
+    (_UTILS, "thread_idx"): "the index of a thread in its block",
+    (_UTILS, "warp_barrier"): "waits for the threads of a warp",
+    (_UTILS, "when"): "a branch of MLIR without results",
+}
+
+
+def find(module: str, name: str) -> Any:
+    """What `module` has under a name of `NAMES`; of a parameter its class, of a field of an object no more than that it is.
+
+    Raises:
+      ImportError: there is no such module, or no such name in it.
+    """
+    path, _, parameter = name.rstrip(")").partition("(")
+    try:
+        found: Any = functools.reduce(_member, path.split("."), importlib.import_module(module))
+    except AttributeError as error:
+        raise ImportError(f"no {name}") from error
+    if parameter and parameter not in inspect.signature(found).parameters:
+        raise ImportError(f"no {name}")
+    return found
+
+
+def _member(owner, name):
+    is_field = isinstance(owner, type) and name in owner.__annotations__  # which has no value in the class
+    return None if is_field else getattr(owner, name)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why kernels cannot be built with this JAX: the first of `NAMES` that it lacks, in words, or None."""
+    for module, name in NAMES:
+        try:
+            find(module, name)
+        except ImportError:
+            return f"jax {jax.__version__} has no {name} in {module}, which kernels need"
+    return None
+
+
+# Sharding and lowering: these also run where kernels cannot.
+
+
+def require_devices(primitive: Any) -> None:
+    """Makes devices known while `primitive` is lowered; nothing where JAX has no such table, and kernels are refused."""
+    try:
+        find(_DISPATCH, "prim_requires_devices_during_lowering").add(primitive)
+    except ImportError:
+        return
+
+
+def axis_context(ctx: Any) -> Any:
+    """What a lowering rule's context says of devices and of a `shard_map` around it, or None."""
+    return getattr(ctx.module_context, "axis_context", None)
+
+
+def symbol_table(ctx: Any) -> Any:
+    """Where the functions of the module that is lowered are found, or None."""
+    return getattr(ctx.module_context, "symbol_table", None)
+
+
+def for_export(ctx: Any) -> bool:
+    """Whether the program that is lowered is exported."""
+    return getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", False)
+
+
+# Kernels.
+
+
+def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load with this module
+    if name != "utils":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return SimpleNamespace(**{name: find(module, name) for module, name in NAMES if module == _UTILS})
+
+
+def fragmented_array(registers: Any, layout: Any, is_signed: bool | None) -> Any:
+    """An array of Mosaic GPU that consists of these registers of MLIR."""
+    return find(_MOSAIC, "FragmentedArray(_registers)")(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def tiled_layout(tiling: Any, warp_dims: Any, lane_dims: Any, vector_dim: int) -> Any:
+    """A tiled layout of Mosaic GPU in canonical form."""
+    kind = find(_MOSAIC, "TiledLayout(_check_canonical)")
+    return kind(tiling, warp_dims, lane_dims, vector_dim, _check_canonical=False).canonicalize()
+
+
+def store(ref: Any, values: Any) -> None:
+    """Stores to global memory in any layout: since 0.12 JAX refuses one that splits cache lines, unless told by `store`."""
+    pallas: Any = importlib.import_module(_PALLAS)
+    if hasattr(pallas, "store"):
+        pallas.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+# A newer JAX.
+
+
+def is_tested() -> bool:
+    """Whether this JAX is no newer than the newest one that was tested."""
+    return tuple(jax.__version_info__) <= TESTED[-1]
+
+
+def failure(function: Callable[..., Any], *args: Any) -> str | None:
+    """Why `function(*args)` fails, on a JAX that was not tested; None, and it is not called, on those that were.
+
+    There an exception is a defect of ours, and stays one.
+    """
+    if is_tested():
+        return None
+    try:
+        function(*args)
+    except Exception as error:
+        newest = ".".join(map(str, TESTED[-1]))
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"it does not lower on jax {jax.__version__}, which is newer than the newest that was tested, {newest}: {words}"
+    return None
+
+
+def lower(kernel: Callable[..., Any], operands: dict[str, Any], platform: str) -> None:
+    """Lowers `kernel` by itself for operands of these types by name, None where one is absent."""
+    types = {n: None if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype) for n, aval in operands.items()}
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        jax.jit(lambda types: kernel(**types)).trace(types).lower(lowering_platforms=(platform,))

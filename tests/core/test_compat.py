@@ -1,0 +1,187 @@
+"""What the library uses of JAX that is private, or newer than what was tested: kernels are refused, and the reference runs."""
+
+import importlib
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax._core import compat, sharding
+from jaxsoftmax.ops.softmax import mosaic
+
+from .. import kernels
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
+X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+Q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+
+
+class Without(types.ModuleType):
+    """A module that lacks some of its names; a name with a dot or a parameter leaves a class that lacks it."""
+
+    def __init__(self, module, names):
+        super().__init__(module)
+        self.module, self.names = importlib.import_module(module), {re.split(r"[.(]", name)[0] for name in names}
+        self.fields = {name.split(".")[-1] for name in names}
+        self.bare = {name for name in self.names if any(full.startswith((f"{name}.", f"{name}(")) for full in names)}
+
+    def __getattr__(self, name):
+        if name in self.bare:
+            kept = getattr(getattr(self.module, name), "__annotations__", {}).keys() - self.fields
+            return type(name, (), {"__annotations__": dict.fromkeys(kept)})
+        if name in self.names:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self.module, name)
+
+
+def hide(names):
+    """For each module that has some of `names` one that lacks those."""
+    return {module: Without(module, {name for owner, name in names if owner == module}) for module, _ in names}
+
+
+@pytest.fixture
+def forgetting():
+    compat.missing.cache_clear()
+    yield
+    compat.missing.cache_clear()
+
+
+def softmax_and_attention(x, q):
+    return jaxsoftmax.softmax(x), jaxsoftmax.dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("name", compat.NAMES, ids=" ".join)
+def test_a_jax_that_lacks_a_name_runs_the_reference_and_explain_names_it(forgetting, monkeypatch, name):
+    for module, without in hide([name]).items():
+        monkeypatch.setitem(sys.modules, module, without)
+    compat.missing.cache_clear()
+    decisions = explain(softmax_and_attention, X, Q, platform="cuda")
+    assert {decision.primitive for decision in decisions} == {"softmax", "dot_product_attention"}
+    for decision in decisions:
+        assert decision.implementation == "xla"
+        assert dict(decision.refusals)["mosaic"] == f"jax {jax.__version__} has no {name[1]} in {name[0]}, which kernels need"
+    words = re.escape(f"softmax: implementation='mosaic' cannot run: jax {jax.__version__} has no {name[1]}")
+    with pytest.raises(NotImplementedError, match=words):
+        explain(lambda x: jaxsoftmax.softmax(x, implementation="mosaic"), X, platform="cuda")
+    x, q = np.linspace(-3, 3, 64).reshape(4, 16).astype(np.float32), np.ones((1, 3, 2, 8), np.float32)
+    y, o = jax.jit(lambda x, q: softmax_and_attention(x, q))(x, q)
+    np.testing.assert_allclose(y, jax.nn.softmax(x), rtol=1e-6)
+    np.testing.assert_allclose(o, q, rtol=1e-6)
+
+
+def test_import_and_reference_need_none_of_the_names():
+    """In a process of its own, where all of them are gone before the import, and so are the modules of kernels."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import jax
+from tests.core.test_compat import Without, compat, hide
+names = list(compat.NAMES)
+for module in [module for module in sys.modules if module.startswith("jaxsoftmax")]:
+    del sys.modules[module]
+sys.modules |= hide(names)
+import jaxsoftmax
+q = jax.numpy.ones((1, 3, 2, 8))
+print(jaxsoftmax.softmax(jax.numpy.zeros(4)), jaxsoftmax.dot_product_attention(q, q, q).sum())
+print(jaxsoftmax.explain(jaxsoftmax.softmax, jax.ShapeDtypeStruct((64, 4096), "bfloat16"), platform="cuda"))
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.startswith("[0.25 0.25 0.25 0.25] 48.0\n")
+    assert "not mosaic: jax" in out
+
+
+def test_importing_the_library_loads_nothing_of_pallas():
+    script = "import jax, sys; before = set(sys.modules); import jaxsoftmax; print(*sorted(set(sys.modules) - before))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "jaxsoftmax._core.compat" in out.split()
+    kernels_only = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxsoftmax._gpu.")
+    loaded = [module for module in out.split() if module.startswith(kernels_only)]
+    assert loaded == ["jaxsoftmax._gpu.target"]
+
+
+def test_a_context_that_says_nothing_stands_in_no_ones_way():
+    ctx = types.SimpleNamespace(module_context=types.SimpleNamespace(), avals_in=[jax.typeof(np.zeros(3, np.float32))])
+    assert compat.axis_context(ctx) is compat.symbol_table(ctx) is None
+    assert not compat.for_export(ctx)
+    assert sharding.partitioning(ctx)[1] is None
+
+
+def test_every_private_name_of_jax_is_used_through_compat():
+    package = Path(jaxsoftmax.__file__).parent
+    private = re.compile(
+        r"jax\._src|mosaic\.gpu\b|_registers=|_check_canonical|\.axis_context|\.symbol_table|for_export|hasattr\(plgpu"
+    )
+    for path in package.rglob("*.py"):
+        if path != Path(compat.__file__):
+            found = [line for line in path.read_text().splitlines() if private.search(line) and "compat." not in line]
+            assert not found, f"{path}: {found}"
+
+
+# A newer JAX.
+
+
+def broken(*args, **kwargs):
+    raise TypeError("kernel() takes no layouts any more\nand more lines")
+
+
+def test_a_kernel_that_does_not_lower_on_a_newer_jax_leaves_the_reference_and_a_reason(monkeypatch):
+    monkeypatch.setattr(mosaic, "softmax", broken)
+    with pytest.raises(TypeError, match="takes no layouts"):  # on a tested one it is a defect of ours
+        explain(jaxsoftmax.softmax, X, platform="cuda")
+    monkeypatch.setattr(jax, "__version_info__", (99, 0, 1))
+    monkeypatch.setattr(jax, "__version__", "99.0.1")
+    (decision,) = explain(jaxsoftmax.softmax, X, platform="cuda")
+    assert decision.implementation == "xla"
+    newest = ".".join(map(str, compat.TESTED[-1]))
+    assert dict(decision.refusals)["mosaic"] == (
+        f"it does not lower on jax 99.0.1, which is newer than the newest that was tested, {newest}:"
+        " TypeError: kernel() takes no layouts any more"
+    )
+    assert kernels.kernel_names(kernels.lowered_for_cuda(jaxsoftmax.softmax, X)) == []
+    with pytest.raises(TypeError, match="takes no layouts"):
+        explain(lambda x: jaxsoftmax.softmax(x, implementation="mosaic"), X, platform="cuda")
+
+
+def test_a_module_of_kernels_that_does_not_load_on_a_newer_jax_leaves_the_reference_and_a_reason(monkeypatch, forgetting):
+    monkeypatch.setattr(jax, "__version_info__", (99, 0, 1))
+    with kernels.plugged_in("softmax", "unloadable", "a_module_that_does_not_exist", "cuda"):
+        (decision,) = explain(jaxsoftmax.softmax, X, platform="cuda")
+        assert decision.implementation == "xla"
+        assert "No module named 'a_module_that_does_not_exist'" in dict(decision.refusals)["unloadable"]
+        with pytest.raises(ModuleNotFoundError):
+            explain(lambda x: jaxsoftmax.softmax(x, implementation="unloadable"), X, platform="cuda")
+
+
+def test_a_kernel_that_lowers_on_a_newer_jax_runs_there(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (99, 0, 1))
+    decisions = explain(softmax_and_attention, X, Q, platform="cuda")
+    assert {decision.implementation for decision in decisions} == {"mosaic"}
+    mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices("cpu")[:4], axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        shards = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("rows")))
+        (decision,) = explain(jaxsoftmax.softmax, shards, platform="cuda")
+        assert (decision.operands, decision.implementation) == (("bfloat16[16,4096]",), "mosaic")
+
+
+@pytest.mark.parametrize("version", [(0, 11, 2), (0, 12, 0, 1), (0, 12)])
+def test_what_was_tested_is_no_newer_than_the_newest_tested(monkeypatch, version):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert compat.is_tested()
+    monkeypatch.setattr(jax, "__version_info__", (*compat.TESTED[-1], 1))
+    assert not compat.is_tested()
+
+
+def test_this_jax_is_a_tested_one():
+    assert tuple(jax.__version_info__) in compat.TESTED, "run all tests on it, and add it to compat.TESTED"
+    assert compat.missing() is None
+    assert hasattr(plgpu, "kernel")
