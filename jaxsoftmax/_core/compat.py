@@ -45,6 +45,7 @@ NAMES: dict[tuple[str, str], str] = {
 }
 
 
+@functools.cache
 def find(module: str, name: str) -> Any:
     """What `module` has under a name of `NAMES`; of a parameter its class, of a field of an object no more than that it is.
 
@@ -141,12 +142,7 @@ def is_tested() -> bool:
 
 
 def failure(function: Callable[..., Any], *args: Any) -> str | None:
-    """Why `function(*args)` fails, on a JAX that was not tested; None, and it is not called, on those that were.
-
-    There an exception is a defect of ours, and stays one.
-    """
-    if is_tested():
-        return None
+    """Why `function(*args)` fails on a JAX that was not tested, or None; on those that were, a failure is a defect of ours."""
     try:
         function(*args)
     except Exception as error:

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -221,14 +220,16 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
         return "shapes must be known while lowering, and these are symbolic"
     if (reason := compat.missing()) is not None:
         return reason
-    if forced is None and (reason := compat.failure(load, call.map.op, name)) is not None:
+    module_name, primitive = implementations[call.map.op][name], call.map.name
+    is_guarded = forced is None and not compat.is_tested()
+    if is_guarded and (reason := compat.failure(importlib.import_module, module_name)) is not None:
         return reason
-    module, primitive = load(call.map.op, name), call.map.name
+    module = importlib.import_module(module_name)
     reason = module.unsupported(primitive, target, operands, **call.params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
         cast = frozenset([n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype])
         reason = module.unprofitable(primitive, target, operands, call.fused, cast, **call.params)
-    if reason is None and forced is None:
+    if reason is None and is_guarded:
         kernel = functools.partial(getattr(module, primitive), target=target, **call.params)
         reason = compat.failure(compat.lower, kernel, operands, target.platform)
     return reason
@@ -238,13 +239,8 @@ def _lacks(op, implementation, primitive, operands) -> bool:
     """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
     if compat.missing() is not None:
         return False  # it does not load, which is to be said
-    module = load(op, implementation)
+    module = importlib.import_module(implementations[op][implementation])
     return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands))
-
-
-def load(op: str, implementation: str) -> ModuleType:
-    """The module of an implementation of an op."""
-    return importlib.import_module(implementations[op][implementation])
 
 
 def record(decision: Decision) -> None:

@@ -6,6 +6,7 @@ place, so equal calls lower their kernel once. It has a version for CUDA, which 
 """
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,23 +38,18 @@ def require_devices(this: Map, primitive: Primitive) -> None:
 def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, **params) -> list[Any]:
     """A map as its reference computes it, on shards where types say how operands and results are sharded."""
     del implementation
-    reference = dispatch.load(this.op, "xla")
+    reference = getattr(importlib.import_module(dispatch.implementations[this.op]["xla"]), this.name)
     names = [name for name, operand in operands.items() if operand is not None]
-    given = [operands[name] for name in names]
+    given, absent = [operands[name] for name in names], dict.fromkeys(this.by_name.keys() - set(names))
 
     def run(*given, axis_name=()):
         del axis_name
-        return _run(this, reference, dict(zip(names, given, strict=True)), **params)
+        return jax.tree.leaves(reference(**absent, **dict(zip(names, given, strict=True)), **params))
 
     types = [jax.typeof(operand) for operand in given]
     if this.is_aligned or sharding.explicit_mesh(types) is None:
         return run(*given)
     return sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
-
-
-def _run(this: Map, module, operands, **options) -> list[Any]:
-    """The results of an implementation."""
-    return jax.tree.leaves(getattr(module, this.name)(**dict.fromkeys(this.by_name) | operands, **options))
 
 
 def _lower(this: Map, ctx, *operands, names, **params):
@@ -76,6 +72,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
 
     `dtypes` are those after casts to float32, of which the reference gets the operands.
     """
+    absent = dict.fromkeys(this.by_name.keys() - set(names))
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     call = dispatch.Call(this, names, dtypes, fused, implementation, params)
 
@@ -84,8 +81,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
             operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
         else:
             options["target"] = target
-        module = dispatch.load(this.op, implementation)
-        return _run(this, module, dict(zip(names, operands, strict=True)), **params, **options)
+        function = getattr(importlib.import_module(dispatch.implementations[this.op][implementation]), this.name)
+        return jax.tree.leaves(function(**absent, **dict(zip(names, operands, strict=True)), **params, **options))
 
     def on_shard(*operands, axis_name):
         obstacle = None
@@ -100,8 +97,9 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     # Types that say how arrays are sharded stand in the way of a reference that reshapes.
     is_typed = not this.is_aligned and sharding.explicit_mesh(ctx.avals_in) is not None
     if is_typed or (is_partitioned and decision.implementation != "xla"):
-        axes = this.axes(names, len(results), **params)
-        return mlir.lower_fun(sharding.partitioned(on_shard, ctx, *axes, params.get("axes", ())))(ctx, *operands)
+        names_in, names_out = this.axes(names, len(results), **params)
+        function = sharding.partitioned(on_shard, ctx, names_in, names_out, params.get("axes", ()))
+        return mlir.lower_fun(function)(ctx, *operands)
     dispatch.record(decision)
     function = functools.partial(run, decision.implementation)
     if this.is_aligned:

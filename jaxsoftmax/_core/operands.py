@@ -61,5 +61,7 @@ class Map:
 
     def axes(self, names: Sequence[str], results: int, **params: Any) -> tuple[list[Axes], list[Axes]]:
         """The names of the axes of the operands of these names, and of the results, which are so many."""
-        out = [()] * results if self.results is None else [result.axes for result in self.results(**params)]
+        out: list[Axes] = [()] * results
+        if self.results is not None:
+            out = [result.axes for result in self.results(**params)]
         return [self.by_name[name].axes for name in names], out

@@ -51,8 +51,13 @@ def hide(names):
 
 @pytest.fixture
 def forgetting():
-    compat.missing.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget():
+    compat.find.cache_clear()
     compat.missing.cache_clear()
 
 
@@ -64,7 +69,7 @@ def softmax_and_attention(x, q):
 def test_a_jax_that_lacks_a_name_runs_the_reference_and_explain_names_it(forgetting, monkeypatch, name):
     for module, without in hide([name]).items():
         monkeypatch.setitem(sys.modules, module, without)
-    compat.missing.cache_clear()
+    forget()
     decisions = explain(softmax_and_attention, X, Q, platform="cuda")
     assert {decision.primitive for decision in decisions} == {"softmax", "dot_product_attention"}
     for decision in decisions:
