@@ -96,9 +96,9 @@ def attention_fn(
       ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
     """
     query, key, value = _operand(_NAME, "query", query), _operand(_NAME, "key", key), _operand(_NAME, "value", value)
-    is_causal = arguments.flag(_NAME, "is_causal", is_causal)
-    deterministic = arguments.flag(_NAME, "deterministic", deterministic)
-    force_fp32_for_softmax = arguments.flag(_NAME, "force_fp32_for_softmax", force_fp32_for_softmax)
+    is_causal, deterministic, force_fp32_for_softmax = arguments.flags(
+        _NAME, is_causal=is_causal, deterministic=deterministic, force_fp32_for_softmax=force_fp32_for_softmax
+    )
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
     einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}

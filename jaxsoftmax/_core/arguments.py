@@ -60,6 +60,11 @@ def flag(function: str, name: str, value: Any) -> bool:
     raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
 
 
+def flags(function: str, **values: Any) -> list[bool]:
+    """Concrete bools, by the names of their arguments."""
+    return [flag(function, name, value) for name, value in values.items()]
+
+
 def number(function: str, name: str, value: Any, instead: str = "") -> float:
     """A concrete real number, of an array without axes too."""
     if isinstance(value, jax.core.Tracer):

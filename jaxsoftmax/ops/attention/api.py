@@ -183,10 +183,13 @@ def dot_product_attention(
     if sinks is not None:
         sinks = _sinks(sinks, heads, len(batch))
     rate = _dropout_rate(dropout_rate)
-    is_causal = arguments.flag(_NAME, "is_causal", is_causal)
-    deterministic = arguments.flag(_NAME, "deterministic", deterministic)
-    return_residual = arguments.flag(_NAME, "return_residual", return_residual)
-    broadcast = arguments.flag(_NAME, "broadcast_dropout", broadcast_dropout)
+    is_causal, deterministic, return_residual, broadcast = arguments.flags(
+        _NAME,
+        is_causal=is_causal,
+        deterministic=deterministic,
+        return_residual=return_residual,
+        broadcast_dropout=broadcast_dropout,
+    )
     seeds = None
     if rate > 0 and not deterministic:
         seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)

@@ -132,9 +132,7 @@ def logsumexp(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `softmax`.
     """
-    keepdims, return_sign = (
-        arguments.flag("logsumexp", name, value) for name, value in (("keepdims", keepdims), ("return_sign", return_sign))
-    )
+    keepdims, return_sign = arguments.flags("logsumexp", keepdims=keepdims, return_sign=return_sign)
     if b is not None or return_sign:
         return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
     operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
