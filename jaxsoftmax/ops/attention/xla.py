@@ -160,9 +160,11 @@ def dot_product_attention_vjp(
             sums["bias"] = tile.add_scores(sums["bias"], ds)
         return sums
 
-    sums = {name: jnp.zeros(problem.shape(name), dtype) for name in wanted if name != "sinks"}
-    for name in {"query", "key", "value"} & set(sums):
-        sums[name] = jnp.zeros((*problem.batch, *sums[name].shape[len(problem.batch) :]), dtype)
+    sums = {}
+    for name in wanted:  # in this order, not that of a set of strings: the program is the same in every process
+        shape = problem.shape(name)
+        if name != "sinks":
+            sums[name] = jnp.zeros(shape if name == "bias" else (*problem.batch, *shape[len(problem.batch) :]), dtype)
     if sums:
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
