@@ -116,6 +116,14 @@ def partitioning(ctx: Any) -> tuple[bool, str | None]:
     return True, None
 
 
+def devices_of_compiler(ctx: Any) -> int:
+    """Over how many devices the compiler may cut arrays of what is lowered in `ctx`."""
+    axes = ctx.module_context.axis_context
+    if not hasattr(axes, "manual_axes"):
+        return axes.num_devices
+    return math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
+
+
 def explicit_mesh(avals: Sequence[Any]) -> Any:
     """The mesh of arrays, if their types say all about how they are sharded, or None."""
     mesh = next((a.sharding.mesh for a in avals if has_explicit_axes(a)), None)
