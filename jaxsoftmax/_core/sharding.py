@@ -118,9 +118,9 @@ def partitioning(ctx: Any) -> tuple[bool, str | None]:
 
 def devices_of_compiler(ctx: Any) -> int:
     """Over how many devices the compiler may cut arrays of what is lowered in `ctx`."""
-    axes = ctx.module_context.axis_context
+    axes = compat.axis_context(ctx)
     if not hasattr(axes, "manual_axes"):
-        return axes.num_devices
+        return 1 if axes is None else axes.num_devices
     return math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
 
 
