@@ -43,11 +43,12 @@ def compiling_quickly():
     if jax.default_backend() != "cpu":
         yield
         return
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def promoting():

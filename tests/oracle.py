@@ -11,6 +11,7 @@ The first part is a few roundings, and an exponential whose argument was rounded
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -164,6 +165,23 @@ def error(actual, truth: Truth) -> float:
         same = (actual == value) | (np.isnan(actual) & np.isnan(value))
         fraction = np.where(same, 0.0, np.abs(actual - value) / budget)
     return float(np.max(np.where(np.isnan(fraction), np.inf, fraction)))
+
+
+def assert_same_in_float64(actual, expected) -> None:
+    """Fails unless two float64 computations of one value, trees of arrays, differ in no more than rounding.
+
+    Each step errs by 2^-53 of its terms. 2^-30 of the largest value leaves room for a thousand steps on terms that are a
+    thousand times what they add up to, and is far less than what a wrong term makes.
+    """
+
+    def check(actual, expected):
+        actual, expected = np.asarray(actual), np.asarray(expected)
+        assert actual.dtype == expected.dtype
+        assert actual.dtype in (np.float64, np.complex128)
+        largest = np.max(np.abs(expected), initial=0, where=np.isfinite(expected))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2.0**-30 * largest)
+
+    jax.tree.map(check, actual, expected)
 
 
 def _half_subnormal(dtype) -> float:

@@ -42,13 +42,15 @@ def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *,
     names = [name for name, operand in operands.items() if operand is not None]
     given, absent = [operands[name] for name in names], dict.fromkeys(this.by_name.keys() - set(names))
 
-    def run(*given, axis_name=()):
+    def run(*given, axis_name=(), **options):
         del axis_name
-        return jax.tree.leaves(reference(**absent, **dict(zip(names, given, strict=True)), **params))
+        return jax.tree.leaves(reference(**absent, **dict(zip(names, given, strict=True)), **params, **options))
 
     types = [jax.typeof(operand) for operand in given]
-    if this.is_aligned or sharding.explicit_mesh(types) is None:
+    if this.is_aligned:
         return run(*given)
+    if sharding.explicit_mesh(types) is None:
+        return run(*given, devices=types[0].sharding.mesh.size)
     return sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
 
 
@@ -104,6 +106,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     function = functools.partial(run, decision.implementation)
     if this.is_aligned:
         return mlir.lower_fun(function)(ctx, *operands)
+    if decision.implementation == "xla":
+        function = functools.partial(function, devices=sharding.devices_of_compiler(ctx))
     with sharding.on_no_mesh():
         return mlir.lower_fun(function)(ctx.replace(avals_in=[sharding.whole(aval) for aval in ctx.avals_in]), *operands)
 

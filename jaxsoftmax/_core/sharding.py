@@ -116,6 +116,14 @@ def partitioning(ctx: Any) -> tuple[bool, str | None]:
     return True, None
 
 
+def devices_of_compiler(ctx: Any) -> int:
+    """Over how many devices the compiler may cut arrays of what is lowered in `ctx`."""
+    axes = compat.axis_context(ctx)
+    if not hasattr(axes, "manual_axes"):
+        return 1 if axes is None else axes.num_devices
+    return math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
+
+
 def explicit_mesh(avals: Sequence[Any]) -> Any:
     """The mesh of arrays, if their types say all about how they are sharded, or None."""
     mesh = next((a.sharding.mesh for a in avals if has_explicit_axes(a)), None)
@@ -198,9 +206,9 @@ def _named(array, names):
 
 
 def _dims(arrays, names, even=()):
-    """How each name is sharded: as in the first array that is sharded along it, unless its mesh axes are taken already.
+    """How each name is sharded: as in the first array that is sharded along it, over its mesh axes that are not taken.
 
-    Names that have several sizes and those that are `even` are sharded only where each size is a multiple of the shards.
+    Names that have several sizes and those that are `even` are sharded over as many devices as share each size evenly.
     """
     found, sizes = {}, {}
     for array, trailing in zip(arrays, names, strict=True):
@@ -211,13 +219,20 @@ def _dims(arrays, names, even=()):
                 found.setdefault(name, (dim, array.sharding.mesh))
     dims, taken = {}, set()
     for name, (dim, mesh) in found.items():
-        over = dim if isinstance(dim, tuple) else (dim,)
-        shards = math.prod(mesh.shape[axis] for axis in over)
-        uneven = (len(sizes[name]) > 1 or name in even) and any(size % shards for size in sizes[name])
-        if not uneven and not taken & set(over):
-            dims[name] = dim
+        over = tuple(axis for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis not in taken)
+        if len(sizes[name]) > 1 or name in even:
+            over = _evenly(over, mesh, sizes[name])
+        if over:
+            dims[name] = over if len(over) > 1 else over[0]
             taken |= set(over)
     return dims
+
+
+def _evenly(axes, mesh, sizes):
+    """Of the mesh axes, in their order, those that share each of the sizes evenly among the most devices."""
+    subsets = [subset for count in range(len(axes), -1, -1) for subset in itertools.combinations(axes, count)]
+    shards = {subset: math.prod(mesh.shape[axis] for axis in subset) for subset in subsets}
+    return max((subset for subset in subsets if not any(size % shards[subset] for size in sizes)), key=shards.get)
 
 
 def _specs(dims, arrays, names):

@@ -22,7 +22,7 @@ from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._core import primitive as core
 from jaxsoftmax.ops.softmax import primitive, xla
 
-from .. import kernels
+from .. import kernels, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -189,13 +189,13 @@ def test_every_transformation_lowers_to_kernels(probe, transformation):
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=" and ".join)
 def test_export_holds_the_kernel_for_cuda_and_the_reference_elsewhere(probe, platforms):
-    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=platforms)(X)
+    exported = jax.export.export(jax.jit(lambda x: value_and_cotangent(softmax)(x)[1]), platforms=platforms)(X)
     kernels.assert_ran(exported.mlir_module(), "probe")
     assert sorted(kernels.kernel_names(exported.mlir_module())) == [BACKWARD, FORWARD]
     if "cpu" in platforms:
         with jax.default_device(jax.devices("cpu")[0]):
             x = np.random.default_rng(0).standard_normal(X.shape).astype(X.dtype)
-            np.testing.assert_allclose(exported.call(x), jax.grad(loss)(x), rtol=1e-6, atol=1e-9)
+            assert oracle.error(exported.call(x), oracle.softmax_derivative(x, x, -1)) <= 1
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=" and ".join)
@@ -325,7 +325,7 @@ def test_all_of_online_runs_inside_a_kernel(probe):
     x = np.random.default_rng(0).standard_normal((2 * block, 192)).astype(np.float32) * 30
     x[0], x[1, :130], x[2, 3] = -np.inf, -np.inf, np.inf
     kernels.lowered_for_cuda(lse, jax.ShapeDtypeStruct(x.shape, x.dtype), kernels=["online"])
-    np.testing.assert_allclose(kernels.interpreted(lse, x), np.logaddexp.reduce(x.astype(np.float64), -1), rtol=1e-6)
+    assert oracle.error(kernels.interpreted(lse, x), oracle.logsumexp(x, -1)) <= 1
 
 
 def racing(x):
@@ -355,11 +355,6 @@ E, A = AxisType.Explicit, AxisType.Auto
 KINDS = {"explicit": (E, E), "auto": (A, A), "explicit and auto": (E, A), "auto and explicit": (A, E)}
 MESHES = pytest.mark.parametrize("kind", ["explicit", "auto", "explicit and auto"])
 OPS = {"softmax": softmax, "log_softmax": jaxsoftmax.log_softmax, "logsumexp": last_logsumexp}
-TRUTH = {
-    "softmax": jax.nn.softmax,
-    "log_softmax": jax.nn.log_softmax,
-    "logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
-}
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
 
 
@@ -372,12 +367,22 @@ def sharded(shape, mesh, *spec):
     return x, jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
-def value_and_gradient(f):
-    return lambda x: (f(x), jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x))
+def value_and_cotangent(f):
+    """The result of `f`, and the cotangent of its operand for that one, or for ones where it has no such shape."""
+
+    def both(x):
+        y, pull = jax.vjp(f, x)
+        return y, *pull(x if y.shape == x.shape else jnp.ones_like(y))
+
+    return both
 
 
-def assert_close(actual, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+def assert_right(op, actual, x):
+    """Fails unless that is what float64 has, within the budgets."""
+    pulled = {"softmax": oracle.softmax_derivative, "log_softmax": oracle.log_softmax_cotangent}
+    cotangent = pulled[op](x, x, -1) if op in pulled else oracle.logsumexp_cotangent(x, np.ones(x.shape[:-1]), -1)
+    for result, truth in zip(actual, (getattr(oracle, op)(x, -1), cotangent), strict=True):
+        assert oracle.error(result, truth) <= 1
 
 
 def collectives(compiled):
@@ -390,8 +395,8 @@ def test_an_implementation_gets_shards_and_nothing_is_communicated(local, op, ki
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         x, shards = sharded((8, 6, 64), mesh, "data", "model")
-        compiled = jax.jit(value_and_gradient(OPS[op])).lower(shards).compile()
-        assert_close(compiled(shards), value_and_gradient(TRUTH[op])(x))
+        compiled = jax.jit(value_and_cotangent(OPS[op])).lower(shards).compile()
+        assert_right(op, compiled(shards), x)
     assert collectives(compiled) == set()
     assert "[8,6,64]" not in str(compiled.as_text())
     operands = {shapes[0] for shapes in local.shapes}
@@ -409,7 +414,7 @@ def test_operands_that_vary_along_fewer_axes_are_sharded_along_those(local, kind
         x, shards = sharded((8, 6, 64), mesh, "data", "model")
         mask = jax.device_put(where, NamedSharding(mesh, P(None, "model")))
         compiled = jax.jit(lambda x, where, scale: softmax(x, where=where, scale=scale)).lower(shards, mask, 0.5).compile()
-        assert_close(compiled(shards, mask, 0.5), jax.nn.softmax(x * np.float32(0.5), where=where))
+        assert oracle.error(compiled(shards, mask, 0.5), oracle.softmax(x, -1, where, 0.5)) <= 1
     assert collectives(compiled) == set()
     assert local.shapes[-1] == ((2, 3, 64), (1, 3, 64), (1, 1, 1))
 
@@ -421,7 +426,7 @@ def test_eager_calls_and_vmap_run_on_shards(local, kind):
         x, shards = sharded((8, 6, 64), mesh, "data")
         for f in (softmax, jax.jit(jax.vmap(softmax, in_axes=1, out_axes=1))):
             y = f(shards)
-            assert_close(y, jax.nn.softmax(x))
+            assert oracle.error(y, oracle.softmax(x)) <= 1
             assert y.sharding.is_equivalent_to(shards.sharding, 3)
             assert local.shapes.pop() == ((2, 6, 64),)
 
@@ -432,8 +437,8 @@ def test_a_sharded_axis_is_merged_over_devices_by_the_reference(local, op, kind)
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         x, shards = sharded((8, 6, 64), mesh, "data", None, "model")
-        compiled = jax.jit(value_and_gradient(OPS[op])).lower(shards).compile()
-        assert_close(compiled(shards), value_and_gradient(TRUTH[op])(x))
+        compiled = jax.jit(value_and_cotangent(OPS[op])).lower(shards).compile()
+        assert_right(op, compiled(shards), x)
     assert collectives(compiled) == {"all-reduce"}
     assert {shapes[0] for shapes in local.shapes} <= {x.shape}  # never for a shard, which is a part of a row
 
@@ -455,7 +460,7 @@ def test_an_axis_that_devices_cannot_share_evenly_holds_no_padding(local):
         x, shards = sharded((6, 64), mesh, None, "data")
         for op, f in OPS.items():
             cut = jax.jit(lambda x, f=f: f(x[:, :61]))
-            assert_close(cut(shards), TRUTH[op](x[:, :61]))
+            assert oracle.error(cut(shards), getattr(oracle, op)(x[:, :61], -1)) <= 1
 
 
 def test_explain_shows_each_op_once_and_why_shards_are_left_to_the_reference(local):
@@ -482,7 +487,7 @@ def test_inside_a_shard_map_nothing_is_wrapped(local, kind):
         assert local.shapes == [((2, 64),)]
         assert lowered.as_text().count("sdy.manual_computation") == 1
         assert "CustomSPMDPartitioning" not in lowered.as_text()
-        assert_close(lowered.compile()(shards), jax.nn.softmax(x))
+        assert oracle.error(lowered.compile()(shards), oracle.softmax(x)) <= 1
 
 
 def test_a_shard_map_over_some_axes_leaves_automatic_ones_to_the_reference(local):
@@ -496,7 +501,7 @@ def test_a_shard_map_over_some_axes_leaves_automatic_ones_to_the_reference(local
             if implementation == "xla":
                 assert "leaves mesh axes automatic" in dict(decision.refusals)["local"]
             compiled = f.lower(shards).compile()
-            assert_close(compiled(shards), jax.nn.softmax(x))
+            assert oracle.error(compiled(shards), oracle.softmax(x)) <= 1
             assert collectives(compiled) == set()
 
 

@@ -206,8 +206,9 @@ NAN = np.nan
 )
 def test_naive_is_wrong_exactly_where_it_must_be(example, scores, expected):
     y = np.asarray(interpreted(example, "naive", example.padded(scores)))[0]
-    np.testing.assert_allclose(y[: len(scores)], expected, rtol=1e-4, atol=1e-30)
-    np.testing.assert_allclose(example.naive_in_words(scores), expected, rtol=1e-4, atol=1e-30)
+    few = (8 + 3 * 100) * oracle.EPS  # roundings of an exponential, and exp(-87) is as good as 0
+    for found in (y[: len(scores)], example.naive_in_words(scores)):
+        np.testing.assert_allclose(found, expected, rtol=few, atol=1e-37)
     assert_right(interpreted(example, "fused", example.padded(scores)), example.padded(scores))
 
 
@@ -215,7 +216,7 @@ def test_float16_does_not_overflow_sooner(example):
     """Arithmetic is float32: exp(60) is no float16."""
     x = example.padded([60, 59, 0]).astype(jnp.float16)
     y = np.asarray(interpreted(example, "naive", x)).astype(np.float64)
-    np.testing.assert_allclose(y[0, :3], [0.7310586, 0.2689414, 0], rtol=2e-3, atol=1e-7)
+    np.testing.assert_allclose(y[0, :3], [0.7310586, 0.2689414, 0], rtol=2.0**-10, atol=2.0**-24)  # units of float16
 
 
 # Lowered for CUDA.
@@ -329,13 +330,12 @@ def test_merge_and_push(example):
     states = [functools.reduce(lambda state, score: example.push(state, [score]), part.T, none) for part in parts]
     states.append(example.push(none, list(x.T)))
     m, d = functools.reduce(example.merge, states[:4])
-    exact = jax.nn.logsumexp(x, axis=1)
-    np.testing.assert_allclose(m + jnp.log(d), exact, rtol=1e-6)
-    np.testing.assert_allclose(states[4].m + jnp.log(states[4].d), exact, rtol=1e-6)
+    for state in (example.State(m, d), states[4]):
+        assert oracle.error(state.m + jnp.log(state.d), oracle.logsumexp(x, 1)) <= 1
     whole = functools.reduce(online.merge, (online.lift(part) for part in parts))
     for state in (example.State(m, d), states[4]):
-        np.testing.assert_allclose(state.m, whole.m)
-        np.testing.assert_allclose(state.d, whole.d, rtol=1e-6)
+        np.testing.assert_array_equal(state.m, whole.m)
+        np.testing.assert_allclose(state.d, whole.d, rtol=32 * oracle.EPS)  # 20 roundings of a sum of weights, and of its parts
     for state in (example.merge(none, none), example.push(none, [jnp.full(3, -jnp.inf)])):
         np.testing.assert_array_equal(state.d, 0)
 

@@ -45,7 +45,7 @@ LARGEST_TILE = 2**26
 
 
 def dot_product_attention(
-    *, scale, window, soft_cap, dropout_rate, return_lse=True, precision="highest", deterministic=False, block=None, **operands
+    *, scale, window, soft_cap, dropout_rate, return_lse=True, precision="highest", deterministic=False, devices=1, **operands
 ):
     """`[out, lse]`, or `[out]`.
 
@@ -56,11 +56,11 @@ def dot_product_attention(
       dropout_rate: of the weights; it matters with seeds only.
       precision: what float32 products must be at least, `"high"` or `"highest"`: here they are float32's.
       deterministic: whether derivatives must have the same bits run after run: here they have, as far as XLA's products do.
-      block: queries and keys of a tile; None to choose by `ONE_TILE`.
+      devices: over how many of them XLA may cut the operands, in a way that is not known here.
       return_lse: whether lse is a result.
       **operands: arrays as the module says, by name.
     """
-    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, block)
+    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
     rows, value_size = problem.rows, problem.shape("value")[-1]
 
     def push(state, tile):
@@ -86,10 +86,10 @@ def dot_product_attention(
 
 
 def dot_product_attention_jvp(
-    *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None, **operands
+    *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **operands
 ):
     """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, of which each may be None."""
-    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, block)
+    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
     dtype, rows, value_size = problem.dtype, problem.rows, problem.shape("value")[-1]
 
     def add(sums, tile):
@@ -119,13 +119,13 @@ def dot_product_attention_jvp(
 
 
 def dot_product_attention_vjp(
-    *, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, block=None, **given
+    *, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **given
 ):
     """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes and dtypes of the operands.
     """
-    problem = _Problem(given, scale, window, soft_cap, dropout_rate, block)
+    problem = _Problem(given, scale, window, soft_cap, dropout_rate, devices)
     dtype = problem.dtype
     delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
     if (dout := problem["d_out"]) is not None:
@@ -160,9 +160,11 @@ def dot_product_attention_vjp(
             sums["bias"] = tile.add_scores(sums["bias"], ds)
         return sums
 
-    sums = {name: jnp.zeros(problem.shape(name), dtype) for name in wanted if name != "sinks"}
-    for name in {"query", "key", "value"} & set(sums):
-        sums[name] = jnp.zeros((*problem.batch, *sums[name].shape[len(problem.batch) :]), dtype)
+    sums = {}
+    for name in wanted:  # in this order, not that of a set of strings: the program is the same in every process
+        shape = problem.shape(name)
+        if name != "sinks":
+            sums[name] = jnp.zeros(shape if name == "bias" else (*problem.batch, *shape[len(problem.batch) :]), dtype)
     if sums:
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
@@ -178,7 +180,7 @@ class _Problem:
     `[*batch, K, G, T, S]`, and what belongs to rows `[*batch, K, G, T, 1]`.
     """
 
-    def __init__(self, given: dict[str, Any], scale, window, soft_cap, dropout_rate, block):
+    def __init__(self, given: dict[str, Any], scale, window, soft_cap, dropout_rate, devices):
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
         self.dtype = accumulator(query.dtype)
@@ -188,7 +190,7 @@ class _Problem:
         self.batch = lax.broadcast_shapes(*batches)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
-        self.block = self._block() if block is None else tuple(min(pair) for pair in zip(block, self.lengths, strict=True))
+        self.block = self._block(devices)
 
     def __getitem__(self, name) -> Any:
         return self.arrays.get(name)
@@ -199,15 +201,22 @@ class _Problem:
     def shape(self, name):
         return self[name].shape
 
-    def _block(self):
-        """Queries and keys of a tile: fewer where there are many heads, more of one where there are few of the other."""
+    def _block(self, devices):
+        """Queries and keys of a tile: fewer where there are many heads, more of one where there are few of the other.
+
+        A slice of queries would make XLA gather those that are cut over several devices. So there a tile has all queries, and
+        each device its share of them, unless a window leaves so few tiles that all of them are less work than such a share.
+        """
         (queries, keys), heads = self.lengths, math.prod(self.rows[:-1])
         if not all(isinstance(size, int) for size in (queries, keys, heads)) or heads * queries * keys <= ONE_TILE:
             return self.lengths
         rows, cols = BLOCK
         while heads * rows * cols > LARGEST_TILE and rows > 128:
             rows, cols = rows // 2, cols // 2
-        return min(queries, rows * max(1, cols // keys)), min(keys, cols * max(1, rows // queries))
+        block = min(queries, rows * max(1, cols // keys)), min(keys, cols * max(1, rows // queries))
+        if devices == 1 or devices * np.mean(self._visible(block)) < 1:
+            return block
+        return queries, min(keys, max(BLOCK[1] // 4, rows * cols // queries))
 
     def over_tiles(self, step, carry):
         """`step(carry, tile)` for each tile that may hold something to see."""
@@ -219,18 +228,18 @@ class _Problem:
         def body(carry, indices):
             return step(carry, _Tile(self, indices[0], indices[1]))
 
-        return lax.scan(lambda *args: (body(*args), None), carry, self._visited())[0]
+        return lax.scan(lambda *args: (body(*args), None), carry, np.argwhere(self._visible(self.block)).astype(np.int32))[0]
 
-    def _visited(self):
-        """The indices of the tiles that the window leaves, `[tiles, 2]`."""
-        (rows, cols), (left, right) = self.block, self.window
-        i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, self.block, strict=True)])
-        visited = np.ones(i.shape, bool)
+    def _visible(self, block):
+        """Which tiles the window leaves: a bool for each of the rows and columns of tiles."""
+        (rows, cols), (left, right) = block, self.window
+        i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, block, strict=True)])
+        visible = np.ones(i.shape, bool)
         if left is not None:
-            visited &= (j + 1) * cols - 1 >= i * rows - left
+            visible &= (j + 1) * cols - 1 >= i * rows - left
         if right is not None:
-            visited &= j * cols <= (i + 1) * rows - 1 + right
-        return np.argwhere(visited).astype(np.int32)
+            visible &= j * cols <= (i + 1) * rows - 1 + right
+        return visible
 
     def weight_of_sink(self):
         """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
