@@ -88,44 +88,19 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     return None
 
 
-def dot_product_attention(
-    *,
-    target,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    return_lse=True,
-    precision="high",
-    deterministic=False,
-    config=None,
-    **operands,
-):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`."""
-    del precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
+def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, config=None, **operands):
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     kernel, _ = GENERATIONS[target.compute_capability[0]]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 
-def dot_product_attention_vjp(
-    *,
-    target,
-    wanted,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    precision="high",
-    deterministic=False,
-    **operands,
-):
+def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    del precision  # of float32 operands, which have no kernel
     _, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
-    return kernel.attention_vjp(_given(operands), *saved, target=target, wanted=wanted, deterministic=deterministic, **options)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
+    return kernel.attention_vjp(_given(operands), *saved, target=target, deterministic=deterministic, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
