@@ -1,6 +1,7 @@
 """What tests of Pallas kernels need: to plug one in, to lower it without a GPU, to interpret it, and to know that it ran."""
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxsoftmax._core import compat, dispatch, primitive
+from jaxsoftmax._core import compat, dispatch, lowering, primitive
+from jaxsoftmax._gpu.target import HOPPER
 
 from . import cases
 
@@ -39,6 +41,11 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
 def forget_lowerings() -> None:
     """Which implementation runs is settled while lowering, and JAX keeps what it has lowered."""
     jax.clear_caches()
+
+
+def on_multiprocessors(count: int, monkeypatch: Any) -> None:
+    """Lowers for a Hopper GPU with so few multiprocessors, so that blocks of threads of a small problem have many tiles."""
+    monkeypatch.setattr(lowering, "target_for", lambda platform: dataclasses.replace(HOPPER, multiprocessors=count))
 
 
 def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:

@@ -7,6 +7,7 @@ ticket, which stands for a tile; its producer warpgroup takes it and tells the o
 
 import functools
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,7 @@ class Tiles:
       block: the number of this one.
       table: that of `schedule`, or with tickets that of `order`; None to go by number.
       memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
+      place: from the number of a tile, and facts, what work on it needs.
       last_first: whether tiles that go by number start with the last one.
     """
 
@@ -90,10 +92,11 @@ class Tiles:
     block: Any
     table: Any
     memory: dict[str, Any]
+    place: Callable[..., Any]
     last_first: bool = False
 
     def each(self, work, look_up=None) -> None:
-        """Does `steps = work([number, *facts], steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
+        """Does `steps = work(place(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
         By tickets, the producer warpgroup gives `look_up`, where `look_up(number)` are the facts, int32 scalars from global
         memory, and the others are told. By a table there are no facts.
@@ -115,7 +118,7 @@ class Tiles:
         def one(i, carry):
             own, steps = carry
             following = number(i + 1)  # long before it is needed
-            return following, work([own], steps)
+            return following, work(self.place(own), steps)
 
         lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
 
@@ -140,7 +143,7 @@ class Tiles:
             values = [number, *look_up(number)]
             say(i, values)
             following = ptx.take_ticket(counter)  # long before it is needed, which is when it is stored
-            steps = work(values, steps)
+            steps = work(self.place(*values), steps)
             slot = lax.rem(i, jnp.int32(_SLOTS))
             ptx.store_scalars(memory["ticket"], slot, [following])
             plgpu.barrier_arrive(memory["ticket_full"])
@@ -163,7 +166,7 @@ class Tiles:
 
         def one(carry):
             i, values, steps = carry
-            steps = work(values, steps)
+            steps = work(self.place(*values), steps)
             return i + 1, hear(i + 1), steps
 
         for slot in range(_SLOTS):

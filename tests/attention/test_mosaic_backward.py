@@ -24,10 +24,10 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import lowering as core_lowering
+from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import primitive, xla
-from jaxsoftmax.ops.attention.mosaic import backward, common
-from jaxsoftmax.ops.attention.mosaic import forward as mosaic
+from jaxsoftmax.ops.attention import mosaic, primitive, xla
+from jaxsoftmax.ops.attention.mosaic import backward_plan, blocks
 
 from .. import kernels, oracle
 from . import oracle as attention_oracle
@@ -456,16 +456,16 @@ def test_native_deterministic_cotangents(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "deterministic"), [("385 and 513, causal", False), ("lengths, causal", True)])
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
-    monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
-    monkeypatch.setattr(common, "sms", lambda **_: 3)
+    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 0)
+    kernels.on_multiprocessors(3, monkeypatch)
     check_case(kind, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(monkeypatch):
     found = []
-    for blocks in (1, 5, 132):
-        monkeypatch.setattr(common, "sms", lambda blocks=blocks, **_: blocks)
+    for count in (1, 5, 132):
+        kernels.on_multiprocessors(count, monkeypatch)
         found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
     for other in found[1:]:
         assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
@@ -618,17 +618,17 @@ def test_every_configuration_lowers_for_cuda_with_everything(sizes):
 
 def test_every_configuration_is_that_of_a_size_that_is_lowered():
     every = range(8, 257, 8)
-    found = {backward.config_for(*sizes) for sizes in itertools.product(every, every)}
-    assert found == {backward.config_for(*sizes) for sizes in CONFIGURATIONS}
+    found = {backward_plan.config_for(*sizes)[1] for sizes in itertools.product(every, every)}
+    assert found == {backward_plan.config_for(*sizes)[1] for sizes in CONFIGURATIONS}
     for config in found:
         less, more = config.registers
-        assert 128 * (less + backward.WARPGROUPS * more) <= 65536
+        assert 128 * (less + backward_plan.CONSUMERS * more) <= 65536
         assert less % 8 == more % 8 == 0
 
 
 def test_blocks_are_as_large_as_the_head_size_lets_them():
     for sizes, expected in {(8, 64): (128, 128), (72, 8): (64, 128), (128, 128): (64, 128), (64, 136): (64, 64)}.items():
-        config = backward.config_for(*sizes)
+        config = backward_plan.config_for(*sizes)[1]
         assert (config.block_q, config.block_kv) == expected
 
 
@@ -726,17 +726,31 @@ def test_export_of_symbolic_shapes_holds_the_reference():
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 lengths = st.integers(1, 700)
-configs = st.sampled_from([backward.config_for(size, size) for size, _ in CONFIGURATIONS])
+configs = st.sampled_from([backward_plan.config_for(size, size)[1] for size, _ in CONFIGURATIONS])
 
 
-def problem_of(length, keys, window, config, batch=(1,)):
-    size = next(size for size, _ in CONFIGURATIONS if backward.config_for(size, size) == config)
-    return backward._Problem(batch, (length, 4, size), (keys, 2, size), 0.125, window, None, 0.0, False, True, size, config)
+def plan_of(length, keys, window, config, batch=(1,), names=()):
+    size = next(size for size, _ in CONFIGURATIONS if backward_plan.config_for(size, size)[1] == config)
+    return backward_plan.Plan(
+        batch=batch,
+        query=(length, 4, size),
+        key=(keys, 2, size),
+        scale=0.125,
+        window=window,
+        soft_cap=None,
+        dropout_rate=0.0,
+        names=frozenset(names),
+        adds_bias=False,
+        deterministic=True,
+        varying=False,
+        size=size,
+        config=config,
+    )
 
 
-def blocks_of(seen, problem):
+def blocks_of(seen, plan):
     """Of each block of keys and each block of queries, whether some query sees some key, and whether all see all."""
-    (length, keys), rows, cols = seen.shape, problem.config.block_q, problem.config.block_kv
+    (length, keys), rows, cols = seen.shape, plan.config.block_q, plan.block_kv
     padding = [(0, -length % rows), (0, -keys % cols)]
     some = np.pad(seen, padding).reshape(-(-length // rows), rows, -1, cols).any((1, 3)).T
     # Queries behind the last are 0, and keys behind the last are to be masked.
@@ -744,40 +758,40 @@ def blocks_of(seen, problem):
     return some, every.reshape(-(-length // rows), rows, -1, cols).all((1, 3)).T
 
 
-def assert_visits(spans, seen, problem, shown=True):
+def assert_visits(spans, seen, plan, shown=True):
     """`shown` is what a mask shows, which is looked at in every step, also where nothing else must be."""
-    (some, _), (_, every) = blocks_of(seen & shown, problem), blocks_of(seen, problem)
+    (some, _), (_, every) = blocks_of(seen & shown, plan), blocks_of(seen, plan)
     for block, (low, high, whole_from, whole_to) in enumerate(spans):
         assert 0 <= low <= high
-        assert low == high or high <= problem.blocks_q
+        assert low == high or high <= plan.blocks_q
         assert set(np.flatnonzero(some[block])) <= set(range(low, high))
         assert set(range(whole_from, whole_to)) <= set(np.flatnonzero(every[block])) & set(range(low, high))
 
 
 @lowering.brute_force
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.integers(1, 40), st.integers(1, 9))
-def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, blocks):
-    problem = problem_of(length, keys, window, config)
-    costs = problem.costs_in_order()
-    group = problem.group(costs)
-    order = common.order(costs, heads, group).tolist()
+def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, threads):
+    plan = plan_of(length, keys, window, config)
+    costs = plan.costs_in_order()
+    group = plan.group(costs)
+    order = tiles.order(costs, heads, group).tolist()
     for head in range(heads):
         own = range(head * len(costs), (head + 1) * len(costs))
         assert [tile for tile in order if tile in own] == list(own)
     place = {tile: i for i, tile in enumerate(order)}
-    for count, *tiles in common.schedule(costs, heads, group, blocks).tolist():
-        assert tiles[:count] == sorted(tiles[:count], key=place.__getitem__)
+    for count, *own in tiles.schedule(costs, heads, group, threads).tolist():
+        assert own[:count] == sorted(own[:count], key=place.__getitem__)
 
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("size", backward.SIZES)
+@pytest.mark.parametrize("size", backward_plan.SIZES)
 def test_shared_memory_has_room(size, biased, deterministic, taken):
-    problem = problem_of(300, 300, (None, None), backward.config_for(size, size))
-    problem = dataclasses.replace(problem, soft_cap=5.0, biased=biased, deterministic=deterministic)
+    plan = plan_of(300, 300, (None, None), backward_plan.config_for(size, size)[1])
+    plan = dataclasses.replace(plan, soft_cap=5.0, adds_bias=biased, deterministic=deterministic, varying=taken)
     total = 0
-    for spec in problem._scratch(jnp.bfloat16, taken=problem.takes(taken)).values():
+    for spec in plan.scratch(jnp.bfloat16).values():
         if isinstance(spec, plgpu.Barrier):
             total += 8 * int(np.prod(spec.num_barriers))
         else:
@@ -788,32 +802,32 @@ def test_shared_memory_has_room(size, biased, deterministic, taken):
 def test_lines_of_queries():
     """What is subtracted from scores and from derivatives, where that is where their sums start and where it is not."""
     lse, delta = jnp.array([1.5, -np.inf, 88.0]), jnp.array([0.5, 0.0, -2.0])
-    problem = problem_of(128, 128, (None, None), backward.config_for(64, 64))
+    plan = plan_of(128, 128, (None, None), backward_plan.config_for(64, 64)[1])
     seeded = [np.array([-12.0, 0, -704]), np.array([-0.5, 0, 2])]
     plain = [np.array([1.5, 0, 88]) / np.log(2), delta]
     biased = [np.array([1.5, 0, 88]), delta]
-    roles = problem_of(128, 128, (None, None), backward.config_for(256, 256))
-    for own, operands, expected in [
-        (problem, {}, seeded),
-        (problem, {"mask": 0, "sinks": 0, "query_segments": 0}, seeded),
-        (problem, {"bias": 0}, biased),
-        (problem, {"seeds": 0}, plain),
-        (dataclasses.replace(problem, soft_cap=3.0), {}, plain),
-        (dataclasses.replace(problem, scale=1e-31), {}, plain),
-        (roles, {}, plain),
+    roles = plan_of(128, 128, (None, None), backward_plan.config_for(256, 256)[1])
+    for own, names, expected in [
+        (plan, (), seeded),
+        (plan, ("mask", "query_segments"), seeded),
+        (plan, ("bias",), biased),
+        (plan, ("seeds",), plain),
+        (dataclasses.replace(plan, soft_cap=3.0), (), plain),
+        (dataclasses.replace(plan, scale=1e-31), (), plain),
+        (roles, (), plain),
     ]:
-        for found, line in zip(own.lines(operands, lse, delta), expected, strict=True):
+        for found, line in zip(dataclasses.replace(own, names=frozenset(names)).lines(lse, delta), expected, strict=True):
             np.testing.assert_allclose(found, line, rtol=1e-6)
 
 
-def visits(spans, problem):
+def visits(spans, plan):
     """Which blocks of keys visit which blocks of queries."""
-    blocks = np.arange(problem.blocks_q)
+    blocks = np.arange(plan.blocks_q)
     return np.array([(low <= blocks) & (blocks < high) for low, high, *_ in spans])
 
 
 def clipped(low, high, whole_from, whole_to):
-    """As a kernel takes what `_Problem.span` gives."""
+    """As a kernel takes what `Plan.span` gives."""
     high = max(low, high)
     whole_from = min(max(whole_from, low), high)
     return low, high, whole_from, min(max(whole_to, whole_from), high)
@@ -822,14 +836,14 @@ def clipped(low, high, whole_from, whole_to):
 @lowering.brute_force
 @given(lengths, lengths, st.tuples(sides, sides), configs)
 def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config):
-    problem = problem_of(length, keys, window, config)
-    spans = [clipped(*problem.span(i, problem.lengths, operator.floordiv, min, max)) for i in range(problem.blocks_kv)]
-    assert_visits(spans, lowering.window_sees(length, keys, window), problem)
-    visited = visits(spans, problem)
-    assert problem.costs() == tuple(problem.heads * visited.sum(1))
+    plan = plan_of(length, keys, window, config)
+    spans = [clipped(*plan.span(i, plan.lengths, operator.floordiv, min, max)) for i in range(plan.blocks_kv)]
+    assert_visits(spans, lowering.window_sees(length, keys, window), plan)
+    visited = visits(spans, plan)
+    assert plan.costs() == tuple(plan.groups * visited.sum(1))
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
-        assert block - problem.first_key_block(query_block, operator.floordiv, max) == before[block, query_block]
+        assert block - plan.first_key_block(query_block, operator.floordiv, max) == before[block, query_block]
 
 
 @lowering.compiled
@@ -837,7 +851,7 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
 def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who_came_before(
     length, keys, window, config, data
 ):
-    problem = problem_of(length, keys, window, config, (2,))
+    plan = plan_of(length, keys, window, config, (2,))
     seen, given = np.stack([lowering.window_sees(length, keys, window)] * 2), {}
     for name, size in (("query_lengths", length), ("key_lengths", keys)):
         if data.draw(st.booleans()):
@@ -855,13 +869,13 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
         own = lowering.a_mask(data, length, keys)[None, None]
         if data.draw(st.booleans()):
             own = np.concatenate([own, own[..., ::-1, ::-1]])
-        mask = common.seen(own, (length, keys), config.block_q, config.block_kv)
+        mask = blocks.seen(own, (length, keys), config.block_q, plan.block_kv)
         shown &= own[:, 0]
-    spans = jax.jit(problem.spans)({name: jnp.asarray(own) for name, own in given.items()}, mask)
-    before = np.asarray(problem._turns_before(spans))
-    for b, own in enumerate(np.broadcast_to(spans, (2, problem.blocks_kv, 4))):
-        assert_visits(own, seen[b], problem, shown[b])
-        visited = visits(own, problem)
+    spans = jax.jit(plan.spans)({name: jnp.asarray(own) for name, own in given.items()}, mask)
+    before = np.asarray(plan.turns_before(spans))
+    for b, own in enumerate(np.broadcast_to(spans, (2, plan.blocks_kv, 4))):
+        assert_visits(own, seen[b], plan, shown[b])
+        visited = visits(own, plan)
         np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
 
 
@@ -870,8 +884,8 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
 
 @pytest.fixture
 def choices(monkeypatch):
-    monkeypatch.setattr(mosaic, "dot_product_attention", xla.dot_product_attention)
-    monkeypatch.setattr(mosaic, "dot_product_attention_vjp", xla.dot_product_attention_vjp)
+    monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
+    monkeypatch.setattr(mosaic, "dot_product_attention_vjp", lambda target, **given: xla.dot_product_attention_vjp(**given))
     kernels.forget_lowerings()
     yield
     kernels.forget_lowerings()

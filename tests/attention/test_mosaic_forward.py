@@ -23,9 +23,12 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch, lowering
-from jaxsoftmax.ops.attention.mosaic import common
-from jaxsoftmax.ops.attention.mosaic import forward as mosaic
-from jaxsoftmax.ops.attention.mosaic.forward import Config, _Problem
+from jaxsoftmax._gpu import tiles
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention import mosaic
+from jaxsoftmax.ops.attention.mosaic import blocks, forward
+from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
+from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_index
 
 from .. import kernels
 
@@ -147,8 +150,8 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     windows = ((None, None), (None, 0))
     lowered = SIZES_OF_FLOAT32 if dtype == "float32" else SIZES
-    tested = {mosaic.config_for(*sizes, window, dtype) for sizes in lowered for window in windows}
-    found = {mosaic.config_for(*sizes, window, dtype) for sizes in itertools.product(every, every) for window in windows}
+    tested = {config_for(*sizes, window, dtype) for sizes in lowered for window in windows}
+    found = {config_for(*sizes, window, dtype) for sizes in itertools.product(every, every) for window in windows}
     assert found == tested
 
 
@@ -156,15 +159,15 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
 def test_every_configuration_fits_into_shared_memory_and_registers(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
-        config, (size, value_size) = mosaic.config_for(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
+        config, (size, value_size) = config_for(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
         assert config.split == (dtype == "float32")
         itemsize = 4 if config.split else 2  # of the terms together
-        queries = config.warpgroups * mosaic.ROWS * size
-        output = config.warpgroups * mosaic.ROWS * value_size if config.own_output and not config.split else 0
+        queries = config.consumers * ROWS * size
+        output = config.consumers * ROWS * value_size if config.own_output and not config.split else 0
         assert config.own_output or size == value_size  # the output is in the place of the queries
         assert itemsize * (queries + output + config.stages * config.block_kv * (size + value_size)) <= 226 * 1024
         less, more = config.registers
-        assert 128 * (config.copiers * less + config.warpgroups * more) <= 65536
+        assert 128 * (config.producers * less + config.consumers * more) <= 65536
         assert less % 8 == more % 8 == 0
 
 
@@ -417,30 +420,30 @@ costs = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple)
 
 @brute_force
 @given(costs, st.integers(1, 9), st.integers(1, 4), st.integers(1, 140))
-def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, heads, group, blocks):
-    tiles = heads * len(costs)
-    blocks = min(blocks, tiles)
-    table = common.schedule(costs, heads, group, blocks)
+def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, heads, group, threads):
+    count = heads * len(costs)
+    threads = min(threads, count)
+    table = tiles.schedule(costs, heads, group, threads)
     counts = table[:, 0]
     assert table.dtype == np.int32
-    assert table.shape == (blocks, 2 + counts.max())
+    assert table.shape == (threads, 2 + counts.max())
     own = [row[1 : 1 + row[0]] for row in table]
-    np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(tiles))
-    cost = np.asarray(costs) + common.TILE_COST
-    loads = [cost[tiles % len(costs)].sum() for tiles in own]
+    np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(count))
+    cost = np.asarray(costs) + tiles.TILE_COST
+    loads = [cost[numbers % len(costs)].sum() for numbers in own]
     assert max(loads) <= np.mean(loads) + cost.max()
     assert counts.min() >= 1  # what a block reads first is a tile's
 
 
-def assert_long_ones_come_first(tiles):
-    pairs = [(tile // 4 // 2, -(tile % 4)) for tile in tiles]  # a group of heads after another
+def assert_long_ones_come_first(numbers):
+    pairs = [(number // 4 // 2, -(number % 4)) for number in numbers]  # a group of heads after another
     assert pairs == sorted(pairs)
 
 
 def test_long_tiles_come_first():
-    for row in common.schedule((1, 2, 3, 4), 6, 2, 5):
+    for row in tiles.schedule((1, 2, 3, 4), 6, 2, 5):
         assert_long_ones_come_first(row[1 : 1 + row[0]])
-    order = common.order((1, 2, 3, 4), 6, 2)
+    order = tiles.order((1, 2, 3, 4), 6, 2)
     assert_long_ones_come_first(order)
     assert order.dtype == np.int32
     np.testing.assert_array_equal(np.sort(order), np.arange(24))
@@ -453,12 +456,12 @@ def table_shapes(given, **options):
 
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
-    monkeypatch.setattr(common, "sms", lambda **_: 10)
-    monkeypatch.setattr(common, "MAX_SCHEDULED", 24)
+    kernels.on_multiprocessors(10, monkeypatch)
+    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 24)
     assert table_shapes(given) == ["10x5"]
     lengths = np.array([1000, 10], np.int32)
     assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
-    monkeypatch.setattr(common, "MAX_SCHEDULED", 23)
+    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 23)
     assert table_shapes(given) == []
     assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
@@ -470,8 +473,8 @@ def test_very_many_tiles_lower_for_cuda():
 # Which key blocks a tile visits.
 
 
-def problem_of(length, keys, window, config, batch=(2,)):
-    return _Problem(batch, (length, 4, 64), (keys, 2, 64), 64, 0.125, window, None, 0.0, config)
+def plan_of(length, keys, window, config, batch=(2,), names=()):
+    return Plan(batch, (length, 4, 64), (keys, 2, 64), 64, 0.125, window, None, 0.0, frozenset(names), config)
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -487,9 +490,9 @@ def window_sees(length, keys, window):
     return seen & (True if right is None else cols <= rows + right)
 
 
-def blocks_of(scores, problem, reduce, rows=None):
+def blocks_of(scores, plan, reduce, rows=None):
     """`reduce` over the scores of each block of queries, or of so many rows, and each key block, as far as there are any."""
-    rows, cols = rows or problem.block_q, problem.config.block_kv
+    rows, cols = rows or plan.block_q, plan.config.block_kv
     length, keys = scores.shape
     padded = np.pad(scores, [(0, -length % rows), (0, -keys % cols)], constant_values=reduce is np.all)
     return reduce(padded.reshape(-(-length // rows), rows, -(-keys // cols), cols), (1, 3))
@@ -498,22 +501,22 @@ def blocks_of(scores, problem, reduce, rows=None):
 @brute_force
 @given(lengths, lengths, st.tuples(sides, sides), configs)
 def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, config):
-    problem = problem_of(length, keys, window, config)
-    seen = blocks_of(window_sees(length, keys, window), problem, np.any)
-    assert problem.costs() == tuple(np.maximum(seen.sum(1), 1))
+    plan = plan_of(length, keys, window, config)
+    seen = blocks_of(window_sees(length, keys, window), plan, np.any)
+    assert plan.costs() == tuple(np.maximum(seen.sum(1), 1))
     for block, row in enumerate(seen):
-        first = block * problem.block_q
-        low, high = problem.key_blocks(first, min(first + problem.block_q, length) - 1)
-        assert 0 <= low < high <= problem.blocks_kv
+        first = block * plan.block_q
+        low, high = plan.key_blocks(first, min(first + plan.block_q, length) - 1)
+        assert 0 <= low < high <= plan.blocks_kv
         if row.any():
             np.testing.assert_array_equal(np.flatnonzero(row), np.arange(low, high))
         else:
             assert high - low == 1
 
 
-def ranges_of(problem, query_segments, key_segments):
-    blocks = {"block_q": problem.block_q, "block_kv": problem.config.block_kv}
-    return jax.jit(functools.partial(common.ranges, **blocks))(query_segments, key_segments)
+def ranges_of(plan, query_segments, key_segments):
+    sizes = {"block_q": plan.block_q, "block_kv": plan.config.block_kv}
+    return jax.jit(functools.partial(blocks.ranges, **sizes))(query_segments, key_segments)
 
 
 def a_mask(data, length, keys):
@@ -529,34 +532,33 @@ def a_mask(data, length, keys):
 @compiled
 @given(lengths, lengths, configs, st.data())
 def test_blocks_that_a_mask_shows(length, keys, config, data):
-    problem = problem_of(length, keys, (None, None), config)
+    plan = plan_of(length, keys, (None, None), config)
     mask = a_mask(data, length, keys)
     batched = mask[*[None] * data.draw(st.integers(1, 3))]
-    seen = np.asarray(common.seen(batched, (length, keys), problem.block_q, config.block_kv))
-    assert seen.shape == (*batched.shape[:-3], problem.blocks_q, problem.blocks_kv)
-    expected = blocks_of(np.broadcast_to(mask, (length, keys)), problem, np.any)
+    seen = np.asarray(blocks.seen(batched, (length, keys), plan.block_q, config.block_kv))
+    assert seen.shape == (*batched.shape[:-3], plan.blocks_q, plan.blocks_kv)
+    expected = blocks_of(np.broadcast_to(mask, (length, keys)), plan, np.any)
     np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
-    for row, (low, high) in zip(expected, np.asarray(common.ends(seen)).reshape(-1, 2), strict=True):
+    for row, (low, high) in zip(expected, np.asarray(blocks.ends(seen)).reshape(-1, 2), strict=True):
         there = np.flatnonzero(row)
-        assert (low, high) == ((there[0], there[-1] + 1) if there.size else (problem.blocks_kv, 0))
+        assert (low, high) == ((there[0], there[-1] + 1) if there.size else (plan.blocks_kv, 0))
 
 
 def test_masks_of_heads_are_read_once():
-    assert common.seen(np.ones((1, 2, 8, 8), bool), (8, 8), 128, 128) is None
-    assert common.seen(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
+    assert blocks.seen(np.ones((1, 2, 8, 8), bool), (8, 8), 128, 128) is None
+    assert blocks.seen(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
 
 
-class Tile(mosaic._Tile):
-    """A tile whose operands are arrays in place of refs."""
-
-    def __init__(self, problem, **arrays):
-        super().__init__(problem, {name: (jnp.asarray(a), lambda b: b) for name, a in arrays.items()}, {}, None, None, {})
+def tile_of(plan, arrays):
+    """A tile whose operands are arrays in place of refs, and whose output is bfloat16."""
+    operands = {name: Operand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()}
+    return forward._Tile(plan, operands, {"out": shaped()}, {})
 
 
 @compiled
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
 def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(length, keys, window, config, data):
-    problem = problem_of(length, keys, window, config, (1,))
+    plan = plan_of(length, keys, window, config, (1,))
     arrays, seen = {}, window_sees(length, keys, window)
     if data.draw(st.booleans()):
         arrays["query_lengths"] = np.asarray([data.draw(st.integers(0, length))], np.int32)
@@ -567,47 +569,47 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     if data.draw(st.booleans()):
         sizes = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=6))
         ids = np.pad(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), (0, 700), constant_values=len(sizes))
-        arrays["ranges"] = ranges_of(problem, ids[None, :length], ids[None, :keys])
+        arrays["ranges"] = ranges_of(plan, ids[None, :length], ids[None, :keys])
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["seen"] = common.ends(common.seen(mask[None, None], (length, keys), problem.block_q, config.block_kv))
+        arrays["seen"] = blocks.ends(blocks.seen(mask[None, None], (length, keys), plan.block_q, config.block_kv))
         # What a mask hides within a block is hidden in every step, banded or not.
-        shown = blocks_of(np.broadcast_to(mask, seen.shape), problem, np.any, mosaic.ROWS)
+        shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:
         shown = True
-    any_seen, all_seen = (blocks_of(seen, problem, reduce, mosaic.ROWS) for reduce in (np.any, np.all))
+    any_seen, all_seen = (blocks_of(seen, plan, reduce, ROWS) for reduce in (np.any, np.all))
     if keys % config.block_kv:
         all_seen[:, -1] = False  # beyond the end there is nothing to see
     any_seen &= shown
-    tile, banded_first, which = Tile(problem, **arrays), [], []
+    tile, banded_first, which = tile_of(replace(plan, names=frozenset(arrays)), arrays), [], []
 
     @jax.jit
     @jax.vmap
     def steps_of(block, warpgroup):
-        first = block * problem.block_q + warpgroup * mosaic.ROWS
-        place = tile.place(block, tile.look_up(block))
-        tile_low, tile_high = tile._key_blocks(place)
-        low, high = tile._seen(place.lengths, first, mosaic.ROWS)
+        first = block * plan.block_q + warpgroup * ROWS
+        place = tile.place(block, *tile.look_up(block))
+        tile_low, tile_high = tile.key_blocks(place)
+        low, high = tile.seen(place.lengths, first, ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
-        scores = mosaic._Scores(tile, place, first)
-        spans = scores.spans(*tile._seen_whole(place, first, mosaic.ROWS), low, high)
-        banded_first.append(scores.is_banded)
+        rows = forward._Rows(tile, warpgroup, place, first, low, high, high - low)
+        spans = rows.spans()
+        banded_first.append(rows.is_banded)
         which.extend(is_banded for is_banded, *_ in spans)
         return tile_low, tile_high, low, high, [bounds for _, *bounds in spans]
 
-    groups = range(problem.blocks_q * config.warpgroups)
+    groups = range(plan.blocks_q * config.consumers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis)
         )
-        found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.warpgroups)))
+        found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.consumers)))
     for group in groups[: len(any_seen)]:
         tile_low, tile_high, low, high, spans = jax.tree.map(
             lambda a, group=group: int(np.broadcast_to(a, len(groups))[group]), found
         )
-        assert 0 <= tile_low <= low < high <= tile_high <= problem.blocks_kv
+        assert 0 <= tile_low <= low < high <= tile_high <= plan.blocks_kv
         assert set(np.flatnonzero(any_seen[group])) <= set(range(low, high))
         steps = [(step, is_banded) for is_banded, (start, end) in zip(which, spans, strict=True) for step in range(start, end)]
         assert [step for step, _ in steps] == list(range(1, high - low))  # each once, in order
@@ -618,14 +620,14 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
 @compiled
 @given(lengths, lengths, configs, st.integers(1, 9), st.booleans(), st.integers(0, 99))
 def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, count, is_sorted, seed):
-    problem, rng = problem_of(length, keys, (None, None), config), np.random.default_rng(seed)
+    plan, rng = plan_of(length, keys, (None, None), config), np.random.default_rng(seed)
     ids = [rng.integers(-2, count, (2, size)).astype(np.int32) for size in (length, keys)]
     query_ids, key_ids = [np.sort(own, -1) for own in ids] if is_sorted else ids
-    ranges = np.asarray(ranges_of(problem, query_ids, key_ids))
-    assert (ranges.shape, ranges.dtype) == ((2, problem.blocks_q, 4), np.int32)
+    ranges = np.asarray(ranges_of(plan, query_ids, key_ids))
+    assert (ranges.shape, ranges.dtype) == ((2, plan.blocks_q, 4), np.int32)
     for b in range(2):
         pairs = query_ids[b][:, None] == key_ids[b][None, :]
-        rows = zip(blocks_of(pairs, problem, np.any), blocks_of(pairs, problem, np.all), ranges[b], strict=True)
+        rows = zip(blocks_of(pairs, plan, np.any), blocks_of(pairs, plan, np.all), ranges[b], strict=True)
         for some, every, (low, high, whole_from, whole_to) in rows:
             assert set(np.flatnonzero(some)) <= set(range(low, high))
             assert set(range(whole_from, whole_to)) <= set(np.flatnonzero(every))
@@ -635,13 +637,13 @@ def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, c
 @given(lengths, lengths, configs, st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_ranges_of_sorted_segments_end_at_blocks_with_a_common_one(length, keys, config, sizes):
     """Where each segment has queries and keys, nothing else is visited at either end."""
-    problem = problem_of(length, keys, (None, None), config)
+    plan = plan_of(length, keys, (None, None), config)
     ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     ids = np.pad(ids, (0, 700), constant_values=len(sizes))
     query_ids, key_ids = ids[:length], ids[:keys]
-    ranges = np.asarray(ranges_of(problem, query_ids[None], key_ids[None]))[0]
-    same = blocks_of(query_ids[:, None] == key_ids[None, :], problem, np.any)
-    every = blocks_of(query_ids[:, None] == key_ids[None, :], problem, np.all)
+    ranges = np.asarray(ranges_of(plan, query_ids[None], key_ids[None]))[0]
+    same = blocks_of(query_ids[:, None] == key_ids[None, :], plan, np.any)
+    every = blocks_of(query_ids[:, None] == key_ids[None, :], plan, np.all)
     for some, all_, (low, high, whole_from, whole_to) in zip(same, every, ranges, strict=True):
         if some.any():
             assert some[low]
@@ -659,7 +661,7 @@ def test_the_index_of_a_batch_entry_in_an_operand_that_is_not_whole(batch):
     for own in itertools.product(*((1, size) for size in batch)):
         for shape in {own, own[1:] if own[:1] == (1,) else own}:
             expected = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), batch).reshape(-1)
-            index = common.batch_index(batch, shape)
+            index = batch_index(batch, shape)
             actual = [int(index(jnp.int32(b))) for b in range(math.prod(batch))]
             np.testing.assert_array_equal(actual, expected)
 
@@ -667,15 +669,56 @@ def test_the_index_of_a_batch_entry_in_an_operand_that_is_not_whole(batch):
 # The interpreter.
 
 WHY_NOT = {
-    "turns": "warpgroups pass turns to each other in PTX",
+    "ping-pong": "warpgroups hand the tensor cores over to each other in PTX",
     "rows": "the log-sum-exp is stored in PTX, as there may be any number of rows",
 }
 
 
 @pytest.mark.parametrize("kind", WHY_NOT)
 def test_what_the_interpreter_refuses_it_still_refuses(kind):
-    config = replace(mosaic.config_for(64, 64), turns=kind == "turns")
+    config = replace(config_for(64, 64), ping_pong=kind == "ping-pong")
     array = np.ones((1, 64, 1, 64), jnp.bfloat16)
-    rest = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "config": config}
+    options = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "config": config}
+    attention = functools.partial(mosaic.dot_product_attention, target=HOPPER, **options)
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
-        kernels.interpreted(lambda array: mosaic.dot_product_attention(array, array, array, *[None] * 8, **rest), array)
+        kernels.interpreted(lambda array: attention(query=array, key=array, value=array), array)
+
+
+# The kernels without the primitive.
+
+
+def test_attention_alone_is_the_kernels_in_both_directions():
+    given = operands()
+
+    def call(query, key, value):
+        return mosaic.alone(query, key, value, 0.125, (None, 0))
+
+    def pull(query, key, value):
+        out, vjp = jax.vjp(call, query, key, value)
+        return vjp(out)
+
+    text = kernels.lowered_for_cuda(pull, *given.values())
+    assert sorted(kernels.kernel_names(text)) == ["attention_backward_mosaic", NAME]
+    jaxpr = str(jax.make_jaxpr(call)(*given.values()))
+    assert "custom_vjp_call" in jaxpr
+    assert "dot_product_attention" not in jaxpr
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("options", [{}, {"window": (None, 0)}, {"soft_cap": 5.0}], ids=str)
+def test_attention_alone_has_the_values_of_the_op(options):
+    rng = np.random.default_rng(0)
+    given = {name: jnp.asarray(rng.standard_normal(a.shape), a.dtype) for name, a in operands().items()}
+
+    def pull(f):
+        return jax.jit(lambda given: jax.vjp(lambda given: f(**given), given))(given)
+
+    alone, vjp_alone = pull(functools.partial(mosaic.alone, scale=0.125, **options))
+    renamed = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
+    out, vjp = pull(functools.partial(forced, scale=0.125, **{renamed[name]: option for name, option in options.items()}))
+    np.testing.assert_array_equal(alone, out)
+    for name, cotangent in vjp(out)[0].items():  # dQ is added up in any order
+        tolerance = {"rtol": 2**-7, "atol": 2**-7} if name == "query" else {"rtol": 0, "atol": 0}
+        found = vjp_alone(out)[0][name].astype(jnp.float32)
+        np.testing.assert_allclose(found, cotangent.astype(jnp.float32), **tolerance)

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
+from jaxsoftmax._gpu import tiles as kernel_tiles
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention import primitive, xla
-from jaxsoftmax.ops.attention.mosaic import common
 
 from .. import cases, kernels, oracle
 from . import oracle as attention_oracle
@@ -528,8 +528,8 @@ def test_native_values_and_lse_in_many_shapes(name, kind):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["385 and 513, causal", "segments sorted", "lengths, causal"])
 def test_native_tiles_without_a_table(kind, monkeypatch):
-    monkeypatch.setattr(common, "MAX_SCHEDULED", 0)
-    monkeypatch.setattr(common, "sms", lambda **_: 3)
+    monkeypatch.setattr(kernel_tiles, "MAX_SCHEDULED", 0)
+    kernels.on_multiprocessors(3, monkeypatch)
     check_in_shape("mosaic", kind)
 
 
@@ -541,8 +541,8 @@ def test_native_bits_do_not_depend_on_who_takes_a_tile(kind, dtype, monkeypatch)
     given, options = IN_SHAPES[kind](dtype)
     moving, fixed = split(given)
     results = []
-    for blocks in (1, 3, 5, 132):
-        monkeypatch.setattr(common, "sms", lambda blocks=blocks, **_: blocks)
+    for count in (1, 3, 5, 132):
+        kernels.on_multiprocessors(count, monkeypatch)
         results += [jax.jit(function(options, fixed, "mosaic"))(moving) for _ in range(2)]
     for result in results[1:]:
         for one, other in zip(results[0], result, strict=True):
@@ -618,7 +618,7 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_of_each_kind(name, kind, dtype, monkeypatch):
-    monkeypatch.setattr(common, "sms", lambda **_: 3)  # so that each works through many tiles
+    kernels.on_multiprocessors(3, monkeypatch)  # so that each works through many tiles
     check_in_shape(name, kind, dtype)
 
 

@@ -19,12 +19,6 @@ DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 
 
-def _generation(target):
-    """The modules for a target, or None."""
-    capability = target.compute_capability
-    return GENERATIONS.get(capability[0]) if target.platform == "cuda" and capability is not None else None
-
-
 def _given(named):
     """The operands that are there."""
     return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
@@ -40,15 +34,16 @@ def unsupported(primitive, target, operands, *, scale, precision, deterministic,
     del params
     if primitive == "dot_product_attention_jvp":
         return "there is no kernel for tangents"
-    if (generation := _generation(target)) is None:
+    capability = target.compute_capability
+    if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
         served = " or ".join(f"{major}.x" for major in GENERATIONS)
-        return f"it needs compute capability {served}, got {target.platform} {target.compute_capability}"
+        return f"it needs compute capability {served}, got {target.platform} {capability}"
     given = _given(operands)
     reason = _of_types(given, precision) or _of_shapes(given)
     if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     if reason is None and primitive == "dot_product_attention_vjp":
-        return generation[1].unsupported(given, wanted, deterministic)
+        return GENERATIONS[capability[0]][1].unsupported(given, wanted, deterministic)
     return reason
 
 
@@ -93,44 +88,19 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     return None
 
 
-def dot_product_attention(
-    *,
-    target,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    return_lse=True,
-    precision="high",
-    deterministic=False,
-    config=None,
-    **operands,
-):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`."""
-    del precision, deterministic  # `unsupported` has looked at the one, and the other is so anyway
-    kernel, _ = _generation(target)
+def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, config=None, **operands):
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
+    kernel, _ = GENERATIONS[target.compute_capability[0]]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 
-def dot_product_attention_vjp(
-    *,
-    target,
-    wanted,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    precision="high",
-    deterministic=False,
-    **operands,
-):
+def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    del precision  # of float32 operands, which have no kernel
-    _, kernel = _generation(target)
+    _, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
-    return kernel.attention_vjp(_given(operands), *saved, target=target, wanted=wanted, deterministic=deterministic, **options)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
+    return kernel.attention_vjp(_given(operands), *saved, target=target, deterministic=deterministic, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))

@@ -83,9 +83,7 @@ def attention_vjp(
         query, key, value = (given[name] for name in ("query", "key", "value"))
         size, own_config = config_for(query.shape[-1], value.shape[-1])
         config, names = config or own_config, frozenset(given) - {"sinks"}
-        seen = None
-        if "mask" in given:
-            seen = blocks.seen(given["mask"], (query.shape[-3], key.shape[-3]), config.block_q, config.block_kv)
+        of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & names)
         plan = Plan(
             batch=batch_of(given),
             query=query.shape[-3:],
@@ -97,11 +95,11 @@ def attention_vjp(
             names=names,
             adds_bias="bias" in wanted,
             deterministic=deterministic,
-            varying=seen is not None or bool({"query_lengths", "key_lengths", "query_segments"} & names),
+            varying=of_operands or ("mask" in names and blocks.is_shared(given["mask"])),
             size=size,
             config=config,
         )
-        found = _run(plan, {name: operand for name, operand in given.items() if name in names}, seen, lse, d_out, delta, target)
+        found = _run(plan, {name: given[name] for name in given if name in names}, lse, d_out, delta, target)
     if "sinks" in wanted:
         weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(given["sinks"].astype(jnp.float32)[..., None] - lse))
         found["sinks"] = -jnp.sum(weight * delta, -1)
@@ -140,11 +138,14 @@ def _may_see_nothing(given, window) -> bool:
     return left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left
 
 
-def _run(plan, given, seen, lse, d_out, delta, target) -> dict[str, jax.Array]:
+def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
     """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
     count, (length, heads, head_size), (keys, key_heads, _) = math.prod(plan.batch), plan.query, plan.key
     value_size, itself = given["value"].shape[-1], ("query", "key", "value")
     if plan.varying:
+        seen = None
+        if "mask" in given:
+            seen = blocks.seen(given["mask"], plan.lengths, plan.config.block_q, plan.block_kv)
         given["spans"] = plan.spans(given, seen)
 
     def whole(array, trailing):
@@ -211,29 +212,26 @@ def _run(plan, given, seen, lse, d_out, delta, target) -> dict[str, jax.Array]:
 
 
 def _kernel(plan, operands, threads, refs, results, **memory):
-    """The program of all warpgroups of a block."""
+    """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    own = Tiles(plan.count, threads, block, refs.get("table"), memory)
+    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place)
     less, more = plan.config.registers
-
-    def each_tile(work, look_up=None):
-        own.each(lambda values, steps: work(tile.place(*values), steps), look_up)
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         plgpu.set_max_registers(less, action="decrease")
         if not plan.deterministic:
-            each_tile(tile.produce, lambda number: [])
+            tiles.each(tile.produce, lambda number: [])
             return
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == ADDERS)(functools.partial(each_tile, tile.produce))
+            pl.when(warp == ADDERS)(functools.partial(tiles.each, tile.produce))
             pl.when(warp == 0)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
             for adder in range(ADDERS):
-                pl.when(warp == adder)(functools.partial(each_tile, functools.partial(tile.add, adder)))
+                pl.when(warp == adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -241,7 +239,7 @@ def _kernel(plan, operands, threads, refs, results, **memory):
         tile.start()
         consume = tile.consume_role if plan.config.roles else tile.consume
         for consumer in range(CONSUMERS):  # each has a program of its own, in which addresses are constants
-            pl.when(warpgroup == consumer)(functools.partial(each_tile, functools.partial(consume, consumer)))
+            pl.when(warpgroup == consumer)(functools.partial(tiles.each, functools.partial(consume, consumer)))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -280,7 +278,10 @@ class _Tile:
             low, high, whole_from, whole_to = (self.operands["spans"][b, block, i] for i in range(4))
         else:
             low, high, whole_from, whole_to = plan.span(block, plan.lengths, _divide, jnp.minimum, jnp.maximum)
-            low, high = low + _hidden_zero(number, 0), high + _hidden_zero(number, 1)  # loops with constant ends end up slower
+            low, high = (
+                low + _hidden_zero(number, 0),
+                high + _hidden_zero(number, 1),
+            )  # ptxas makes slower loops of constant bounds
             high = jnp.maximum(low, high)
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
@@ -289,7 +290,7 @@ class _Tile:
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.config.stages[0])), lax.rem(step, jnp.int32(self.plan.config.stages[1]))
 
-    # The warpgroup that copies.
+    # The producer.
 
     def produce(self, place, steps):
         """Copies what a tile needs; gives how many steps there have been."""
@@ -297,15 +298,19 @@ class _Tile:
         halves, width = memory["k"].shape[0], plan.part_size
         first = place.block * self.plan.block_kv
 
+        def queries(i):
+            head, block = self._head_and_block(place, i)
+            return head, pl.ds(block * plan.config.block_q, plan.config.block_q)
+
         def copy_queries(i):
-            head, rows, (stage, _) = self._head(place, i), self._queries(place, i), self._stage(steps + i)
+            (head, rows), (stage, _) = queries(i), self._stage(steps + i)
             full = memory["q_full"].at[stage]
             plgpu.barrier_wait(memory["q_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["query"].at[place.b, rows, head], memory["q"].at[stage], full)
             plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], memory["q_lse"].at[stage], full)
 
         def copy_cotangents(i):
-            head, rows, (_, stage) = self._head(place, i), self._queries(place, i), self._stage(steps + i)
+            (head, rows), (_, stage) = queries(i), self._stage(steps + i)
             plgpu.barrier_wait(memory["do_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["d_out"].at[place.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
             line, full = memory["do_delta"].at[stage], memory["delta_full"].at[stage]
@@ -331,19 +336,12 @@ class _Tile:
 
         return steps + total
 
-    def _head(self, place, i):
-        """The query head of step `i` of a tile."""
-        return place.head * self.plan.groups + lax.div(jnp.int32(i), place.count)
+    def _head_and_block(self, place, i):
+        """The query head and the block of queries of step `i` of a tile."""
+        head = place.head * self.plan.groups + lax.div(jnp.int32(i), place.count)
+        return head, place.low + place.count - 1 - lax.rem(jnp.int32(i), place.count)
 
-    def _queries(self, place, i):
-        """The queries of step `i` of a tile."""
-        return pl.ds(self._block(place, i) * self.plan.config.block_q, self.plan.config.block_q)
-
-    def _block(self, place, i):
-        """The block of queries of step `i` of a tile."""
-        return place.low + place.count - 1 - lax.rem(jnp.int32(i), place.count)
-
-    # Those that compute.
+    # The consumers.
 
     def start(self):
         """Says that all of shared memory is empty."""
@@ -352,12 +350,12 @@ class _Tile:
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
 
-    def consume(self, warpgroup, place, steps):
-        """Computes dV and dK of a warpgroup's keys, and its part of dQ; gives how many steps there have been."""
+    def consume(self, consumer, place, steps):
+        """Computes dV and dK of a consumer's keys, and its part of dQ; gives how many steps there have been."""
         plan, memory, config = self.plan, self.memory, self.plan.config
-        dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
-        scores = _Scores(self, place, place.block * plan.block_kv + warpgroup * ROWS)
-        slab, part = self._part(warpgroup)
+        dtype, shape, width = self.refs["query"].dtype, (ROWS, config.block_q), plan.part_size
+        scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
+        slab, part = self._part(consumer)
 
         def sums_of(dk_acc, dv_acc):
             def step(banded, head, block, step):
@@ -373,10 +371,10 @@ class _Tile:
                         delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
                         s_acc[...] = _along_rows(lse, shape)
                         dp_acc[...] = _along_rows(delta, shape)
-                    self._multiply_keys(s_acc, warpgroup + _hidden_zero(step, 0), q)
+                    self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
                     if not plan.is_seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
-                    plgpu.wgmma(dp_acc, memory["v"].at[warpgroup + _hidden_zero(step, 1)], do.T)
+                    plgpu.wgmma(dp_acc, memory["v"].at[consumer + _hidden_zero(step, 1)], do.T)
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -399,7 +397,7 @@ class _Tile:
                 def multiply_derivatives(dq_acc):
                     if config.keys_first:
                         plgpu.wgmma(dk_acc, ds, q)
-                    self._share(slot, warpgroup, ds)
+                    self._share(slot, consumer, ds)
                     for half in range(CONSUMERS):
                         plgpu.wgmma(dq_acc, slot.at[half, slab].T, memory["k"].at[half + _hidden_zero(step, 2), part])
                     if config.keys_first:
@@ -414,7 +412,7 @@ class _Tile:
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
                 dq = pl.run_scoped(multiply_derivatives, plgpu.ACC((ROWS, plan.part_size), jnp.float32))
-                self._add(warpgroup, place.b, head, block, step, dq, is_empty=plan.is_seeded)
+                self._add(consumer, place.b, head, block, step, dq, is_empty=plan.is_seeded)
                 if not config.keys_first:
                     plgpu.wgmma_wait(0)
                     self._release("q", step)
@@ -422,12 +420,12 @@ class _Tile:
             total = self._each_step(place, scores, steps, step)
             dk, dv = dk_acc[...], dv_acc[...]
             _meet()  # all keys have been read
-            memory["v"][warpgroup] = (scores.of_kept * dv).astype(dtype)
+            memory["v"][consumer] = (scores.of_kept * dv).astype(dtype)
             for i in range(plan.parts[1]):
-                memory["k"][warpgroup, i] = (plan.scale * self._columns(dk, i)).astype(dtype)
+                memory["k"][consumer, i] = (plan.scale * dk[:, i * width : (i + 1) * width]).astype(dtype)
             plgpu.commit_smem()
-            self._copy_out("dv", place, warpgroup)
-            self._copy_out("dk", place, warpgroup)
+            self._copy_out("dv", place, consumer)
+            self._copy_out("dk", place, consumer)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(memory["kv_empty"])
             return total
@@ -438,9 +436,9 @@ class _Tile:
         return steps + pl.run_scoped(sums_of, sums, sums)
 
     def consume_role(self, role, place, steps):
-        """The same where the first warpgroup makes dV, and the second dK."""
+        """The same where the first consumer makes dV, and the second dK."""
         plan, memory, config = self.plan, self.memory, self.plan.config
-        dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
+        dtype, shape, width = self.refs["query"].dtype, (ROWS, config.block_q), plan.part_size
         scores = _Scores(self, place, place.block * plan.block_kv, weighs=role == 0)
 
         def multiply_derivatives(step, dq_acc):
@@ -525,7 +523,7 @@ class _Tile:
                 memory["v"][0] = (scores.of_kept * sum).astype(dtype)
             else:
                 for i in range(plan.parts[1]):
-                    memory["k"][0, i] = (plan.scale * self._columns(sum, i)).astype(dtype)
+                    memory["k"][0, i] = (plan.scale * sum[:, i * width : (i + 1) * width]).astype(dtype)
             plgpu.commit_smem()
             self._copy_out(("dv", "dk")[role], place, 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -568,12 +566,8 @@ class _Tile:
         stage = self._stage(step)[letters == "do"]
         plgpu.barrier_arrive(self.memory[f"{letters}_empty"].at[stage])
 
-    def _columns(self, array, part):
-        width = self.plan.part_size
-        return array[:, part * width : (part + 1) * width]
-
     def _share(self, slot, half, ds):
-        """Stores the derivatives of scores for both warpgroups, and meets the other one.
+        """Stores the derivatives of scores for both consumers, and meets the other one.
 
         A slot is written again two steps later: after the next meeting, before which both have waited for their products.
         """
@@ -588,12 +582,12 @@ class _Tile:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _part(self, warpgroup):
-        """Which rows of 64 and which columns of a block of dQ a warpgroup makes."""
-        return (warpgroup, 0) if self.plan.parts[0] > 1 else (0, warpgroup)
+    def _part(self, consumer):
+        """Which rows of 64 and which columns of a block of dQ a consumer makes."""
+        return (consumer, 0) if self.plan.parts[0] > 1 else (0, consumer)
 
-    def _add(self, warpgroup, b, head, block, step, dq, *, is_empty=False):
-        """Adds a warpgroup's part of dQ to global memory, or gives it to the warps that do in the order of turns.
+    def _add(self, consumer, b, head, block, step, dq, *, is_empty=False):
+        """Adds a consumer's part of dQ to global memory, or gives it to the warps that do in the order of turns.
 
         `is_empty` says that what was staged before is known to have left.
         """
@@ -601,15 +595,15 @@ class _Tile:
         for piece in range(self.plan.config.pieces):
             if piece or not is_empty:
                 self._await_staged()
-            self.memory["sums"][warpgroup] = dq[:, piece * width : (piece + 1) * width]
+            self.memory["sums"][consumer] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
             if self.plan.deterministic:
                 plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
             else:
-                self._add_staged(warpgroup, b, head, block, piece)
+                self._add_staged(consumer, b, head, block, piece)
 
-    def _add_staged(self, warpgroup, b, head, block, piece):
-        staged, (slab, part) = self.memory["sums"].at[warpgroup], self._part(warpgroup)
+    def _add_staged(self, consumer, b, head, block, piece):
+        staged, (slab, part) = self.memory["sums"].at[consumer], self._part(consumer)
         width = staged.shape[1]
         rows = pl.ds(block * self.plan.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.plan.part_size + piece * width, width)
@@ -626,7 +620,7 @@ class _Tile:
             target = self.refs["dk"].at[place.b, rows, place.head, pl.ds(part * width, width)]
             plgpu.copy_smem_to_gmem(self.memory["k"].at[half, part], target)
 
-    # The warps that add, if deterministic.
+    # The warps that add to dQ, if deterministic.
 
     def add(self, own, place, steps):
         """Adds dQ of every `ADDERS`-th step to global memory, each when it is the block of keys' turn; gives the steps."""
@@ -636,7 +630,7 @@ class _Tile:
         @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))
         def _(i):
             i = first + i * ADDERS
-            head, block = self._head(place, i), self._block(place, i)
+            head, block = self._head_and_block(place, i)
             turn = (place.b * plan.query[1] + head) * plan.blocks_q + block
             if "before" in self.refs:
                 before = self.refs["before"][place.b, place.block, block]
@@ -645,8 +639,8 @@ class _Tile:
             ptx.await_count(self.refs["turns"], turn, before)
             for piece in range(self.plan.config.pieces):
                 plgpu.barrier_wait(self.memory["sums_full"].at[own])
-                for warpgroup in range(CONSUMERS):
-                    self._add_staged(warpgroup, place.b, head, block, piece)
+                for consumer in range(CONSUMERS):
+                    self._add_staged(consumer, place.b, head, block, piece)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(self.memory["sums_empty"])
             plgpu.wait_smem_to_gmem(0)
@@ -764,13 +758,12 @@ def _divide(a, b):
 
 
 def _hidden_zero(step, use):
-    """0, though the compiler cannot know, nor that it is that of another use: else it keeps addresses in registers."""
+    """0, though the compiler cannot know, nor that it is that of another use: else it would hold addresses in registers."""
     return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
 
 
-def _meet():
-    """Waits for the other warpgroup that computes; what both wrote to shared memory is then visible to products."""
-    ptx.meet(_BOTH, CONSUMERS)
+# Waits for the other consumer; what both wrote to shared memory is then visible to products.
+_meet = functools.partial(ptx.meet, _BOTH, CONSUMERS)
 
 
 def _only(kept, array):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -99,18 +99,6 @@ class Plan:
     varying: bool
     size: int
     config: Config
-    lengths: tuple[int, int] = field(init=False)
-    groups: int = field(init=False)
-    block_kv: int = field(init=False)
-    blocks_q: int = field(init=False)
-    blocks_kv: int = field(init=False)
-    parts: tuple[int, int] = field(init=False)
-    part_size: int = field(init=False)
-    is_ragged: bool = field(init=False)
-    is_seeded: bool = field(init=False)
-    passes_both: bool = field(init=False)
-    by_ticket: bool = field(init=False)
-    count: int = field(init=False)
 
     def __post_init__(self):
         (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config

@@ -31,13 +31,18 @@ def _extremes(segments, block):
     return jnp.min(blocked, -1), jnp.max(blocked, -1)
 
 
+def is_shared(mask) -> bool:
+    """Whether a mask is the same for all heads."""
+    return mask.shape[-3] == 1
+
+
 def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
     """Whether a mask lets any query of a block see any key of a block, `[*batch, blocks_q, blocks_kv]`, the same for all heads.
 
     None for a mask that differs between heads: to read it once more would cost about as much as it may save.
     """
-    *batch, heads, rows, cols = mask.shape
-    if heads != 1:
+    *batch, _, rows, cols = mask.shape
+    if not is_shared(mask):
         return None
     own = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
     padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]

@@ -99,28 +99,26 @@ def _run(plan, given, target):
 
 
 def _kernel(plan, operands, threads, refs, results, **memory):
-    """The program of all warpgroups of a block."""
+    """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, operands, results, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    own = Tiles(plan.count, threads, block, refs.get("table"), memory, last_first=True)  # the last may see the most keys
+    # The last block of queries may see the most keys.
+    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
     (less, more), config = plan.config.registers, plan.config
-
-    def each_tile(work, look_up=None):
-        own.each(lambda values, steps: work(tile.place(*values), steps), look_up)
 
     for i, letters in enumerate(("kqv",) if config.producers == 1 else ("kq", "v")):
 
         @pl.when(warpgroup == config.consumers + i)
         def _(i=i, letters=letters):
             plgpu.set_max_registers(less, action="decrease")
-            each_tile(functools.partial(tile.produce, letters), None if i else tile.look_up)
+            tiles.each(functools.partial(tile.produce, letters), None if i else tile.look_up)
 
     @pl.when(warpgroup < config.consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
         tile.start(warpgroup)
-        each_tile(functools.partial(tile.consume, warpgroup))
+        tiles.each(functools.partial(tile.consume, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -325,10 +323,12 @@ class _Rows:
         self.consumer, self.place, self.first = consumer, place, first
         self.low, self.high, self.count = low, high, count
         self.dtype, self.shape = self.results["out"].dtype, (ROWS, self.config.block_kv)
-        self.slack, self.headroom = _SLACK_AND_HEADROOM[self.dtype.name]
+        slack, self.headroom = _SLACK_AND_HEADROOM[self.dtype.name]
         # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
         self.factor = self.plan.scale if self.plan.soft_cap is None else self.plan.soft_cap
-        self.unit, self.scale_log2 = (LOG2E, 1.0) if "bias" in self.operands else (1.0, LOG2E * self.factor)
+        self.unit, scale_log2 = (LOG2E, 1.0) if "bias" in self.operands else (1.0, LOG2E * self.factor)
+        options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
+        self._push = functools.partial(online.push_log2, **options)
         left, right = self.plan.window
         of_operands = "ranges" in self.operands or {"query_lengths", "key_lengths"} & self.plan.names
         self.has_high = right is not None or self.plan.key[0] % self.config.block_kv != 0 or bool(of_operands)
@@ -467,10 +467,6 @@ class _Rows:
             state = online.lift_log2(sink, headroom=self.headroom, unit=self.unit)
         rows = [jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)]
         return State(*(plgpu.layout_cast(part, ROW_LAYOUT) for part in rows))
-
-    def _push(self, state, s):
-        """`online.push_log2` of a key block."""
-        return online.push_log2(state, s, self.scale_log2, slack=self.slack, headroom=self.headroom, unit=self.unit)
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""

@@ -1,7 +1,7 @@
 """What is settled about a call of the forward kernel before it runs: configuration, tiles, shared memory."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -97,15 +97,6 @@ class Plan:
     dropout_rate: float
     names: frozenset[str]
     config: Config
-    block_q: int = field(init=False)
-    blocks_q: int = field(init=False)
-    blocks_kv: int = field(init=False)
-    sizes: tuple[int, int] = field(init=False)
-    is_ragged: bool = field(init=False)
-    parts: tuple[int, int] = field(init=False)
-    value_products: int = field(init=False)
-    facts: int = field(init=False)
-    count: int = field(init=False)
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config

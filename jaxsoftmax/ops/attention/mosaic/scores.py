@@ -29,8 +29,8 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     starts = jnp.uint32(first), jnp.uint32(block * shape[1])
     positions = [start + plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=LAYOUT) for axis, start in enumerate(starts)]
     row, col = reversed(positions) if is_transposed else positions
-    words = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
-    return _dropout.keep(*words, row, col, rate)
+    first_word, second_word = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
+    return _dropout.keep(first_word, second_word, row, col, rate)
 
 
 def tanh(x):
