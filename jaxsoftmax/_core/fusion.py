@@ -3,7 +3,7 @@
 XLA fuses elementwise producers into its own softmax. A kernel sees arrays in memory only: what it is given has to be written
 first, unless it was there anyway, as an argument or as the result of a matrix product or of another kernel.
 
-What is known of XLA here was seen in programs that jax 0.11.2 compiled for an H200. A function's own arguments end the search:
+What is known of XLA here is held by `tests/core/test_fusion.py` against programs that it compiles for an H200. A function's own arguments end the search:
 whoever calls a jitted function computes them out of sight.
 """
 
@@ -64,7 +64,7 @@ def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> boo
       value: the operand of an operation that is lowered.
       functions: where callees are found, if they are: `jnp.where`, `jax.nn.relu` and others are jitted functions.
     """
-    operation, calls = _producer(value, functions, ())
+    operation, calls = _producer(value, functions, (), _keeps_rows)
     return _kind(operation) in _FUSED and not _is_epilogue(operation, functions, calls)
 
 
@@ -82,8 +82,11 @@ def _is_epilogue(operation, functions, calls) -> bool:
     return False
 
 
-def _producer(value, functions, calls) -> tuple[Any, tuple[Any, ...]]:
-    """The operation that computes `value`, None for an argument, and the calls in whose callees it is, the outermost first."""
+def _producer(value, functions, calls, passes=lambda operation: True) -> tuple[Any, tuple[Any, ...]]:
+    """The operation that computes `value`, None for an argument, and the calls in whose callees it is, the outermost first.
+
+    What is free is passed, where `passes` says so.
+    """
     while True:
         operation = _operation(value)
         if operation is None and calls:
@@ -91,7 +94,7 @@ def _producer(value, functions, calls) -> tuple[Any, tuple[Any, ...]]:
         elif functions is not None and operation is not None and operation.name == "func.call":
             *_, end = functions[operation.attributes["callee"].value].regions[0].blocks[0]
             value, calls = end.operands[value.result_number], (*calls, operation)
-        elif operation is not None and _is_free(operation):
+        elif operation is not None and _is_free(operation) and passes(operation):
             value = operation.operands[0]
         elif operation is not None and (factor := _beside_one(operation)) is not None:
             value = factor
@@ -123,6 +126,14 @@ def _is_free(operation) -> bool:
     if operation.name in ("stablehlo.reshape", "sdy.sharding_constraint"):
         return True
     return operation.name == "stablehlo.broadcast_in_dim" and _size(operation.results[0]) == _size(operation.operands[0])
+
+
+def _keeps_rows(operation) -> bool:
+    """Whether the last axis is as long in the result as in the operand; else XLA's softmax reads the result from memory."""
+    before, after = (
+        [size for size in _shaped(value).shape if size != 1] for value in (operation.operands[0], operation.results[0])
+    )
+    return before[-1:] == after[-1:]
 
 
 def _widens(operation) -> bool:

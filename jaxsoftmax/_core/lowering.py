@@ -40,11 +40,11 @@ def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *,
     del implementation
     reference = getattr(importlib.import_module(dispatch.implementations[this.op]["xla"]), this.name)
     names = [name for name, operand in operands.items() if operand is not None]
-    given, absent = [operands[name] for name in names], dict.fromkeys(this.by_name.keys() - set(names))
+    given, absent = [operands[name] for name in names], dict.fromkeys(this.by_name)
 
     def run(*given, axis_name=(), **options):
         del axis_name
-        return jax.tree.leaves(reference(**absent, **dict(zip(names, given, strict=True)), **params, **options))
+        return jax.tree.leaves(reference(**absent | dict(zip(names, given, strict=True)), **params, **options))
 
     types = [jax.typeof(operand) for operand in given]
     if this.is_aligned:
@@ -74,7 +74,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
 
     `dtypes` are those after casts to float32, of which the reference gets the operands.
     """
-    absent = dict.fromkeys(this.by_name.keys() - set(names))
+    absent = dict.fromkeys(this.by_name)
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     call = dispatch.Call(this, names, dtypes, fused, implementation, params)
 
@@ -84,7 +84,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         else:
             options["target"] = target
         function = getattr(importlib.import_module(dispatch.implementations[this.op][implementation]), this.name)
-        return jax.tree.leaves(function(**absent, **dict(zip(names, operands, strict=True)), **params, **options))
+        return jax.tree.leaves(function(**absent | dict(zip(names, operands, strict=True)), **params, **options))
 
     def on_shard(*operands, axis_name):
         obstacle = None

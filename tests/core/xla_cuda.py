@@ -1,0 +1,123 @@
+"""XLA's programs for CUDA, compiled with or without a GPU, and what they fuse."""
+
+import functools
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+# What XLA has to know of an H200: facts of the GPU, not of a machine.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@functools.cache
+def sharding() -> jax.sharding.Sharding | str:
+    """Of arrays on a GPU, if it is there only for the compiler; the reason why there is none otherwise."""
+    if jax.default_backend() == "gpu":
+        return jax.sharding.SingleDeviceSharding(jax.devices("gpu")[0])
+    if importlib.util.find_spec("jax_plugins") is None:
+        return "needs a GPU, or jax's plugin for CUDA, which compiles without one"
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compiled(f, *operands) -> str:
+    """The optimised HLO of `f` of arrays of these types for CUDA."""
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding()) for x in operands]
+    return jax.jit(f, out_shardings=sharding()).lower(*given).compile().as_text()
+
+
+# The scope, in a program, of the softmax that is looked at; and what hands scores on as they are.
+SCOPE = "softmax_under_test"
+_MOVES = ("bitcast", "convert", "copy", "reshape", "transpose")
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[([\d,]*)\]\S* ([a-z][a-z\-]*)\(([^)]*)\)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO whose result is an array."""
+
+    dtype: str
+    size: int
+    opcode: str
+    operands: list[str]
+    line: str
+
+
+def computations(hlo: str) -> list[dict[str, Instruction]]:
+    """The computations of a program: their instructions, by name."""
+    found: list[dict[str, Instruction]] = []
+    for line in hlo.splitlines():
+        if _COMPUTATION.match(line):
+            found.append({})
+        elif match := _INSTRUCTION.match(line):
+            name, dtype, shape, opcode, operands = match.groups()
+            size = math.prod(int(n) for n in shape.split(",") if n)
+            found[-1][name] = Instruction(dtype, size, opcode, re.findall(r"%([\w.\-]+)", operands), line)
+    return found
+
+
+def sources(hlo: str) -> Iterator[Instruction]:
+    """What the softmax inside `SCOPE` takes its maximum of, behind what only moves or casts it: in memory if a parameter."""
+    for instructions in computations(hlo):
+        for found in instructions.values():
+            if found.opcode == "reduce" and f"{SCOPE}/reduce_max" in found.line:
+                found = instructions[found.operands[0]]
+                while found.opcode in _MOVES:
+                    found = instructions[found.operands[0]]
+                yield found
+
+
+def is_fused(scores: Callable[..., jax.Array], *operands: jax.ShapeDtypeStruct) -> bool | None:
+    """Whether XLA computes `scores(*operands)` where their softmax reads them, and never writes them as they are.
+
+    None where XLA needs no maximum over as many elements, as of constants.
+    """
+
+    def softmax_of(*operands):
+        x = scores(*operands)
+        with jax.named_scope(SCOPE):
+            return jax.nn.softmax(x)
+
+    found = list(sources(compiled(softmax_of, *operands)))
+    whole = jax.eval_shape(scores, *operands)
+    return all(each.opcode != "parameter" or not is_like(each, whole) for each in found) if found else None
+
+
+_HLO_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def is_like(instruction: Instruction, array: Any) -> bool:
+    """Whether an instruction has the dtype and the number of elements of `array`."""
+    return (instruction.dtype, instruction.size) == (_HLO_NAMES[array.dtype.name], array.size)
