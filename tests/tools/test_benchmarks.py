@@ -493,7 +493,7 @@ def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
 
     def flash_mha(q, k, v, *, is_causal):
         given.append((q.shape, is_causal))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+        return jaxsoftmax.dot_product_attention(q, k, v, is_causal=is_causal)
 
     module = types.ModuleType("dew_flash_attn")
     module.flash_mha = flash_mha
