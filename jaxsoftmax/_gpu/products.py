@@ -15,6 +15,7 @@ from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu.ptx import (
     SPLAT,
     WARP,
+    WARPS,
     Vector,
     address_of,
     both,
@@ -48,10 +49,12 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array
     def band(_, scores, *limits):
         _, col = _product_position()
         limits = [[arith.subi(scalar(limit), col) for limit in rows.registers.flat] for rows in limits]
+        tests = list(zip((arith.CmpIPredicate.sge, arith.CmpIPredicate.sle), limits, strict=False))
+        places = [8 * pair + e for pair in range(scores.shape[1] // 8) for e in range(2)]
+        columns = dict(zip(places, _constants(places), strict=True))
 
         def seen(below, skipped):
-            inside = compare("sge", limits[0][below], constant(skipped))
-            return inside if len(limits) == 1 else both(inside, compare("sle", limits[1][below], constant(skipped)))
+            return functools.reduce(arith.andi, [arith.cmpi(test, limit[below], columns[skipped]) for test, limit in tests])
 
         return _only(scores, seen)
 
@@ -63,12 +66,12 @@ def _only(scores, seen):
 
     `below` is 1 for elements of the row 8 below a thread's first one, and `skipped` is how many columns behind its they are.
     """
-    minus_infinity = utils.c(-math.inf, scores.mlir_dtype)
+    minus_infinity, places = utils.c(-math.inf, scores.mlir_dtype), _constants(range(2))
     registers = []
     for index, register in enumerate(scores.registers.flat):
-        for e in range(2):
-            inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, constant(e))
-            register = llvm.insertelement(register, arith.select(inside, value, minus_infinity), constant(e))
+        for e, place in enumerate(places):
+            inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, place)
+            register = llvm.insertelement(register, arith.select(inside, value, minus_infinity), place)
         registers.append(register)
     return fragmented(registers, scores.layout, scores.shape, None)
 
@@ -103,12 +106,12 @@ def reciprocal(product: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT))
     def invert(_, product):
-        registers, f32 = [], ir.F32Type.get()
+        registers, f32, places = [], ir.F32Type.get(), _constants(range(2))
         for register in product.registers.flat:
-            for e in range(2):
-                value = llvm.extractelement(register, constant(e))
+            for place in places:
+                value = llvm.extractelement(register, place)
                 value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32)
-                register = llvm.insertelement(register, value, constant(e))
+                register = llvm.insertelement(register, value, place)
             registers.append(register)
         return fragmented(registers, product.layout, product.shape, None)
 
@@ -125,18 +128,18 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=[kind, kind])
     def split(_, product):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        register_type = ir.VectorType.get((2,), ir.BF16Type.get())
-        one = ir.VectorType.get((1,), i32)
+        register_type, one = ir.VectorType.get((2,), ir.BF16Type.get()), ir.VectorType.get((1,), i32)
+        first, second, half, upper = _constants((0, 1, 16, -(2**16)))
 
         def rounded(pair):
             return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=i32)
 
         terms: tuple[list[Any], list[Any]] = [], []
         for register in product.registers.flat:
-            pair = [llvm.extractelement(register, constant(e)) for e in range(2)]
+            pair = [llvm.extractelement(register, place) for place in (first, second)]
             high = rounded(pair)
-            kept = arith.shli(high, constant(16)), arith.andi(high, constant(-(2**16)))
-            missing = [arith.subf(value, arith.bitcast(f32, bits)) for value, bits in zip(pair, kept, strict=True)]
+            parts = arith.shli(high, half), arith.andi(high, upper)
+            missing = [arith.subf(value, arith.bitcast(f32, bits)) for value, bits in zip(pair, parts, strict=True)]
             for term, word in zip(terms, (high, rounded(missing)), strict=True):
                 term.append(vector.bitcast(register_type, vector.broadcast(one, word)))
         return [fragmented(registers, product.layout, product.shape, None) for registers in terms]
@@ -396,9 +399,10 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
 
         shifted = [[word(below * count + which) for below in range(2)] for which in range(count)]
 
+        bits, zero = _constants([1 << bit for bit in range(32)]), constant(0)
+
         def seen(below, skipped):
-            which, bit = divmod(skipped, 32)
-            return compare("ne", arith.andi(shifted[which][below], constant(1 << bit)), constant(0))
+            return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shifted[skipped // 32][below], bits[skipped % 32]), zero)
 
         return _only(scores, seen)
 
@@ -456,6 +460,13 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
 
 def _product_position():
     """The row and column of a thread's first element."""
-    warp, lane = arith.divui(thread(), constant(WARP)), arith.remui(thread(), constant(WARP))
-    row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
-    return row, arith.muli(arith.remui(lane, constant(4)), constant(2))
+    thread, lane, row, quad, pair = _constants((WARPS * WARP, WARP, 16, 4, 2))
+    thread = arith.remui(utils.thread_idx(), thread)
+    warp, lane = arith.divui(thread, lane), arith.remui(thread, lane)
+    return arith.addi(arith.muli(warp, row), arith.divui(lane, quad)), arith.muli(arith.remui(lane, quad), pair)
+
+
+def _constants(values):
+    """Int32 constants of MLIR, made once for all registers that need them."""
+    i32 = ir.IntegerType.get_signless(32)
+    return [utils.c(value, i32) for value in values]
