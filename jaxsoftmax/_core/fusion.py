@@ -3,8 +3,8 @@
 XLA fuses elementwise producers into its own softmax. A kernel sees arrays in memory only: what it is given has to be written
 first, unless it was there anyway, as an argument or as the result of a matrix product or of another kernel.
 
-What is known of XLA here is held by `tests/core/test_fusion.py` against programs that it compiles for an H200. A function's own arguments end the search:
-whoever calls a jitted function computes them out of sight.
+`tests/core/test_fusion.py` holds what is known of XLA here against programs that it compiles for an H200. A function's own
+arguments end the search: whoever calls a jitted function computes them out of sight.
 """
 
 import math
