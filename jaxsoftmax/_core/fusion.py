@@ -3,7 +3,7 @@
 XLA fuses elementwise producers into its own softmax. A kernel sees arrays in memory only: what it is given has to be written
 first, unless it was there anyway, as an argument or as the result of a matrix product or of another kernel.
 
-What is known of XLA here is held against programs that it compiles for an H200 (`tests/core/test_fusion.py`). A function's own
+`tests/core/test_fusion.py` holds what is known of XLA here against programs that it compiles for an H200. A function's own
 arguments end the search: whoever calls a jitted function computes them out of sight.
 """
 
