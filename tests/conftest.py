@@ -43,7 +43,7 @@ def compiling_quickly():
     if jax.default_backend() != "cpu":
         yield
         return
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
