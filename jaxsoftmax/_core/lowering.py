@@ -94,11 +94,12 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         dispatch.record(decision)
         return run(decision.implementation, *operands, **({"axis_name": axis_name} if axis_name else {}))
 
-    is_partitioned, obstacle = sharding.partitioning(ctx)
+    devices, obstacle = sharding.partitioning(ctx)
     decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
-    # Types that say how arrays are sharded stand in the way of a reference that reshapes.
-    is_typed = not this.is_aligned and sharding.explicit_mesh(ctx.avals_in) is not None
-    if is_typed or (is_partitioned and decision.implementation != "xla"):
+    is_partitioned = devices > 1 and decision.implementation != "xla"
+    if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
+        is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
+    if is_partitioned:
         names_in, names_out = this.axes(names, len(results), **params)
         function = sharding.partitioned(on_shard, ctx, names_in, names_out, params.get("axes", ()))
         return mlir.lower_fun(function)(ctx, *operands)
@@ -107,9 +108,10 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     if this.is_aligned:
         return mlir.lower_fun(function)(ctx, *operands)
     if decision.implementation == "xla":
-        function = functools.partial(function, devices=sharding.devices_of_compiler(ctx))
+        function = functools.partial(function, devices=devices)
     with sharding.on_no_mesh():
-        return mlir.lower_fun(function)(ctx.replace(avals_in=[sharding.whole(aval) for aval in ctx.avals_in]), *operands)
+        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        return mlir.lower_fun(function)(ctx.replace(avals_in=avals), *operands)
 
 
 for _platform in (None, "cuda"):

@@ -43,7 +43,7 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
     mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
     if mesh is None:
         return operands, is_settled
-    axes, _ = this.axes(names, 0)
+    axes = [this.by_name[name].axes for name in names]
     specs = _specs(_dims(types, axes), types, axes)
     return [
         operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
@@ -80,11 +80,6 @@ def typed_alike(this: Map, names: Sequence[str], results: Sequence[Any], operand
     ]
 
 
-def whole(aval: Any) -> Any:
-    """The type of an array of that shape and dtype, on no mesh."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype)
-
-
 def on_no_mesh() -> Any:
     """A context in which new arrays have no sharding, whatever mesh the user set."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
@@ -95,33 +90,25 @@ def has_explicit_axes(aval: Any) -> bool:
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
-def partitioning(ctx: Any) -> tuple[bool, str | None]:
-    """Of what is lowered in `ctx`, a lowering rule's context.
+def partitioning(ctx: Any) -> tuple[int, str | None]:
+    """Over how many devices arrays may be cut of what is lowered in `ctx`, a lowering rule's context.
 
     Returns:
-      Whether it runs on parts of its arrays on several devices, and why it can be left to XLA only, or None.
+      How many they are, and why it can be left to XLA only, or None.
     """
     axes = compat.axis_context(ctx)
-    manual = getattr(axes, "manual_axes", ())  # inside a shard_map
-    if hasattr(axes, "manual_axes"):
-        is_partitioned = set(manual) != set(axes.mesh.axis_names)
+    manual = getattr(axes, "manual_axes", None)  # inside a shard_map
+    if manual is None:
+        devices = 1 if axes is None else axes.num_devices
     else:
-        is_partitioned = axes is None or axes.num_devices != 1
-    if not is_partitioned or explicit_mesh(ctx.avals_in) is not None:
-        return is_partitioned, None
+        devices = math.prod([size for name, size in axes.mesh.shape.items() if name not in manual])
+    if devices == 1 or explicit_mesh(ctx.avals_in) is not None:
+        return devices, None
     if manual:
-        return True, "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
+        return devices, "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
     if compat.for_export(ctx):
-        return True, "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
-    return True, None
-
-
-def devices_of_compiler(ctx: Any) -> int:
-    """Over how many devices the compiler may cut arrays of what is lowered in `ctx`."""
-    axes = compat.axis_context(ctx)
-    if not hasattr(axes, "manual_axes"):
-        return 1 if axes is None else axes.num_devices
-    return math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
+        return devices, "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
+    return devices, None
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
