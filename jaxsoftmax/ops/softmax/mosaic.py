@@ -310,9 +310,11 @@ def _alone(op):
 
     def backward(saved, t):
         if op == "softmax":
-            return (softmax_jacobian(*saved, t, None, **params(t)),)
+            (y,) = saved
+            return (softmax_jacobian(y, t, None, **params(y)),)
+        x, m, d = saved
         run = log_softmax_vjp if op == "log_softmax" else logsumexp_vjp
-        return (run(*saved, t, None, None, scale_tangent=False, **params(saved[0])),)
+        return (run(x, m, d, t, None, None, scale_tangent=False, **params(x)),)
 
     alone = jax.custom_vjp(lambda x: forward(x)[0])
     alone.defvjp(forward, backward)
