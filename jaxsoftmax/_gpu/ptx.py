@@ -1,5 +1,6 @@
 """Building blocks that Pallas on Mosaic GPU lacks, in PTX, each once: barriers, counters, predicated loads and stores."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,12 +181,14 @@ def _shared_address(ref, index, words: int):
     return arith.addi(base, arith.muli(index.registers.item(), constant(4 * words)))
 
 
+@functools.cache
 def tiled(tiles, warp_dims, lane_dims) -> Any:
     """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
     layout = compat.tiled_layout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1)
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
+@functools.cache
 def replicated(size: int) -> Any:
     """The layout of values, a power of two, all of which each warp holds: a lane one of up to 32, or a vector of more."""
     copies = max(1, WARP // size)

@@ -500,6 +500,24 @@ def test_interpreted_softmax_is_right_in_both_directions(forced, kind, dtype):
     assert oracle.error(np.asarray(dx)[finite], oracle.softmax_derivative(x[finite], c[finite], saved=dtype)) <= 1
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_alone_is_the_op_in_both_directions(name):
+    x, c = some((2, 1024), "float32"), some((2, 1 if name == "logsumexp" else 1024), "float32", seed=2)
+    y, vjp = kernels.interpreted(functools.partial(jax.vjp, getattr(mosaic, f"{name}_alone")), x)
+    op = functools.partial(OPS[name], implementation="xla", **({"keepdims": True} if name == "logsumexp" else {}))
+    expected, reference_vjp = jax.vjp(op, x)
+    assert y.shape == expected.shape
+    np.testing.assert_allclose(y, expected, rtol=2**-20)
+    np.testing.assert_allclose(kernels.interpreted(vjp, c)[0], reference_vjp(c)[0], rtol=2**-16, atol=2**-22)
+
+
+def test_an_op_alone_refuses_what_its_kernels_do_not_take():
+    with pytest.raises(NotImplementedError, match="softmax_alone: a row must have from 1 to 32768 entries, got 32769"):
+        mosaic.softmax_alone(jnp.zeros((1, 32769)))
+    with pytest.raises(NotImplementedError, match=r"logsumexp_alone: dtypes must be among .*, got int32"):
+        mosaic.logsumexp_alone(jnp.zeros((1, 8), jnp.int32))
+
+
 @dataclass
 class Saved:
     """The operands of every kernel for some scores, from float64, and the truth of its result."""

@@ -84,16 +84,16 @@ def run(
       per_row: dtypes of the results that have size 1 along `axes`.
     """
     given = {key: operand for key, operand in operands.items() if operand is not None}
-    held = [key for key, operand in given.items() if isinstance(operand, Whole)]
+    held = {key: operand.array for key, operand in given.items() if isinstance(operand, Whole)}
     others = [key for key, operand in given.items() if isinstance(operand, Mask)]  # as arguments, the largest come first
     others += [key for key, operand in given.items() if isinstance(operand, (PerRow, Scalar))]
-    shape = given[held[0]].array.shape
+    shape = next(iter(held.values())).shape
     row_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     count, cols = rows_and_cols(shape, axes)
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
     masks = [mask.array.shape for mask in given.values() if isinstance(mask, Mask) and not _is_per_row(mask, axes)]
-    widest = max(dtype.itemsize for dtype in [*(given[key].array.dtype for key in held), *dtypes])
+    widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     layout = RowLayout(cols, config(cols, widest, bool(masks), any(mask != shape for mask in masks)))
     exact = layout.is_full and count % layout.rows == 0
     view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (count, cols)
@@ -111,7 +111,7 @@ def run(
 
     def kernel(*refs):
         *refs, slots, barriers, exchange = refs
-        refs, out_refs = dict(zip(held + others, refs, strict=False)), refs[len(held + others) :]
+        refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         memory = Memory(layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact)
         tile = Tile(memory, exchange, list(barriers))
         if layout.blocks > 1:
@@ -147,8 +147,8 @@ def run(
         for ref, result in zip(out_refs[len(dtypes) :], results[len(dtypes) :], strict=True):
             memory.store_row(ref, result.astype(ref.dtype))
 
-    slots = [plgpu.SMEM((layout.steps * layout.warpgroups, *layout.shape), given[key].array.dtype) for key in held]
-    slots = slots if layout.config.parked else []
+    parked = held.values() if layout.config.parked else ()
+    slots = [plgpu.SMEM((layout.steps * layout.warpgroups, *layout.shape), array.dtype) for array in parked]
     barriers = [plgpu.Barrier(num_barriers=layout.steps) for _ in slots if layout.config.unroll]
     exchange = plgpu.SMEM((2, layout.warps), jnp.float32) if layout.whole_block else None
     options: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,
-    )(*(given[key].array.reshape(view) for key in held), *(flat(given[key]) for key in others))
+    )(*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others))
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
 

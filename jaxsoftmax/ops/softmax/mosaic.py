@@ -66,7 +66,7 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del target, params
     x = operands["x"] if "x" in operands else operands["y"]
-    wide = rows_and_cols(x.shape, axes)[1] > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
+    wide = math.prod(x.shape[axis] for axis in axes) > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
     if fused and not (wide and primitive in ("softmax", "log_softmax")):
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
     if primitive == "softmax" and cast and jnp.dtype(dtype) == jnp.float32 and not wide:
@@ -310,9 +310,11 @@ def _alone(op):
 
     def backward(saved, t):
         if op == "softmax":
-            return (softmax_jacobian(*saved, t, None, **params(t)),)
+            (y,) = saved
+            return (softmax_jacobian(y, t, None, **params(y)),)
+        x, m, d = saved
         run = log_softmax_vjp if op == "log_softmax" else logsumexp_vjp
-        return (run(*saved, t, None, None, scale_tangent=False, **params(saved[0])),)
+        return (run(x, m, d, t, None, None, scale_tangent=False, **params(x)),)
 
     alone = jax.custom_vjp(lambda x: forward(x)[0])
     alone.defvjp(forward, backward)
