@@ -232,7 +232,9 @@ def _evenly(axes, mesh, sizes):
     """Of the mesh axes, in their order, those that share each of the sizes evenly among the most devices."""
     subsets = [subset for count in range(len(axes), -1, -1) for subset in itertools.combinations(axes, count)]
     shards = {subset: math.prod(mesh.shape[axis] for axis in subset) for subset in subsets}
-    return max((subset for subset in subsets if not any(size % shards[subset] for size in sizes)), key=shards.get)
+    return max(
+        (subset for subset in subsets if not any(size % shards[subset] for size in sizes)), key=lambda subset: shards[subset]
+    )
 
 
 def _specs(dims, arrays, names):
