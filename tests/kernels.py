@@ -88,6 +88,8 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
         try:
             with plgpu.force_gpu_interpret_mode(params):
                 results = jax.block_until_ready(f(*args))
+        except jax.errors.JaxRuntimeError as error:  # since 0.12 JAX raises at a race, and says where
+            raise AssertionError("a kernel has a data race") if "RACE DETECTED" in str(error) else error from error
         finally:
             gpu_callbacks.reset_gpu_interpret_mode_state()  # after an error no kernel could be interpreted any more
     assert states, "no kernel was interpreted"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain, online
-from jaxsoftmax._core import dispatch, lowering
+from jaxsoftmax._core import compat, dispatch, lowering
 from jaxsoftmax._core import primitive as core
 from jaxsoftmax.ops.softmax import primitive, xla
 
@@ -316,7 +316,7 @@ def test_all_of_online_runs_inside_a_kernel(probe):
         rows = pl.ds(lax.axis_index("tile") * block, block)
         left, middle, right = (plgpu.load(x_ref.at[rows, pl.ds(i, 64)], layout=layout, optimized=False) for i in (0, 64, 128))
         state = online.merge(online.push(online.identity((block,)), left), online.push(online.lift(middle), right))
-        out_ref[rows] = online.finish(state).m
+        compat.store(out_ref.at[rows], online.finish(state).m)
 
     def lse(x):
         out_type = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
@@ -502,7 +502,9 @@ def test_a_shard_map_over_some_axes_leaves_automatic_ones_to_the_reference(local
                 assert "leaves mesh axes automatic" in dict(decision.refusals)["local"]
             compiled = f.lower(shards).compile()
             assert oracle.error(compiled(shards), oracle.softmax(x)) <= 1
-            assert collectives(compiled) == set()
+            double = jax.shard_map(lambda x: x + x, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+            # JAX 0.12 gathers what enters a map over automatic axes alone beside explicit ones, whatever the function
+            assert collectives(compiled) == collectives(jax.jit(double).lower(shards).compile())
 
 
 def test_sharded_rows_lower_to_kernels_for_cuda(probe):
