@@ -18,7 +18,7 @@ are 64 keys, as dV or dK alone take half of a thread's registers. One consumer m
 weights pass from the one to the other through shared memory. Other head sizes are padded in memory, to the next of these.
 
 Blocks of keys add to dQ in any order, so its last bits vary. If deterministic, they take turns in the order of their numbers,
-in which they are also handed out: a counter for each block of queries says whose turn it is. Two warps of the producer
+in which they also get their tickets (`_gpu.tiles`): a counter for each block of queries says whose turn it is. Two warps of the producer
 warpgroup wait for turns, start the copies that add, wait for these and end turns: where the consumers did all that, they waited
 for most of the time. As queries pass from the last block to the first, blocks of keys that start together find the same queries
 in L2, and soon have their turns, also where attention is causal.
@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx
-from jaxsoftmax._gpu.tiles import Tiles
+from jaxsoftmax._gpu.tiles import Tiles, ticket_counter
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out
@@ -171,7 +171,7 @@ def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
-    threads = min(target.multiprocessors, plan.count)  # blocks of them; if deterministic they wait for each other
+    threads = min(target.multiprocessors, plan.count)  # blocks of them
     if (table := plan.table(threads)) is not None:
         refs["table"] = table
     written = OrderedDict(dq=jnp.zeros((count, length + -length % 8, heads, plan.size), jnp.float32))  # in place
@@ -216,7 +216,8 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place)
+    counter = ticket_counter() if plan.deterministic else None
+    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
@@ -228,10 +229,10 @@ def _kernel(plan, operands, threads, refs, results, **memory):
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == ADDERS)(functools.partial(tiles.each, tile.produce))
-            pl.when(warp == 0)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
+            pl.when(warp == 0)(functools.partial(tiles.each, tile.produce, lambda number: []))
+            pl.when(warp == 1)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
             for adder in range(ADDERS):
-                pl.when(warp == adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
+                pl.when(warp == 1 + adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -290,6 +291,10 @@ class _Tile:
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.config.stages[0])), lax.rem(step, jnp.int32(self.plan.config.stages[1]))
 
+    def _line(self, name, stage):
+        """The log-sum-exp or the delta of a block of queries, in shared memory."""
+        return self.memory["lines"].at[stage if name == "lse" else self.plan.config.stages[0] + stage]
+
     # The producer.
 
     def produce(self, place, steps):
@@ -307,13 +312,13 @@ class _Tile:
             full = memory["q_full"].at[stage]
             plgpu.barrier_wait(memory["q_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["query"].at[place.b, rows, head], memory["q"].at[stage], full)
-            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], memory["q_lse"].at[stage], full)
+            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], self._line("lse", stage), full)
 
         def copy_cotangents(i):
             (head, rows), (_, stage) = queries(i), self._stage(steps + i)
             plgpu.barrier_wait(memory["do_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["d_out"].at[place.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
-            line, full = memory["do_delta"].at[stage], memory["delta_full"].at[stage]
+            line, full = self._line("delta", stage), memory["delta_full"].at[stage]
             plgpu.copy_gmem_to_smem(refs["delta"].at[place.b, head, rows], line, full)
 
         total = plan.groups * place.count
@@ -364,11 +369,11 @@ class _Tile:
 
                 def derive(s_acc, dp_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = plgpu.load(memory["q_lse"].at[stage], layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
                     if plan.is_seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                         s_acc[...] = _along_rows(lse, shape)
                         dp_acc[...] = _along_rows(delta, shape)
                     self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
@@ -387,7 +392,7 @@ class _Tile:
                         delta = None
                     else:
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
@@ -452,7 +457,7 @@ class _Tile:
                 def weigh(s_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
                     self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                    lse = plgpu.load(memory["q_lse"].at[stage], layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -486,7 +491,7 @@ class _Tile:
                     plgpu.barrier_wait(memory["do_full"].at[stage_do])
                     plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                     kept = scores.kept(head, block)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     return scores.less_delta(dp, delta, kept)

@@ -81,8 +81,9 @@ class Plan:
       is_ragged: whether the last block of keys has rows that are none.
       is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
       passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
-      by_ticket: whether blocks of threads take tickets, as operands decide how long a tile takes. Not if deterministic: the
-        warps that add have no loops of unknown length. Nor with `passes_both`: there is no shared memory left for tickets.
+      by_ticket: whether blocks of threads take tickets: if deterministic, in order of arrival, as they wait for each other
+        (`_gpu.tiles` says why that cannot hang); else where operands decide how long a tile takes, but not with `passes_both`:
+        there is no shared memory left then.
       count: how many tiles there are.
     """
 
@@ -111,7 +112,7 @@ class Plan:
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
         self.is_seeded = is_plain and not config.roles and self.scale > _LEAST_SEEDED
         self.passes_both = config.roles and self.adds_bias and self.soft_cap is not None
-        self.by_ticket = self.varying and not (self.deterministic or self.passes_both)
+        self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
 
     def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
@@ -220,7 +221,7 @@ class Plan:
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
-            own |= tiles.ticket_memory(1, CONSUMERS)
+            own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
         if self.deterministic:
             own |= {"sums_full": ring(CONSUMERS, ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
         return own | {
@@ -230,8 +231,7 @@ class Plan:
             "do": memory(stages_do, config.block_q, size),
             "ds": memory(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": memory(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
-            "q_lse": plgpu.SMEM((stages, config.block_q), jnp.float32),
-            "do_delta": plgpu.SMEM((stages_do, config.block_q), jnp.float32),
+            "lines": plgpu.SMEM((stages + stages_do, config.block_q), jnp.float32),  # of lse, and of delta
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
