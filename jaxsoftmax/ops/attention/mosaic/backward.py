@@ -18,10 +18,10 @@ are 64 keys, as dV or dK alone take half of a thread's registers. One consumer m
 weights pass from the one to the other through shared memory. Other head sizes are padded in memory, to the next of these.
 
 Blocks of keys add to dQ in any order, so its last bits vary. If deterministic, they take turns in the order of their numbers,
-in which they also get their tickets (`_gpu.tiles`): a counter for each block of queries says whose turn it is. Two warps of the producer
-warpgroup wait for turns, start the copies that add, wait for these and end turns: where the consumers did all that, they waited
-for most of the time. As queries pass from the last block to the first, blocks of keys that start together find the same queries
-in L2, and soon have their turns, also where attention is causal.
+in which they also get their tickets (`_gpu.tiles` says why that cannot hang): a counter for each block of queries says whose
+turn it is. Two warps of the producer warpgroup wait for turns, start the copies that add, wait for these and end turns: where
+the consumers did all that, they waited for most of the time. As queries pass from the last block to the first, blocks of keys
+that start together find the same queries in L2, and soon have their turns, also where attention is causal.
 """
 
 import functools
@@ -540,7 +540,10 @@ class _Tile:
         return steps + pl.run_scoped(sum_of, plgpu.ACC((ROWS, plan.size), jnp.float32))
 
     def _each_step(self, place, scores, steps, work):
-        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are."""
+        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are.
+
+        `banded` says whether the block of queries is to be masked: a bool, or an array where that is a branch in the step.
+        """
         plan = self.plan
 
         def of_head(i, _):
@@ -551,6 +554,8 @@ class _Tile:
 
                 def step(i, _, banded=banded, stop=stop):
                     block = stop - 1 - i
+                    if banded is None:
+                        banded = (block < place.whole_from) | (block >= place.whole_to)
                     work(banded, head, block, last - (block - place.low))
 
                 lax.fori_loop(0, stop - start, step, None)
@@ -665,6 +670,7 @@ class _Scores:
         has_lengths = bool({"query_lengths", "key_lengths"} & self.plan.names)
         self.is_limited = left is not None or right is not None or self.plan.is_ragged or has_lengths
         self.is_banded = self.is_limited or "query_segments" in self.plan.names
+        self.may_end_banded = left is not None or self.plan.is_ragged or self.plan.varying
         self.of_kept = 1 / (1 - self.plan.dropout_rate) if "seeds" in self.plan.names else 1.0
         self.segments: Any = None
         if "key_segments" in self.plan.names and weighs:
@@ -672,11 +678,13 @@ class _Scores:
             self.segments = products.load_product_rows(own.ref, own.index(self.b) * keys + first, keys - first, self.shape)
 
     def spans(self, place):
-        """The blocks of queries of a tile as spans, which are banded or not."""
+        """The blocks of queries of a tile as spans, which are banded or not, or None for both."""
         low, end = place.low, place.low + place.count
-        if not self.is_banded:
-            return [(False, low, end)]
-        return [(True, low, place.whole_from), (False, place.whole_from, place.whole_to), (True, place.whole_to, end)]
+        if not self.is_banded or self.plan.config.one_loop:
+            return [(None if self.is_banded else False, low, end)]
+        spans = [(True, low, place.whole_from), (False, place.whole_from, place.whole_to), (True, place.whole_to, end)]
+        # Causal alone, with keys that fill their blocks: all queries from some block on see all keys.
+        return spans if self.may_end_banded else [spans[0], (False, place.whole_from, end)]
 
     def load(self, head, block, *, banded):
         """What global memory has on a block of queries: while products are made, as loads take long."""
@@ -686,10 +694,14 @@ class _Scores:
                 own = self.operands[name]
                 varies = own.rows > 1, own.ref.shape[1] > 1
                 loaded[name] = products.load_transposed(own.ref, *self._at(own, head, block), self.shape, varies=varies)
-        if "query_segments" in self.operands and banded:
+        if "query_segments" in self.operands:
             own, queries, start = self.operands["query_segments"], self.plan.query[0], block * self.shape[1]
-            ids = products.load_product_cols(own.ref, own.index(self.b) * queries + start, queries - start, self.shape)
-            loaded["segments"] = ids
+            first = own.index(self.b) * queries + start
+            loaded["segments"] = _if(
+                banded,
+                lambda _: products.load_product_cols(own.ref, first, queries - start, self.shape),
+                plgpu.layout_cast(jnp.zeros(self.shape[1:], own.ref.dtype), COL_LAYOUT),
+            )
         return loaded
 
     def weights(self, s, lse, loaded, block, *, banded):
@@ -703,14 +715,17 @@ class _Scores:
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
         if "mask" in loaded:
             s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
-        if "segments" in loaded:
-            s = of_own_segment(s, self.segments, loaded["segments"])
-        if banded and self.is_limited:
-            s = products.band(s, *self._limits(block * self.shape[1]))
+        s = _if(banded, lambda s: self._masked(s, loaded, block), s)
         if "bias" in loaded:  # they may be as large as `finfo.min`
             return jnp.exp2((s - _along_rows(lse, s.shape)) * LOG2E), slope
         s = s * (factor * LOG2E)
         return jnp.exp2(s if self.plan.is_seeded else s - _along_rows(lse, s.shape)), slope
+
+    def _masked(self, s, loaded, block):
+        """The scores of a block of queries, `-inf` where segments, the window or the lengths hide a key."""
+        if "segments" in loaded:
+            s = of_own_segment(s, self.segments, loaded["segments"])
+        return products.band(s, *self._limits(block * self.shape[1])) if self.is_limited else s
 
     def kept(self, head, block):
         """Which weights dropout keeps, or None for all."""
@@ -769,6 +784,13 @@ def _hidden_zero(step, use):
 
 # Waits for the other consumer; what both wrote to shared memory is then visible to products.
 _meet = functools.partial(ptx.meet, _BOTH, CONSUMERS)
+
+
+def _if(condition, work, value):
+    """`work(value)` if the condition holds, which may be known while tracing, else `value`."""
+    if isinstance(condition, bool):
+        return work(value) if condition else value
+    return lax.cond(condition, work, lambda value: value, value)
 
 
 def _only(kept, array):

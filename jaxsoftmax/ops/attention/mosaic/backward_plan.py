@@ -32,6 +32,8 @@ class Config:
       roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
       keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
+      one_loop: whether steps that mask are in one loop with those that do not, as a branch, which takes less long to compile;
+        with head size 128 that costs one to four percent of the speed, where the mask is causal or of segments.
       registers: of a thread of the producer, and of the consumers.
     """
 
@@ -40,6 +42,7 @@ class Config:
     roles: bool = False
     pieces: int = 1
     keys_first: bool = False
+    one_loop: bool = True
     registers: tuple[int, int] = (24, 240)
 
 
@@ -54,7 +57,11 @@ class Config:
 # of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB; with a bias's derivative and a soft cap there are
 # two P'. Addresses, limits, and for each 64 queries 16 of lse and of delta come on top; where sums start with those, they are
 # in them.
-_CONFIGS = {64: Config(128, (3, 2), keys_first=True), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
+_CONFIGS = {
+    64: Config(128, (3, 2), keys_first=True),
+    128: Config(64, (3, 2), one_loop=False),
+    256: Config(64, (2, 1), roles=True, pieces=2),
+}
 
 
 def config_for(head_size: int, value_size: int) -> tuple[int, Config]:
