@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from jaxsoftmax._core import compat
 from jaxsoftmax._core.compat import utils
@@ -157,6 +157,18 @@ def take_ticket(counter) -> jax.Array:
     return take(counter)
 
 
+def of_first_lane(value: jax.Array) -> jax.Array:
+    """A scalar int32 as the first lane of the warp holds it, in all lanes."""
+
+    @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
+    def broadcast(_, value):
+        everyone: Any = constant(-1)
+        word = nvvm.shfl_sync(everyone, value.registers.item(), constant(0), constant(WARP - 1), nvvm.ShflKind.idx)
+        return fragmented([word], SPLAT.to_mgpu(), (), is_signed=True)
+
+    return broadcast(value)
+
+
 def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
     """Stores int32 scalars to the first entries of `ref[index]`, in shared memory; one thread of the warpgroup does."""
 
@@ -168,6 +180,21 @@ def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
                 utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value.registers.item(), has_side_effects=True)
 
     store(ref, jnp.int32(index), *values)
+
+
+def load_scalars(ref, index) -> list[jax.Array]:
+    """The int32 scalars in `ref[index]`, in shared memory, for a single warp too, which Pallas does not let read them."""
+    words = ref.shape[1]
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=[kind] * words)
+    def load(_, ref, index):
+        address, i32 = _shared_address(ref, index, words), ir.IntegerType.get_signless(32)
+        asm = [f"ld.shared.u32 $0, [$1+{4 * k}];" for k in range(words)]
+        loaded = [utils.inline_ptx(ptx, address, result_types=i32, has_side_effects=True) for ptx in asm]
+        return [fragmented([word], SPLAT.to_mgpu(), (), is_signed=True) for word in loaded]
+
+    return list(load(ref, jnp.int32(index)))
 
 
 def thread():

@@ -3,6 +3,13 @@
 A kernel whose blocks of threads are persistent cuts its work into tiles, more than there are blocks. Where it is known how long
 each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
 ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
+
+Blocks that wait for each other must not assume that all of them run at the same time: a program may have been lowered for a GPU
+with more multiprocessors, or share the GPU with another. By tickets in order of arrival (`Tiles.counter`) they never hang, if a
+block only ever waits for what is done for tiles with smaller tickets. For a ticket is given only to a block that runs, which
+then runs until it is done, and takes its next ticket after all before. Of the tiles that are not finished take the one with the
+smallest ticket: its block has finished those it had before, waits for nobody, and goes on. So some block always does, however
+few run at a time, and whichever the GPU starts first.
 """
 
 import functools
@@ -62,15 +69,27 @@ def on_device(table: np.ndarray) -> jax.Array:
 _SLOTS = 2  # in shared memory, for what is said of a tile
 
 
-def ticket_memory(words: int, listeners: int) -> dict[str, Any]:
-    """The shared memory of a block that works by tickets, where so many words are said of a tile to so many listeners."""
-    return {
-        "ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32),
-        "ticket_full": plgpu.Barrier(),
+def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
+    """The shared memory of a block that works by tickets, where so many words are said of a tile to so many listeners.
+
+    `in_order` says that tickets are taken in order of arrival, by one warp.
+    """
+    own = {} if in_order else {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
+    return own | {
         "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
         "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
         "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
     }
+
+
+def ticket_counter():
+    """How many tickets there are so far, in global memory for all blocks: 0 when the kernel starts."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+
+
+def most_on_arrival(count: int, blocks: int) -> int:
+    """Four times as many of `count` tiles as each of so many blocks has on average, so that some can have many short ones."""
+    return 4 * pl.cdiv(count, blocks)
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ class Tiles:
       memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
       place: from the number of a tile, and facts, what work on it needs.
       last_first: whether tiles that go by number start with the last one.
+      counter: `ticket_counter()`, if all tickets are taken in order of arrival, by the first warp of the producer alone.
     """
 
     count: int
@@ -94,6 +114,7 @@ class Tiles:
     memory: dict[str, Any]
     place: Callable[..., Any]
     last_first: bool = False
+    counter: Any = None
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(place(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
@@ -103,6 +124,8 @@ class Tiles:
         """
         if "tile" not in self.memory:
             self._each_scheduled(work)
+        elif look_up is not None and self.counter is not None:
+            self._each_on_arrival(work, look_up)
         elif look_up is not None:
             self._each_taken(work, look_up)
         else:
@@ -129,19 +152,13 @@ class Tiles:
 
     def _each_taken(self, work, look_up):
         """First each block has the ticket of its own number; then whoever is free takes the next one."""
-        counter, memory = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))), self.memory
-
-        def say(i, values):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(memory["tile_empty"].at[slot])
-            ptx.store_scalars(memory["tile"], slot, values)
-            plgpu.barrier_arrive(memory["tile_full"].at[slot])
+        counter, memory = ticket_counter(), self.memory
 
         def one(carry):
             i, ticket, steps = carry
             number = self._number_of(ticket)
             values = [number, *look_up(number)]
-            say(i, values)
+            self._say(i, values)
             following = ptx.take_ticket(counter)  # long before it is needed, which is when it is stored
             steps = work(self.place(*values), steps)
             slot = lax.rem(i, jnp.int32(_SLOTS))
@@ -150,9 +167,51 @@ class Tiles:
             plgpu.barrier_wait(memory["ticket_full"])
             return i + 1, memory["ticket"][slot, 0] + self.blocks, steps
 
-        start = jnp.int32(0), self.block, jnp.int32(0)
-        count, *_ = lax.while_loop(lambda carry: carry[1] < self.count, one, start)
-        say(count, [jnp.int32(-1)])
+        self._while_there_are(one, self.block)
+
+    @property
+    def most(self) -> int:
+        """How many tiles a block works through at most in order of arrival: it takes no ticket then, and ends."""
+        return most_on_arrival(self.count, self.blocks)
+
+    def _each_on_arrival(self, work, look_up):
+        """The tickets of the counter, also the first."""
+
+        def take():
+            return ptx.of_first_lane(ptx.take_ticket(self.counter))
+
+        def one(carry):
+            i, ticket, steps = carry
+            number = self._number_of(ticket)
+            values = [number, *look_up(number)]
+            self._say(i, values)
+            steps = work(self.place(*values), steps)
+            # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
+            return i + 1, lax.cond(i + 1 < self.most, take, lambda: jnp.int32(self.count)), steps
+
+        self._while_there_are(one, take())
+
+    def _while_there_are(self, one, first):
+        """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, the first one at first."""
+        count, *_ = self._while(lambda carry: carry[1] < self.count, one, (jnp.int32(0), first, jnp.int32(0)))
+        self._say(count, [jnp.int32(-1)])
+
+    def _while(self, condition, body, carry):
+        """`lax.while_loop`, but in order of arrival a loop with a constant end, as Mosaic GPU has no others in single warps."""
+        if self.counter is None:
+            return lax.while_loop(condition, body, carry)
+
+        def step(_, carry):
+            return lax.cond(condition(carry), body, lambda carry: carry, carry)
+
+        return lax.fori_loop(0, self.most, step, carry)
+
+    def _say(self, i, values):
+        """Tells the others what there is to know of the tile `i` of this block."""
+        slot = lax.rem(i, jnp.int32(_SLOTS))
+        plgpu.barrier_wait(self.memory["tile_empty"].at[slot])
+        ptx.store_scalars(self.memory["tile"], slot, values)
+        plgpu.barrier_arrive(self.memory["tile_full"].at[slot])
 
     def _each_told(self, work):
         memory = self.memory
@@ -160,7 +219,10 @@ class Tiles:
         def hear(i):
             slot = lax.rem(i, jnp.int32(_SLOTS))
             plgpu.barrier_wait(memory["tile_full"].at[slot])
-            values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+            if self.counter is None:
+                values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+            else:
+                values = ptx.load_scalars(memory["tile"], slot)
             plgpu.barrier_arrive(memory["tile_empty"].at[slot])
             return values
 
@@ -171,4 +233,4 @@ class Tiles:
 
         for slot in range(_SLOTS):
             plgpu.barrier_arrive(memory["tile_empty"].at[slot])
-        lax.while_loop(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))
+        self._while(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))

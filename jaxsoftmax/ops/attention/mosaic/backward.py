@@ -18,10 +18,10 @@ are 64 keys, as dV or dK alone take half of a thread's registers. One consumer m
 weights pass from the one to the other through shared memory. Other head sizes are padded in memory, to the next of these.
 
 Blocks of keys add to dQ in any order, so its last bits vary. If deterministic, they take turns in the order of their numbers,
-in which they are also handed out: a counter for each block of queries says whose turn it is. Two warps of the producer
-warpgroup wait for turns, start the copies that add, wait for these and end turns: where the consumers did all that, they waited
-for most of the time. As queries pass from the last block to the first, blocks of keys that start together find the same queries
-in L2, and soon have their turns, also where attention is causal.
+in which they also get their tickets (`_gpu.tiles` says why that cannot hang): a counter for each block of queries says whose
+turn it is. Two warps of the producer warpgroup wait for turns, start the copies that add, wait for these and end turns: where
+the consumers did all that, they waited for most of the time. As queries pass from the last block to the first, blocks of keys
+that start together find the same queries in L2, and soon have their turns, also where attention is causal.
 """
 
 import functools
@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx
-from jaxsoftmax._gpu.tiles import Tiles
+from jaxsoftmax._gpu.tiles import Tiles, ticket_counter
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out
@@ -171,7 +171,7 @@ def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
-    threads = min(target.multiprocessors, plan.count)  # blocks of them; if deterministic they wait for each other
+    threads = min(target.multiprocessors, plan.count)  # blocks of them
     if (table := plan.table(threads)) is not None:
         refs["table"] = table
     written = OrderedDict(dq=jnp.zeros((count, length + -length % 8, heads, plan.size), jnp.float32))  # in place
@@ -216,7 +216,8 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place)
+    counter = ticket_counter() if plan.deterministic else None
+    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
@@ -228,10 +229,10 @@ def _kernel(plan, operands, threads, refs, results, **memory):
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == ADDERS)(functools.partial(tiles.each, tile.produce))
-            pl.when(warp == 0)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
+            pl.when(warp == 0)(functools.partial(tiles.each, tile.produce, lambda number: []))
+            pl.when(warp == 1)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
             for adder in range(ADDERS):
-                pl.when(warp == adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
+                pl.when(warp == 1 + adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -290,6 +291,10 @@ class _Tile:
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.config.stages[0])), lax.rem(step, jnp.int32(self.plan.config.stages[1]))
 
+    def _line(self, name, stage):
+        """The log-sum-exp or the delta of a block of queries, in shared memory."""
+        return self.memory["lines"].at[stage if name == "lse" else self.plan.config.stages[0] + stage]
+
     # The producer.
 
     def produce(self, place, steps):
@@ -307,13 +312,13 @@ class _Tile:
             full = memory["q_full"].at[stage]
             plgpu.barrier_wait(memory["q_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["query"].at[place.b, rows, head], memory["q"].at[stage], full)
-            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], memory["q_lse"].at[stage], full)
+            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], self._line("lse", stage), full)
 
         def copy_cotangents(i):
             (head, rows), (_, stage) = queries(i), self._stage(steps + i)
             plgpu.barrier_wait(memory["do_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["d_out"].at[place.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
-            line, full = memory["do_delta"].at[stage], memory["delta_full"].at[stage]
+            line, full = self._line("delta", stage), memory["delta_full"].at[stage]
             plgpu.copy_gmem_to_smem(refs["delta"].at[place.b, head, rows], line, full)
 
         total = plan.groups * place.count
@@ -364,11 +369,11 @@ class _Tile:
 
                 def derive(s_acc, dp_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = plgpu.load(memory["q_lse"].at[stage], layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
                     if plan.is_seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                         s_acc[...] = _along_rows(lse, shape)
                         dp_acc[...] = _along_rows(delta, shape)
                     self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
@@ -387,7 +392,7 @@ class _Tile:
                         delta = None
                     else:
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
@@ -452,7 +457,7 @@ class _Tile:
                 def weigh(s_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
                     self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                    lse = plgpu.load(memory["q_lse"].at[stage], layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -486,7 +491,7 @@ class _Tile:
                     plgpu.barrier_wait(memory["do_full"].at[stage_do])
                     plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(memory["do_delta"].at[stage_do], layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
                     kept = scores.kept(head, block)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     return scores.less_delta(dp, delta, kept)
@@ -535,7 +540,10 @@ class _Tile:
         return steps + pl.run_scoped(sum_of, plgpu.ACC((ROWS, plan.size), jnp.float32))
 
     def _each_step(self, place, scores, steps, work):
-        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are."""
+        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are.
+
+        `banded` says whether the block of queries is to be masked: a bool, or an array where that is a branch in the step.
+        """
         plan = self.plan
 
         def of_head(i, _):
@@ -546,6 +554,8 @@ class _Tile:
 
                 def step(i, _, banded=banded, stop=stop):
                     block = stop - 1 - i
+                    if banded is None:
+                        banded = (block < place.whole_from) | (block >= place.whole_to)
                     work(banded, head, block, last - (block - place.low))
 
                 lax.fori_loop(0, stop - start, step, None)
@@ -660,6 +670,7 @@ class _Scores:
         has_lengths = bool({"query_lengths", "key_lengths"} & self.plan.names)
         self.is_limited = left is not None or right is not None or self.plan.is_ragged or has_lengths
         self.is_banded = self.is_limited or "query_segments" in self.plan.names
+        self.may_end_banded = left is not None or self.plan.is_ragged or self.plan.varying
         self.of_kept = 1 / (1 - self.plan.dropout_rate) if "seeds" in self.plan.names else 1.0
         self.segments: Any = None
         if "key_segments" in self.plan.names and weighs:
@@ -667,11 +678,13 @@ class _Scores:
             self.segments = products.load_product_rows(own.ref, own.index(self.b) * keys + first, keys - first, self.shape)
 
     def spans(self, place):
-        """The blocks of queries of a tile as spans, which are banded or not."""
+        """The blocks of queries of a tile as spans, which are banded or not, or None for both."""
         low, end = place.low, place.low + place.count
-        if not self.is_banded:
-            return [(False, low, end)]
-        return [(True, low, place.whole_from), (False, place.whole_from, place.whole_to), (True, place.whole_to, end)]
+        if not self.is_banded or self.plan.config.one_loop:
+            return [(None if self.is_banded else False, low, end)]
+        spans = [(True, low, place.whole_from), (False, place.whole_from, place.whole_to), (True, place.whole_to, end)]
+        # Causal alone, with keys that fill their blocks: all queries from some block on see all keys.
+        return spans if self.may_end_banded else [spans[0], (False, place.whole_from, end)]
 
     def load(self, head, block, *, banded):
         """What global memory has on a block of queries: while products are made, as loads take long."""
@@ -681,10 +694,14 @@ class _Scores:
                 own = self.operands[name]
                 varies = own.rows > 1, own.ref.shape[1] > 1
                 loaded[name] = products.load_transposed(own.ref, *self._at(own, head, block), self.shape, varies=varies)
-        if "query_segments" in self.operands and banded:
+        if "query_segments" in self.operands:
             own, queries, start = self.operands["query_segments"], self.plan.query[0], block * self.shape[1]
-            ids = products.load_product_cols(own.ref, own.index(self.b) * queries + start, queries - start, self.shape)
-            loaded["segments"] = ids
+            first = own.index(self.b) * queries + start
+            loaded["segments"] = _if(
+                banded,
+                lambda _: products.load_product_cols(own.ref, first, queries - start, self.shape),
+                plgpu.layout_cast(jnp.zeros(self.shape[1:], own.ref.dtype), COL_LAYOUT),
+            )
         return loaded
 
     def weights(self, s, lse, loaded, block, *, banded):
@@ -698,14 +715,17 @@ class _Scores:
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
         if "mask" in loaded:
             s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
-        if "segments" in loaded:
-            s = of_own_segment(s, self.segments, loaded["segments"])
-        if banded and self.is_limited:
-            s = products.band(s, *self._limits(block * self.shape[1]))
+        s = _if(banded, lambda s: self._masked(s, loaded, block), s)
         if "bias" in loaded:  # they may be as large as `finfo.min`
             return jnp.exp2((s - _along_rows(lse, s.shape)) * LOG2E), slope
         s = s * (factor * LOG2E)
         return jnp.exp2(s if self.plan.is_seeded else s - _along_rows(lse, s.shape)), slope
+
+    def _masked(self, s, loaded, block):
+        """The scores of a block of queries, `-inf` where segments, the window or the lengths hide a key."""
+        if "segments" in loaded:
+            s = of_own_segment(s, self.segments, loaded["segments"])
+        return products.band(s, *self._limits(block * self.shape[1])) if self.is_limited else s
 
     def kept(self, head, block):
         """Which weights dropout keeps, or None for all."""
@@ -764,6 +784,13 @@ def _hidden_zero(step, use):
 
 # Waits for the other consumer; what both wrote to shared memory is then visible to products.
 _meet = functools.partial(ptx.meet, _BOTH, CONSUMERS)
+
+
+def _if(condition, work, value):
+    """`work(value)` if the condition holds, which may be known while tracing, else `value`."""
+    if isinstance(condition, bool):
+        return work(value) if condition else value
+    return lax.cond(condition, work, lambda value: value, value)
 
 
 def _only(kept, array):

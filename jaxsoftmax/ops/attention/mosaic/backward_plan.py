@@ -32,6 +32,8 @@ class Config:
       roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
       keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
+      one_loop: whether steps that mask are in one loop with those that do not, as a branch, which takes less long to compile;
+        with head size 128 that costs one to four percent of the speed, where the mask is causal or of segments.
       registers: of a thread of the producer, and of the consumers.
     """
 
@@ -40,6 +42,7 @@ class Config:
     roles: bool = False
     pieces: int = 1
     keys_first: bool = False
+    one_loop: bool = True
     registers: tuple[int, int] = (24, 240)
 
 
@@ -54,7 +57,11 @@ class Config:
 # of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB; with a bias's derivative and a soft cap there are
 # two P'. Addresses, limits, and for each 64 queries 16 of lse and of delta come on top; where sums start with those, they are
 # in them.
-_CONFIGS = {64: Config(128, (3, 2), keys_first=True), 128: Config(64, (3, 2)), 256: Config(64, (2, 1), roles=True, pieces=2)}
+_CONFIGS = {
+    64: Config(128, (3, 2), keys_first=True),
+    128: Config(64, (3, 2), one_loop=False),
+    256: Config(64, (2, 1), roles=True, pieces=2),
+}
 
 
 def config_for(head_size: int, value_size: int) -> tuple[int, Config]:
@@ -81,8 +88,9 @@ class Plan:
       is_ragged: whether the last block of keys has rows that are none.
       is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
       passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
-      by_ticket: whether blocks of threads take tickets, as operands decide how long a tile takes. Not if deterministic: the
-        warps that add have no loops of unknown length. Nor with `passes_both`: there is no shared memory left for tickets.
+      by_ticket: whether blocks of threads take tickets: if deterministic, in order of arrival, as they wait for each other
+        (`_gpu.tiles` says why that cannot hang); else where operands decide how long a tile takes, but not with `passes_both`:
+        there is no shared memory left then.
       count: how many tiles there are.
     """
 
@@ -111,7 +119,7 @@ class Plan:
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
         self.is_seeded = is_plain and not config.roles and self.scale > _LEAST_SEEDED
         self.passes_both = config.roles and self.adds_bias and self.soft_cap is not None
-        self.by_ticket = self.varying and not (self.deterministic or self.passes_both)
+        self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
 
     def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
@@ -220,7 +228,7 @@ class Plan:
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
-            own |= tiles.ticket_memory(1, CONSUMERS)
+            own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
         if self.deterministic:
             own |= {"sums_full": ring(CONSUMERS, ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
         return own | {
@@ -230,8 +238,7 @@ class Plan:
             "do": memory(stages_do, config.block_q, size),
             "ds": memory(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": memory(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
-            "q_lse": plgpu.SMEM((stages, config.block_q), jnp.float32),
-            "do_delta": plgpu.SMEM((stages_do, config.block_q), jnp.float32),
+            "lines": plgpu.SMEM((stages + stages_do, config.block_q), jnp.float32),  # of lse, and of delta
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),

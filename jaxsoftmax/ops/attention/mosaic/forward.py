@@ -367,9 +367,8 @@ class _Rows:
         state, _, weights = self._push(self._start(), s)
         pl.when(self.count > 1)(lambda: self._wait_for_keys(steps + 1))
         carry = (state.m, state.d, self._rounded(self._kept(weights, self.high - 1)), following)
-        for banded, start, stop in self.spans():
-            carry = lax.fori_loop(start, stop, functools.partial(self._step, banded, steps, o_acc), carry)
-        m, d, weights, _ = carry
+        whole = self.tile.seen_whole(self.place, self.first, ROWS) if self.is_banded else None
+        m, d, weights, _ = lax.fori_loop(1, self.count, functools.partial(self._step, whole, steps, o_acc), carry)
         if self.config.own_output:
             plgpu.barrier_arrive(memory["q_empty"].at[self.consumer])
         last = steps + self.count - 1
@@ -377,17 +376,6 @@ class _Rows:
         o = o_acc[...]
         plgpu.barrier_arrive(memory["v_empty"].at[stage(last)])
         self._store(State(m, d, o))
-
-    def spans(self):
-        """The steps behind the first as spans, which are banded or not: the last key block comes first."""
-        low, high = self.low, self.high
-        whole_from, whole_to = self.tile.seen_whole(self.place, self.first, ROWS)
-        whole_to = jnp.clip(whole_to, low, high)
-        whole_from = jnp.clip(whole_from, low, whole_to)
-        first, second = (jnp.maximum(high - block, 1) for block in (whole_to, whole_from))
-        spans: list[tuple[bool, Any, Any]] = [(True, 1, first)] if self.has_high else []
-        spans.append((False, first if self.has_high else 1, second if self.has_low else high - low))
-        return [*spans, (True, second, high - low)] if self.has_low else spans
 
     def _multiply_first(self, steps, s_acc):
         """The first key block's product, and the masks of the first two."""
@@ -398,9 +386,15 @@ class _Rows:
         masks = [self._mask(self.high - 1 - i, i < self.count) for i in range(2)]
         return s_acc[...], masks
 
-    def _step(self, banded, steps, o_acc, i, carry):
-        """Pushes key block `i`, while the values of the one before are multiplied."""
+    def _step(self, whole, steps, o_acc, i, carry):
+        """Pushes key block `i`, while the values of the one before are multiplied.
+
+        `whole` is from and to where all queries see all keys, None if that is everywhere. Masking the others is a branch in the
+        step: a loop for each kind of step would run as fast and take longer to compile.
+        """
         m, d, weights, mask = carry
+        block = self.high - 1 - i
+        banded = False if whole is None else (block < whole[0]) | (block >= whole[1])
         memory, stage = self.memory, self.tile.stage
 
         def multiply(s_acc):
@@ -413,9 +407,9 @@ class _Rows:
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(self.shape, jnp.float32))
         plgpu.barrier_arrive(memory["k_empty"].at[stage(steps + i)])
-        s = self._scores(s, mask, self.high - 1 - i, banded=banded)
+        s = self._scores(s, mask, block, banded=banded)
         state, factor, own = self._push(State(m, d), s)
-        own = self._kept(own, self.high - 1 - i)
+        own = self._kept(own, block)
         (m, d, _), factor, own = lax.optimization_barrier((state, factor, own))
         # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
         pl.when(i + 1 < self.count)(lambda: self._wait_for_keys(steps + i + 1))
@@ -470,7 +464,6 @@ class _Rows:
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""
-        start = block * self.shape[1]
         if self.plan.soft_cap is not None:
             s = tanh(s * (self.plan.scale / self.plan.soft_cap))
         if "bias" in self.operands:
@@ -479,12 +472,17 @@ class _Rows:
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if "mask" in self.operands:
             s = products.select_bits(s, mask)
-        if self.place.ranges and banded:
+        if not self.is_banded:
+            return s
+        return self._banded(s, block) if banded is True else lax.cond(banded, lambda s: self._banded(s, block), lambda s: s, s)
+
+    def _banded(self, s, block):
+        """The scores of a key block, `-inf` where segments, the window or the lengths hide the key."""
+        start = block * self.shape[1]
+        if self.place.ranges:
             _, _, whole_from, whole_to = self.place.ranges
             several = (block < whole_from) | (block >= whole_to)
             s = lax.cond(several, lambda s: self._of_own_segment(s, start), lambda s: s, s)
-        if not banded or self.last_key is None:
-            return s
         return products.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
 
     def _of_own_segment(self, s, start):

@@ -1,0 +1,199 @@
+"""Blocks of threads that wait for each other's turns, as in deterministic gradients of attention, never wait for ever."""
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu import tiles
+from jaxsoftmax._gpu.target import target_for
+from jaxsoftmax.ops.attention.mosaic.backward_plan import SIZES, Plan, config_for
+
+brute_force = settings(max_examples=60, deadline=None, derandomize=True)
+sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
+lengths = st.integers(1, 700)
+
+
+def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
+    return Plan(
+        batch=(1,),
+        query=(length, 2 * heads, size),
+        key=(keys, heads, size),
+        scale=0.125,
+        window=window,
+        soft_cap=soft_cap,
+        dropout_rate=0.0,
+        names=frozenset({"query", "key", "value"}),
+        adds_bias=soft_cap is not None,
+        deterministic=deterministic,
+        varying=varying,
+        size=size,
+        config=config_for(size, size)[1],
+    )
+
+
+def turns(plan):
+    """Of each tile, the turns it takes one after the other: at which counter, and what the counter has to be."""
+    found = []
+    for tile in range(plan.count):
+        head, block = divmod(tile, plan.blocks_kv)
+        low, high, *_ = plan.span(block, plan.lengths, lambda a, b: a // b, min, max)
+        visited = range(high - 1, low - 1, -1)
+        first = [plan.first_key_block(q, lambda a, b: a // b, max) for q in visited]
+        found.append([((head, q), block - own) for q, own in zip(visited, first, strict=True)])
+    return found
+
+
+def hand_out(plan):
+    """The tiles by their tickets, as the kernel's table has them."""
+    costs = plan.costs_in_order()
+    return tiles.order(costs, plan.count // plan.blocks_kv, plan.group(costs)).tolist()
+
+
+@brute_force
+@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 9))
+def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads):
+    plan = plan_of(length, keys, window, size, heads)
+    waits, order = turns(plan), hand_out(plan)
+    np.testing.assert_array_equal(np.asarray(plan.table(132)), order)
+    counters = {}
+    for tile in order:  # those before each have done all that it waits for
+        for counter, awaited in waits[tile]:
+            assert counters.get(counter, 0) == awaited
+            counters[counter] = awaited + 1
+
+
+class Kernel:
+    """A kernel's blocks of threads, as far as they wait for each other.
+
+    `own` are tables of tiles that belong to each block, as `tiles.schedule` makes them; None for tickets.
+    """
+
+    def __init__(self, plan, blocks, own=None):
+        tickets, most = iter(hand_out(plan)), tiles.most_on_arrival(plan.count, blocks)
+        self.waits, self.counters, self.missing = turns(plan), {}, plan.count
+        self.left = [tickets] * blocks if own is None else [iter(row[1 : 1 + row[0]]) for row in own.tolist()]
+        self.may_take = [most if own is None else plan.count] * blocks
+        self.doing = {}
+
+    def take(self, block):
+        """Takes the next tile of a block; gives whether there is one."""
+        tile = next(self.left[block], None) if self.may_take[block] else None
+        if tile is None:
+            self.doing.pop(block, None)
+            return False
+        self.may_take[block] -= 1
+        self.doing[block] = list(self.waits[tile])
+        return True
+
+    def able(self, block):
+        """Whether a block need not wait."""
+        todo = self.doing[block]
+        return not todo or self.counters.get(todo[0][0], 0) == todo[0][1]
+
+    def go_on(self, block):
+        """Takes a turn, or ends a tile; gives whether the block goes on."""
+        if self.doing[block]:
+            counter, awaited = self.doing[block].pop(0)
+            self.counters[counter] = awaited + 1
+            return True
+        self.missing -= 1
+        return self.take(block)
+
+
+def get_through(kernels, running, blocks, seed):
+    """Whether all tiles of kernels are done when only so many blocks run at a time, at any speeds.
+
+    A block that is done makes room for one that has not run, of any kernel, whichever the GPU takes.
+    """
+    chance = random.Random(seed)
+    waiting, here = [(kernel, block) for kernel in kernels for block in range(blocks)], []
+    while waiting or here:
+        while waiting and len(here) < running:
+            kernel, block = waiting.pop(chance.randrange(len(waiting)))
+            if kernel.take(block):
+                here.append((kernel, block))
+        able = [(kernel, block) for kernel, block in here if kernel.able(block)]
+        if here and not able:
+            return False
+        if able:
+            kernel, block = chance.choice(able)
+            if not kernel.go_on(block):
+                here.remove((kernel, block))
+    return not any(kernel.missing for kernel in kernels)
+
+
+@brute_force
+@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 5), st.integers(1, 9), st.integers())
+def test_few_running_blocks_get_through_all_tiles(length, keys, window, size, running, blocks, seed):
+    plan = plan_of(length, keys, window, size, 3)
+    assert get_through([Kernel(plan, blocks)], running, blocks, seed)
+
+
+@brute_force
+@given(lengths, lengths, st.sampled_from(SIZES), st.integers(1, 5), st.integers(1, 9), st.integers())
+def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, running, blocks, seed):
+    plans = [plan_of(a, b, (None, 0), size, 2) for a, b in ((length, keys), (keys, length))]
+    assert get_through([Kernel(plan, blocks) for plan in plans], running, blocks, seed)
+
+
+def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
+    """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
+    plan = plan_of(700, 700, (None, None), 64, 3)
+    own = tiles.schedule(plan.costs_in_order(), 3, plan.group(plan.costs_in_order()), 6)
+    assert get_through([Kernel(plan, 6, own)], 6, 6, 0)
+    assert not get_through([Kernel(plan, 6, own)], 2, 6, 0)
+
+
+@pytest.mark.parametrize("varying", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying):
+    for soft_cap in (None, 5.0):  # which needs the most shared memory
+        plan = plan_of(300, 300, (None, None), size, 2, varying=varying, soft_cap=soft_cap)
+        assert plan.by_ticket
+        assert {"tile", "tile_full", "tile_empty"} <= set(plan.scratch(jnp.bfloat16))
+        assert "ticket" not in plan.scratch(jnp.bfloat16)
+
+
+# On a GPU.
+
+
+def operands(length, size, heads=16):
+    keys = jax.random.split(jax.random.key(length + size), 4)
+    return [jax.random.normal(key, (2, length, heads, size), jnp.bfloat16) for key in keys]
+
+
+def gradient(query, key, value, cotangent):
+    def attend(*operands):
+        return jaxsoftmax.dot_product_attention(*operands, is_causal=True, deterministic=True, implementation="mosaic")
+
+    return jax.vjp(attend, query, key, value)[1](cotangent)
+
+
+def bits(arrays):
+    return [np.asarray(array).tobytes() for array in jax.tree.leaves(arrays)]
+
+
+def crowd(monkeypatch, times):
+    """Lowers for a GPU with so many times the multiprocessors."""
+    here = target_for("cuda")
+    more = dataclasses.replace(here, multiprocessors=times * here.multiprocessors)
+    monkeypatch.setattr(lowering, "target_for", lambda platform: more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_native_more_blocks_than_run_at_a_time_finish_with_the_same_bits(gpu, size, monkeypatch):
+    given = operands(8192, size)
+    expected = bits(jax.jit(gradient)(*given))
+    crowd(monkeypatch, 4)
+    crowded = jax.jit(lambda *given: gradient(*given))
+    for _ in range(3):
+        assert bits(crowded(*given)) == expected
