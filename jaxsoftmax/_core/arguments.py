@@ -52,17 +52,13 @@ def listed(function: str, name: str, value: Any) -> Any:
         raise TypeError(f"{function}: {name} must be an array, or a list of concrete numbers, got {shown(value)}") from None
 
 
-def flag(function: str, name: str, value: Any) -> bool:
-    """A concrete bool, of an array without axes too."""
-    concrete = not isinstance(value, jax.core.Tracer)
-    if isinstance(value, bool) or (concrete and getattr(value, "dtype", None) == np.bool_ and np.shape(value) == ()):
-        return bool(value)
-    raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
-
-
 def flags(function: str, **values: Any) -> list[bool]:
-    """Concrete bools, by the names of their arguments."""
-    return [flag(function, name, value) for name, value in values.items()]
+    """Concrete bools, of arrays without axes too, by the names of their arguments."""
+    for name, value in values.items():
+        is_array = not isinstance(value, jax.core.Tracer) and getattr(value, "dtype", None) == np.bool_
+        if not isinstance(value, bool) and not (is_array and np.shape(value) == ()):
+            raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
+    return [bool(value) for value in values.values()]
 
 
 def number(function: str, name: str, value: Any, instead: str = "") -> float:
