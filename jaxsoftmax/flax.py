@@ -95,24 +95,28 @@ def attention_fn(
       TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
       ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
     """
-    query, key, value = _operand(_NAME, "query", query), _operand(_NAME, "key", key), _operand(_NAME, "value", value)
+    query, key, value = _real(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, force_fp32_for_softmax = arguments.flags(
         _NAME, is_causal=is_causal, deterministic=deterministic, force_fp32_for_softmax=force_fp32_for_softmax
     )
     if module is not None and not hasattr(module, "sow"):
         raise TypeError(f"{_NAME}: module must be a module of linen or nnx, got {type(module).__name__}")
-    einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}
-    for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
-        if function is not None:
-            arguments.callback(_NAME, name, function)
     if einsum_dot_general is not None:
         raise ValueError(
             f"{_NAME}: einsum_dot_general must be None, got {arguments.shown(einsum_dot_general)}; qk_attn_weights_einsum and"
             " attn_weights_value_einsum make products of your own"
         )
-    _check_einsums(qk_attn_weights_einsum, attn_weights_value_einsum, precision)
-    _check_dtype(dtype)
-    query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
+    _check_einsums(
+        precision, qk_attn_weights_einsum=qk_attn_weights_einsum, attn_weights_value_einsum=attn_weights_value_einsum
+    )
+    if promote_dtype is not None:
+        arguments.callback(_NAME, "promote_dtype", promote_dtype)
+    if dtype is not None:
+        allowed = f"None or one of {', '.join(DTYPES)}"
+        if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
+            raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
+    promoted = promote_dtype or (lambda arrays, dtype: dtypes.promote_dtype(*arrays, dtype=dtype))
+    query, key, value = promoted((query, key, value), dtype=dtype)
     mask = None if mask is None else _seen(mask)
     rate = 0.0 if deterministic else dropout_rate
     result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
@@ -177,10 +181,11 @@ def attention_fn_with_rope(
     arguments.callback(_WITH_ROPE, "rope", rope)
     if input_positions is not None:
         listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
-        input_positions = _operand(_WITH_ROPE, "input_positions", listed).astype(np.float32)
+        (found,) = _real(_WITH_ROPE, input_positions=listed)
+        input_positions = found.astype(np.float32)
 
     def rotated(name, array):
-        array = _operand(_WITH_ROPE, name, array)
+        (array,) = _real(_WITH_ROPE, **{name: array})
         if array.ndim < 3:
             raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
         of_heads = jax.vmap(rope, in_axes=-2, out_axes=-2)
@@ -202,31 +207,23 @@ def attention_fn_with_rope(
     return attention_fn(rotated("query", query), rotated("key", key), value, **options)
 
 
-def _check_dtype(dtype):
-    if dtype is None:
+def _real(function, **arrays):
+    """Arrays that are not complex, by the names of their arguments."""
+    hint = "; only the attention of Flax takes it"
+    return [arguments.array(function, name, array, "real", hint) for name, array in arrays.items()]
+
+
+def _check_einsums(precision, **einsums):
+    for name, function in einsums.items():
+        if function is not None:
+            arguments.callback(_NAME, name, function)
+    given, missing = sorted(einsums, key=lambda name: einsums[name] is None)
+    if einsums[given] is None:
         return
-    allowed = f"None or one of {', '.join(DTYPES)}"
-    if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
-        raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
-
-
-def _operand(function, name, value):
-    array = arguments.array(function, name, value)
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{function}: {name} must be real, got {array.dtype}; only the attention of Flax takes it")
-    return array
-
-
-def _check_einsums(scores, output, precision):
-    if (scores is None) != (output is None):
-        given, missing = ("qk_attn_weights_einsum", "attn_weights_value_einsum")[:: 1 if output is None else -1]
+    if einsums[missing] is None:
         raise ValueError(f"{_NAME}: {given} must come with {missing}, got no {missing}")
-    if scores is not None and precision is not None:
+    if precision is not None:
         raise ValueError(f"{_NAME}: precision must be None with einsums of the caller's own, got {precision!r}")
-
-
-def _promoted(arrays, *, dtype=None) -> Any:
-    return dtypes.promote_dtype(*arrays, dtype=dtype)
 
 
 def _seen(mask):

@@ -4,18 +4,15 @@ A `State` stands for a set of scores that have been seen:
 
     m = max(scores),   d = sum(exp(scores - m)),   o = sum(exp(scores - m) * values)
 
-(`o` only where values ride along, as in attention.) What softmax needs is a function of this state alone: its denominator
-is `d` once the maximum is `m`, log-sum-exp is `m + log(d)`, and attention's output is `o / d`.
-
-Two sets are joined by rescaling both states to the larger maximum and adding:
+(`o` only where values ride along, as in attention.) Softmax needs nothing but this state: its denominator is `d` once the
+maximum is `m`, log-sum-exp is `m + log(d)`, and attention's output is `o / d`. Two sets are joined by rescaling both states to
+the larger maximum and adding:
 
     m = max(a.m, b.m),   d = a.d * exp(a.m - m) + b.d * exp(b.m - m),   o likewise.
 
-This `merge` is associative and commutative, and `identity`, the state of no scores, is `(-inf, 0, 0)`. So the scores of a
-row may be cut anywhere and merged in any order, at any level: between lanes, warps, blocks, key blocks of attention,
-splits of a huge row, or devices. The naive softmax subtracts no maximum and overflows; the safe one reads the row once for
-the maximum and once more for the sum; the online one needs a single read, because the sum so far can be rescaled when the
-maximum grows.
+This `merge` is associative and commutative, and `identity`, the state of no scores, is `(-inf, 0, 0)`. So the scores of a row
+may be cut anywhere and merged in any order, at any level: between lanes, warps, blocks, key blocks of attention, splits of a
+huge row, or devices. A row is read once, as the sum so far can be rescaled when the maximum grows.
 
     state = identity(shape)            no scores yet
     state = push(state, block)         one more block of scores; equals merge(state, lift(block))
@@ -75,6 +72,9 @@ __all__ = [
     "weights",
 ]
 
+Scores = jax.Array | Iterable[jax.Array]
+Axis = int | tuple[int, ...]
+
 _LOG2E = math.log2(math.e)
 
 
@@ -98,13 +98,7 @@ def identity(rows: tuple[int, ...], value_size: int | None = None, dtype: jax.ty
     return State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), o)
 
 
-def lift(
-    scores: jax.Array | Iterable[jax.Array],
-    values: jax.Array | None = None,
-    *,
-    axis: int | tuple[int, ...] = -1,
-    scale: jax.Array | None = None,
-) -> State:
+def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, scale: jax.Array | None = None) -> State:
     """The state of one block of scores.
 
     Args:
@@ -117,22 +111,16 @@ def lift(
     Returns:
       A `State` with the scores' shape without `axis`.
     """
-    parts = _parts(scores)
-    m = _max(parts, axis)
+    parts, m = _parts_and_max(scores, axis)
     return State(m, *_sums(parts, values, m, axis, scale))
 
 
 def push(
-    state: State,
-    scores: jax.Array | Iterable[jax.Array],
-    values: jax.Array | None = None,
-    *,
-    axis: int | tuple[int, ...] = -1,
-    scale: jax.Array | None = None,
+    state: State, scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, scale: jax.Array | None = None
 ) -> State:
     """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop."""
-    parts = _parts(scores)
-    m = jnp.maximum(state.m, _max(parts, axis))
+    parts, m = _parts_and_max(scores, axis)
+    m = jnp.maximum(state.m, m)
     d, o = _sums(parts, values, m, axis, scale)
     old = _rescale(state, m, scale)
     return State(m, old.d + d, _added(old.o, o))
@@ -175,13 +163,12 @@ def push_log2(
     Returns:
       The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
     """
-    axes = _axes(axis, scores.ndim)
-    m = _max([scores], axis) * scale_log2 - headroom / unit
+    m = jnp.max(scores, axis, initial=-jnp.inf) * scale_log2 - headroom / unit
     m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
     factor = jnp.exp2((state.m - shifted) * unit)
-    weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axes)) * unit)
-    return State(m, state.d * factor + jnp.sum(weight, axes)), factor, weight
+    weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axis)) * unit)
+    return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
 
 
 def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:
@@ -213,47 +200,35 @@ def finish(state: State) -> State:
     return State(state.m + jnp.log(state.d), jnp.ones_like(state.d), o)
 
 
-def weights(scores: jax.Array, m: jax.Array, *, axis: int | tuple[int, ...] = -1, scale: jax.Array | None = None) -> jax.Array:
+def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
     """`exp(scale * (scores - m))`: what each score adds to `d` of a state whose maximum is `m`; 0 for a score of `-inf`."""
-    axes = _axes(axis, scores.ndim)
-    exponent = scores - _along(shift(m), scores, axes)
+    exponent = scores - _along(shift(m), scores, axis)
     if scale is not None:  # 0 * -inf would be NaN
-        scaled = exponent * _along(scale, scores, axes)
+        scaled = exponent * _along(scale, scores, axis)
         exponent = jnp.where(exponent == -jnp.inf, exponent, scaled)
     return jnp.exp(exponent)
 
 
-def _along(row: jax.Array, like: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """A figure for each row, or one for all, repeated along `axes`."""
-    kept = tuple(axis for axis in range(like.ndim) if axis not in axes)
-    return lax.broadcast_in_dim(row, like.shape, kept if row.ndim else ())
+def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
+    """A figure for each row, or one for all, repeated along `axis`."""
+    axes = axis if isinstance(axis, tuple) else (operator.index(axis),)
+    rows = tuple([a for a in range(like.ndim) if a not in axes and a - like.ndim not in axes])
+    return lax.broadcast_in_dim(row, like.shape, rows if row.ndim else ())
 
 
-def _axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    return tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (operator.index(axis),)))
+def _parts_and_max(scores: Scores, axis: Axis) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays of the scores, and the maximum of each row over all of them."""
+    parts = [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+    return parts, jnp.max(functools.reduce(jnp.maximum, parts), axis, initial=-jnp.inf)
 
 
-def _parts(scores: jax.Array | Iterable[jax.Array]) -> list[jax.Array]:
-    return [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
-
-
-def _max(parts: list[jax.Array], axis: int | tuple[int, ...]) -> jax.Array:
-    return jnp.max(functools.reduce(jnp.maximum, parts), axis, initial=-jnp.inf)
-
-
-def _sums(
-    parts: list[jax.Array],
-    values: jax.Array | None,
-    m: jax.Array,
-    axis: int | tuple[int, ...],
-    scale: jax.Array | None,
-):
+def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: Axis, scale: jax.Array | None):
     """The sums of the weights and of the values with these weights."""
-    axes = _axes(axis, parts[0].ndim)
-    if values is not None and (axes != (parts[0].ndim - 1,) or len(parts) > 1):
+    last = parts[0].ndim - 1
+    if values is not None and (len(parts) > 1 or axis not in (-1, last, (-1,), (last,))):
         raise ValueError(f"online: with values the block must be the last axis of one array of scores, got axis {axis}")
     weight = functools.reduce(jnp.add, (weights(part, m, axis=axis, scale=scale) for part in parts))
-    d = jnp.sum(weight, axes)
+    d = jnp.sum(weight, axis)
     if values is None:
         return d, None
     return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_KINDS = {"boolean": np.bool_, "floating": jnp.floating, "integers": jnp.integer}
+_KINDS = {
+    "boolean": (np.bool_,),
+    "floating": (jnp.floating,),
+    "integers": (jnp.integer,),
+    "real": (np.bool_, jnp.integer, jnp.floating),
+}
 
 
 def shown(value: Any) -> str:
@@ -23,7 +28,7 @@ def shown(value: Any) -> str:
 
 
 def array(function: str, name: str, value: Any, kind: str | None = None, hint: str = "") -> jax.Array:
-    """`value` as an array of numbers or bools, of a dtype of this kind: `"boolean"`, `"floating"` or `"integers"`."""
+    """`value` as an array of numbers or bools, of a dtype of this kind of `_KINDS`."""
     if not isinstance(value, jax.Array):
         known = isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
         if not known and not hasattr(value, "__jax_array__"):
@@ -37,7 +42,7 @@ def array(function: str, name: str, value: Any, kind: str | None = None, hint: s
             raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {dtype}") from None
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
         raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {value.dtype}")
-    if kind is not None and not jnp.issubdtype(value.dtype, _KINDS[kind]):
+    if kind is not None and not any(jnp.issubdtype(value.dtype, one) for one in _KINDS[kind]):
         raise TypeError(f"{function}: {name} must be {kind}, got {value.dtype}{hint}")
     return value
 
@@ -52,17 +57,13 @@ def listed(function: str, name: str, value: Any) -> Any:
         raise TypeError(f"{function}: {name} must be an array, or a list of concrete numbers, got {shown(value)}") from None
 
 
-def flag(function: str, name: str, value: Any) -> bool:
-    """A concrete bool, of an array without axes too."""
-    concrete = not isinstance(value, jax.core.Tracer)
-    if isinstance(value, bool) or (concrete and getattr(value, "dtype", None) == np.bool_ and np.shape(value) == ()):
-        return bool(value)
-    raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
-
-
 def flags(function: str, **values: Any) -> list[bool]:
-    """Concrete bools, by the names of their arguments."""
-    return [flag(function, name, value) for name, value in values.items()]
+    """Concrete bools, of arrays without axes too, by the names of their arguments."""
+    for name, value in values.items():
+        is_array = not isinstance(value, jax.core.Tracer) and getattr(value, "dtype", None) == np.bool_
+        if not isinstance(value, bool) and not (is_array and np.shape(value) == ()):
+            raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
+    return [bool(value) for value in values.values()]
 
 
 def number(function: str, name: str, value: Any, instead: str = "") -> float:

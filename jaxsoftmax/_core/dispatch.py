@@ -4,32 +4,19 @@ When a primitive of an op is lowered for a platform, `choose` walks the op's imp
 the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
 
 An implementation is a module with a function for each primitive, of its name, that takes operands, parameters and `target` by
-name; the reference, `xla.py`, takes `axis_name` in place of `target`. It has
+name (the reference, `xla.py`: `axis_name` in place of `target`), and with
 
     unsupported(primitive, target, operands, **params) -> str | None
 
 which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
-What a forced implementation has no function for runs on the reference, as a derivative of which there is no kernel. It may have
-
-    lacks(primitive, operands) -> bool
-
-too, for a function that has no kernel for such operands at all, which is the same, and
-
-    unprofitable(primitive, target, operands, fused, cast, **params) -> str | None
-
-which says why the reference is expected to be faster although the kernel can run. `fused` are the names of the operands that
-XLA would compute together with its own softmax, so that the kernel is what makes them be written to memory and read back;
-`cast`, of those that were cast to float32. It is not asked where an implementation was forced.
-
-A kernel gets the operands that are as large as the scores as they were before a cast from float16 or bfloat16 to float32: the
-cast is exact, and a kernel computes in float32 anyway. Results have the dtype that the parameter `dtype` says. Such modules
-load when first asked.
+It may have `lacks(primitive, operands)`, whether there is no kernel for such operands at all, so that the reference runs even
+where it was forced, and `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected to be
+faster. `docs/design.md` has an example and says more.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +69,6 @@ class Explanation(Sequence[Decision]):
     def __len__(self) -> int:
         return len(self.decisions)
 
-    def __iter__(self) -> Iterator[Decision]:
-        return iter(self.decisions)
-
     def __str__(self) -> str:
         if not self.decisions:
             return f"on {self.platform}: no jaxsoftmax op"
@@ -130,25 +114,16 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         known = ", ".join(_KNOWN_PLATFORMS)
         raise ValueError(f"explain: platform must be one of {known}, got {arguments.shown(name)}")
 
-    def fresh(*args):  # a new function, so that no cached lowering is reused
-        return f(*args, **kwargs)
-
-    with _recorded() as decisions:
-        jax.jit(fresh).trace(*args).lower(lowering_platforms=(name,))
+    decisions: list[Decision] = []
+    token = _record.set(decisions)
+    try:  # a new function, so that no cached lowering is reused
+        jax.jit(lambda *args: f(*args, **kwargs)).trace(*args).lower(lowering_platforms=(name,))
+    finally:
+        _record.reset(token)
     return Explanation(name, tuple(decisions))
 
 
 _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", default=None)
-
-
-@contextmanager
-def _recorded() -> Iterator[list[Decision]]:
-    decisions: list[Decision] = []
-    token = _record.set(decisions)
-    try:
-        yield decisions
-    finally:
-        _record.reset(token)
 
 
 def check_implementation(op: str, function: str, name: str | None) -> None:

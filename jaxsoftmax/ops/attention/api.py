@@ -169,44 +169,46 @@ def dot_product_attention(
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     dispatch.check_implementation("attention", _NAME, implementation)
-    query, key, value = _operands(query, key, value)
-    *batch, length, heads, head_size = query.shape
-    keys, batch = key.shape[-3], tuple(batch)
-    if bias is not None:
-        bias = scores_like("bias", arguments.array(_NAME, "bias", bias, "floating"), (*batch, heads, length, keys))
-    if mask is not None:
-        mask = arguments.array(_NAME, "mask", mask, "boolean", "; what is added to the scores goes into bias")
-        mask = scores_like("mask", mask, (*batch, heads, length, keys))
-    query_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
-    key_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    segments = _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
-    if sinks is not None:
-        sinks = _sinks(sinks, heads, len(batch))
-    rate = _dropout_rate(dropout_rate)
-    is_causal, deterministic, return_residual, broadcast = arguments.flags(
+    query, key, value = _operands(query=query, key=key, value=value)
+    is_causal, deterministic, return_residual, broadcast_dropout = arguments.flags(
         _NAME,
         is_causal=is_causal,
         deterministic=deterministic,
         return_residual=return_residual,
         broadcast_dropout=broadcast_dropout,
     )
-    seeds = None
-    if rate > 0 and not deterministic:
-        seeds = dropout_seeds(dropout_rng, batch, heads, broadcast)
-    left, right = _window(local_window_size)
-    window = _side(left, length), _side(0 if is_causal else right, keys)
-    means = _rows_are_means(fully_masked_rows) and keys != 0
-    operands = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "sinks": sinks, "seeds": seeds}
-    operands |= {"query_lengths": query_lengths, "key_lengths": key_lengths}
-    operands |= dict(zip(("query_segments", "key_segments"), segments, strict=True))
+    rate = arguments.number(_NAME, "dropout_rate", dropout_rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
+    if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
+        raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
+    batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
+    operands = {"query": query, "key": key, "value": value}
+    if bias is not None:
+        bias = arguments.array(_NAME, "bias", bias, "floating")
+        operands["bias"] = scores_like("bias", bias, (*batch, heads, length, keys))
+    if mask is not None:
+        mask = arguments.array(_NAME, "mask", mask, "boolean", "; what is added to the scores goes into bias")
+        operands["mask"] = scores_like("mask", mask, (*batch, heads, length, keys))
+    if query_seq_lengths is not None:
+        operands["query_lengths"] = _lengths("query_seq_lengths", query_seq_lengths, batch)
+    if key_value_seq_lengths is not None:
+        operands["key_lengths"] = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    if query_segment_ids is not None or key_value_segment_ids is not None:
+        operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
+    if sinks is not None:
+        operands["sinks"] = lax.expand_dims(_of_shape("sinks", sinks, "floating", (heads,), "[N]"), range(len(batch)))
+    if drops := rate > 0 and not deterministic:
+        operands["seeds"] = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
+    means = fully_masked_rows == "mean" and keys != 0
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
         return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
-        window=window,
-        soft_cap=_soft_cap(logits_soft_cap, query.dtype),
-        dropout_rate=0.0 if seeds is None else rate,
+        window=_window(local_window_size, is_causal, length, keys),
+        soft_cap=None if logits_soft_cap is None else _soft_cap(logits_soft_cap, query.dtype),
+        dropout_rate=rate if drops else 0.0,
         precision=_precision(precision),
         deterministic=deterministic or _xla_is_deterministic(),
         implementation=implementation,
@@ -215,24 +217,22 @@ def dot_product_attention(
         return out
     residual = jnp.swapaxes(lse[0], -1, -2)
     if means:
-        out = _with_means(out, residual, value, query_lengths)
+        out = _with_means(out, residual, value, operands.get("query_lengths"))
     return (out, residual) if return_residual else out
 
 
-def _operands(query, key, value):
+def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = (
-        arguments.array(_NAME, name, a, "floating") for name, a in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = found = [arguments.array(_NAME, name, array, "floating") for name, array in arrays.items()]
     if query.dtype.name not in DTYPES:
         raise TypeError(f"{_NAME}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
-    letters = {"query": "[*batch, T, N, H]", "key": "[*batch, S, K, H]", "value": "[*batch, S, K, Hv]"}
-    for name, array in (("query", query), ("key", key), ("value", value)):
+    axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
+    for name, array, expected in zip(arrays, found, axes, strict=True):
         if array.dtype != query.dtype:
             raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {array.dtype} and {query.dtype}")
         if array.ndim < 3 or array.ndim != query.ndim:
             shapes = f"{array.shape} with a query of {query.shape}" if name != "query" else array.shape
-            raise ValueError(f"{_NAME}: {name} must have the axes {letters[name]}, got shape {shapes}")
+            raise ValueError(f"{_NAME}: {name} must have the axes {expected}, got shape {shapes}")
         if array.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{_NAME}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}")
         if 0 in array.shape[-2:]:
@@ -246,7 +246,7 @@ def _operands(query, key, value):
             f"{_NAME}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
             f" in shapes {query.shape} and {key.shape}"
         )
-    return query, key, value
+    return found
 
 
 def scores_like(name, array, shape):
@@ -260,9 +260,9 @@ def scores_like(name, array, shape):
     return lax.expand_dims(array, range(len(shape) - array.ndim))
 
 
-def _integers(name, value, shape, axes="[*batch]"):
-    """`value` as integers of this shape."""
-    array = arguments.array(_NAME, name, value, "integers")
+def _of_shape(name, value, kind, shape, axes):
+    """`value` as an array of a dtype of this kind and of this shape."""
+    array = arguments.array(_NAME, name, value, kind)
     if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
         array = array.reshape(())
     if array.shape != shape:
@@ -271,45 +271,33 @@ def _integers(name, value, shape, axes="[*batch]"):
 
 
 def _lengths(name, value, batch):
-    """Lengths as int32, or None: one that int32 does not hold is as good as the largest that it does."""
-    if value is None:
-        return None
-    array = _integers(name, arguments.listed(_NAME, name, value), batch)
+    """Lengths as int32: one that int32 does not hold is as good as the largest that it does."""
+    array = _of_shape(name, arguments.listed(_NAME, name, value), "integers", batch, "[*batch]")
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         array = jnp.clip(array, 0, 2**31 - 1)
     return array.astype(np.int32)
 
 
 def _segments(queries, keys, batch, length, keys_length):
-    """The segments of queries and of keys, or None for both."""
+    """The segments of queries and of keys, by the names of the operands."""
     if queries is None:
-        if keys is not None:
-            raise ValueError(f"{_NAME}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
-        return None, None
-    if keys is None:
-        if length != keys_length:
-            raise ValueError(
-                f"{_NAME}: query_segment_ids must come with key_value_segment_ids unless there are as many keys as queries,"
-                f" got {length} queries and {keys_length} keys"
-            )
-        keys = queries
-    queries = _integers("query_segment_ids", queries, (*batch, length), "[*batch, T]")
-    keys = _integers("key_value_segment_ids", keys, (*batch, keys_length), "[*batch, S]")
+        raise ValueError(f"{_NAME}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
+    if keys is None and length != keys_length:
+        raise ValueError(
+            f"{_NAME}: query_segment_ids must come with key_value_segment_ids unless there are as many keys as queries,"
+            f" got {length} queries and {keys_length} keys"
+        )
+    keys = queries if keys is None else keys
+    queries = _of_shape("query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
+    keys = _of_shape("key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
     if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
-        return queries.astype(np.int32), keys.astype(np.int32)
+        queries, keys = queries.astype(np.int32), keys.astype(np.int32)
     if queries.dtype != keys.dtype:
         raise TypeError(
             f"{_NAME}: key_value_segment_ids must have the dtype of query_segment_ids where one has 64 bits,"
             f" got {keys.dtype} and {queries.dtype}"
         )
-    return queries, keys
-
-
-def _sinks(value, heads, batch_axes):
-    sinks = arguments.array(_NAME, "sinks", value, "floating")
-    if sinks.shape != (heads,):
-        raise ValueError(f"{_NAME}: sinks must have the shape [N] = {(heads,)}, got {sinks.shape}")
-    return lax.expand_dims(sinks, range(batch_axes))
+    return {"query_segments": queries, "key_segments": keys}
 
 
 def _scale(value, dtype):
@@ -321,19 +309,10 @@ def _scale(value, dtype):
 
 
 def _soft_cap(value, dtype):
-    if value is None:
-        return None
     cap, kind = arguments.number(_NAME, "logits_soft_cap", value), jnp.finfo(accumulator(dtype))
     if not float(kind.tiny) <= cap <= float(kind.max):
         raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite in {kind.dtype}, got {cap}")
     return cap
-
-
-def _dropout_rate(value):
-    rate = arguments.number(_NAME, "dropout_rate", value)
-    if not 0 <= rate < 1:
-        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
-    return rate
 
 
 _MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
@@ -370,12 +349,6 @@ def _one_precision(value):
         return lax.Precision(value)
     except ValueError:
         raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
-
-
-def _rows_are_means(value: Any) -> bool:
-    if not isinstance(value, str) or value not in ("zero", "mean"):
-        raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(value)}")
-    return value == "mean"
 
 
 def _with_means(out, lse, value, query_lengths):
@@ -430,26 +403,23 @@ def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: 
     return jnp.broadcast_to(seeds, shape)
 
 
-def _window(value) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees."""
-    if value is None:
-        return None, None
+def _window(value, is_causal, length, keys) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query sees, None where that rules out nothing."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}")
     try:
+        if any(isinstance(side, bool | np.bool_) for side in sides):
+            raise TypeError
         left, right = (None if side is None else operator.index(side) for side in sides)
     except TypeError:
         raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}") from None
-    if any(isinstance(side, bool | np.bool_) for side in sides):
-        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}")
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"{_NAME}: local_window_size must not be negative, got {arguments.shown(value)}")
-    return left, right
+    return _side(left, length), _side(0 if is_causal else right, keys)
 
 
 def _side(side: int | None, length) -> int | None:
-    """A side of a window over this length, None where it rules out nothing."""
     if side is None or (isinstance(length, int) and side >= length - 1):
         return None
     return min(side, 2**30)  # positions are of 32 bits, and there are less than that many
