@@ -39,8 +39,8 @@ _OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # 
 _PRODUCT_COLS = _PRODUCT.reduce(0)
 
 
-def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
-    """A product with `-inf` in each row before column `low` and after column `high`, which are int32 of the rows."""
+def band(scores: jax.Array, low: jax.Array | None, high: jax.Array, hidden: float = -math.inf) -> jax.Array:
+    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows."""
 
     @plgpu.inline_mgpu(
         arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * (1 if low is None else 2)),
@@ -56,22 +56,22 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array
         def seen(below, skipped):
             return functools.reduce(arith.andi, [arith.cmpi(test, limit[below], columns[skipped]) for test, limit in tests])
 
-        return _only(scores, seen)
+        return _only(scores, seen, hidden)
 
     return band(scores, high) if low is None else band(scores, high, low)
 
 
-def _only(scores, seen):
-    """A product with `-inf` where not `seen(below, skipped)`.
+def _only(scores, seen, hidden=-math.inf):
+    """A product with `hidden` where not `seen(below, skipped)`.
 
     `below` is 1 for elements of the row 8 below a thread's first one, and `skipped` is how many columns behind its they are.
     """
-    minus_infinity, places = utils.c(-math.inf, scores.mlir_dtype), _constants(range(2))
+    hidden, places = utils.c(hidden, scores.mlir_dtype), _constants(range(2))
     registers = []
     for index, register in enumerate(scores.registers.flat):
         for e, place in enumerate(places):
             inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, place)
-            register = llvm.insertelement(register, arith.select(inside, value, minus_infinity), place)
+            register = llvm.insertelement(register, arith.select(inside, value, hidden), place)
         registers.append(register)
     return fragmented(registers, scores.layout, scores.shape, None)
 

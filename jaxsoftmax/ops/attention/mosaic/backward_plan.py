@@ -32,8 +32,6 @@ class Config:
       roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
       keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
-      one_loop: whether steps that mask are in one loop with those that do not, as a branch, which takes less long to compile;
-        with head size 128 that costs one to four percent of the speed, where the mask is causal or of segments.
       registers: of a thread of the producer, and of the consumers.
     """
 
@@ -42,7 +40,6 @@ class Config:
     roles: bool = False
     pieces: int = 1
     keys_first: bool = False
-    one_loop: bool = True
     registers: tuple[int, int] = (24, 240)
 
 
@@ -59,7 +56,7 @@ class Config:
 # in them.
 _CONFIGS = {
     64: Config(128, (3, 2), keys_first=True),
-    128: Config(64, (3, 2), one_loop=False),
+    128: Config(64, (3, 2)),
     256: Config(64, (2, 1), roles=True, pieces=2),
 }
 

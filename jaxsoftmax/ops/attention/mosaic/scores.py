@@ -18,10 +18,10 @@ LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COL_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-def of_own_segment(s, row_ids, col_ids):
-    """Scores of queries and keys with the same segment id, `-inf` for the others."""
+def of_own_segment(s, row_ids, col_ids, hidden=-jnp.inf):
+    """What queries and keys with the same segment id have, scores or weights, and `hidden` for the others."""
     same = lax.broadcast_in_dim(row_ids, s.shape, (0,)) == lax.broadcast_in_dim(col_ids, s.shape, (1,))
-    return jnp.where(same, s, -jnp.inf)
+    return jnp.where(same, s, hidden)
 
 
 def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=False):
