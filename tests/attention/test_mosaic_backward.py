@@ -628,8 +628,8 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered():
 
 def test_blocks_are_as_large_as_the_head_size_lets_them():
     for sizes, expected in {(8, 64): (128, 128), (72, 8): (64, 128), (128, 128): (64, 128), (64, 136): (64, 64)}.items():
-        config = backward_plan.config_for(*sizes)[1]
-        assert (config.block_q, config.block_kv) == expected
+        plan = plan_of(300, 300, (None, None), backward_plan.config_for(*sizes)[1])
+        assert (plan.config.block_q, plan.block_kv) == expected
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(256, marks=pytest.mark.slow)])
