@@ -5,6 +5,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -55,28 +56,27 @@ def attention_fn(
     the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0
     unless `fully_masked_rows` is `"mean"`, and softmax is computed in float32 or wider, whatever the dtype.
 
-    `is_causal` and a mask go together: a query sees what neither rules out. nnx passes `is_causal`; linen passes a causal mask,
-    and the mask of a cache where it decodes. Either way the kernels skip whole blocks of keys before the first and behind the
-    last that any query of a block sees, if the mask is the same for all heads, as Flax's are.
+    `is_causal` and a mask go together: a query sees what neither rules out. The kernels skip whole blocks of keys before the
+    first and behind the last that any query of a block sees, if the mask is the same for all heads, as Flax's are.
 
     Args:
       query: `[*batch, T, N, H]`, with any number of batch axes or none.
       key: `[*batch, S, K, H]`. N is a multiple of K: each key head serves N / K query heads that follow one another.
       value: `[*batch, S, K, Hv]`.
-      bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores; `-inf` rules a key out.
+      bias: as `jaxsoftmax.dot_product_attention` takes it.
       mask: boolean or numbers, broadcast to `[*batch, N, T, S]`: a query sees the keys where it is not 0.
       broadcast_dropout: whether the same weights are dropped in all heads and all of the batch.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, though other ones than Flax's own attention.
-      dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
+      dropout_rate: as `jaxsoftmax.dot_product_attention` takes it.
       deterministic: whether no weight is dropped, concrete. It says nothing of gradients, other than that of
         `jaxsoftmax.dot_product_attention`.
       dtype: to which query, key and value are cast, and that of the computation; None for the one to which theirs promote:
         float16, bfloat16, float32 or float64.
-      precision: of products of float32, as `jaxsoftmax.dot_product_attention` takes it.
+      precision: as `jaxsoftmax.dot_product_attention` takes it.
       module: a module of linen or nnx that sows the weights, `[*batch, N, T, S]`, before dropout, as `"attention_weights"` of
-        its intermediates. They are made beside the output, which is the same with and without them.
-      force_fp32_for_softmax: whether sown weights and the output are float32 where `dtype` is narrower, as in Flax. What is
-        computed is the same: the output has been rounded to `dtype`.
+        its intermediates. The output is the same with and without them.
+      force_fp32_for_softmax: whether sown weights and the output, which has been rounded to `dtype`, are float32 where that is
+        narrower, as in Flax.
       einsum_dot_general: must be None. Products of the caller's own are what the two einsums make.
       qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
         of attention runs.
@@ -85,8 +85,7 @@ def attention_fn(
       is_causal: whether a query sees no key after its own position, both counted from 0. No mask is in memory then. nnx
         passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
         each query is the only one of its call, so that its position would be 0.
-      fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all values, as in Flax. Dropout has
-        no effect on that mean. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
+      fully_masked_rows: as for `jaxsoftmax.dot_product_attention`; modules take `functools.partial(attention_fn, ...)`.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
@@ -106,18 +105,16 @@ def attention_fn(
             f"{_NAME}: einsum_dot_general must be None, got {arguments.shown(einsum_dot_general)}; qk_attn_weights_einsum and"
             " attn_weights_value_einsum make products of your own"
         )
-    _check_einsums(
-        precision, qk_attn_weights_einsum=qk_attn_weights_einsum, attn_weights_value_einsum=attn_weights_value_einsum
-    )
-    if promote_dtype is not None:
-        arguments.callback(_NAME, "promote_dtype", promote_dtype)
+    einsums = {"qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum}
+    _check_functions(einsums, promote_dtype, precision)
     if dtype is not None:
         allowed = f"None or one of {', '.join(DTYPES)}"
         if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
             raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
     promoted = promote_dtype or (lambda arrays, dtype: dtypes.promote_dtype(*arrays, dtype=dtype))
     query, key, value = promoted((query, key, value), dtype=dtype)
-    mask = None if mask is None else _seen(mask)
+    if mask is not None and (mask := arguments.array(_NAME, "mask", mask)).dtype != np.bool_:
+        mask = mask != 0  # Flax makes masks of float32
     rate = 0.0 if deterministic else dropout_rate
     result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
     attend = functools.partial(
@@ -172,11 +169,7 @@ def attention_fn_with_rope(
       input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same.
       **options: what else `attention_fn` takes.
 
-    Returns:
-      `[*batch, T, N, Hv]`, as `attention_fn` does.
-
-    Raises:
-      TypeError, ValueError: as `attention_fn` does, of positions too.
+    Returns and raises what `attention_fn` does; TypeError and ValueError of positions too.
     """
     arguments.callback(_WITH_ROPE, "rope", rope)
     if input_positions is not None:
@@ -209,53 +202,44 @@ def attention_fn_with_rope(
 
 def _real(function, **arrays):
     """Arrays that are not complex, by the names of their arguments."""
-    hint = "; only the attention of Flax takes it"
-    return [arguments.array(function, name, array, "real", hint) for name, array in arrays.items()]
+    found = {name: arguments.array(function, name, array) for name, array in arrays.items()}
+    for name, array in found.items():
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError(f"{function}: {name} must be real, got {array.dtype}; only the attention of Flax takes it")
+    return found.values()
 
 
-def _check_einsums(precision, **einsums):
-    for name, function in einsums.items():
+def _check_functions(einsums, promote_dtype, precision):
+    for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
         if function is not None:
             arguments.callback(_NAME, name, function)
     given, missing = sorted(einsums, key=lambda name: einsums[name] is None)
-    if einsums[given] is None:
-        return
-    if einsums[missing] is None:
+    if einsums[given] is not None and einsums[missing] is None:
         raise ValueError(f"{_NAME}: {given} must come with {missing}, got no {missing}")
-    if precision is not None:
+    if einsums[given] is not None and precision is not None:
         raise ValueError(f"{_NAME}: precision must be None with einsums of the caller's own, got {precision!r}")
-
-
-def _seen(mask):
-    """A mask as bools: Flax makes them float32."""
-    mask = arguments.array(_NAME, "mask", mask)
-    return mask if mask.dtype == np.bool_ else mask != 0
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
     """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of; and which keys are seen."""
     scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
-    seen = None if mask is None else scores_like("mask", mask, scores.shape)
+    masks = [] if mask is None else [scores_like("mask", mask, scores.shape)]
     if bias is not None:
         bias = scores_like("bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
         scores = scores.astype(bias.dtype) + bias
-        seen = _both(seen, bias != -jnp.inf)
+        masks.append(bias != -jnp.inf)
     if is_causal:
         rows, cols = _positions(scores.shape)
-        seen = _both(seen, rows >= cols)
+        masks.append(rows >= cols)
+    seen = functools.reduce(operator.and_, masks) if masks else None
     return softmax(scores, where=seen, dtype=dtype), seen
-
-
-def _both(seen, more):
-    return more if seen is None else seen & more
 
 
 def _positions(shape):
     """Of queries and of keys, to be broadcast to scores of this shape; uint32, as dropout counts."""
     *batch, length, keys = shape
     ones = (1,) * len(batch)
-    rows = lax.iota(np.uint32, length).reshape((*ones, length, 1))
-    return rows, lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
+    return lax.iota(np.uint32, length).reshape((*ones, length, 1)), lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
 
 
 def _dropped(weights, rng, rate, broadcast):

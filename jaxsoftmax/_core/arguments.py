@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_KINDS = {
-    "boolean": (np.bool_,),
-    "floating": (jnp.floating,),
-    "integers": (jnp.integer,),
-    "real": (np.bool_, jnp.integer, jnp.floating),
-}
+_KINDS = {"boolean": np.bool_, "floating": jnp.floating, "integers": jnp.integer}
 
 
 def shown(value: Any) -> str:
@@ -28,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def array(function: str, name: str, value: Any, kind: str | None = None, hint: str = "") -> jax.Array:
-    """`value` as an array of numbers or bools, of a dtype of this kind of `_KINDS`."""
+    """`value` as an array of numbers or bools, of a dtype of this kind: `"boolean"`, `"floating"` or `"integers"`."""
     if not isinstance(value, jax.Array):
         known = isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
         if not known and not hasattr(value, "__jax_array__"):
@@ -42,7 +37,7 @@ def array(function: str, name: str, value: Any, kind: str | None = None, hint: s
             raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {dtype}") from None
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
         raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {value.dtype}")
-    if kind is not None and not any(jnp.issubdtype(value.dtype, one) for one in _KINDS[kind]):
+    if kind is not None and not jnp.issubdtype(value.dtype, _KINDS[kind]):
         raise TypeError(f"{function}: {name} must be {kind}, got {value.dtype}{hint}")
     return value
 

@@ -109,10 +109,9 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         for leaf in jax.tree.leaves(arg):
             arguments.check_traceable("explain", f"args[{index}]", leaf)
     name = jax.default_backend() if platform is None else platform
-    name = "cuda" if isinstance(name, str) and name == "gpu" else name
-    if not isinstance(name, str) or name not in _KNOWN_PLATFORMS:
-        known = ", ".join(_KNOWN_PLATFORMS)
-        raise ValueError(f"explain: platform must be one of {known}, got {arguments.shown(name)}")
+    if not isinstance(name, str) or name not in (*_KNOWN_PLATFORMS, "gpu"):
+        raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {arguments.shown(name)}")
+    name = "cuda" if name == "gpu" else name
 
     decisions: list[Decision] = []
     token = _record.set(decisions)

@@ -21,9 +21,6 @@ Window = int | tuple[int | None, int | None] | None
 _NAME = "dot_product_attention"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# Either makes XLA's own GPU programs give the same bits run after run.
-_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-
 
 @overload
 def dot_product_attention(
@@ -118,7 +115,7 @@ def dot_product_attention(
 
     Derivatives save the output and the log-sum-exp, named `"jaxsoftmax_attention_out"` and `"jaxsoftmax_attention_lse"`. Under
     `jax.checkpoint`, a policy that saves both names, such as `save_only_these_names` of them, keeps the forward pass from
-    running twice. One that saves matrix products, such as `dots_saveable`, does not, as it sees none of those in here.
+    running twice; one that saves matrix products, such as `dots_saveable`, sees none of those in here.
 
     Args:
       query: `[*batch, T, N, H]`, float16, bfloat16, float32 or float64, with any number of batch axes or none.
@@ -140,21 +137,20 @@ def dot_product_attention(
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
       broadcast_dropout: whether the same weights are dropped in all heads and all of the batch, as Flax has it.
-      deterministic: whether nothing is left to chance: no weight is dropped, and derivatives have the same bits run after run.
-        Otherwise a kernel may add to derivatives in any order, unless `--xla_gpu_deterministic_ops` or
-        `--xla_gpu_exclude_nondeterministic_ops` is set in the environment variable XLA_FLAGS, for the whole program: so dropout
-        and reproducible derivatives go together.
+      deterministic: whether no weight is dropped and derivatives have the same bits run after run. For those with dropout, set
+        `--xla_gpu_deterministic_ops` or `--xla_gpu_exclude_nondeterministic_ops` in the environment variable XLA_FLAGS, for the
+        whole program. Without either, a kernel may add to derivatives in any order.
       fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all S values of its head, masked
         ones too and without dropout, as `jax.nn` and Flax have it. It passes gradients to the values alone. Queries behind
         `query_seq_lengths`, and those with a sink, which they see, give 0 either way. So do all where S is 0.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them at all, as for tangents and for float32; they raise
         NotImplementedError where it has one that cannot.
-      precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. With
-        `"highest"` or `"float32"`, and with algorithms that have more than three bfloat16 products, they are those of float32.
-        With all else, the default too, `mosaic` makes three bfloat16 products of each. They err by up to 2^-15 of the sum of
-        their absolute terms (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10), and operands that are infinite, or beyond
-        bfloat16's largest number, 3.39e38, give NaN. Derivatives have float32 products, of the forward pass' log-sum-exp.
+      precision: of the products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`. They
+        are those of float32 with `"highest"`, `"float32"` and algorithms of more than three bfloat16 products. Otherwise, by
+        default too, `mosaic` makes three bfloat16 products of each, which err by up to 2^-15 of the sum of their absolute terms
+        (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10) and give NaN for operands that are infinite, or beyond bfloat16's
+        largest number, 3.39e38. Derivatives have float32 products, of the forward pass' log-sum-exp.
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
@@ -377,7 +373,7 @@ def _xla_is_deterministic() -> bool:
     for flag in os.environ.get("XLA_FLAGS", "").split():
         name, equals, value = flag.partition("=")
         found[name] = not equals or value.strip("'\"").lower() in ("true", "1")
-    return any(found.get(name, False) for name in _DETERMINISTIC_FLAGS)
+    return any(found.get(f"--xla_gpu_{flag}", False) for flag in ("deterministic_ops", "exclude_nondeterministic_ops"))
 
 
 def _random_key(key):

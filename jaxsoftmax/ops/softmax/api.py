@@ -129,8 +129,7 @@ def logsumexp(
       An array without `axis`, of the dtype of `a` (integers and bool: float32); with `return_sign`, a pair of it and the sign.
       The sum of nothing is `-inf`, and so is that of nothing but `-inf`; with a `+inf` among them, `+inf`; with a NaN, NaN.
 
-    Raises:
-      TypeError, ValueError, NotImplementedError: as for `softmax`.
+    Raises what `softmax` does.
     """
     keepdims, return_sign = arguments.flags("logsumexp", keepdims=keepdims, return_sign=return_sign)
     if b is not None or return_sign:
@@ -149,13 +148,10 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     a = arguments.array("logsumexp", "a", a)
     if b is not None:
         b = arguments.array("logsumexp", "b", b)
-        try:
-            a = jnp.broadcast_to(a, lax.broadcast_shapes(a.shape, b.shape))
-        except ValueError:
-            raise ValueError(f"logsumexp: b must broadcast with a, got shapes {b.shape} and {a.shape}") from None
+        a = _broadcast("logsumexp", "a", a, "b", b)
     checked, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
     a, where = checked["x"], checked["where"]
-    operands = [a] if b is None else [a, _leading_axes(b, a.ndim)]
+    operands = [a] if b is None else [a, lax.expand_dims(b, range(a.ndim - b.ndim))]
 
     def call(a, b=None):
         return logsumexp_of_jax(a, params["axes"], b, keepdims, return_sign, where)
@@ -176,7 +172,9 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if where is not None:
-        x, where = _masked(op, name, x, where)
+        where = arguments.array(op, "where", where, "boolean")
+        x = _broadcast(op, name, x, "where", where)
+        where = lax.expand_dims(where, range(x.ndim - where.ndim))
     axes = _axes(op, axis, x.ndim)
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
@@ -184,18 +182,12 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
-def _masked(op: str, name: str, x: jax.Array, where: Any) -> tuple[jax.Array, jax.Array]:
-    """`x` broadcast with `where`, and `where` with as many axes."""
-    where = arguments.array(op, "where", where, "boolean")
+def _broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
+    """`x` in the shape to which it and the other array broadcast."""
     try:
-        shape = lax.broadcast_shapes(x.shape, where.shape)
+        return jnp.broadcast_to(x, lax.broadcast_shapes(x.shape, other.shape))
     except ValueError:
-        raise ValueError(f"{op}: where must broadcast with {name}, got shapes {where.shape} and {x.shape}") from None
-    return (x if x.shape == shape else jnp.broadcast_to(x, shape)), _leading_axes(where, len(shape))
-
-
-def _leading_axes(array: jax.Array, ndim: int) -> jax.Array:
-    return lax.expand_dims(array, range(ndim - array.ndim))
+        raise ValueError(f"{op}: {other_name} must broadcast with {name}, got shapes {other.shape} and {x.shape}") from None
 
 
 def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -204,7 +196,10 @@ def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     several = isinstance(axis, Sequence | np.ndarray | jax.Array) and getattr(axis, "ndim", 1) > 0
     try:
-        given = tuple(_one_axis(a) for a in (axis if several else (axis,)))
+        given: list[Any] = list(axis) if several else [axis]
+        if any(isinstance(a, bool | np.bool_) for a in given):
+            raise TypeError
+        given = [operator.index(a) for a in given]
     except TypeError:
         raise TypeError(f"{op}: axis must be an int, a sequence of ints or None, got {arguments.shown(axis)}") from None
     for a in given:
@@ -215,12 +210,6 @@ def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not be repeated, got {axis!r} for {ndim} dimensions")
     return axes
-
-
-def _one_axis(value: Any) -> int:
-    if isinstance(value, bool | np.bool_):
-        raise TypeError
-    return operator.index(value)
 
 
 def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:

@@ -1,12 +1,10 @@
 """The reference: every primitive of the softmax family in plain `jax.numpy`, on every platform.
 
 It defines what is right, so that other implementations may be held against it, and it is the one that runs where no kernel
-does. Arithmetic is float32, or float64 and complex where the operands are.
+does. Arithmetic is float32, or float64 and complex where the operands are. `primitive.py` says what the operands are.
 
-Operands are aligned: all have the same number of axes. `x`, `y` and the tangents or cotangents of the same shape are whole;
-`m`, `d`, `lse` and theirs have size 1 along `axes`; `where` and `scale` may have size 1 anywhere. `where` and `scale` may be
-None. The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name`
-names the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
+The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name` names
+the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
 """
 
 import jax
