@@ -77,31 +77,30 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> 
     push(ref, index, values)
 
 
-def take_turn(barrier) -> None:
-    """Waits until another warpgroup passes the turn of `barrier`, the number of one of the hardware's 16, on to this one."""
-    _turn("sync", barrier)
+@plgpu.inline_mgpu(arg_types=(SPLAT,))
+def named_barrier_sync(_, barrier):
+    """Waits until another warpgroup arrives at `barrier`, int32, the number of one of the hardware's 16."""
+    utils.inline_ptx(f"bar.sync $0, {2 * WARPS * WARP};", barrier.registers.item(), has_side_effects=True, convergent=True)
 
 
-def pass_turn(barrier) -> None:
-    """Passes the turn of `barrier` on to the warpgroup that waits for it, or will."""
-    _turn("arrive", barrier)
+@plgpu.inline_mgpu(arg_types=(SPLAT,))
+def named_barrier_arrive(_, barrier):
+    """Arrives at `barrier` for the warpgroup that waits there, or will, without waiting."""
+    utils.inline_ptx(f"bar.arrive $0, {2 * WARPS * WARP};", barrier.registers.item(), has_side_effects=True, convergent=True)
 
 
-def _turn(kind: str, barrier) -> None:
-    @plgpu.inline_mgpu(arg_types=(SPLAT,))
-    def turn(_, barrier):
-        threads = 2 * WARPS * WARP  # of the one that passes and the one that takes
-        utils.inline_ptx(f"bar.{kind} $0, {threads};", barrier.registers.item(), has_side_effects=True, convergent=True)
-
-    turn(jnp.int32(barrier))
-
-
-def meet(barrier: int, warpgroups: int) -> None:
-    """Waits for other warpgroups at `barrier`, the number of one of the hardware's 16.
+def meeting(barrier: int, warpgroups: int) -> Any:
+    """A function that waits for other warpgroups at `barrier`, the number of one of the hardware's 16.
 
     What they wrote to shared memory is then visible, to tensor cores and bulk copies too.
     """
-    _barrier(f"fence.proxy.async.shared::cta; bar.sync {barrier}, {warpgroups * WARPS * WARP};")
+
+    @plgpu.inline_mgpu()
+    def meet(_):
+        ptx = f"fence.proxy.async.shared::cta; bar.sync {barrier}, {warpgroups * WARPS * WARP};"
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+    return meet
 
 
 def await_count(ref, index, count) -> None:

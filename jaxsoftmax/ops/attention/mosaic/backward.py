@@ -358,9 +358,9 @@ class _Tile:
     def consume(self, consumer, place, steps):
         """Computes dV and dK of a consumer's keys, and its part of dQ; gives how many steps there have been."""
         plan, memory, config = self.plan, self.memory, self.plan.config
-        dtype, shape, width = self.refs["query"].dtype, (ROWS, config.block_q), plan.part_size
+        dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
-        slab, part = self._part(consumer)
+        slab, part = plan.dq_parts[consumer]
 
         def sums_of(dk_acc, dv_acc):
             def step(banded, head, block, step):
@@ -405,16 +405,14 @@ class _Tile:
                     self._share(slot, consumer, ds)
                     for half in range(CONSUMERS):
                         plgpu.wgmma(dq_acc, slot.at[half, slab].T, memory["k"].at[half + _hidden_zero(step, 2), part])
-                    if config.keys_first:
-                        plgpu.wgmma_wait(CONSUMERS + 1)
-                        self._release("do", step)
-                        plgpu.wgmma_wait(CONSUMERS)
-                        self._release("q", step)
-                        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                    plgpu.wgmma(dk_acc, ds, q)
+                    if not config.keys_first:
+                        plgpu.wgmma(dk_acc, ds, q)
                     plgpu.wgmma_wait(CONSUMERS + 1)
                     self._release("do", step)
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                    if config.keys_first:
+                        plgpu.wgmma_wait(CONSUMERS)
+                        self._release("q", step)
+                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0 if config.keys_first else 1)
 
                 dq = pl.run_scoped(multiply_derivatives, plgpu.ACC((ROWS, plan.part_size), jnp.float32))
                 self._add(consumer, place.b, head, block, step, dq, is_empty=plan.is_seeded)
@@ -424,15 +422,7 @@ class _Tile:
 
             total = self._each_step(place, scores, steps, step)
             dk, dv = dk_acc[...], dv_acc[...]
-            _meet()  # all keys have been read
-            memory["v"][consumer] = (scores.of_kept * dv).astype(dtype)
-            for i in range(plan.parts[1]):
-                memory["k"][consumer, i] = (plan.scale * dk[:, i * width : (i + 1) * width]).astype(dtype)
-            plgpu.commit_smem()
-            self._copy_out("dv", place, consumer)
-            self._copy_out("dk", place, consumer)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(memory["kv_empty"])
+            self._store(place, consumer, scores.of_kept, dv=dv, dk=dk)
             return total
 
         plgpu.barrier_wait(memory["k_full"])
@@ -443,7 +433,7 @@ class _Tile:
     def consume_role(self, role, place, steps):
         """The same where the first consumer makes dV, and the second dK."""
         plan, memory, config = self.plan, self.memory, self.plan.config
-        dtype, shape, width = self.refs["query"].dtype, (ROWS, config.block_q), plan.part_size
+        dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * plan.block_kv, weighs=role == 0)
 
         def multiply_derivatives(step, dq_acc):
@@ -469,7 +459,7 @@ class _Tile:
                 p, kept = pl.run_scoped(weigh, plgpu.ACC(shape, jnp.float32))
                 self._release("q", step)
                 memory["p"][...] = p
-                ptx.pass_turn(_WEIGHTS)
+                ptx.named_barrier_arrive(jnp.int32(_WEIGHTS))
                 plgpu.barrier_wait(memory["do_full"].at[stage_do])
                 plgpu.wgmma(acc, kept, memory["do"].at[stage_do])
                 _meet()  # the derivatives of the scores are there
@@ -498,7 +488,7 @@ class _Tile:
 
                 dp = pl.run_scoped(multiply_values, plgpu.ACC(shape, jnp.float32))
                 self._release("do", step)
-                ptx.take_turn(_WEIGHTS)
+                ptx.named_barrier_sync(jnp.int32(_WEIGHTS))
                 if plan.passes_both:
                     p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
                     scores.add_to_bias(p.astype(jnp.float32) * dp, head, block)
@@ -523,16 +513,7 @@ class _Tile:
 
             total = self._each_step(place, scores, steps, (step_of_values, step_of_keys)[role])
             sum = acc[...]
-            _meet()  # all keys and values have been read
-            if role == 0:
-                memory["v"][0] = (scores.of_kept * sum).astype(dtype)
-            else:
-                for i in range(plan.parts[1]):
-                    memory["k"][0, i] = (plan.scale * sum[:, i * width : (i + 1) * width]).astype(dtype)
-            plgpu.commit_smem()
-            self._copy_out(("dv", "dk")[role], place, 0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(memory["kv_empty"])
+            self._store(place, 0, scores.of_kept, **{("dv", "dk")[role]: sum})
             return total
 
         plgpu.barrier_wait(memory["k_full"])
@@ -590,10 +571,6 @@ class _Tile:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _part(self, consumer):
-        """Which rows of 64 and which columns of a block of dQ a consumer makes."""
-        return (consumer, 0) if self.plan.parts[0] > 1 else (0, consumer)
-
     def _add(self, consumer, b, head, block, step, dq, *, is_empty=False):
         """Adds a consumer's part of dQ to global memory, or gives it to the warps that do in the order of turns.
 
@@ -611,22 +588,31 @@ class _Tile:
                 self._add_staged(consumer, b, head, block, piece)
 
     def _add_staged(self, consumer, b, head, block, piece):
-        staged, (slab, part) = self.memory["sums"].at[consumer], self._part(consumer)
+        staged, (slab, part) = self.memory["sums"].at[consumer], self.plan.dq_parts[consumer]
         width = staged.shape[1]
         rows = pl.ds(block * self.plan.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.plan.part_size + piece * width, width)
         plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, cols], reduction_op="add")
 
-    def _copy_out(self, name, place, half):
-        """Copies dV or dK, which are where values or keys were, to global memory."""
-        rows = pl.ds(place.block * self.plan.block_kv + half * ROWS, ROWS)
-        if name == "dv":
-            plgpu.copy_smem_to_gmem(self.memory["v"].at[half], self.refs["dv"].at[place.b, rows, place.head])
-            return
-        width = self.plan.part_size
-        for part in range(self.plan.parts[1]):
-            target = self.refs["dk"].at[place.b, rows, place.head, pl.ds(part * width, width)]
-            plgpu.copy_smem_to_gmem(self.memory["k"].at[half, part], target)
+    def _store(self, place, half, of_kept, *, dv=None, dk=None):
+        """Stores dV and dK of 64 keys, by way of where values and keys were, once both consumers have read these."""
+        plan, memory, dtype, width = self.plan, self.memory, self.refs["query"].dtype, self.plan.part_size
+        rows = pl.ds(place.block * plan.block_kv + half * ROWS, ROWS)
+        _meet()
+        if dv is not None:
+            memory["v"][half] = (of_kept * dv).astype(dtype)
+        if dk is not None:
+            for part in range(plan.parts[1]):
+                memory["k"][half, part] = (plan.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
+        plgpu.commit_smem()
+        if dv is not None:
+            plgpu.copy_smem_to_gmem(memory["v"].at[half], self.refs["dv"].at[place.b, rows, place.head])
+        if dk is not None:
+            for part in range(plan.parts[1]):
+                target = self.refs["dk"].at[place.b, rows, place.head, pl.ds(part * width, width)]
+                plgpu.copy_smem_to_gmem(memory["k"].at[half, part], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(memory["kv_empty"])
 
     # The warps that add to dQ, if deterministic.
 
@@ -775,7 +761,7 @@ def _hidden_zero(step, use):
 
 
 # Waits for the other consumer; what both wrote to shared memory is then visible to products.
-_meet = functools.partial(ptx.meet, _BOTH, CONSUMERS)
+_meet = ptx.meeting(_BOTH, CONSUMERS)
 
 
 def _if(condition, work, value):

@@ -296,7 +296,7 @@ class _Tile:
             plgpu.barrier_arrive(self.memory["v_empty"].at[stage])
         plgpu.barrier_arrive(self.memory["q_empty"].at[consumer])
         if self.plan.config.ping_pong:
-            pl.when(consumer == self.plan.config.consumers - 1)(lambda: ptx.pass_turn(_PING_PONG))
+            pl.when(consumer == self.plan.config.consumers - 1)(lambda: ptx.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
     def consume(self, consumer, place, steps):
         """Computes the rows of a consumer; gives how many steps there have been."""
@@ -426,12 +426,13 @@ class _Rows:
     def _take_tensor_cores(self):
         """Waits until the consumer before hands the tensor cores over."""
         if self.config.ping_pong:
-            ptx.take_turn(_PING_PONG + self.consumer)
+            ptx.named_barrier_sync(_PING_PONG + self.consumer)
 
     def _pass_tensor_cores(self):
         """Hands them over to the next consumer."""
         if self.config.ping_pong:
-            ptx.pass_turn(_PING_PONG + lax.rem(self.consumer + 1, jnp.int32(self.config.consumers)))
+            following = lax.rem(self.consumer + 1, jnp.int32(self.config.consumers))
+            ptx.named_barrier_arrive(_PING_PONG + following)
 
     def _multiply_keys(self, s_acc, step):
         pairs = _pairs_of_terms if self.config.split else functools.partial(zip, strict=True)
