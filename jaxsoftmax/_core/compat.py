@@ -38,6 +38,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_UTILS, "c"): "a constant of MLIR",
     (_UTILS, "dtype_to_ir_type"): "the type of MLIR of a dtype",
     (_UTILS, "inline_ptx"): "an instruction that has no operation in MLIR",
+    (_UTILS, "is_signed"): "whether integers of a dtype have a sign",
     (_UTILS, "memref_ptr"): "the address of an array, for PTX",
     (_UTILS, "thread_idx"): "the index of a thread in its block",
     (_UTILS, "warp_barrier"): "waits for the threads of a warp",
@@ -53,18 +54,15 @@ def find(module: str, name: str) -> Any:
       ImportError: there is no such module, or no such name in it.
     """
     path, _, parameter = name.rstrip(")").partition("(")
-    try:
-        found: Any = functools.reduce(_member, path.split("."), importlib.import_module(module))
-    except AttributeError as error:
-        raise ImportError(f"no {name}") from error
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        is_field = isinstance(found, type) and part in found.__annotations__  # which has no value in the class
+        if not is_field and not hasattr(found, part):
+            raise ImportError(f"no {name}")
+        found = None if is_field else getattr(found, part)
     if parameter and parameter not in inspect.signature(found).parameters:
         raise ImportError(f"no {name}")
     return found
-
-
-def _member(owner, name):
-    is_field = isinstance(owner, type) and name in owner.__annotations__  # which has no value in the class
-    return None if is_field else getattr(owner, name)
 
 
 @functools.cache
@@ -89,19 +87,9 @@ def require_devices(primitive: Any) -> None:
         return
 
 
-def axis_context(ctx: Any) -> Any:
-    """What a lowering rule's context says of devices and of a `shard_map` around it, or None."""
-    return getattr(ctx.module_context, "axis_context", None)
-
-
-def symbol_table(ctx: Any) -> Any:
-    """Where the functions of the module that is lowered are found, or None."""
-    return getattr(ctx.module_context, "symbol_table", None)
-
-
-def for_export(ctx: Any) -> bool:
-    """Whether the program that is lowered is exported."""
-    return getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", False)
+def of_module(ctx: Any, path: str) -> Any:
+    """What a lowering rule's context says of the module that is lowered, as `NAMES` says under `path`, or None."""
+    return functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), ctx.module_context)
 
 
 # Kernels.

@@ -361,17 +361,8 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
     return select(scores, packed)
 
 
-def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
-    """Values of the rows of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
-    return _load_line(ref, first, limit, shape, 0)
-
-
-def load_product_cols(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
-    """The same for its columns."""
-    return _load_line(ref, first, limit, shape, 1)
-
-
-def _load_line(ref, first, limit, shape, axis):
+def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.Array:
+    """Values along an axis of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
     layout, itemsize = (_PRODUCT_ROWS, _PRODUCT_COLS)[axis], ref.dtype.itemsize
 
     def load(ref, first, limit):
@@ -389,6 +380,9 @@ def _load_line(ref, first, limit, shape, axis):
         return registers
 
     return emit(load, ref, (first, limit), results=plgpu.ShapeDtypeStruct((shape[axis],), ref.dtype, layout=layout))
+
+
+load_product_rows, load_product_cols = (functools.partial(_load_line, axis=axis) for axis in (0, 1))
 
 
 def store_product_rows(ref, first, limit, values: jax.Array) -> None:
@@ -417,4 +411,5 @@ def _product_position():
 
 def _constants(values):
     """Int32 constants of MLIR, made once for all registers that need them."""
-    return [constant(value) for value in values]
+    i32 = integer(32)
+    return [utils.c(value, i32) for value in values]

@@ -20,6 +20,7 @@ WARP = 32
 WARPS = 4  # of a warpgroup
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
+integer = ir.IntegerType.get_signless
 _SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
 
@@ -43,16 +44,14 @@ def emit(
     @plgpu.inline_mgpu(arg_types=types, return_type=results)
     def inline(_, *given):
         made = make(*given[:first], *(scalar.registers.item() for scalar in given[first:last]), *given[last:])
-        if isinstance(results, list):
-            return [_array(registers, kind) for registers, kind in zip(made, results, strict=True)]
-        return None if results is None else _array(made, results)
+        if results is None:
+            return None
+        made, kinds = (made, results) if isinstance(results, list) else ([made], [results])
+        signs = [utils.is_signed(kind.dtype) for kind in kinds]
+        arrays = [fragmented(own, kind.layout.to_mgpu(), kind.shape, sign) for own, kind, sign in zip(made, kinds, signs)]
+        return arrays if isinstance(results, list) else arrays[0]
 
     return inline(*refs, *map(jnp.int32, scalars), *(array for array, _ in arrays))
-
-
-def _array(registers, kind):
-    is_signed = bool(jnp.issubdtype(kind.dtype, jnp.signedinteger)) if jnp.issubdtype(kind.dtype, jnp.integer) else None
-    return fragmented(registers, kind.layout.to_mgpu(), kind.shape, is_signed)
 
 
 def fragmented(registers, layout, shape, is_signed):
@@ -352,11 +351,6 @@ def _list(word, names: list[str]) -> str:
 
 def address_of(ref):
     return llvm.ptrtoint(integer(64), utils.memref_ptr(ref))
-
-
-def integer(bits: int) -> Any:
-    """The MLIR type of integers of so many bits."""
-    return ir.IntegerType.get_signless(bits)
 
 
 def constant(value: int) -> Any:
