@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 
 # The versions of JAX that all tests ran on, the newest last.
 TESTED = ((0, 11, 2), (0, 12, 0, 1))
@@ -59,7 +60,7 @@ def find(module: str, name: str) -> Any:
         is_field = isinstance(found, type) and part in found.__annotations__  # which has no value in the class
         if not is_field and not hasattr(found, part):
             raise ImportError(f"no {name}")
-        found = None if is_field else getattr(found, part)
+        found = getattr(found, part, None)
     if parameter and parameter not in inspect.signature(found).parameters:
         raise ImportError(f"no {name}")
     return found
@@ -101,9 +102,12 @@ def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load wi
     return SimpleNamespace(**{name: find(module, name) for module, name in NAMES if module == _UTILS})
 
 
-def fragmented_array(registers: Any, layout: Any, is_signed: bool | None) -> Any:
-    """An array of Mosaic GPU that consists of these registers of MLIR."""
-    return find(_MOSAIC, "FragmentedArray(_registers)")(_registers=registers, _layout=layout, _is_signed=is_signed)
+def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None) -> Any:
+    """An array of Mosaic GPU that consists of these registers of MLIR; `is_signed` is None for floats."""
+    array = np.empty(len(registers), object)
+    array[:] = registers
+    array = array.reshape(layout.registers_shape(shape))
+    return find(_MOSAIC, "FragmentedArray(_registers)")(_registers=array, _layout=layout, _is_signed=is_signed)
 
 
 def tiled_layout(tiling: Any, warp_dims: Any, lane_dims: Any, vector_dim: int) -> Any:

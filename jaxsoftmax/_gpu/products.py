@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, fragmented, i64, integer, scalar
+from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, fragmented, i64, integer
 
 # Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
 # `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
@@ -366,7 +366,7 @@ def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.A
     layout, itemsize = (_PRODUCT_ROWS, _PRODUCT_COLS)[axis], ref.dtype.itemsize
 
     def load(ref, first, limit):
-        register = layout.to_mgpu().registers_element_type(ref.type.element_type)
+        register: Any = layout.to_mgpu().registers_element_type(ref.type.element_type)
         own = _product_position()[axis]
         start = arith.addi(i64(first), i64(own))
         address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
@@ -399,6 +399,11 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
             ptx.Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
 
     emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
+
+
+def scalar(register):
+    """The element of a register that has one."""
+    return llvm.extractelement(register, *_constants([0])) if isinstance(register.type, ir.VectorType) else register
 
 
 def _product_position():

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
@@ -20,6 +19,7 @@ WARP = 32
 WARPS = 4  # of a warpgroup
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
+fragmented = compat.fragmented_array
 integer = ir.IntegerType.get_signless
 _SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
@@ -47,18 +47,13 @@ def emit(
         if results is None:
             return None
         made, kinds = (made, results) if isinstance(results, list) else ([made], [results])
-        signs = [utils.is_signed(kind.dtype) for kind in kinds]
-        arrays = [fragmented(own, kind.layout.to_mgpu(), kind.shape, sign) for own, kind, sign in zip(made, kinds, signs)]
+        arrays = [
+            fragmented(registers, kind.layout.to_mgpu(), kind.shape, utils.is_signed(kind.dtype))
+            for registers, kind in zip(made, kinds, strict=True)
+        ]
         return arrays if isinstance(results, list) else arrays[0]
 
     return inline(*refs, *map(jnp.int32, scalars), *(array for array, _ in arrays))
-
-
-def fragmented(registers, layout, shape, is_signed):
-    """A Mosaic GPU array of these registers; `is_signed` is None for floats."""
-    array = np.empty(len(registers), object)
-    array[:] = registers
-    return compat.fragmented_array(array.reshape(layout.registers_shape(shape)), layout, is_signed)
 
 
 def block_barrier() -> None:
@@ -241,11 +236,6 @@ def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None):
         loaded = load_words(address, offset, own, one, bits, policy)
         gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
     return vector.bitcast(kind, gathered)
-
-
-def scalar(register):
-    """The element of a register that has one."""
-    return llvm.extractelement(register, constant(0)) if isinstance(register.type, ir.VectorType) else register
 
 
 @dataclass(frozen=True)

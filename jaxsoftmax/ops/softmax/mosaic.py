@@ -274,8 +274,8 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
     return _run("logsumexp_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
-# Each op alone: plain `jax.custom_vjp` functions, the kernels above with no primitive and no dispatch (see docs/design.md). Rows
-# are along the last axis of `x`, and results have its dtype; `logsumexp_alone` keeps the axis with size 1.
+# Each op alone: plain `jax.custom_vjp` functions, the kernels above with no primitive and no dispatch (see docs/design.md).
+# Rows lie along the last axis of `x`, and results have its dtype; `logsumexp_alone` keeps the axis.
 
 
 def _alone(op):
