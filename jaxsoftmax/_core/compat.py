@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 
 # The versions of JAX that all tests ran on, the newest last.
 TESTED = ((0, 11, 2), (0, 12, 0, 1))
@@ -38,6 +39,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_UTILS, "c"): "a constant of MLIR",
     (_UTILS, "dtype_to_ir_type"): "the type of MLIR of a dtype",
     (_UTILS, "inline_ptx"): "an instruction that has no operation in MLIR",
+    (_UTILS, "is_signed"): "whether integers of a dtype have a sign",
     (_UTILS, "memref_ptr"): "the address of an array, for PTX",
     (_UTILS, "thread_idx"): "the index of a thread in its block",
     (_UTILS, "warp_barrier"): "waits for the threads of a warp",
@@ -53,18 +55,15 @@ def find(module: str, name: str) -> Any:
       ImportError: there is no such module, or no such name in it.
     """
     path, _, parameter = name.rstrip(")").partition("(")
-    try:
-        found: Any = functools.reduce(_member, path.split("."), importlib.import_module(module))
-    except AttributeError as error:
-        raise ImportError(f"no {name}") from error
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        is_field = isinstance(found, type) and part in found.__annotations__  # which has no value in the class
+        if not is_field and not hasattr(found, part):
+            raise ImportError(f"no {name}")
+        found = getattr(found, part, None)
     if parameter and parameter not in inspect.signature(found).parameters:
         raise ImportError(f"no {name}")
     return found
-
-
-def _member(owner, name):
-    is_field = isinstance(owner, type) and name in owner.__annotations__  # which has no value in the class
-    return None if is_field else getattr(owner, name)
 
 
 @functools.cache
@@ -89,19 +88,9 @@ def require_devices(primitive: Any) -> None:
         return
 
 
-def axis_context(ctx: Any) -> Any:
-    """What a lowering rule's context says of devices and of a `shard_map` around it, or None."""
-    return getattr(ctx.module_context, "axis_context", None)
-
-
-def symbol_table(ctx: Any) -> Any:
-    """Where the functions of the module that is lowered are found, or None."""
-    return getattr(ctx.module_context, "symbol_table", None)
-
-
-def for_export(ctx: Any) -> bool:
-    """Whether the program that is lowered is exported."""
-    return getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", False)
+def of_module(ctx: Any, path: str) -> Any:
+    """What a lowering rule's context says of the module that is lowered, as `NAMES` says under `path`, or None."""
+    return functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), ctx.module_context)
 
 
 # Kernels.
@@ -113,9 +102,12 @@ def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load wi
     return SimpleNamespace(**{name: find(module, name) for module, name in NAMES if module == _UTILS})
 
 
-def fragmented_array(registers: Any, layout: Any, is_signed: bool | None) -> Any:
-    """An array of Mosaic GPU that consists of these registers of MLIR."""
-    return find(_MOSAIC, "FragmentedArray(_registers)")(_registers=registers, _layout=layout, _is_signed=is_signed)
+def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None) -> Any:
+    """An array of Mosaic GPU that consists of these registers of MLIR; `is_signed` is None for floats."""
+    array = np.empty(len(registers), object)
+    array[:] = registers
+    array = array.reshape(layout.registers_shape(shape))
+    return find(_MOSAIC, "FragmentedArray(_registers)")(_registers=array, _layout=layout, _is_signed=is_signed)
 
 
 def tiled_layout(tiling: Any, warp_dims: Any, lane_dims: Any, vector_dim: int) -> Any:

@@ -62,7 +62,7 @@ def _lower(this: Map, ctx, *operands, names, **params):
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
             sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
-        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], compat.symbol_table(ctx)):
+        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], compat.of_module(ctx, "symbol_table")):
             fused.append(name)
     params |= {"this": this, "names": names, "dtypes": tuple(aval.dtype for aval in ctx.avals_in), "fused": frozenset(fused)}
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), **params)

@@ -1,13 +1,8 @@
 """Sharded operands: each device runs its own rows, and nothing is gathered.
 
-On meshes with explicit axes only, the shardings are known while tracing, and an op's primitive is lowered inside a
-`shard_map`. On the others the compiler knows them, and asks back through `custom_partitioning`. The reference mostly needs
-neither, as XLA partitions it.
-
-How the axes of operands and results go together is said by `names`, for each array a tuple with the names of its last axes.
-The axes before those are named by their position. Axes of one name are sharded alike, or have size 1 and are whole on every
-device; those named None are whole too. Sizes of one name may differ otherwise (heads, and the key heads that they share): then
-it is sharded where the devices share each of them evenly. A result of size 1 along a sharded name is summed over its shards.
+`names` says for each array the names of its last axes; those before are named by their position. Axes of one name are sharded
+alike, or have size 1 and are whole on every device, as are those named None. One name with several sizes (heads, key heads) is
+sharded as far as devices share each evenly. A result of size 1 along a sharded name is summed over its shards.
 """
 
 import functools
@@ -33,8 +28,7 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
     All vary over the same manual mesh axes, and are sharded over explicit ones as the first that is sharded along an axis:
     nothing is gathered.
     """
-    types = [jax.typeof(operand) for operand in operands]
-    meshes = [t.sharding.mesh for t in types]
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     if all(mesh.empty for mesh in meshes):
         return operands, False
     is_settled = any(mesh.axis_types and AxisType.Auto not in mesh.axis_types for mesh in meshes)
@@ -69,14 +63,10 @@ def typed_alike(this: Map, names: Sequence[str], results: Sequence[Any], operand
     else:
         names_in, names_out = this.axes(names, len(results), **params)
         specs = _specs(_dims(operands, names_in), results, names_out)
+    shardings = [NamedSharding(first.sharding.mesh, spec) for spec in specs]
     return [
-        first.update(
-            shape=result.shape,
-            dtype=result.dtype,
-            weak_type=False,
-            sharding=NamedSharding(first.sharding.mesh, spec),
-        )
-        for result, spec in zip(results, specs, strict=True)
+        first.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
+        for result, sharding in zip(results, shardings, strict=True)
     ]
 
 
@@ -96,7 +86,7 @@ def partitioning(ctx: Any) -> tuple[int, str | None]:
     Returns:
       How many they are, and why it can be left to XLA only, or None.
     """
-    axes = compat.axis_context(ctx)
+    axes = compat.of_module(ctx, "axis_context")
     manual = getattr(axes, "manual_axes", None)  # inside a shard_map
     if manual is None:
         devices = 1 if axes is None else axes.num_devices
@@ -106,7 +96,7 @@ def partitioning(ctx: Any) -> tuple[int, str | None]:
         return devices, None
     if manual:
         return devices, "the shard_map around it leaves mesh axes automatic, whose shards only XLA knows there"
-    if compat.for_export(ctx):
+    if compat.of_module(ctx, "lowering_parameters.for_export"):
         return devices, "on automatic mesh axes the compiler has to ask back, which an exported program cannot"
     return devices, None
 
@@ -129,14 +119,7 @@ def partitioned(
     return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, axes)
 
 
-def on_explicit_axes(
-    function: Callable[..., Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    names_in: Names,
-    names_out: Names,
-    axes: Sequence[int] = (),
-) -> Callable[..., Any]:
+def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: Names, axes=()) -> Callable[..., Any]:
     """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
     mesh = explicit_mesh(avals_in)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
@@ -210,7 +193,7 @@ def _dims(arrays, names, even=()):
         if len(sizes[name]) > 1 or name in even:
             over = _evenly(over, mesh, sizes[name])
         if over:
-            dims[name] = over if len(over) > 1 else over[0]
+            dims[name] = over
             taken |= set(over)
     return dims
 
@@ -232,8 +215,7 @@ def _specs(dims, arrays, names):
 
 def _mesh_axes(dims, names):
     """The mesh axes over which `names` are sharded."""
-    found = [dims[name] for name in names if name in dims]
-    return tuple(name for dim in found for name in (dim if isinstance(dim, tuple) else (dim,)))
+    return tuple(itertools.chain(*(dims.get(name, ()) for name in names)))
 
 
 def _summed(results, avals, dims, names, axes):

@@ -1,6 +1,7 @@
 """Products of the tensor cores as threads hold them: loads, stores, masks, and arithmetic that Pallas lacks."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,23 +13,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu.ptx import (
-    SPLAT,
-    WARP,
-    WARPS,
-    Vector,
-    address_of,
-    both,
-    compare,
-    constant,
-    fragmented,
-    gather,
-    i64,
-    load_words,
-    scalar,
-    thread,
-    words_of,
-)
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, fragmented, i64, integer
 
 # Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
 # `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
@@ -37,6 +23,7 @@ _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
 _OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
 _PRODUCT_COLS = _PRODUCT.reduce(0)
+_kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 
 def band(scores: jax.Array, low: jax.Array | None, high: jax.Array, hidden: float = -math.inf) -> jax.Array:
@@ -79,16 +66,11 @@ def _only(scores, seen, hidden=-math.inf):
 def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
     """A product with each row multiplied with its factor, by the warps that have a factor other than 1."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(_PRODUCT, _PRODUCT_ROWS),
-        return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT),
-    )
-    def scale(_, product, factor):
+    def scale(product, factor):
         factors = [scalar(register) for register in factor.registers.flat]
         one = utils.c(1.0, product.mlir_dtype)
         differs = [arith.cmpf(arith.CmpFPredicate.UNE, value, one) for value in factors]
-        everyone: Any = constant(2**WARP - 1)
-        needed = nvvm.vote_sync(everyone, functools.reduce(arith.ori, differs), "any")
+        needed = nvvm.vote_sync(constant(2**WARP - 1), functools.reduce(arith.ori, differs), "any")
         registers = list(product.registers.flat)
         branch: Any = scf.IfOp(needed, [register.type for register in registers], has_else=True)
         with ir.InsertionPoint(branch.then_block):
@@ -96,16 +78,15 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
             scf.yield_([arith.mulf(register, wide[index % 2]) for index, register in enumerate(registers)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(registers)
-        return fragmented(list(branch.results), product.layout, product.shape, None)
+        return list(branch.results)
 
-    return scale(product, factor)
+    return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
 
 
 def reciprocal(product: jax.Array) -> jax.Array:
     """`1 / product` of float32 to within one unit in the last place: a division takes six instructions more."""
 
-    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_PRODUCT))
-    def invert(_, product):
+    def invert(product):
         registers, f32, places = [], ir.F32Type.get(), _constants(range(2))
         for register in product.registers.flat:
             for place in places:
@@ -113,9 +94,9 @@ def reciprocal(product: jax.Array) -> jax.Array:
                 value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32)
                 register = llvm.insertelement(register, value, place)
             registers.append(register)
-        return fragmented(registers, product.layout, product.shape, None)
+        return registers
 
-    return invert(product)
+    return emit(invert, arrays=[(product, _PRODUCT)], results=_kind(product.shape, product.dtype))
 
 
 def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,11 +104,9 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Two elements are converted at a time. ptxas converts single ones in the unit of exponentials, at a quarter of the rate.
     """
-    kind = plgpu.ShapeDtypeStruct(product.shape, jnp.bfloat16, layout=_PRODUCT)
 
-    @plgpu.inline_mgpu(arg_types=(_PRODUCT,), return_type=[kind, kind])
-    def split(_, product):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    def split(product):
+        i32, f32 = integer(32), ir.F32Type.get()
         register_type, one = ir.VectorType.get((2,), ir.BF16Type.get()), ir.VectorType.get((1,), i32)
         first, second, half, upper = _constants((0, 1, 16, -(2**16)))
 
@@ -142,41 +121,41 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
             missing = [arith.subf(value, arith.bitcast(f32, bits)) for value, bits in zip(pair, parts, strict=True)]
             for term, word in zip(terms, (high, rounded(missing)), strict=True):
                 term.append(vector.bitcast(register_type, vector.broadcast(one, word)))
-        return [fragmented(registers, product.layout, product.shape, None) for registers in terms]
+        return terms
 
-    return tuple(split(product))
+    return tuple(emit(split, arrays=[(product, _PRODUCT)], results=[_kind(product.shape, jnp.bfloat16)] * 2))
 
 
-def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
-    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it: 0 beyond the limits.
+def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool], transposed=False) -> jax.Array:
+    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it, and as int8 if it is bool: 0 beyond the limits.
 
     Args:
-      ref: the array, floating.
+      ref: the array.
       row: scalar int32, the first row.
-      col: scalar int32, the first column, an even one.
+      col: scalar int32, the first column, an even one unless `transposed`.
       limits: scalars int32, how many rows and columns from there on are there.
-      shape: of the tile.
+      shape: of the product.
       varies: whether the array varies along rows and columns; if not, the first one stands for all.
+      transposed: whether rows of the product are columns of `ref`.
     """
+    dtype = jnp.int8 if ref.dtype == bool else ref.dtype
     itemsize = ref.dtype.itemsize
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(SPLAT,) * 4),
-        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=_PRODUCT),
-    )
-    def load(_, ref, *scalars):
-        layout = _PRODUCT.to_mgpu()
-        register = layout.registers_element_type(ref.type.element_type)
+    def load(ref, *scalars):
+        register = _PRODUCT.to_mgpu().registers_element_type(utils.dtype_to_ir_type(dtype))
         registers = []
-        for pair in _pairs(ref, scalars, shape[1], itemsize, varies):
-            if varies[1] and ref.type.shape[1] % 2 == 0:
+        for pair in _pairs(ref, scalars, shape[1], itemsize, varies, transposed):
+            if varies[1] and not transposed and ref.type.shape[1] % 2 == 0:
                 address, offset, inside = pair[0]
-                registers.append(Vector(address, offset, itemsize, inside).load(register, 0))
+                registers.append(ptx.Vector(address, offset, itemsize, inside).load(register))
             else:
-                registers.append(gather(register, *zip(*pair, strict=True)))
-        return fragmented(registers, layout, shape, None)
+                registers.append(ptx.gather(register, itemsize, *zip(*pair, strict=True)))
+        return registers
 
-    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+    return emit(load, ref, (row, col, *limits), results=_kind(shape, dtype))
+
+
+load_transposed = functools.partial(load_product, transposed=True)
 
 
 def store_product(ref, row, col, limits, values: jax.Array) -> None:
@@ -186,14 +165,13 @@ def store_product(ref, row, col, limits, values: jax.Array) -> None:
     """
     itemsize = values.dtype.itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4, _PRODUCT))
-    def store(_, ref, *scalars_and_values):
+    def store(ref, *scalars_and_values):
         *scalars, values = scalars_and_values
         pairs = _pairs(ref, scalars, values.shape[1], itemsize)
         for register, ((address, offset, inside), _) in zip(values.registers.flat, pairs, strict=True):
-            Vector(address, offset, itemsize, inside).store(register)
+            ptx.Vector(address, offset, itemsize, inside).store(register)
 
-    store(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+    emit(store, ref, (row, col, *limits), [(values, _PRODUCT)])
 
 
 def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False):
@@ -201,7 +179,7 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
 
     If `transposed`, the rows of the product are columns of `ref`. Both limits hold, also along what does not vary.
     """
-    first, limits = ([scalar.registers.item() for scalar in axes] for axes in (scalars[:2], scalars[2:]))
+    first, limits = scalars[:2], scalars[2:]
     row, col = _product_position()
     width = ref.type.shape[1]
     down, along = (1, 0) if transposed else (0, 1)  # which axes of `ref` rows and columns of the product are
@@ -214,29 +192,12 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
         entry = arith.muli(i64(arith.addi(first[0], at[0]) if varies[0] else first[0]), i64(width))
         if varies[1]:
             entry = arith.addi(entry, i64(arith.addi(first[1], at[1])))
-        addresses.append(arith.addi(address_of(ref), arith.muli(entry, i64(itemsize))))
+        addresses.append(arith.addi(ptx.address_of(ref), arith.muli(entry, i64(itemsize))))
     step = itemsize * (width, 1)[along] if varies[along] else 0
     for index in range(count // 8 * 2):
         columns = range(index // 2 * 8, index // 2 * 8 + 2)
         own = [both(inside[index % 2], compare("sgt", limit, constant(column))) for column in columns]
         yield [(addresses[index % 2], column * step, is_own) for column, is_own in zip(columns, own, strict=True)]
-
-
-def load_transposed(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> jax.Array:
-    """A tile of `ref` as `load_product` loads it, transposed, and as int8 if it is bool; `shape` is that of the product."""
-    is_bool, itemsize = ref.dtype == bool, ref.dtype.itemsize
-    kind = plgpu.ShapeDtypeStruct(shape, jnp.int8 if is_bool else ref.dtype, layout=_PRODUCT)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4), return_type=kind)
-    def load(_, ref, *scalars):
-        layout = _PRODUCT.to_mgpu()
-        element = ir.IntegerType.get_signless(8) if is_bool else ref.type.element_type
-        register, registers = layout.registers_element_type(element), []
-        for pair in _pairs(ref, scalars, shape[1], itemsize, varies, transposed=True):
-            registers.append(gather(register, *zip(*pair, strict=True)))
-        return fragmented(registers, layout, shape, True if is_bool else None)
-
-    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
 
 
 def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
@@ -251,12 +212,11 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
       varies: whether the array varies along rows and columns; along the others values are summed.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4, _PRODUCT))
-    def add(_, ref, *scalars_and_values):
+    def add(ref, *scalars_and_values):
         *scalars, values = scalars_and_values
         pairs = list(_pairs(ref, scalars, values.shape[1], 4, varies, transposed=True))
         elements = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in values.registers.flat]
-        lane = arith.remui(thread(), constant(WARP))
+        lane = arith.remui(ptx.thread(), constant(WARP))
         # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
         if not varies[1]:
             pairs, halves = pairs[::2], zip(elements[::2], elements[1::2], strict=True)
@@ -265,9 +225,7 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
         # Its columns are rows of `ref`: 4 lanes have them, and each a quarter.
         if not varies[0]:
             count = 1 if not varies[1] else 2
-            sums = [
-                functools.reduce(arith.addf, [value for pair in elements[k::count] for value in pair]) for k in range(count)
-            ]
+            sums = [functools.reduce(arith.addf, itertools.chain(*elements[k::count])) for k in range(count)]
             pairs, elements = [[pair[0]] for pair in pairs[:count]], [[_summed_over_lanes(value, (1, 2))] for value in sums]
         mine = None
         if not varies[1]:
@@ -279,14 +237,14 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
                 inside = inside if mine is None else both(inside, mine)
                 utils.inline_ptx(f"@$2 red.global.add.f32 [$0+{offset}], $1;", address, value, inside, has_side_effects=True)
 
-    add(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)), values)
+    emit(add, ref, (row, col, *limits), [(values, _PRODUCT)])
 
 
 def _summed_over_lanes(value, steps):
     """The sum of a float32 of lanes whose numbers differ in these bits, in each."""
-    i32, every = ir.IntegerType.get_signless(32), constant(-1)
+    every = constant(-1)
     for step in steps:
-        bits = nvvm.shfl_sync(every, arith.bitcast(i32, value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
+        bits = nvvm.shfl_sync(every, arith.bitcast(integer(32), value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
         value = arith.addf(value, arith.bitcast(value.type, bits))
     return value
 
@@ -313,10 +271,7 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
     step = math.gcd(ref.shape[1], 16) if varies[1] else 1
     arrays = count // 2 * 8 // 2 if step >= 4 else 1
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SPLAT,) * 4), return_type=[_OWN_WORDS] * arrays)
-    def load(_, ref, *scalars):
-        i32 = ir.IntegerType.get_signless(32)
-        first_row, first_col, rows, cols = (scalar.registers.item() for scalar in scalars)
+    def load(ref, first_row, first_col, rows, cols):
         own_row, own_col = _product_position()
         member = arith.divui(own_col, constant(2))  # of the four
 
@@ -325,23 +280,22 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
             here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
             inside = compare("slt", here, rows)
             entry = arith.muli(i64(arith.addi(first_row, here) if varies[0] else first_row), i64(ref.type.shape[1]))
-            address = arith.addi(address_of(ref), entry)
+            address = arith.addi(ptx.address_of(ref), entry)
             if not varies[1]:
-                value = load_words(address, 0, inside, ir.VectorType.get((1,), ir.IntegerType.get_signless(8)), 0, None)
-                return [arith.muli(arith.extui(i32, llvm.extractelement(value, constant(0))), constant(-1))]
+                value = ptx.load_words(address, 0, inside, ir.VectorType.get((1,), integer(8)))
+                return [arith.muli(arith.extui(integer(32), llvm.extractelement(value, constant(0))), constant(-1))]
             start = arith.muli(arith.remui(place, constant(count)), constant(32))
             address = arith.addi(address, i64(arith.addi(first_col, start)))
-            vector_of, limit, found = ir.VectorType.get((step,), ir.IntegerType.get_signless(8)), arith.subi(cols, start), []
+            words, limit, found = ptx.words_of(ir.VectorType.get((step,), integer(8))), arith.subi(cols, start), []
             for offset in range(0, 32, step):
                 own = both(inside, compare("sgt", limit, constant(offset)))
-                loaded = load_words(address, offset, own, words_of(vector_of), 0, None)
+                loaded = ptx.load_words(address, offset, own, words)
                 found += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
-            return found if step >= 4 else [_bits([arith.extui(i32, part) for part in found], step)]
+            return found if step >= 4 else [_bits([arith.extui(integer(32), part) for part in found], step)]
 
-        words = [word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))]
-        return _own_words(words)
+        return _own_words([word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))])
 
-    return load(ref, *(jnp.int32(scalar) for scalar in (row, col, *limits)))
+    return emit(load, ref, (row, col, *limits), results=[_OWN_WORDS] * arrays)
 
 
 def pack_mask(loaded: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
@@ -349,33 +303,31 @@ def pack_mask(loaded: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
     if len(loaded) == 1:
         return loaded[0]
 
-    @plgpu.inline_mgpu(arg_types=(_PRODUCT_ROWS,) * len(loaded), return_type=_OWN_WORDS)
-    def pack(_, *loaded):
+    def pack(*loaded):
         words = [scalar(register) for array in loaded for register in array.registers.flat]
         (packed,) = _own_words([_bits(words[k : k + 8], 4) for k in range(0, len(words), 8)])
         return packed
 
-    return pack(*loaded)
+    return emit(pack, arrays=[(array, _PRODUCT_ROWS) for array in loaded], results=_OWN_WORDS)
 
 
 def _bits(words, step):
     """The bits of 32 bytes that are 0 or 1, from the lowest on, of which each word has `step` in its lowest bytes."""
-    i32, groups = ir.IntegerType.get_signless(32), [constant(0)] * 4  # of 8 bits
+    groups = [constant(0)] * 4  # of 8 bits
     for k, word in enumerate(words):
         group, first = divmod(k * step, 8)
         places = [1 << (first + e) for e in range(step)] + [0] * (4 - step)
         weights = constant(int.from_bytes(places, "little", signed=True))
-        ptx = "dp4a.u32.u32 $0, $1, $2, $3;"
-        groups[group] = utils.inline_ptx(ptx, word, weights, groups[group], result_types=i32)
+        asm = "dp4a.u32.u32 $0, $1, $2, $3;"
+        groups[group] = utils.inline_ptx(asm, word, weights, groups[group], result_types=integer(32))
     return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
 
 
 def _own_words(words):
-    """Words of a thread's own as arrays of two."""
-    layout = _PRODUCT_ROWS.to_mgpu()
-    kind = layout.registers_element_type(ir.IntegerType.get_signless(32))
+    """Words of a thread's own as registers of arrays of two."""
+    kind = _PRODUCT_ROWS.to_mgpu().registers_element_type(integer(32))
     words = [vector.broadcast(kind, word) for word in [*words, *[constant(0)] * (len(words) % 2)]]
-    return [fragmented(words[k : k + 2], layout, _OWN_WORDS.shape, False) for k in range(0, len(words), 2)]
+    return [words[k : k + 2] for k in range(0, len(words), 2)]
 
 
 def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
@@ -409,53 +361,49 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
     return select(scores, packed)
 
 
-def load_product_rows(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
-    """Values of the rows of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
-    return _load_line(ref, first, limit, shape[0], _PRODUCT_ROWS, 0)
+def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.Array:
+    """Values along an axis of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
+    layout, itemsize = (_PRODUCT_ROWS, _PRODUCT_COLS)[axis], ref.dtype.itemsize
 
-
-def load_product_cols(ref, first, limit, shape: tuple[int, int]) -> jax.Array:
-    """The same for its columns."""
-    return _load_line(ref, first, limit, shape[1], _PRODUCT_COLS, 1)
-
-
-def _load_line(ref, first, limit, size, layout, axis):
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SPLAT, SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout),
-    )
-    def load(_, ref, first, limit):
-        kind = layout.to_mgpu()
-        register = kind.registers_element_type(ref.type.element_type)
-        own, itemsize = _product_position()[axis], utils.bytewidth(ref.type.element_type)
-        start = arith.addi(i64(first.registers.item()), i64(own))
-        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
-        left = arith.subi(limit.registers.item(), own)
+    def load(ref, first, limit):
+        register: Any = layout.to_mgpu().registers_element_type(ref.type.element_type)
+        own = _product_position()[axis]
+        start = arith.addi(i64(first), i64(own))
+        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        left = arith.subi(limit, own)
         registers = []
-        for index in range(size // 8 if axis else 2):
+        for index in range(shape[1] // 8 if axis else 2):
             places = [index * 8 + e for e in range(register.shape[0])]
             inside = [compare("sgt", left, constant(place)) for place in places]
-            registers.append(gather(register, [address] * len(places), [place * itemsize for place in places], inside))
-        return fragmented(registers, kind, (size,), True)
+            offsets = [place * itemsize for place in places]
+            registers.append(ptx.gather(register, itemsize, [address] * len(places), offsets, inside))
+        return registers
 
-    return load(ref, jnp.int32(first), jnp.int32(limit))
+    return emit(load, ref, (first, limit), results=plgpu.ShapeDtypeStruct((shape[axis],), ref.dtype, layout=layout))
+
+
+load_product_rows, load_product_cols = (functools.partial(_load_line, axis=axis) for axis in (0, 1))
 
 
 def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     """Stores a value for each row of a product to `ref`, one-dimensional, from `first` on, for the first `limit` rows."""
     itemsize = values.dtype.itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT, _PRODUCT_ROWS))
-    def store(_, ref, first, limit, values):
+    def store(ref, first, limit, values):
         row, col = _product_position()
-        start = arith.addi(i64(first.registers.item()), i64(row))
-        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
-        left = arith.subi(limit.registers.item(), row)
+        start = arith.addi(i64(first), i64(row))
+        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        left = arith.subi(limit, row)
         for index, register in enumerate(values.registers.flat):
             inside = both(compare("eq", col, constant(0)), compare("sgt", left, constant(index * 8)))
-            Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
+            ptx.Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
 
-    store(ref, jnp.int32(first), jnp.int32(limit), values)
+    emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
+
+
+def scalar(register):
+    """The element of a register that has one."""
+    return llvm.extractelement(register, *_constants([0])) if isinstance(register.type, ir.VectorType) else register
 
 
 def _product_position():
@@ -468,5 +416,5 @@ def _product_position():
 
 def _constants(values):
     """Int32 constants of MLIR, made once for all registers that need them."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = integer(32)
     return [utils.c(value, i32) for value in values]

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
@@ -20,6 +19,41 @@ WARP = 32
 WARPS = 4  # of a warpgroup
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
+fragmented = compat.fragmented_array
+integer = ir.IntegerType.get_signless
+_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+
+def emit(
+    make: Callable[..., Any], ref: Any = None, scalars: Sequence[Any] = (), arrays: Sequence[Any] = (), results: Any = None
+) -> Any:
+    """Puts MLIR and PTX into a kernel.
+
+    Args:
+      make: gets `ref` if there is one, the MLIR values of `scalars`, and `arrays` of Mosaic GPU. It gives the registers of each
+        of the results.
+      ref: in shared or global memory, or None.
+      scalars: int32.
+      arrays: pairs of an array and its layout.
+      results: `plgpu.ShapeDtypeStruct`, one or a list.
+    """
+    refs = () if ref is None else (ref,)
+    types = (*(plgpu.RefType() for _ in refs), *(SPLAT for _ in scalars), *(layout for _, layout in arrays))
+    first, last = len(refs), len(refs) + len(scalars)
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=results)
+    def inline(_, *given):
+        made = make(*given[:first], *(scalar.registers.item() for scalar in given[first:last]), *given[last:])
+        if results is None:
+            return None
+        made, kinds = (made, results) if isinstance(results, list) else ([made], [results])
+        arrays = [
+            fragmented(registers, kind.layout.to_mgpu(), kind.shape, utils.is_signed(kind.dtype))
+            for registers, kind in zip(made, kinds, strict=True)
+        ]
+        return arrays if isinstance(results, list) else arrays[0]
+
+    return inline(*refs, *map(jnp.int32, scalars), *(array for array, _ in arrays))
 
 
 def block_barrier() -> None:
@@ -42,12 +76,8 @@ def cluster_barrier() -> None:
     _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
-def _barrier(ptx: str) -> None:
-    @plgpu.inline_mgpu()
-    def barrier(_):
-        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-    barrier()
+def _barrier(ptx: str, *scalars) -> None:
+    emit(lambda *values: utils.inline_ptx(ptx, *values, has_side_effects=True, convergent=True), None, scalars)
 
 
 def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> None:
@@ -61,20 +91,18 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> 
       blocks: of the cluster, at most 16; one lane stores to each.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout))
-    def push(_, ref, index, values):
-        i32 = ir.IntegerType.get_signless(32)
+    def push(ref, index, values):
         lane = arith.remui(utils.thread_idx(), constant(WARP))
         warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
-        entry = arith.muli(arith.addi(index.registers.item(), warp), constant(4))
-        here = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), entry)
+        entry = arith.muli(arith.addi(index, warp), constant(4))
+        here = arith.addi(llvm.ptrtoint(integer(32), utils.memref_ptr(ref)), entry)
         rank = arith.remui(lane, constant(blocks))
-        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, rank, result_types=i32)
+        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, rank, result_types=integer(32))
         value = llvm.extractelement(values.registers.flat[0], constant(0))
         one_each = compare("ult", lane, constant(blocks))
         utils.inline_ptx("st.shared::cluster.f32 [$0], $1;", there, value, predicate=one_each, has_side_effects=True)
 
-    push(ref, index, values)
+    emit(push, ref, [index], [(values, layout)])
 
 
 @plgpu.inline_mgpu(arg_types=(SPLAT,))
@@ -105,38 +133,35 @@ def meeting(barrier: int, warpgroups: int) -> Any:
 
 def await_count(ref, index, count) -> None:
     """Waits until `ref[index]`, int32 in global memory, is `count`; all that came before its `add_one` is then done."""
+    ptx = (
+        "{ .reg .pred differs; .reg .u32 found; again: ld.acquire.gpu.global.u32 found, [$0];"
+        " setp.ne.u32 differs, found, $1; @differs bra again; } fence.proxy.async.global;"
+    )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT))
-    def wait(_, ref, index, count):
-        ptx = (
-            "{ .reg .pred differs; .reg .u32 found; again: ld.acquire.gpu.global.u32 found, [$0];"
-            " setp.ne.u32 differs, found, $1; @differs bra again; } fence.proxy.async.global;"
-        )
-        operands = _entry(ref, index), count.registers.item()
-        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+    def wait(ref, index, count):
+        utils.inline_ptx(ptx, _entry(ref, index), count, has_side_effects=True, convergent=True)
 
-    wait(ref, jnp.int32(index), jnp.int32(count))
+    emit(wait, ref, [index, count])
 
 
 def add_one(ref, index) -> None:
     """Adds 1 to `ref[index]`, int32 in global memory, after what the warp did before, which has waited for its bulk copies."""
+    ptx = (
+        "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global;"
+        " @first red.release.gpu.global.add.u32 [$0], 1; }"
+    )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
-    def add(_, ref, index):
+    def add(ref, index):
         utils.warp_barrier()
-        ptx = (
-            "{ .reg .pred first; setp.eq.u32 first, $1, 0; fence.proxy.async.global;"
-            " @first red.release.gpu.global.add.u32 [$0], 1; }"
-        )
         lane = arith.remui(utils.thread_idx(), constant(WARP))
         utils.inline_ptx(ptx, _entry(ref, index), lane, has_side_effects=True)
 
-    add(ref, jnp.int32(index))
+    emit(add, ref, [index])
 
 
 def _entry(ref, index):
     """The address of an int32 entry of a line in global memory."""
-    return arith.addi(address_of(ref), arith.muli(i64(index.registers.item()), i64(4)))
+    return arith.addi(address_of(ref), arith.muli(i64(index), i64(4)))
 
 
 def take_ticket(counter) -> jax.Array:
@@ -145,55 +170,44 @@ def take_ticket(counter) -> jax.Array:
     Returns:
       What the entry was, in that thread alone; others hold 0. `store_scalars` tells them.
     """
+    ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
-    def take(_, counter):
-        i32 = ir.IntegerType.get_signless(32)
-        ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
-        ticket = utils.inline_ptx(ptx, address_of(counter), thread(), result_types=i32, has_side_effects=True)
-        return fragmented([ticket], SPLAT.to_mgpu(), (), is_signed=True)
+    def take(counter):
+        return [utils.inline_ptx(ptx, address_of(counter), thread(), result_types=integer(32), has_side_effects=True)]
 
-    return take(counter)
+    return emit(take, counter, results=_SCALAR)
 
 
 def of_first_lane(value: jax.Array) -> jax.Array:
     """A scalar int32 as the first lane of the warp holds it, in all lanes."""
 
-    @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
-    def broadcast(_, value):
-        everyone: Any = constant(-1)
-        word = nvvm.shfl_sync(everyone, value.registers.item(), constant(0), constant(WARP - 1), nvvm.ShflKind.idx)
-        return fragmented([word], SPLAT.to_mgpu(), (), is_signed=True)
+    def broadcast(value):
+        return [nvvm.shfl_sync(constant(-1), value, constant(0), constant(WARP - 1), nvvm.ShflKind.idx)]
 
-    return broadcast(value)
+    return emit(broadcast, None, [value], results=_SCALAR)
 
 
 def store_scalars(ref, index, values: Sequence[jax.Array]) -> None:
     """Stores int32 scalars to the first entries of `ref[index]`, in shared memory; one thread of the warpgroup does."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, *(SPLAT,) * len(values)))
-    def store(_, ref, index, *values):
-        address = _shared_address(ref, index, ref.type.shape[1])
+    def store(ref, index, *values):
+        address = _shared_address(ref, index)
         with utils.when(compare("eq", thread(), constant(0))):
             for k, value in enumerate(values):
-                utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value.registers.item(), has_side_effects=True)
+                utils.inline_ptx(f"st.shared.u32 [$0+{4 * k}], $1;", address, value, has_side_effects=True)
 
-    store(ref, jnp.int32(index), *values)
+    emit(store, ref, [index, *values])
 
 
 def load_scalars(ref, index) -> list[jax.Array]:
     """The int32 scalars in `ref[index]`, in shared memory, for a single warp too, which Pallas does not let read them."""
-    words = ref.shape[1]
-    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    asm = [f"ld.shared.u32 $0, [$1+{4 * k}];" for k in range(ref.shape[1])]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=[kind] * words)
-    def load(_, ref, index):
-        address, i32 = _shared_address(ref, index, words), ir.IntegerType.get_signless(32)
-        asm = [f"ld.shared.u32 $0, [$1+{4 * k}];" for k in range(words)]
-        loaded = [utils.inline_ptx(ptx, address, result_types=i32, has_side_effects=True) for ptx in asm]
-        return [fragmented([word], SPLAT.to_mgpu(), (), is_signed=True) for word in loaded]
+    def load(ref, index):
+        address = _shared_address(ref, index)
+        return [[utils.inline_ptx(ptx, address, result_types=integer(32), has_side_effects=True)] for ptx in asm]
 
-    return list(load(ref, jnp.int32(index)))
+    return emit(load, ref, [index], results=[_SCALAR] * len(asm))
 
 
 def thread():
@@ -201,10 +215,10 @@ def thread():
     return arith.remui(utils.thread_idx(), constant(WARPS * WARP))
 
 
-def _shared_address(ref, index, words: int):
-    """Where `index` times as many words from the start of `ref` are in shared memory."""
-    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-    return arith.addi(base, arith.muli(index.registers.item(), constant(4 * words)))
+def _shared_address(ref, index):
+    """Where `ref[index]`, of int32, is in shared memory."""
+    base = llvm.ptrtoint(integer(32), utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(index, constant(4 * ref.type.shape[1])))
 
 
 @functools.cache
@@ -222,30 +236,14 @@ def replicated(size: int) -> Any:
     return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
 
 
-def gather(register, addresses, offsets, inside):
-    """A register of elements from several places, 0 where one is not inside."""
-    bits = utils.bitwidth(register.element_type)
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
-    gathered = llvm.mlir_undef(ir.VectorType.get((len(addresses),), one.element_type))
+def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None):
+    """A vector of type `kind` of elements from several places, those of `bits` where one is not inside."""
+    one = ir.VectorType.get((1,), integer(8 * itemsize))
+    gathered = llvm.mlir_undef(ir.VectorType.get((len(inside),), one.element_type))
     for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
-        loaded = load_words(address, offset, own, one, 0, None)
+        loaded = load_words(address, offset, own, one, bits, policy)
         gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
-    return vector.bitcast(register, gathered)
-
-
-def scalar(register):
-    """The element of a register that has one."""
-    return llvm.extractelement(register, constant(0)) if isinstance(register.type, ir.VectorType) else register
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a thread's vectors of one row start: an address, the element of the row there, and whether it is a row at all."""
-
-    address: ir.Value
-    element: ir.Value
-    itemsize: int
-    inside: ir.Value | None
+    return vector.bitcast(kind, gathered)
 
 
 @dataclass(frozen=True)
@@ -268,20 +266,15 @@ class Vector:
     partial: ir.Value | None = None
     own: Sequence[Any] = ()
 
-    def load(self, register, bits, policy=None):
+    def load(self, register, bits=0, policy=None):
         """A register of type `register`, with `bits` in each of its words where nothing is to be touched."""
         words = words_of(register)
         if self.partial is None:
             return vector.bitcast(register, load_words(self.address, self.offset, self.inside, words, bits, policy))
         branch: Any = scf.IfOp(self.partial, [words], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
-            loaded = llvm.mlir_undef(elements)
-            for q, own in enumerate(self.own):
-                one = ir.VectorType.get((1,), elements.element_type)
-                element = load_words(self.address, self.offset + q * self.itemsize, own, one, bits, policy)
-                loaded = llvm.insertelement(loaded, llvm.extractelement(element, constant(0)), constant(q))
-            scf.yield_([vector.bitcast(words, loaded)])
+            count = len(self.own)
+            scf.yield_([gather(words, self.itemsize, [self.address] * count, self._offsets(), self.own, bits, policy)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
         return vector.bitcast(register, branch.results[0])
@@ -291,8 +284,7 @@ class Vector:
         ones, zeros = utils.c(1, register), utils.c(0, register)
         if self.partial is not None:
             for q, own in enumerate(self.own):
-                one = arith.extui(register.element_type, own)
-                zeros = llvm.insertelement(zeros, one, constant(q))
+                zeros = llvm.insertelement(zeros, arith.extui(register.element_type, own), constant(q))
             return zeros
         return ones if self.inside is None else arith.select(self.inside, ones, zeros)
 
@@ -302,18 +294,21 @@ class Vector:
         if self.partial is None:
             return
         with utils.when(self.partial):
-            elements = ir.VectorType.get((len(self.own),), ir.IntegerType.get_signless(8 * self.itemsize))
-            values = vector.bitcast(elements, register)
-            for q, own in enumerate(self.own):
-                one = llvm.mlir_undef(ir.VectorType.get((1,), elements.element_type))
+            kind = integer(8 * self.itemsize)
+            values = vector.bitcast(ir.VectorType.get((len(self.own),), kind), register)
+            for q, (offset, own) in enumerate(zip(self._offsets(), self.own, strict=True)):
+                one = llvm.mlir_undef(ir.VectorType.get((1,), kind))
                 one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
-                store_words(self.address, self.offset + q * self.itemsize, own, one)
+                store_words(self.address, offset, own, one)
+
+    def _offsets(self):
+        return [self.offset + q * self.itemsize for q in range(len(self.own))]
 
 
-def load_words(address, offset, inside, words, bits, policy):
+def load_words(address, offset, inside, words, bits=0, policy=None):
     """A vector `words` from global memory, or `bits` in each word; `policy` is the L2 cache's, None for the usual one."""
     count, word = words.shape[0], words.element_type
-    held = _held(word)
+    held = integer(max(16, word.width))  # PTX has no registers of 8 bits
     results = [f"${k}" for k in range(count)]
     operands, hint, use = [address], "", ""
     if policy is not None:
@@ -343,20 +338,7 @@ def words_of(register):
     """The type in which PTX moves a vector of type `register`: words of 32 bits, or one of 16 or 8."""
     bits = math.prod(register.shape) * utils.bitwidth(register.element_type)
     width = min(32, bits)
-    return ir.VectorType.get((bits // width,), ir.IntegerType.get_signless(width))
-
-
-def fragmented(registers, layout, shape, is_signed):
-    """A Mosaic GPU array of these registers."""
-    array = np.empty(len(registers), object)
-    array[:] = registers
-    array = array.reshape(layout.registers_shape(shape))
-    return compat.fragmented_array(array, layout, is_signed)
-
-
-def _held(word):
-    """The type of the PTX register that holds a word: there is none of 8 bits."""
-    return ir.IntegerType.get_signless(max(16, word.width))
+    return ir.VectorType.get((bits // width,), integer(width))
 
 
 def _list(word, names: list[str]) -> str:
@@ -366,17 +348,16 @@ def _list(word, names: list[str]) -> str:
 
 
 def address_of(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+    return llvm.ptrtoint(integer(64), utils.memref_ptr(ref))
 
 
 def constant(value: int) -> Any:
     """An int32 MLIR constant."""
-    return utils.c(value, ir.IntegerType.get_signless(32))
+    return utils.c(value, integer(32))
 
 
 def i64(value):
-    kind = ir.IntegerType.get_signless(64)
-    return utils.c(value, kind) if isinstance(value, int) else arith.extui(kind, value)
+    return utils.c(value, integer(64)) if isinstance(value, int) else arith.extui(integer(64), value)
 
 
 def compare(kind: str, a, b):

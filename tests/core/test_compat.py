@@ -116,8 +116,8 @@ def test_importing_the_library_loads_nothing_of_pallas():
 
 def test_a_context_that_says_nothing_stands_in_no_ones_way():
     ctx = types.SimpleNamespace(module_context=types.SimpleNamespace(), avals_in=[jax.typeof(np.zeros(3, np.float32))])
-    assert compat.axis_context(ctx) is compat.symbol_table(ctx) is None
-    assert not compat.for_export(ctx)
+    for path in ("axis_context", "symbol_table", "lowering_parameters.for_export"):
+        assert compat.of_module(ctx, path) is None
     assert sharding.partitioning(ctx)[1] is None
 
 

@@ -1,10 +1,6 @@
 """Which thread holds which elements of which rows: geometry alone."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from jaxsoftmax._gpu.ptx import WARP, WARPS, tiled
 
@@ -29,12 +25,6 @@ class Config:
     blocks: int = 1
     parked: bool = False
     unroll: int = 0
-
-
-def rows_and_cols(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """How many rows an array has, and of how many elements, where rows lie along `axes`."""
-    cols = math.prod(shape[axis] for axis in axes)
-    return (math.prod(shape) // cols if cols else 0), cols
 
 
 class RowLayout:
@@ -62,6 +52,8 @@ class RowLayout:
       entries: of a row of a whole block: each is what a warpgroup holds in a step.
       is_full: whether a row ends with a step of all threads.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
+      layout: where the elements of `shape` are: in vectors, a row in lanes of one warp.
+      row_layout: of a value for each of the rows, or warps, in every lane that shares it.
     """
 
     def __init__(self, cols: int, config: Config):
@@ -80,14 +72,6 @@ class RowLayout:
         self.entries = self.steps * self.blocks * self.warpgroups
         self.is_full = cols == self.steps * self.vector * self.sharers
         self.shape = (WARPS if self.whole_block else self.rows), self.lanes * self.vector
-
-    @cached_property
-    def layout(self) -> Any:
-        """Where the elements of `shape` are: in vectors, a row in lanes of one warp."""
         rows, width = WARP // self.lanes, self.shape[1]
-        return tiled(((WARPS * rows, width), (rows, width), (self.vector,)), (-5,), (-3, -2))
-
-    @cached_property
-    def row_layout(self) -> Any:
-        """The layout of a value for each of the rows, or warps, in every lane that shares it."""
-        return self.layout.reduce(1)
+        self.layout = tiled(((WARPS * rows, width), (rows, width), (self.vector,)), (-5,), (-3, -2))
+        self.row_layout = self.layout.reduce(1)

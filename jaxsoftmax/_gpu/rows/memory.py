@@ -15,24 +15,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax._core import compat
-from jaxsoftmax._gpu.ptx import (
-    SPLAT,
-    WARP,
-    WARPS,
-    Start,
-    Vector,
-    address_of,
-    both,
-    compare,
-    constant,
-    fragmented,
-    i64,
-    utils,
-)
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import RowLayout
 
 
@@ -104,51 +91,34 @@ class Memory:
             return
         itemsize = values.dtype.itemsize
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, self.layout.layout))
-        def store(_, ref, row, values):
-            starts = self._starts(ref, row.registers.item(), itemsize)
-            for register, start in zip(values.registers.reshape(-1), starts, strict=True):
-                self._vector(step, start).store(register)
+        def store(ref, row, values):
+            starts = self._starts(ref, row, itemsize)
+            for register, start in zip(values.registers.flat, starts, strict=True):
+                self._vector(step, start, itemsize).store(register)
 
-        store(ref, self.row, values)
+        ptx.emit(store, ref, [self.row], [(values, self.layout.layout)])
 
     def inside(self) -> Callable[[int], jax.Array] | None:
         """Whether elements are of a row, as a function of a step: bool; None if all are."""
         if self.exact:
             return None
-        layout, shape = self.layout, self.layout.shape
-        kind = plgpu.ShapeDtypeStruct(shape, jnp.int8, layout=layout.layout)
-
-        @plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=[kind] * layout.steps)
-        def inside(_, row):
-            held = layout.layout.to_mgpu()
-            register = held.registers_element_type(ir.IntegerType.get_signless(8))
-            starts = list(self._starts(None, row.registers.item(), 1))
-            return [
-                fragmented([self._vector(step, start).touched(register) for start in starts], held, shape, True)
-                for step in range(layout.steps)
-            ]
-
-        flags = inside(self.row)
+        flags = self._load(None, jnp.dtype(jnp.int8), 0)
         return lambda step: flags[step] != 0
 
     def load_row(self, ref) -> jax.Array:
         """A value for each row of the block; one value where it has one row. 0 for rows that are not there."""
-        layout, dtype = self.layout, ref.dtype
+        layout, itemsize = self.layout, ref.dtype.itemsize
         if layout.whole_block:
             return ref[self.row]
         if self.exact:
             return plgpu.load(ref.at[pl.ds(self.row, layout.rows)], layout=layout.row_layout, optimized=False)
-        kind = plgpu.ShapeDtypeStruct((layout.rows,), dtype, layout=layout.row_layout)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=kind)
-        def load(_, ref, row):
-            held = layout.row_layout.to_mgpu()
-            register = held.registers_element_type(utils.dtype_to_ir_type(dtype))
-            entries = self._row_entries(ref, row.registers.item(), dtype.itemsize)
-            return fragmented([entry.load(register, 0) for entry in entries], held, kind.shape, _signedness(dtype))
+        def load(ref, row):
+            register = layout.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
+            return [entry.load(register) for entry in self._row_entries(ref, row, itemsize)]
 
-        return load(ref, self.row)
+        kind = plgpu.ShapeDtypeStruct((layout.rows,), ref.dtype, layout=layout.row_layout)
+        return ptx.emit(load, ref, [self.row], results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
         """Stores a value for each row of the block."""
@@ -160,14 +130,12 @@ class Memory:
             compat.store(ref.at[pl.ds(self.row, layout.rows)], values)
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout.row_layout))
-        def store(_, ref, row, values):
+        def store(ref, row, values):
             first = compare("eq", arith.remui(utils.thread_idx(), constant(layout.lanes)), constant(0))
-            entries = self._row_entries(ref, row.registers.item(), itemsize)
-            for register, entry in zip(values.registers.reshape(-1), entries, strict=True):
+            for register, entry in zip(values.registers.flat, self._row_entries(ref, row, itemsize), strict=True):
                 Vector(entry.address, 0, itemsize, both(first, entry.inside)).store(register)
 
-        store(ref, self.row, values)
+        ptx.emit(store, ref, [self.row], [(values, layout.row_layout)])
 
     def _at(self, ref, step, entries=None):
         """What the warpgroup has in a step of an array, or so many entries of it that the block has."""
@@ -180,34 +148,37 @@ class Memory:
         return ref.at[first + self.group() if entries is None else pl.ds(first, entries)]
 
     def _load(self, ref, dtype, fill, source_row=None) -> list[jax.Array]:
-        """An array for each step from `ref`, `[*, cols]` in global memory; `dtype` is int8 for bool."""
-        layout, shape = self.layout, self.layout.shape
-        kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout.layout)
+        """An array for each step from `ref`, `[*, cols]` in global memory, or without `ref` of which elements are of a row.
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=[kind] * layout.steps)
-        def load(_, ref, row):
-            held = layout.layout.to_mgpu()
-            register = held.registers_element_type(utils.dtype_to_ir_type(dtype))
-            bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")  # of a word
-            starts = list(self._starts(ref, row.registers.item(), dtype.itemsize, source_row))
+        `dtype` is int8 for bool.
+        """
+        layout = self.layout
+        fill = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")  # of a word
+
+        def load(*ref_and_row):
+            *refs, row = ref_and_row
+            register = layout.layout.to_mgpu().registers_element_type(utils.dtype_to_ir_type(dtype))
+            starts = list(self._starts(refs[0] if refs else None, row, dtype.itemsize, source_row))
             policy = None
             if source_row is not None:  # other blocks load it too: the L2 cache should rather keep it than what passes through
-                i64 = ir.IntegerType.get_signless(64)
-                policy = utils.inline_ptx("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", result_types=i64)
-            arrays = []
-            for step in range(layout.steps):
-                registers = [self._vector(step, start).load(register, bits, policy) for start in starts]
-                arrays.append(fragmented(registers, held, shape, _signedness(dtype)))
-            return arrays
+                asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
+                policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
 
-        return load(ref, self.row)
+            def held(vector):
+                return vector.load(register, fill, policy) if refs else vector.touched(register)
+
+            steps = range(layout.steps)
+            return [[held(self._vector(step, start, dtype.itemsize)) for start in starts] for step in steps]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape, dtype, layout=layout.layout)
+        return ptx.emit(load, ref, [self.row], results=[kind] * layout.steps)
 
     def _starts(self, ref, row, itemsize, source_row=None):
-        """Where this thread's vectors of each of its rows start."""
+        """Of each row of this thread the address where its vectors start, the element there, and whether it is a row at all."""
         layout = self.layout
         position = utils.thread_idx() if layout.whole_block else arith.remui(utils.thread_idx(), constant(layout.lanes))
         if layout.blocks > 1:
-            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
+            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ptx.integer(32))
             position = arith.addi(position, arith.muli(rank, constant(layout.threads)))
         element = arith.muli(position, constant(layout.vector))
         for own_row, inside in self._own_rows(row):
@@ -218,33 +189,28 @@ class Memory:
                 before = arith.remui(start, i64(layout.vector))
                 start = arith.subi(start, before)
                 in_row = arith.subi(element, arith.trunci(element.type, before))
-            base = i64(0) if ref is None else address_of(ref)
-            yield Start(arith.addi(base, arith.muli(start, i64(itemsize))), in_row, itemsize, inside)
+            base = i64(0) if ref is None else ptx.address_of(ref)
+            yield arith.addi(base, arith.muli(start, i64(itemsize))), in_row, inside
 
-    def _vector(self, step, start):
+    def _vector(self, step, start, itemsize):
         """The vector that a thread has in a step."""
         layout = self.layout
+        address, first, inside = start
         skipped = step * layout.sharers * layout.vector
-        offset = skipped * start.itemsize
         ends_inside = skipped + layout.sharers * layout.vector <= layout.cols  # for all threads
+        vector = functools.partial(Vector, address, skipped * itemsize, itemsize)
         if layout.aligned:
-            inside = start.inside
-            if not ends_inside:
-                inside = both(inside, compare("slt", start.element, constant(layout.cols - skipped)))
-            return Vector(start.address, offset, start.itemsize, inside)
+            return vector(inside if ends_inside else both(inside, compare("slt", first, constant(layout.cols - skipped))))
         if step > 0 and ends_inside:
-            return Vector(start.address, offset, start.itemsize, None)
-        elements = [arith.addi(start.element, constant(skipped + q)) for q in range(layout.vector)]
-        own = [
-            both(compare("sge", element, constant(0)), compare("slt", element, constant(layout.cols))) for element in elements
-        ]
+            return vector(None)
+        elements = [arith.addi(first, constant(skipped + q)) for q in range(layout.vector)]
+        own = [both(compare("sge", place, constant(0)), compare("slt", place, constant(layout.cols))) for place in elements]
         whole = both(own[0], own[-1])
-        partial = arith.xori(whole, functools.reduce(arith.ori, own))
-        return Vector(start.address, offset, start.itemsize, whole, partial, own)
+        return vector(whole, arith.xori(whole, functools.reduce(arith.ori, own)), own)
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
-            yield Vector(arith.addi(address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
+            yield Vector(arith.addi(ptx.address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
 
     def _own_rows(self, row):
         """The rows of which this thread holds elements, and whether they are there, None if always."""
@@ -256,11 +222,6 @@ class Memory:
         for i in range(layout.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // layout.lanes)))
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
-
-
-def _signedness(dtype) -> bool | None:
-    """Whether integers of a dtype have a sign; None for floats."""
-    return bool(jnp.issubdtype(dtype, jnp.signedinteger)) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def row_of_mask(shape: Sequence[int], mask_shape: Sequence[int], axes: Sequence[int]) -> Callable[[Any], Any]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout, rows_and_cols
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory, row_of_mask
-from jaxsoftmax._gpu.rows.tile import Either, Tile, uniform
+from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def run(
     others += [key for key, operand in given.items() if isinstance(operand, (PerRow, Scalar))]
     shape = next(iter(held.values())).shape
     row_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    count, cols = rows_and_cols(shape, axes)
+    cols = math.prod(shape[axis] for axis in axes)
+    count = math.prod(shape) // cols
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
     masks = [mask.array.shape for mask in given.values() if isinstance(mask, Mask) and not _is_per_row(mask, axes)]
@@ -131,7 +132,8 @@ def run(
                 case Inside():
                     values[key] = memory.inside()
                 case Mask() if refs[key].ndim == 1:
-                    values[key] = uniform(tile.along(memory.load_row(refs[key])) != 0)
+                    seen = tile.along(memory.load_row(refs[key])) != 0
+                    values[key] = lambda _, seen=seen: seen
                 case Mask(array):
                     source_row = None if array.shape == shape else row_of_mask(shape, array.shape, axes)
                     values[key] = memory.load_mask(refs[key], source_row)

@@ -26,11 +26,6 @@ def each(function, *operands: Steps) -> Steps:
     return lambda step: function(*(operand(step) for operand in operands))
 
 
-def uniform(value) -> Steps:
-    """The same in each step."""
-    return lambda step: value
-
-
 @dataclass(frozen=True)
 class Either:
     """A result that is `then` where a condition holds for the whole row, and `otherwise` elsewhere."""

@@ -7,10 +7,8 @@ It defines what is right, and is the one that runs where no kernel does. With `s
     tangent   dlse = sum(p ds) + p_sink dsink,      dout = (z p ds) v + (z p) dv - dlse out
     cotangent ds = p (z (dout v^T) - sum(out dout) + dlse), from which those of q, k, v, bias and sinks
 
-Scores come in tiles of queries and keys. A small problem is one tile, the whole T x S matrix of every head. A larger one is
-cut into tiles of about `BLOCK`, each of which is pushed to the state of its rows: beside operands and results it takes memory
-in proportion to T + S, and tiles that causal or a window rule out are not visited. Arithmetic is float32, or float64 where the
-operands are; products of 16-bit operands are exact.
+A small problem is one tile of scores. A larger one is cut into tiles of about `BLOCK`, each of which is pushed to the state of
+its rows: see docs/design.md. Arithmetic is float32, or float64 where the operands are.
 
 Shapes, where each batch axis is whole or 1 in every operand: query `[*batch, T, N, H]`, key `[*batch, S, K, H]`, value
 `[*batch, S, K, Hv]`, bias and mask `[*batch, N|1, T|1, S|1]`, lengths `[*batch]`, segments `[*batch, T]` and `[*batch, S]`,
@@ -43,6 +41,8 @@ ONE_TILE = 2**24
 BLOCK = (512, 512)
 LARGEST_TILE = 2**26
 
+ROWS, COLS = 0, 1  # the axes of the scores
+
 
 def dot_product_attention(
     *, scale, window, soft_cap, dropout_rate, return_lse=True, precision="highest", deterministic=False, devices=1, **operands
@@ -61,12 +61,12 @@ def dot_product_attention(
       **operands: arrays as the module says, by name.
     """
     problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
-    rows, value_size = problem.rows, problem.shape("value")[-1]
+    rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):
         scores, _, seen = tile.scores()
         value = _clean(tile["value"], seen, along=-2).astype(problem.dtype)
-        so_far = online.State(*(tile.cut_rows(part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
+        so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.kept()
         if kept is None:
             pushed = online.push(so_far, scores, value)
@@ -74,7 +74,7 @@ def dot_product_attention(
             lifted = online.lift(scores)
             weights = kept * online.weights(scores, lifted.m)
             pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value)))
-        return online.State(*(tile.put_rows(*args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
+        return online.State(*(tile.put(ROWS, *args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
 
     state = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype))
     if (sinks := problem["sinks"]) is not None:  # a key without a value
@@ -90,16 +90,16 @@ def dot_product_attention_jvp(
 ):
     """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, of which each may be None."""
     problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
-    dtype, rows, value_size = problem.dtype, problem.rows, problem.shape("value")[-1]
+    dtype, rows, value_size = problem.dtype, problem.rows, problem["value"].shape[-1]
 
     def add(sums, tile):
         scores, slope, seen = tile.scores()
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.zeros_like(scores)
         if (dq := tile["d_query"]) is not None:
-            ds += slope * _product(dq, _swapped(tile["key"]))
+            ds += slope * _product(dq, tile["key"].mT)
         if (dk := tile["d_key"]) is not None:
-            ds += slope * _product(tile["query"], _swapped(dk))
+            ds += slope * _product(tile["query"], dk.mT)
         if (dbias := tile["d_bias"]) is not None:
             ds += dbias.astype(dtype)
         ds = p * _where(seen, ds, 0)
@@ -109,7 +109,7 @@ def dot_product_attention_jvp(
         dout = _product(ds, _clean(tile["value"], seen, along=-2).astype(dtype))
         if (dv := tile["d_value"]) is not None:
             dout += _product(p, _clean(dv, seen, along=-2).astype(dtype))
-        return [tile.add_rows(sums[0], dout, -2), tile.add_rows(sums[1], dlse, -1)]
+        return [tile.add(ROWS, sums[0], dout, -2), tile.add(ROWS, sums[1], dlse, -1)]
 
     dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
     if (dsinks := problem["d_sinks"]) is not None:
@@ -142,27 +142,27 @@ def dot_product_attention_vjp(
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.broadcast_to(-tile["delta"], scores.shape)
         if (dout := tile["d_out"]) is not None:
-            dp = _product(dout, _swapped(tile["value"]))
+            dp = _product(dout, tile["value"].mT)
             ds += dp if kept is None else kept * dp
             dout = _clean(dout, seen, along=-1).astype(dtype)
         ds = p * _where(seen, ds, 0)
         sums, dx = dict(sums), slope * ds
         if "query" in sums:
             dq = _product(dx, _clean(tile["key"], seen, along=-2).astype(dtype))
-            sums["query"] = tile.add_rows(sums["query"], dq, -2)
+            sums["query"] = tile.add(ROWS, sums["query"], dq, -2)
         if "key" in sums:
             dk = _summed_product(dx, _clean(tile["query"], seen, along=-1).astype(dtype))
-            sums["key"] = tile.add_cols(sums["key"], dk, -2)
+            sums["key"] = tile.add(COLS, sums["key"], dk, -2)
         if "value" in sums and dout is not None:
             dv = _summed_product(p if kept is None else p * kept, dout)
-            sums["value"] = tile.add_cols(sums["value"], dv, -2)
+            sums["value"] = tile.add(COLS, sums["value"], dv, -2)
         if "bias" in sums:
             sums["bias"] = tile.add_scores(sums["bias"], ds)
         return sums
 
     sums = {}
     for name in wanted:  # in this order, not that of a set of strings: the program is the same in every process
-        shape = problem.shape(name)
+        shape = problem[name].shape
         if name != "sinks":
             sums[name] = jnp.zeros(shape if name == "bias" else (*problem.batch, *shape[len(problem.batch) :]), dtype)
     if sums:
@@ -198,9 +198,6 @@ class _Problem:
     def __setitem__(self, name, array):
         self.arrays[name] = array
 
-    def shape(self, name):
-        return self[name].shape
-
     def _block(self, devices):
         """Queries and keys of a tile: fewer where there are many heads, more of one where there are few of the other.
 
@@ -221,12 +218,13 @@ class _Problem:
     def over_tiles(self, step, carry):
         """`step(carry, tile)` for each tile that may hold something to see."""
         if self.block == self.lengths:
-            return step(carry, _Tile(self, 0, 0))
-        carry = _vary_as(self["query"], carry)
+            return step(carry, _Tile(self, (0, 0)))
+        leaves, structure = jax.tree.flatten(carry)
+        carry = structure.unflatten(vary_alike([*leaves, self["query"]])[:-1])  # as a loop in a `shard_map` wants it
 
         @functools.partial(jax.checkpoint, prevent_cse=False)  # reverse mode through a scan would keep every tile
         def body(carry, indices):
-            return step(carry, _Tile(self, indices[0], indices[1]))
+            return step(carry, _Tile(self, (indices[0], indices[1])))
 
         return lax.scan(lambda *args: (body(*args), None), carry, np.argwhere(self._visible(self.block)).astype(np.int32))[0]
 
@@ -257,12 +255,11 @@ class _Tile:
     """
 
     problem: _Problem
-    row_index: Any
-    col_index: Any
+    index: tuple[Any, Any]
 
     def _first(self, axis):
-        index, size, length = (self.row_index, self.col_index)[axis], self.problem.block[axis], self.problem.lengths[axis]
-        return 0 if size == length else jnp.minimum(index * size, length - size)
+        size, length = self.problem.block[axis], self.problem.lengths[axis]
+        return 0 if size == length else jnp.minimum(self.index[axis] * size, length - size)
 
     def _positions(self, axis):
         """Of the rows `[..., rows, 1]` or columns `[..., 1, cols]`, and which of them are new, None for all."""
@@ -271,35 +268,31 @@ class _Tile:
         ndim = len(self.problem.rows) + 1
         positions = lax.expand_dims(positions, [a for a in range(ndim) if a != ndim - 2 + axis])
         whole = size == length or (isinstance(length, int) and length % size == 0)
-        return positions, None if whole else positions >= (self.row_index, self.col_index)[axis] * size
+        return positions, None if whole else positions >= self.index[axis] * size
 
     def __getitem__(self, name) -> Any:
-        array, (row_axis, col_axis) = self.problem[name], _axes.get(name, (-2, None))
-        if array is None:
-            return None
-        array = self.cut_rows(array, row_axis) if row_axis else array
-        return self.cut_cols(array, col_axis) if col_axis else array
+        array = self.problem[name]
+        for which, axis in zip((ROWS, COLS), _axes.get(name, (-2, None)), strict=True):
+            array = array if array is None or axis is None else self.cut(which, array, axis)
+        return array
 
-    def cut_rows(self, array, axis):
-        return _cut(array, self._first(0), self.problem.block[0], self.problem.lengths[0], axis)
+    def cut(self, which, array, axis):
+        """The rows of this tile of an array, or the columns: `which` is `ROWS` or `COLS`."""
+        size = self.problem.block[which]
+        if array.shape[axis] == 1 or size == self.problem.lengths[which]:
+            return array
+        return lax.dynamic_slice_in_dim(array, self._first(which), size, axis)
 
-    def cut_cols(self, array, axis):
-        return _cut(array, self._first(1), self.problem.block[1], self.problem.lengths[1], axis)
+    def put(self, which, whole, part, axis):
+        """`whole` with `part` in the place of this tile's rows, or columns."""
+        return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(which), axis)
 
-    def put_rows(self, whole, part, axis):
-        """`whole` with `part` in the place of this tile's rows."""
-        return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(0), axis)
-
-    def add_rows(self, whole, part, axis):
-        return self.put_rows(whole, self.cut_rows(whole, axis) + part, axis)
-
-    def add_cols(self, whole, part, axis):
-        part = self.cut_cols(whole, axis) + part
-        return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(1), axis)
+    def add(self, which, whole, part, axis):
+        return self.put(which, whole, self.cut(which, whole, axis) + part, axis)
 
     def add_scores(self, whole, part):
         """Adds to what may have size 1 along any axis: those are summed."""
-        here = self.cut_cols(self.cut_rows(whole, -2), -1)
+        here = self.cut(COLS, self.cut(ROWS, whole, -2), -1)
         here += summed_to(part, here.shape)
         if here.shape == whole.shape:
             return here
@@ -310,7 +303,7 @@ class _Tile:
     def scores(self):
         """Scores, `-inf` where not seen; their derivative by the product of query and key; what is seen, None for all."""
         problem = self.problem
-        scores, slope = problem.scale * _product(self["query"], _swapped(self["key"])), problem.scale
+        scores, slope = problem.scale * _product(self["query"], self["key"].mT), problem.scale
         scores = jnp.broadcast_to(scores, (*problem.batch, *scores.shape[len(problem.batch) :]))
         if problem.soft_cap is not None:
             bent = jnp.tanh(scores / problem.soft_cap)
@@ -325,22 +318,18 @@ class _Tile:
     def _seen(self):
         """Which keys which queries see, to be broadcast with the scores, or None for all."""
         (rows, new_rows), (cols, new_cols) = self._positions(0), self._positions(1)
-        left, right = self.problem.window
-        terms = [term for term in (new_rows, new_cols) if term is not None]
-        if left is not None:
-            terms.append(cols >= rows - left)
-        if right is not None:
-            terms.append(cols <= rows + right)
-        if (lengths := self.problem["query_lengths"]) is not None:
-            terms.append(rows < lengths)
-        if (lengths := self.problem["key_lengths"]) is not None:
-            terms.append(cols < lengths)
+        (left, right), lengths = self.problem.window, [self.problem[name] for name in ("query_lengths", "key_lengths")]
+        terms = [new_rows, new_cols]
+        terms.append(None if left is None else cols >= rows - left)
+        terms.append(None if right is None else cols <= rows + right)
+        terms += [None if most is None else places < most for places, most in zip((rows, cols), lengths, strict=True)]
         if (segments := self["query_segments"]) is not None:
             terms.append(segments == self["key_segments"])
         if (mask := self["mask"]) is not None:
             terms.append(mask)
         if (bias := self["bias"]) is not None:
             terms.append(bias != -jnp.inf)
+        terms = [term for term in terms if term is not None]
         return functools.reduce(jnp.logical_and, terms) if terms else None
 
     def weights(self, scores):
@@ -374,12 +363,13 @@ def _grouped(name, array, heads):
         return jnp.swapaxes(array, -2, -3)[..., None, :, :]
     if name in ("query", "out", "d_query", "d_out"):
         array = jnp.swapaxes(array, -2, -3)
-    axis = array.ndim - RANKS[name] if name in ("sinks", "d_sinks", "lse", "d_lse", "seeds") else array.ndim - 3
+    is_of_rows = name in ("sinks", "d_sinks", "lse", "d_lse", "seeds")
+    axis = array.ndim - (RANKS[name] if is_of_rows else 3)
     group = heads if array.shape[axis] != 1 else (1, 1)
     array = array.reshape(*array.shape[:axis], *group, *array.shape[axis + 1 :])
     if name == "seeds":
         return array[..., None, :]
-    return array[..., None] if name in ("sinks", "d_sinks", "lse", "d_lse") else array
+    return array[..., None] if is_of_rows else array
 
 
 def _ungrouped(name, array, like):
@@ -406,18 +396,10 @@ def _heads_last(array):
     return jnp.swapaxes(array, -2, -3)
 
 
-def _cut(array, first, size, length, axis):
-    return array if array.shape[axis] == 1 or size == length else lax.dynamic_slice_in_dim(array, first, size, axis)
-
-
 def summed_to(array, shape):
     """The sum along the axes along which `shape` is 1."""
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
     return jnp.sum(array, axes, keepdims=True) if axes else array
-
-
-def _swapped(array):
-    return jnp.swapaxes(array, -1, -2)
 
 
 def _product(a, b):
@@ -438,8 +420,8 @@ def _clean(array, seen, along):
     """`array`, of whose rows those are 0 that nothing sees: they may hold NaN. `along` are the other ones in the scores."""
     if seen is None:
         return array
-    seen = jnp.any(seen, (along, -3), keepdims=True) if along == -2 else jnp.any(seen, along, keepdims=True)
-    return jnp.where(_swapped(seen) if along == -2 else seen, array, jnp.zeros_like(array))
+    seen = jnp.any(seen, (along, -3), keepdims=True).mT if along == -2 else jnp.any(seen, along, keepdims=True)
+    return jnp.where(seen, array, jnp.zeros_like(array))
 
 
 def _exp_of_difference(a, b, where):
@@ -449,9 +431,3 @@ def _exp_of_difference(a, b, where):
 
 def _where(seen, array, otherwise):
     return array if seen is None else jnp.where(seen, array, jnp.asarray(otherwise, jnp.asarray(array).dtype))
-
-
-def _vary_as(like, carry):
-    """`carry` varying over the manual mesh axes over which `like` does, as a loop in a `shard_map` wants it."""
-    leaves, structure = jax.tree.flatten(carry)
-    return jax.tree.unflatten(structure, vary_alike([*leaves, like])[:-1])

@@ -23,7 +23,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout, rows_and_cols
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
 from jaxsoftmax._gpu.target import HOPPER
@@ -51,10 +51,10 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     after = [axis for axis in range(min(along, default=x.ndim), x.ndim) if axis not in axes and x.shape[axis] != 1]
     if after:
         return f"the axes must be the last ones, got axes {axes} of shape {x.shape}"
-    count, cols = rows_and_cols(x.shape, axes)
+    cols = math.prod(x.shape[axis] for axis in axes)
     if not 1 <= cols <= MAX_COLS:
         return f"a row must have from 1 to {MAX_COLS} entries, got {cols}"
-    if not 1 <= count < 2**31:
+    if not 1 <= (count := math.prod(x.shape) // cols) < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {count}"
     where = operands.get("where")
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
@@ -215,22 +215,11 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
     """`scale * y * (t - sum(y * t))`."""
 
     def body(tile, y, t, scale):
-        def product(y, t):
-            return y, _times(_select(y != 0, t, 0), scale)
+        pairs = each(lambda y, t: (y, _times(_select(y != 0, t, 0), scale)), y, t)
+        total = tile.along(tile.sum(each(lambda pair: jnp.multiply(*pair), pairs)))
+        return [each(lambda pair: _select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
 
-        total = tile.along(tile.sum(each(lambda y, t: jnp.multiply(*product(y, t)), y, t)))
-
-        def result(y, t):
-            y, t = product(y, t)
-            return _select(y != 0, y * (t - total), 0)
-
-        return [each(result, y, t)]
-
-    operands = {
-        "y": Whole(y, 0, jnp.float32),
-        "t": Whole(t, 0, jnp.float32),
-        "scale": None if scale is None else _factor(scale),
-    }
+    operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": _factor(scale)}
     config = functools.partial(config_for, target, "softmax_backward")
     return rows.run("softmax_backward_mosaic", body, operands, axes, config, whole=[dtype])[0]
 
@@ -285,13 +274,8 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
     return _run("logsumexp_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
-# Each op alone: plain `jax.custom_vjp` functions, whose forward and backward passes are the kernels above with no primitive, no
-# dispatch and no reference around them. They take rows along the last axis of `x`, in float32, bfloat16 or float16, of 1 to
-# 32768 elements, and give results in its dtype; `logsumexp_alone` keeps the axis with size 1. There is no mask, no scale, no
-# forward mode and no second derivative; under `vmap` a kernel has one more grid axis, and arrays must not be sharded. They
-# lower for Hopper whatever GPU is at hand, and run in Pallas' interpreter where rows fill what a block holds. For example
-#     jax.jit(jax.grad(lambda x: jnp.sum(mosaic.softmax_alone(x)[:, 0])))(x)
-# is two kernels, `softmax_forward_mosaic` and `softmax_backward_mosaic`. Everyone else wants `jaxsoftmax.softmax`.
+# Each op alone: plain `jax.custom_vjp` functions, the kernels above with no primitive and no dispatch (see docs/design.md).
+# Rows lie along the last axis of `x`, and results have its dtype; `logsumexp_alone` keeps the axis.
 
 
 def _alone(op):
@@ -332,11 +316,13 @@ def _run(kernel, body, axes, target, x, where, scale, given=None, **results):
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
     operands["inside"] = None if scale is None else Inside()
     operands["where"] = None if where is None else Mask(where)
-    operands["scale"] = None if scale is None else _factor(scale)
+    operands["scale"] = _factor(scale)
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(config_for, target, kernel), **results)
 
 
 def _factor(scale):
+    if scale is None:
+        return None
     return Scalar(scale) if scale.size == 1 else PerRow(scale.astype(jnp.float32))
 
 
