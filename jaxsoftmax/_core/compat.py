@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def find(module: str, name: str) -> Any:
         if not is_field and not hasattr(found, part):
             raise ImportError(f"no {name}")
         found = getattr(found, part, None)
-    if parameter and parameter not in inspect.signature(found).parameters:
+    if parameter and parameter not in inspect.signature(cast(Any, found)).parameters:
         raise ImportError(f"no {name}")
     return found
 
