@@ -4,12 +4,8 @@ A kernel whose blocks of threads are persistent cuts its work into tiles, more t
 each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
 ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
 
-Blocks that wait for each other must not assume that all of them run at the same time: a program may have been lowered for a GPU
-with more multiprocessors, or share the GPU with another. By tickets in order of arrival (`Tiles.counter`) they never hang, if a
-block only ever waits for what is done for tiles with smaller tickets. For a ticket is given only to a block that runs, which
-then runs until it is done, and takes its next ticket after all before. Of the tiles that are not finished take the one with the
-smallest ticket: its block has finished those it had before, waits for nobody, and goes on. So some block always does, however
-few run at a time, and whichever the GPU starts first.
+Blocks that wait for each other take tickets in order of arrival (`Tiles.counter`), and never hang if each only waits for what
+is done for smaller tickets: the block with the smallest one that is not finished runs, and waits for nobody (docs/design.md).
 """
 
 import functools
@@ -61,9 +57,17 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     return table
 
 
-def on_device(table: np.ndarray) -> jax.Array:
-    """A table as an operand of a kernel: a constant of an inner function, as custom_partitioning takes no others."""
-    return jax.jit(lambda: jnp.asarray(table))()
+def table(plan: Any, threads: int) -> jax.Array | None:
+    """A plan's table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many.
+
+    It is a constant of an inner function, as custom_partitioning takes no others.
+    """
+    if plan.count > MAX_SCHEDULED:
+        return None
+    costs = plan.costs()
+    arguments = costs, plan.count // len(costs), plan.group(costs)
+    found = order(*arguments) if plan.by_ticket else schedule(*arguments, threads)
+    return jax.jit(lambda: jnp.asarray(found))()
 
 
 _SLOTS = 2  # in shared memory, for what is said of a tile

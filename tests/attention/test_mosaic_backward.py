@@ -772,7 +772,7 @@ def assert_visits(spans, seen, plan, shown=True):
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.integers(1, 40), st.integers(1, 9))
 def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, threads):
     plan = plan_of(length, keys, window, config)
-    costs = plan.costs_in_order()
+    costs = plan.costs()
     group = plan.group(costs)
     order = tiles.order(costs, heads, group).tolist()
     for head in range(heads):
@@ -840,7 +840,7 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
     spans = [clipped(*plan.span(i, plan.lengths, operator.floordiv, min, max)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
-    assert plan.costs() == tuple(plan.groups * visited.sum(1))
+    assert dataclasses.replace(plan, deterministic=False).costs() == tuple(plan.groups * visited.sum(1))
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
         assert block - plan.first_key_block(query_block, operator.floordiv, max) == before[block, query_block]

@@ -474,7 +474,9 @@ def test_very_many_tiles_lower_for_cuda():
 
 
 def plan_of(length, keys, window, config, batch=(2,), names=()):
-    return Plan(batch, (length, 4, 64), (keys, 2, 64), 64, 0.125, window, None, 0.0, frozenset(names), config)
+    shapes = {"batch": batch, "query": (length, 4, 64), "key": (keys, 2, 64), "value_size": 64}
+    options = {"scale": 0.125, "window": window, "soft_cap": None, "dropout_rate": 0.0}
+    return Plan(**shapes, **options, names=frozenset(names), config=config)
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)

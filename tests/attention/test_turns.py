@@ -53,7 +53,7 @@ def turns(plan):
 
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
-    costs = plan.costs_in_order()
+    costs = plan.costs()
     return tiles.order(costs, plan.count // plan.blocks_kv, plan.group(costs)).tolist()
 
 
@@ -62,7 +62,7 @@ def hand_out(plan):
 def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads):
     plan = plan_of(length, keys, window, size, heads)
     waits, order = turns(plan), hand_out(plan)
-    np.testing.assert_array_equal(np.asarray(plan.table(132)), order)
+    np.testing.assert_array_equal(np.asarray(tiles.table(plan, 132)), order)
     counters = {}
     for tile in order:  # those before each have done all that it waits for
         for counter, awaited in waits[tile]:
@@ -147,7 +147,7 @@ def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
     plan = plan_of(700, 700, (None, None), 64, 3)
-    own = tiles.schedule(plan.costs_in_order(), 3, plan.group(plan.costs_in_order()), 6)
+    own = tiles.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
     assert get_through([Kernel(plan, 6, own)], 6, 6, 0)
     assert not get_through([Kernel(plan, 6, own)], 2, 6, 0)
 

@@ -3,25 +3,14 @@
 A block of threads is persistent: one producer warpgroup, which starts the TMA copies, and two consumers. A tile is a block of
 keys of one key head. Its keys and values stay in shared memory. Queries and output cotangents of all query heads that share the
 key head come in stages, with their rows' log-sum-exp and `delta`, from the last block of queries to the first. Products are
-transposed, so that a row of the scores in registers is a key: weights and their derivatives are then, as they are, the left
-operands of the products that make dV and dK. For dQ the derivatives of the scores go through shared memory to both consumers.
+transposed, so that a row of the scores in registers is a key. For dQ the derivatives of the scores go through shared memory.
 
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once; adds to dQ in float32, in global
 memory, once for each block of keys: `10 * T * S * H` operations a head. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024,
-arXiv:2407.08608, section 3.
-
-Head sizes 64 and 128: each consumer has 64 of the keys, makes all of dV and dK for them, and half of dQ. Head size 256: there
-are 64 keys, as dV or dK alone take half of a thread's registers. One consumer makes S', P' and dV, the other dP', dS' and dK:
-weights pass from the one to the other through shared memory. Other head sizes are padded in memory, to the next of these.
-
-Blocks of keys add to dQ in any order, so its last bits vary. If deterministic, they take turns in the order of their numbers,
-in which they also get their tickets (`_gpu.tiles` says why that cannot hang): a counter for each block of queries says whose
-turn it is. Two warps of the producer warpgroup wait for turns, start the copies that add, wait for these and end turns: where
-the consumers did all that, they waited for most of the time. As queries pass from the last block to the first, blocks of keys
-that start together find the same queries in L2, and soon have their turns, also where attention is causal.
+arXiv:2407.08608, section 3. Roles by head size, and what `deterministic` does: docs/design.md.
 """
 
 import functools
@@ -36,11 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import products, ptx
-from jaxsoftmax._gpu.tiles import Tiles, ticket_counter
+from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out
+from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import (
     COL_LAYOUT,
     LAYOUT,
@@ -71,35 +59,26 @@ def unsupported(given, wanted, deterministic) -> str | None:
     return None
 
 
-def attention_vjp(
-    given, out, lse, d_out, d_lse, *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic, config=None
-):
-    """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; `given` are the operands that are there."""
-    if not dropout_rate:
-        given = {name: operand for name, operand in given.items() if name != "seeds"}
-    d_out, delta = _cotangents(given, out, lse, d_out, d_lse, window)
+def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
+    """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
+    given = {name: operand for name, operand in given.items() if name != "seeds" or options["dropout_rate"]}
+    d_out, delta = _cotangents(given, out, lse, d_out, d_lse, options["window"])
     found = {}
     if set(wanted) - {"sinks"}:
-        query, key, value = (given[name] for name in ("query", "key", "value"))
-        size, own_config = config_for(query.shape[-1], value.shape[-1])
-        config, names = config or own_config, frozenset(given) - {"sinks"}
-        of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & names)
+        size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
+        of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & set(given))
+        static = static_of(given) | {"names": frozenset(given) - {"sinks"}}
         plan = Plan(
-            batch=batch_of(given),
-            query=query.shape[-3:],
-            key=key.shape[-3:],
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            dropout_rate=dropout_rate,
-            names=names,
+            **static,
+            **options,
             adds_bias="bias" in wanted,
             deterministic=deterministic,
-            varying=of_operands or ("mask" in names and blocks.is_shared(given["mask"])),
+            varying=of_operands or ("mask" in given and blocks.is_shared(given["mask"])),
             size=size,
-            config=config,
+            config=config or own_config,
         )
-        found = _run(plan, {name: given[name] for name in given if name in names}, lse, d_out, delta, target)
+        given_to_kernel = {name: given[name] for name in given if name in plan.names}
+        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target)
     if "sinks" in wanted:
         weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(given["sinks"].astype(jnp.float32)[..., None] - lse))
         found["sinks"] = -jnp.sum(weight * delta, -1)
@@ -112,22 +91,17 @@ def _cotangents(given, out, lse, d_out, d_lse, window):
     if d_out is None:
         d_out = jnp.zeros_like(out)
     else:
-        delta = _rows_first(jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1))
+        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
     empty = None
     if _may_see_nothing(given, window):
         empty = alone = lse == -jnp.inf
         if "sinks" in given:
             sink = given["sinks"].astype(jnp.float32)[..., None]
-            alone |= (lse == sink) & _rows_first(jnp.all(out == 0, -1))
-        d_out, delta = jnp.where(_rows_first(alone)[..., None], 0, d_out), jnp.where(alone, 0, delta)
+            alone |= (lse == sink) & jnp.all(out == 0, -1).mT
+        d_out, delta = jnp.where(alone.mT[..., None], 0, d_out), jnp.where(alone, 0, delta)
     if d_lse is not None:
         delta -= d_lse if empty is None else jnp.where(empty, 0, d_lse)
     return d_out, delta
-
-
-def _rows_first(array):
-    """`[*batch, T, N]` as `[*batch, N, T]`, and back."""
-    return jnp.swapaxes(array, -1, -2)
 
 
 def _may_see_nothing(given, window) -> bool:
@@ -138,7 +112,7 @@ def _may_see_nothing(given, window) -> bool:
     return left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left
 
 
-def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
+def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:
     """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
     count, (length, heads, head_size), (keys, key_heads, _) = math.prod(plan.batch), plan.query, plan.key
     value_size, itself = given["value"].shape[-1], ("query", "key", "value")
@@ -157,7 +131,7 @@ def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
     # Rows behind the last are 0 in all operands: their weights are 1 and all their products 0.
     line = [(0, 0), (0, 0), (0, -length % plan.config.block_q)]
     lse, delta = (jnp.broadcast_to(a, (*plan.batch, heads, length)) for a in (lse, delta))
-    lse, delta = plan.lines(*(a.reshape(count, heads, length) for a in (lse, delta)))
+    lse, delta = (a.reshape(count, heads, length) for a in (lse, delta))
     extras, operands = laid_out(plan.batch, {name: array for name, array in given.items() if name not in itself})
     refs = OrderedDict(
         query=whole(given["query"], plan.query),
@@ -172,7 +146,7 @@ def _run(plan, given, lse, d_out, delta, target) -> dict[str, jax.Array]:
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    if (table := plan.table(threads)) is not None:
+    if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     written = OrderedDict(dq=jnp.zeros((count, length + -length % 8, heads, plan.size), jnp.float32))  # in place
     if plan.deterministic:
@@ -216,23 +190,23 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    counter = ticket_counter() if plan.deterministic else None
-    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter)
+    counter = tiles.ticket_counter() if plan.deterministic else None
+    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         plgpu.set_max_registers(less, action="decrease")
         if not plan.deterministic:
-            tiles.each(tile.produce, lambda number: [])
+            own_tiles.each(tile.produce, lambda number: [])
             return
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(functools.partial(tiles.each, tile.produce, lambda number: []))
+            pl.when(warp == 0)(functools.partial(own_tiles.each, tile.produce, lambda number: []))
             pl.when(warp == 1)(lambda: plgpu.barrier_arrive(memory["sums_empty"]))
             for adder in range(ADDERS):
-                pl.when(warp == 1 + adder)(functools.partial(tiles.each, functools.partial(tile.add, adder)))
+                pl.when(warp == 1 + adder)(functools.partial(own_tiles.each, functools.partial(tile.add, adder)))
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -240,7 +214,7 @@ def _kernel(plan, operands, threads, refs, results, **memory):
         tile.start()
         consume = tile.consume_role if plan.config.roles else tile.consume
         for consumer in range(CONSUMERS):  # each has a program of its own, in which addresses are constants
-            pl.when(warpgroup == consumer)(functools.partial(tiles.each, functools.partial(consume, consumer)))
+            pl.when(warpgroup == consumer)(functools.partial(own_tiles.each, functools.partial(consume, consumer)))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -279,11 +253,8 @@ class _Tile:
             low, high, whole_from, whole_to = (self.operands["spans"][b, block, i] for i in range(4))
         else:
             low, high, whole_from, whole_to = plan.span(block, plan.lengths, _divide, jnp.minimum, jnp.maximum)
-            low, high = (
-                low + _hidden_zero(number, 0),
-                high + _hidden_zero(number, 1),
-            )  # ptxas makes slower loops of constant bounds
-            high = jnp.maximum(low, high)
+            low += _hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
+            high = jnp.maximum(low, high + _hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
         return _Place(b, head, block, low, high - low, whole_from, whole_to, (lengths[0], lengths[1]))
@@ -300,22 +271,20 @@ class _Tile:
     def produce(self, place, steps):
         """Copies what a tile needs; gives how many steps there have been."""
         refs, memory, plan = self.refs, self.memory, self.plan
-        halves, width = memory["k"].shape[0], plan.part_size
+        halves, width, size = memory["k"].shape[0], plan.part_size, plan.config.block_q
         first = place.block * self.plan.block_kv
 
-        def queries(i):
-            head, block = self._head_and_block(place, i)
-            return head, pl.ds(block * plan.config.block_q, plan.config.block_q)
-
         def copy_queries(i):
-            (head, rows), (stage, _) = queries(i), self._stage(steps + i)
+            head, block = self._head_and_block(place, i)
+            rows, (stage, _) = pl.ds(block * size, size), self._stage(steps + i)
             full = memory["q_full"].at[stage]
             plgpu.barrier_wait(memory["q_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["query"].at[place.b, rows, head], memory["q"].at[stage], full)
             plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], self._line("lse", stage), full)
 
         def copy_cotangents(i):
-            (head, rows), (_, stage) = queries(i), self._stage(steps + i)
+            head, block = self._head_and_block(place, i)
+            rows, (_, stage) = pl.ds(block * size, size), self._stage(steps + i)
             plgpu.barrier_wait(memory["do_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["d_out"].at[place.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
             line, full = self._line("delta", stage), memory["delta_full"].at[stage]
@@ -597,7 +566,6 @@ class _Tile:
     def _store(self, place, half, of_kept, *, dv=None, dk=None):
         """Stores dV and dK of 64 keys, by way of where values and keys were, once both consumers have read these."""
         plan, memory, dtype, width = self.plan, self.memory, self.refs["query"].dtype, self.plan.part_size
-        rows = pl.ds(place.block * plan.block_kv + half * ROWS, ROWS)
         _meet()
         if dv is not None:
             memory["v"][half] = (of_kept * dv).astype(dtype)
@@ -605,6 +573,7 @@ class _Tile:
             for part in range(plan.parts[1]):
                 memory["k"][half, part] = (plan.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
         plgpu.commit_smem()
+        rows = pl.ds(place.block * plan.block_kv + half * ROWS, ROWS)
         if dv is not None:
             plgpu.copy_smem_to_gmem(memory["v"].at[half], self.refs["dv"].at[place.b, rows, place.head])
         if dk is not None:
@@ -666,15 +635,15 @@ class _Scores:
         for name in ("bias", "mask"):
             if name in self.operands:
                 own = self.operands[name]
-                varies = own.rows > 1, own.ref.shape[1] > 1
-                loaded[name] = products.load_transposed(own.ref, *self._at(own, head, block), self.shape, varies=varies)
+                at = self._at(own, head, block)
+                loaded[name] = products.load_transposed(own.ref, *at, self.shape, varies=own.varies)
         if "query_segments" in self.operands:
             own, queries, start = self.operands["query_segments"], self.plan.query[0], block * self.shape[1]
             first = own.index(self.b) * queries + start
-            loaded["segments"] = _if(
+            loaded["segments"] = lax.cond(
                 banded,
-                lambda _: products.load_product_cols(own.ref, first, queries - start, self.shape),
-                plgpu.layout_cast(jnp.zeros(self.shape[1:], own.ref.dtype), COL_LAYOUT),
+                lambda: products.load_product_cols(own.ref, first, queries - start, self.shape),
+                lambda: plgpu.layout_cast(jnp.zeros(self.shape[1:], own.ref.dtype), COL_LAYOUT),
             )
         return loaded
 
@@ -694,7 +663,9 @@ class _Scores:
         else:
             s = s * (factor * LOG2E)
             p = jnp.exp2(s if self.plan.is_seeded else s - _along_rows(lse, s.shape))
-        return _if(banded, lambda p: self._masked(p, loaded, block), p), slope
+        if self.is_banded:
+            p = lax.cond(banded, lambda p: self._masked(p, loaded, block), lambda p: p, p)
+        return p, slope
 
     def _masked(self, p, loaded, block):
         """The weights of a block of queries, 0 where segments, the window or the lengths hide a key.
@@ -727,8 +698,7 @@ class _Scores:
     def add_to_bias(self, ds, head, block):
         if self.plan.adds_bias:
             own = self.operands["bias"]
-            varies = own.rows > 1, own.ref.shape[1] > 1
-            products.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=varies)
+            products.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=own.varies)
 
     def _limits(self, start):
         """The first and the last column that each row sees, where columns are queries from `start` on."""
@@ -746,9 +716,11 @@ class _Scores:
     def _at(self, own, head, block):
         """Where the elements of a bias or mask are that belong to a block of queries: row, column, and how many there are."""
         start = block * self.shape[1]
-        row = (own.index(self.b) * own.heads + (head if own.heads > 1 else 0)) * own.rows + (start if own.rows > 1 else 0)
-        col = self.first if own.ref.shape[1] > 1 else 0
-        return row, col, (self.plan.query[0] - start, self.plan.key[0] - self.first)
+        return (
+            own.row(self.b, head, start),
+            self.first if own.varies[1] else 0,
+            (self.plan.query[0] - start, self.plan.key[0] - self.first),
+        )
 
 
 def _divide(a, b):
@@ -762,13 +734,6 @@ def _hidden_zero(step, use):
 
 # Waits for the other consumer; what both wrote to shared memory is then visible to products.
 _meet = ptx.meeting(_BOTH, CONSUMERS)
-
-
-def _if(condition, work, value):
-    """`work(value)` if the condition holds, else `value`; False is known while tracing."""
-    if condition is False:
-        return value
-    return lax.cond(condition, work, lambda value: value, value)
 
 
 def _only(kept, array):

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention.mosaic import blocks
+from jaxsoftmax.ops.attention.mosaic.operands import Call
 
 SIZES = (64, 128, 256)  # of heads, on chip
 ROWS = 64  # keys or queries of a product
@@ -68,14 +69,10 @@ def config_for(head_size: int, value_size: int) -> tuple[int, Config]:
 
 
 @dataclass
-class Plan:
-    """The static part of a call, and what follows from it.
+class Plan(Call):
+    """A call, and what follows from it.
 
     Attributes:
-      batch: all of it.
-      query: lengths and sizes T, N and H.
-      key: the same S, K and H.
-      names: of the operands that are there.
       adds_bias: whether the derivative of the bias is wanted.
       varying: whether operands say which queries a block of keys visits.
       size: of heads on chip.
@@ -92,19 +89,10 @@ class Plan:
       count: how many tiles there are.
     """
 
-    batch: tuple[int, ...]
-    query: tuple[int, int, int]
-    key: tuple[int, int, int]
-    scale: float
-    window: tuple[int | None, int | None]
-    soft_cap: float | None
-    dropout_rate: float
-    names: frozenset[str]
     adds_bias: bool
     deterministic: bool
     varying: bool
     size: int
-    config: Config
 
     def __post_init__(self):
         (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config
@@ -179,16 +167,11 @@ class Plan:
         return (lse if "bias" in self.names else lse * _LOG2E), delta
 
     def costs(self) -> tuple[int, ...]:
-        """How many steps each block of keys takes."""
+        """How many steps each block of keys takes, or 1 for all where only then tiles come in the order of turns."""
         spans = (self.span(block, self.lengths, lambda a, b: a // b, min, max) for block in range(self.blocks_kv))
-        return tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
-
-    def costs_in_order(self) -> tuple[int, ...]:
-        """By which costs tiles are handed out: of each head in the order of turns, if deterministic."""
-        costs = self.costs()
-        if self.deterministic and any(a < b for a, b in itertools.pairwise(costs)):
-            return (1,) * len(costs)
-        return costs
+        costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
+        is_other_order = self.deterministic and any(a < b for a, b in itertools.pairwise(costs))
+        return (1,) * len(costs) if is_other_order else costs
 
     def group(self, costs: tuple[int, ...]) -> int:
         """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys.
@@ -203,14 +186,6 @@ class Plan:
         least, most, times = (8, 32, 2 if equal else 4) if self.deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * tiles.L2 // bytes_of_head).bit_length() - 1))
 
-    def table(self, threads: int) -> jax.Array | None:
-        """The table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many."""
-        if self.count > tiles.MAX_SCHEDULED:
-            return None
-        costs = self.costs_in_order()
-        arguments = costs, self.count // self.blocks_kv, self.group(costs)
-        return tiles.on_device(tiles.order(*arguments) if self.by_ticket else tiles.schedule(*arguments, threads))
-
     def scratch(self, dtype) -> dict[str, Any]:
         """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
         config, size, halves = self.config, self.size, self.block_kv // ROWS
@@ -220,16 +195,16 @@ class Plan:
             width = 128 // jnp.dtype(dtype).itemsize
             return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
-        def ring(copies, stages):
-            return plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
             own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
         if self.deterministic:
-            own |= {"sums_full": ring(CONSUMERS, ADDERS), "sums_empty": plgpu.Barrier(num_arrivals=1)}
+            own |= {
+                "sums_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=ADDERS),
+                "sums_empty": plgpu.Barrier(num_arrivals=1),
+            }
         return own | {
             "k": memory(halves, self.parts[1], ROWS, self.part_size),
             "v": memory(halves, ROWS, size),
@@ -241,9 +216,9 @@ class Plan:
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
-            "q_full": ring(2, stages),
-            "do_full": ring(1, stages_do),
-            "delta_full": ring(1, stages_do),
-            "q_empty": ring(CONSUMERS, stages),
-            "do_empty": ring(CONSUMERS, stages_do),
+            "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "do_full": plgpu.Barrier(num_barriers=stages_do),
+            "delta_full": plgpu.Barrier(num_barriers=stages_do),
+            "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
         }

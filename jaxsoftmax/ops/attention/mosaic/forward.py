@@ -27,12 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import products, ptx
-from jaxsoftmax._gpu.tiles import Tiles
+from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out
+from jaxsoftmax.ops.attention.mosaic.operands import Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
@@ -41,29 +40,17 @@ _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)
 _PING_PONG = 8  # the first of the named barriers for it, one for each consumer; Mosaic GPU uses the ones before
 
 
-def attention(given, *, target, scale, window, soft_cap, dropout_rate, config=None):
-    """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name."""
+def attention(given, *, target, config=None, **options):
+    """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    config = config or config_for(query.shape[-1], value.shape[-1], window, query.dtype)
-    given = {name: operand for name, operand in given.items() if name != "seeds" or dropout_rate}
-    batch, lengths = batch_of(given), (query.shape[-3], key.shape[-3])
-    sizes = ROWS * config.consumers, config.block_kv
+    config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
+    given = {name: operand for name, operand in given.items() if name != "seeds" or options["dropout_rate"]}
+    lengths, sizes = (query.shape[-3], key.shape[-3]), (ROWS * config.consumers, config.block_kv)
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
     if "mask" in given and (seen := blocks.seen(given["mask"], lengths, *sizes)) is not None:
         given["seen"] = blocks.ends(seen)
-    plan = Plan(
-        batch=batch,
-        query=query.shape[-3:],
-        key=key.shape[-3:],
-        value_size=value.shape[-1],
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        dropout_rate=dropout_rate,
-        names=frozenset(given),
-        config=config,
-    )
+    plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
     return _run(plan, given, target)
 
 
@@ -77,7 +64,7 @@ def _run(plan, given, target):
             refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2:]))
         out_shape = count * length, heads * plan.value_size
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    if (table := plan.table(threads)) is not None:
+    if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     dtype = refs["query"].dtype
     results = plgpu.kernel(
@@ -104,7 +91,7 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     tile = _Tile(plan, operands, results, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    tiles = Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
+    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
     (less, more), config = plan.config.registers, plan.config
 
     for i, letters in enumerate(("kqv",) if config.producers == 1 else ("kq", "v")):
@@ -112,13 +99,13 @@ def _kernel(plan, operands, threads, refs, results, **memory):
         @pl.when(warpgroup == config.consumers + i)
         def _(i=i, letters=letters):
             plgpu.set_max_registers(less, action="decrease")
-            tiles.each(functools.partial(tile.produce, letters), None if i else tile.look_up)
+            own_tiles.each(functools.partial(tile.produce, letters), None if i else tile.look_up)
 
     @pl.when(warpgroup < config.consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
         tile.start(warpgroup)
-        tiles.each(functools.partial(tile.consume, warpgroup))
+        own_tiles.each(functools.partial(tile.consume, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -511,11 +498,10 @@ class _Rows:
     def _tile_of(self, name, block, load, there=True):
         """The elements of a bias or mask that belong to the scores of a key block, none if it is not there."""
         own, head = self.operands[name], self.place.head
-        entry = own.index(self.place.b) * own.heads + (head if own.heads > 1 else 0)
-        row = entry * own.rows + (self.first if own.rows > 1 else 0)
+        row = own.row(self.place.b, head, self.first)
         start = block * self.shape[1]
         limits = jnp.where(there, self.plan.query[0] - self.first, 0), self.plan.key[0] - start
-        return load(own.ref, row, start, limits, self.shape, varies=(own.rows > 1, own.ref.shape[1] > 1))
+        return load(own.ref, row, start, limits, self.shape, varies=own.varies)
 
     # The epilogue.
 

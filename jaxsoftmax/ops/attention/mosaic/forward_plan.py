@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import tiles
+from jaxsoftmax.ops.attention.mosaic.operands import Call
 
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
@@ -70,33 +70,21 @@ def _padded(size: int) -> int:
 
 
 @dataclass
-class Plan:
-    """The static part of a call, and what follows from it.
+class Plan(Call):
+    """A call, and what follows from it.
 
     Attributes:
-      batch: all of it.
-      query: lengths and sizes T, N and H.
-      key: the same S, K and H.
-      names: of the operands that are there.
       block_q: queries of a tile.
       sizes: of the heads of keys and values on chip.
       is_ragged: whether lengths or head sizes are no multiples of a swizzled tile's, which is what TMA copies several of.
       parts: in how many slabs of columns queries and keys, and values and the output, are in shared memory.
       value_products: how many products make up that of weights and values.
-      facts: how many numbers operands say of a tile; if any, blocks of threads take tickets.
+      facts: how many numbers operands say of a tile.
+      by_ticket: whether there are any: blocks of threads take tickets then.
       count: how many tiles there are.
     """
 
-    batch: tuple[int, ...]
-    query: tuple[int, int, int]
-    key: tuple[int, int, int]
     value_size: int
-    scale: float
-    window: tuple[int | None, int | None]
-    soft_cap: float | None
-    dropout_rate: float
-    names: frozenset[str]
-    config: Config
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
@@ -108,6 +96,7 @@ class Plan:
         self.parts = (self.sizes[0] // SWIZZLED, self.sizes[1] // SWIZZLED) if self.is_ragged else (1, 1)
         self.value_products = 3 if config.split else self.parts[1]
         self.facts = sum(count for name, count in FACTS.items() if name in self.names)
+        self.by_ticket = self.facts > 0
         self.count = math.prod(self.batch) * heads * self.blocks_q
 
     def key_blocks(self, first: int, last: int) -> tuple[int, int]:
@@ -138,14 +127,6 @@ class Plan:
         itemsize = 4 if self.config.split else 2
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
         return min(8, 1 << max(1, tiles.L2 // bytes_of_head).bit_length() - 1)
-
-    def table(self, threads: int) -> jax.Array | None:
-        """The table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many."""
-        if self.count > tiles.MAX_SCHEDULED:
-            return None
-        costs = self.costs()
-        arguments = costs, self.count // self.blocks_q, self.group(costs)
-        return tiles.on_device(tiles.order(*arguments) if self.facts else tiles.schedule(*arguments, threads))
 
     def scratch(self, dtype) -> dict[str, Any]:
         """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""

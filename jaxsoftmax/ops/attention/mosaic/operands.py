@@ -1,4 +1,4 @@
-"""Operands of attention in global memory: of the whole batch, as kernels address them."""
+"""What kernels of attention are called with: what is static, and operands in global memory, as kernels address them."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +18,35 @@ _RANKS = RANKS | {"ranges": 2, "seen": 2, "spans": 2}
 def batch_of(given) -> tuple[int, ...]:
     """The batch that operands, or their types, have together."""
     return lax.broadcast_shapes(*(operand.shape[: operand.ndim - _RANKS[name]] for name, operand in given.items()))
+
+
+@dataclass
+class Call:
+    """The static part of a call. The plan of a kernel adds what follows from it, and how tiles are handed out.
+
+    Attributes:
+      batch: all of it.
+      query: lengths and sizes T, N and H.
+      key: the same S, K and H.
+      names: of the operands that are there.
+      config: the kernel's `Config`.
+    """
+
+    batch: tuple[int, ...]
+    query: tuple[int, int, int]
+    key: tuple[int, int, int]
+    names: frozenset[str]
+    config: Any
+    scale: float
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    dropout_rate: float
+
+
+def static_of(given) -> dict[str, Any]:
+    """What the operands that are there say of a `Call`."""
+    shapes = {name: given[name].shape[-3:] for name in ("query", "key")}
+    return shapes | {"batch": batch_of(given), "names": frozenset(given)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +69,16 @@ class Operand:
         """An element: of the entry for a batch entry, which comes first."""
         b, *rest = at if isinstance(at, tuple) else (at,)
         return self.ref[(self.index(b), *rest)]
+
+    @property
+    def varies(self) -> tuple[bool, bool]:
+        """Whether a mask or bias varies along queries and keys."""
+        return self.rows > 1, self.ref.shape[1] > 1
+
+    def row(self, b, head, query):
+        """The row of a mask or bias for a query."""
+        entry = self.index(b) * self.heads + (head if self.heads > 1 else 0)
+        return entry * self.rows + (query if self.rows > 1 else 0)
 
 
 def laid_out(batch: tuple[int, ...], given) -> tuple[OrderedDict[str, jax.Array], dict[str, Operand]]:
