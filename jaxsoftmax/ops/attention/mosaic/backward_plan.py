@@ -44,17 +44,7 @@ class Config:
     registers: tuple[int, int] = (24, 240)
 
 
-# Registers of a thread that hold arrays, at the most, and KiB of shared memory:
-#
-# | head size | S', dP' | P', dS' in 16 bits | dV, dK | dQ | at most | K, V | Q, dO | dS' | dQ | P' | sum |
-# |---|---|---|---|---|---|---|---|---|---|---|---|
-# | 64 (128 queries) | 64, 64 | 32, 32 | 32, 32 | 32 | 192; later 160 | 32 | 80 | 64 | 32 | | 208 |
-# | 128 (64 queries) | 32, 32 | 16, 16 | 64, 64 | 32 | 192; later 192 | 64 | 80 | 32 | 32 | | 208 |
-# | 256 (64 queries) | 32 | 16 | 128 | 64 | 192, or 208 with P' or dS' | 64 | 96 | 16 | 32 | 8 | 216 |
-#
-# of 240 (two warpgroups of 240 and one of 24: 64512 of 65536) and of 227 KiB; with a bias's derivative and a soft cap there are
-# two P'. Addresses, limits, and for each 64 queries 16 of lse and of delta come on top; where sums start with those, they are
-# in them.
+# docs/design.md has their registers and shared memory.
 _CONFIGS = {
     64: Config(128, (3, 2), keys_first=True),
     128: Config(64, (3, 2)),
@@ -83,9 +73,8 @@ class Plan(Call):
       is_ragged: whether the last block of keys has rows that are none.
       is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
       passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
-      by_ticket: whether blocks of threads take tickets: if deterministic, in order of arrival, as they wait for each other
-        (`_gpu.tiles` says why that cannot hang); else where operands decide how long a tile takes, but not with `passes_both`:
-        there is no shared memory left then.
+      by_ticket: whether blocks of threads take tickets: if deterministic, in order of arrival; else where operands decide how
+        long a tile takes, but not with `passes_both`: there is no shared memory left then.
       count: how many tiles there are.
     """
 

@@ -43,12 +43,7 @@ class Config:
     producers: int = 1
 
 
-def config_for(
-    head_size: int,
-    value_size: int,
-    window: tuple[int | None, int | None] = (None, None),
-    dtype: DTypeLike = jnp.bfloat16,
-) -> Config:
+def config_for(head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16) -> Config:
     """The configuration for a call, as measured on an H200; `benchmarks/results/h200/attention.csv` has those of 16 bits."""
     sizes = _padded(head_size), _padded(value_size)
     if jnp.dtype(dtype) == jnp.float32:
