@@ -160,10 +160,8 @@ def _on_automatic_axes(function, names_in, names_out, axes):
 
         return mesh, on_shard, specs_out, specs_in
 
-    def rule(mesh, operands, results):
-        del mesh
-        names = (*names_in, *names_out)
-        factors = list(_factors((*operands, *results), names))
+    def rule(_, operands, results):
+        factors = list(_factors((*operands, *results), (*names_in, *names_out)))
         return f"{', '.join(factors[: len(operands)])} -> {', '.join(factors[len(operands) :])}"
 
     call.def_partition(partition, sharding_rule=rule)

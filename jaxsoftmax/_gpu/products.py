@@ -203,13 +203,7 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
 def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
     """Adds a product of float32 to a tile of `ref`, in global memory, transposed: one element each, in any order.
 
-    Args:
-      ref: the array, float32, in which the tile is as for `load_transposed`.
-      row: scalar int32, the first row.
-      col: scalar int32, the first column.
-      limits: scalars int32, how many rows and columns from there on are there: values beyond are 0, or not added.
-      values: the product.
-      varies: whether the array varies along rows and columns; along the others values are summed.
+    Arguments are those of `load_transposed`; along what does not vary values are summed.
     """
 
     def add(ref, *scalars_and_values):

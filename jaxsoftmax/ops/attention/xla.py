@@ -49,16 +49,8 @@ def dot_product_attention(
 ):
     """`[out, lse]`, or `[out]`.
 
-    Args:
-      scale: of the scores.
-      window: `(left, right)`, how many keys before and after its own position a query sees; None for all.
-      soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
-      dropout_rate: of the weights; it matters with seeds only.
-      precision: what float32 products must be at least, `"high"` or `"highest"`: here they are float32's.
-      deterministic: whether derivatives must have the same bits run after run: here they have, as far as XLA's products do.
-      devices: over how many of them XLA may cut the operands, in a way that is not known here.
-      return_lse: whether lse is a result.
-      **operands: arrays as the module says, by name.
+    Parameters are those of the primitive, of which `precision` and `deterministic` are met as far as XLA's products do. XLA may
+    cut the operands over so many `devices`, in a way that is not known here; `return_lse` says whether lse is a result.
     """
     problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
     rows, value_size = problem.rows, problem["value"].shape[-1]

@@ -207,8 +207,8 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
         m = online.shift(state.m)
         return [_times(m, size) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
 
-    state = [jnp.float32] * (2 * return_state)
-    return _run("logsumexp_forward", body, axes, target, x, where, scale, per_row=[dtype, *state])
+    results = [dtype, *[jnp.float32] * (2 * return_state)]
+    return _run("logsumexp_forward", body, axes, target, x, where, scale, per_row=results)
 
 
 def softmax_jacobian(y, t, scale, *, axes, dtype, target):
