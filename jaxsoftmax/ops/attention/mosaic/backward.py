@@ -92,8 +92,9 @@ def _cotangents(given, out, lse, d_out, d_lse, window):
         d_out = jnp.zeros_like(out)
     else:
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
-    empty = None
-    if _may_see_nothing(given, window):
+    left, empty = window[0], None
+    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given)
+    if of_operands or (left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left):
         empty = alone = lse == -jnp.inf
         if "sinks" in given:
             sink = given["sinks"].astype(jnp.float32)[..., None]
@@ -102,14 +103,6 @@ def _cotangents(given, out, lse, d_out, d_lse, window):
     if d_lse is not None:
         delta -= d_lse if empty is None else jnp.where(empty, 0, d_lse)
     return d_out, delta
-
-
-def _may_see_nothing(given, window) -> bool:
-    """Whether there may be a query that sees no key."""
-    if {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given):
-        return True
-    left, _ = window
-    return left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left
 
 
 def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:
