@@ -107,9 +107,7 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     return None if mesh is None or AxisType.Auto in mesh.axis_types else mesh
 
 
-def partitioned(
-    function: Callable[..., Any], ctx: Any, names_in: Names, names_out: Names, axes: Sequence[int] = ()
-) -> Callable[..., Any]:
+def partitioned(function, ctx, names_in: Names, names_out: Names, axes: Sequence[int] = ()) -> Callable[..., Any]:
     """`function` of operands whose axes have these names, run on shards.
 
     `function(*shards, axis_name=...)` gets the mesh axes over which the operands' `axes` are sharded, usually none.

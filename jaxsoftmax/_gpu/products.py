@@ -249,13 +249,7 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
     Of `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below, each thread loads every fourth,
     in vectors as long as `ref` allows.
 
-    Args:
-      ref: `[rows, cols]` in global memory, bool.
-      row: scalar int32, the first row.
-      col: scalar int32, the first column, a multiple of 32.
-      limits: scalars int32, how many rows and columns from there on are there.
-      shape: of the tile, of 64 or 128 columns.
-      varies: whether the mask varies along rows and columns; if not, the first one stands for all.
+    Arguments are those of `load_product`. `ref` is bool, `col` a multiple of 32, and a tile has 64 or 128 columns.
 
     Returns:
       What each thread has loaded, for `pack_mask`: bytes, or bits if they had to come one by one or two by two. They are 0
