@@ -1164,6 +1164,17 @@ def test_checkpoints_in_vmap_and_in_higher_derivatives():
     assert runs(around, stack, w) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"logits_soft_cap": 5.0, "local_window_size": (2, 1)}], ids=str)
+def test_attention_may_be_transposed_in_its_values_in_which_alone_it_is_linear(options):
+    q, k, v = (random(shape, "array", seed) for seed, shape in enumerate([(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)]))
+    cotangent = random((2, 5, 4, 6), "array", 3)
+    (transposed,) = jax.linear_transpose(lambda v: jaxsoftmax.dot_product_attention(q, k, v, **options), v)(cotangent)
+    (expected,) = jax.vjp(lambda v: jaxsoftmax.dot_product_attention(q, k, v, **options), v)[1](cotangent)
+    np.testing.assert_array_equal(transposed, expected)
+    with pytest.raises(NotImplementedError, match="linear in value alone, and not in query"):
+        jax.linear_transpose(lambda q: jaxsoftmax.dot_product_attention(q, k, v, **options), q)(cotangent)
+
+
 BATCHED = [("query",), ("key",), ("value",), ("bias",), ("sinks",), ("query", "key", "value"), tuple(MOVING)]
 
 

@@ -46,7 +46,10 @@ def sharding() -> jax.sharding.Sharding | str:
         return jax.sharding.SingleDeviceSharding(jax.devices("gpu")[0])
     if importlib.util.find_spec("jax_plugins") is None:
         return "needs a GPU, or jax's plugin for CUDA, which compiles without one"
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    except NotImplementedError as error:  # the plugin of another platform, or one without the libraries that it loads
+        return f"needs a GPU, or jax's plugin for CUDA: {error}"
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 

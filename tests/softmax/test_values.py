@@ -341,3 +341,8 @@ def test_laws_of_softmax(columns, shift, spread, seed):
     order = np.random.default_rng(seed).permutation(columns)
     assert oracle.error(jaxsoftmax.softmax(x[:, order])[:, np.argsort(order)], truth) <= 1
     assert oracle.error(jaxsoftmax.log_softmax(x), oracle.log_softmax(x)) <= 1
+
+
+def test_a_scale_that_float32_does_not_hold_is_refused():
+    with pytest.raises(ValueError, match=r"^softmax: scale must be finite in float32, got 1e\+300$"):
+        jaxsoftmax.softmax(np.ones(3, np.float32), scale=1e300)

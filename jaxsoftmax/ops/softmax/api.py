@@ -48,7 +48,7 @@ def softmax(
 
     Raises:
       TypeError: `x` is bool or no array, `where` is not boolean, `scale` is not real, `dtype` is not floating.
-      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is not scalar, no such
+      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is no scalar or too large, no such
         `implementation`.
       NotImplementedError: `implementation` cannot run this call; with the reason.
 
@@ -223,7 +223,11 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
 def _scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
     """`scale` with as many axes as the scores, and real where they are complex."""
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
-        return np.full((1,) * ndim, arguments.number(op, "scale", scale), np.finfo(dtype).dtype)
+        kind = np.finfo(dtype)
+        number = arguments.number(op, "scale", scale)
+        if float(kind.max) < abs(number) < float("inf"):
+            raise ValueError(f"{op}: scale must be finite in {kind.dtype}, got {number}")
+        return np.full((1,) * ndim, number, kind.dtype)
     scale = arguments.array(op, "scale", scale)
     if scale.dtype == np.bool_ or jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"{op}: scale must be a real number, got {scale.dtype}")
