@@ -21,6 +21,7 @@ from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
 
 from .. import oracle
+from ..attention import oracle as attention_oracle
 
 CELLS = {cell.name: cell for cell in softmax.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
@@ -431,7 +432,7 @@ def test_the_truth_of_gradients(more):
         assert check.errors(cell, cell.contenders[0], inputs, gradients)[0] > 1
 
     given = call.arguments(*operands[3:])
-    truths = check.attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), *operands[:3], **given)
+    truths = attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), *operands[:3], **given)
     at, key_head = check.sampled(160, ends=4, random=8), call.key_head(2)
     for (_, truth), name in zip(pairs[1:3], ("key", "value"), strict=True):
         value, budget = (array[-1, at, key_head] for array in (truths[name].value, truths[name].budget))

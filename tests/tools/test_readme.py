@@ -55,11 +55,6 @@ def call(op: str, x, **options):
     return getattr(jaxsoftmax, op)(*[x] * (3 if folder(op) == "attention" else 1), **options)
 
 
-def primitive(op: str) -> str:
-    """The name of the primitive of a public function."""
-    return "attention" if folder(op) == "attention" else op
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
 @pytest.mark.usefixtures("x64")
 def test_the_support_matrix_is_what_dispatch_says(row):
@@ -74,7 +69,7 @@ def test_the_support_matrix_is_what_dispatch_says(row):
             x = jax.ShapeDtypeStruct(shape(op), dtype)
             if platform in platforms and dtype in dtypes:
                 found = explain(forced, x, platform=platform)
-                assert [(d.primitive, d.implementation) for d in found] == [(primitive(op), name)], (platform, dtype)
+                assert [(d.primitive, d.implementation) for d in found] == [(op, name)], (platform, dtype)
             else:
                 with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}"):
                     explain(forced, x, platform=platform)

@@ -21,7 +21,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxsoftmax._core import dispatch, lowering
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu.target import HOPPER, Target
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
@@ -257,7 +258,7 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
     ],
 )
 def test_flash_is_chosen_where_kernels_run_it(example, monkeypatch, options, platform, chosen, why):
-    monkeypatch.setattr(lowering, "target_for", lambda name: dispatch.Target(name, (9, 0) if name == "cuda" else None))
+    monkeypatch.setattr(lowering, "target_for", lambda name: HOPPER if name == "cuda" else Target(name))
     name, line = example.choose_attention(example.parse_arguments(options), platform)
     assert name == chosen
     assert why in line
@@ -597,7 +598,13 @@ def importing(tmp_path):
     (tmp_path / "slow" / "jax" / "__init__.py").write_text(slowly)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "slow")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, SCRIPT], cwd=tmp_path, env=environment, text=True, **pipes) as process:
+    # Where the tests run in the background of a shell they ignore Ctrl-C, and what they start would too.
+    ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen([sys.executable, SCRIPT], cwd=tmp_path, env=environment, text=True, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, ignoring)
+    with process:
         yield process
         process.kill()
 
