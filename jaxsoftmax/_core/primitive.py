@@ -17,8 +17,8 @@ from jax.interpreters import ad, batching, xla
 from jaxsoftmax._core import lowering, sharding
 from jaxsoftmax._core.operands import Map
 
-# Of each map two primitives of one name: for operands whose types leave axes to the compiler, which needs devices while
-# lowering, and for others.
+# Of each map two primitives of one name. The first needs devices while it is lowered, as XLA may cut its operands: types on
+# automatic mesh axes, or on no mesh, do not say how. The second is for operands whose types say it.
 _primitives: dict[Map, tuple[Primitive, Primitive]] = {}
 
 Operands = dict[str, Any]
@@ -43,7 +43,8 @@ def bind(this: Map, operands: Operands, **params: Any) -> list[Any]:
     """The results of a map for operands by name, of which some may be None."""
     names = tuple([name for name in this.by_name if operands.get(name) is not None])
     given, is_settled = sharding.alike(this, names, [operands[name] for name in names])
-    return _primitives[this][is_settled].bind(*given, names=names, **params)
+    needing_devices, deviceless = _primitives[this]
+    return (deviceless if is_settled else needing_devices).bind(*given, names=names, **params)
 
 
 def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
@@ -56,9 +57,9 @@ def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
     """
 
     def jvp(primals, tangents, *, names, **params):
-        moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
-        results, moves = rule(dict(zip(names, primals, strict=True)), moving, **params)
-        return results, [_zero(result) if t is None else t for result, t in zip(results, moves, strict=True)]
+        nonzero = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+        results, tangents_out = rule(dict(zip(names, primals, strict=True)), nonzero, **params)
+        return results, [_zero(result) if t is None else t for result, t in zip(results, tangents_out, strict=True)]
 
     for primitive in _primitives[this]:
         ad.primitive_jvps[primitive] = jvp
@@ -120,18 +121,18 @@ def _batch(this: Map, operands, dims, *, names, **params):
 def _jvp_of_linear(this: Map, operands, tangents, **params):
     """The jvp rule of a map that is linear in some operands. Its derivative in others is that of the reference."""
     results = bind(this, operands, **params)
-    moves: list[Any] = [None] * len(results)
+    tangents_out: list[Any] = [None] * len(results)
     if any(name in tangents for name in this.linear):
-        moves = bind(this, operands | {name: tangents.get(name) for name in this.linear}, **params)
+        tangents_out = bind(this, operands | {name: tangents.get(name) for name in this.linear}, **params)
     if others := {name: t for name, t in tangents.items() if name not in this.linear}:
         types = [jax.typeof(result) for result in results]
 
-        def reference(moving):
-            return lowering.on_reference(this, operands | moving, types, **params)
+        def reference(primals):
+            return lowering.on_reference(this, operands | primals, types, **params)
 
         more = jax.jvp(reference, ({name: operands[name] for name in others},), (others,))[1]
-        moves = [b if a is None else ad.add_tangents(a, b) for a, b in zip(moves, more, strict=True)]
-    return results, moves
+        tangents_out = [b if a is None else ad.add_tangents(a, b) for a, b in zip(tangents_out, more, strict=True)]
+    return results, tangents_out
 
 
 def _zero(primal) -> ad.Zero:

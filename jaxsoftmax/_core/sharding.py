@@ -23,7 +23,7 @@ Names = Sequence[Axes]
 
 
 def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
-    """The operands of a map as one primitive wants them, and whether their types leave nothing to the compiler.
+    """The operands of a map as one primitive wants them, and whether their types say how they are cut over devices.
 
     All vary over the same manual mesh axes, and are sharded over explicit ones as the first that is sharded along an axis:
     nothing is gathered.
