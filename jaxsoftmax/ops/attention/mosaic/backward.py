@@ -257,7 +257,9 @@ class _Tile:
 
     def _line(self, name, stage):
         """The log-sum-exp or the delta of a block of queries, in shared memory."""
-        return self.memory["lines"].at[stage if name == "lse" else self.plan.config.stages[0] + stage]
+        if name in self.memory:
+            return self.memory[name].at[stage]
+        return self.memory["lines"].at[stage if name == "q_lse" else self.plan.config.stages[0] + stage]
 
     # The producer.
 
@@ -273,14 +275,14 @@ class _Tile:
             full = memory["q_full"].at[stage]
             plgpu.barrier_wait(memory["q_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["query"].at[place.b, rows, head], memory["q"].at[stage], full)
-            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], self._line("lse", stage), full)
+            plgpu.copy_gmem_to_smem(refs["lse"].at[place.b, head, rows], self._line("q_lse", stage), full)
 
         def copy_cotangents(i):
             head, block = self._head_and_block(place, i)
             rows, (_, stage) = pl.ds(block * size, size), self._stage(steps + i)
             plgpu.barrier_wait(memory["do_empty"].at[stage])
             plgpu.copy_gmem_to_smem(refs["d_out"].at[place.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
-            line, full = self._line("delta", stage), memory["delta_full"].at[stage]
+            line, full = self._line("do_delta", stage), memory["delta_full"].at[stage]
             plgpu.copy_gmem_to_smem(refs["delta"].at[place.b, head, rows], line, full)
 
         total = plan.groups * place.count
@@ -331,11 +333,11 @@ class _Tile:
 
                 def derive(s_acc, dp_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
                     if plan.is_seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
                         s_acc[...] = _along_rows(lse, shape)
                         dp_acc[...] = _along_rows(delta, shape)
                     self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
@@ -354,7 +356,7 @@ class _Tile:
                         delta = None
                     else:
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
@@ -409,7 +411,7 @@ class _Tile:
                 def weigh(s_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
                     self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                    lse = plgpu.load(self._line("lse", stage), layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -443,7 +445,7 @@ class _Tile:
                     plgpu.barrier_wait(memory["do_full"].at[stage_do])
                     plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(self._line("delta", stage_do), layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
                     kept = scores.kept(head, block)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     return scores.less_delta(dp, delta, kept)

@@ -184,13 +184,19 @@ class Plan(Call):
             width = 128 // jnp.dtype(dtype).itemsize
             return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
+        def line(count):
+            return plgpu.SMEM((count, config.block_q), jnp.float32)
+
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
             own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
-        if self.deterministic:
+        if not self.deterministic:
+            own |= {"q_lse": line(stages), "do_delta": line(stages_do)}
+        else:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
             own |= {
+                "lines": line(stages + stages_do),
                 "sums_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=ADDERS),
                 "sums_empty": plgpu.Barrier(num_arrivals=1),
             }
@@ -201,7 +207,6 @@ class Plan(Call):
             "do": memory(stages_do, config.block_q, size),
             "ds": memory(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": memory(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
-            "lines": plgpu.SMEM((stages + stages_do, config.block_q), jnp.float32),  # of lse, and of delta
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
