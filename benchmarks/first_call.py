@@ -2,7 +2,8 @@
 
 Of softmax, of attention and of its gradients, by ours and by the way through `jax.nn`. A cell has the pass `lower`, to trace
 and lower, which is Python and loads the modules of kernels; `compile`; or `first_call`, both and the first run. JAX is
-imported, the GPU has run something, and nothing is taken from a compilation cache.
+imported, the GPU has run something, and nothing is taken from a compilation cache. Bytecode of modules is there, as after an
+install: where the environment forbids Python to write it, it is written none the less.
 """
 
 import json
@@ -68,7 +69,11 @@ def seconds(contender: Contender, inputs: Sequence[Any]) -> dict[str, float]:
 
 def in_a_process(program: str, contender: str) -> dict[str, Any]:
     """What `main` prints there."""
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     command = [sys.executable, "-m", "benchmarks.first_call", program, contender]
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -30,15 +30,15 @@ from .. import cases, kernels, oracle
 # what belongs to rows are m, d, and c, logsumexp's cotangent.
 KERNELS = {
     "softmax_forward": ("softmax", "x"),
-    "softmax_backward": ("softmax_jacobian", "xt"),
+    "softmax_jacobian": ("softmax_jacobian", "xt"),
     "log_softmax_forward": ("log_softmax", "x"),
-    "log_softmax_tangent": ("log_softmax_jvp", "xmdt"),
-    "log_softmax_backward": ("log_softmax_vjp", "xmdt"),
+    "log_softmax_jvp": ("log_softmax_jvp", "xmdt"),
+    "log_softmax_vjp": ("log_softmax_vjp", "xmdt"),
     "logsumexp_forward": ("logsumexp", "x"),
-    "logsumexp_tangent": ("logsumexp_jvp", "xmdt"),
-    "logsumexp_backward": ("logsumexp_vjp", "xmdc"),
+    "logsumexp_jvp": ("logsumexp_jvp", "xmdt"),
+    "logsumexp_vjp": ("logsumexp_vjp", "xmdc"),
 }
-MASKABLE = [kernel for kernel in KERNELS if kernel != "softmax_backward"]
+MASKABLE = [kernel for kernel in KERNELS if kernel != "softmax_jacobian"]
 STATEFUL = ("log_softmax_forward", "logsumexp_forward")
 
 
@@ -93,7 +93,7 @@ def grid(kernels, each, rest, masked):
 
 
 # Short rows, by bytes of an element: all numbers of lanes, of vectors and of rows, for kernels that differ in them.
-SHORT_KERNELS = ("softmax_forward", "softmax_backward", "logsumexp_forward")
+SHORT_KERNELS = ("softmax_forward", "softmax_jacobian", "logsumexp_forward")
 SHORT = {
     4: [1, 2, 3, 4, 6, 7, 9, 10, 16, 17, 18, 32, 34, 64, 65, 66, 100, 128],
     2: [1, 2, 3, 7, 8, 12, 17, 18, 20, 32, 33, 36, 64, 65, 66, 100, 128, 129, 130, 132, 256],
@@ -131,7 +131,7 @@ REPEATED = {4: {1025: 128, 4097: 256, 10001: 512, 20001: 1024}, 2: {2049: 128, 4
 
 
 @pytest.mark.parametrize("itemsize", REPEATED)
-@pytest.mark.parametrize("kernel", ["softmax_forward", "log_softmax_backward"])
+@pytest.mark.parametrize("kernel", ["softmax_forward", "log_softmax_vjp"])
 def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
     for cols, threads in REPEATED[itemsize].items():
         vector = math.gcd(cols, 16 // itemsize)
@@ -255,9 +255,9 @@ def test_rows_of_several_axes_lower_for_cuda(kernel):
 
 OPS = {name: functools.partial(getattr(jaxsoftmax, name), axis=-1) for name in cases.OPS}
 NAMES = {
-    "softmax": ["softmax_forward_mosaic", "softmax_backward_mosaic", "softmax_backward_mosaic"],
-    "log_softmax": ["log_softmax_forward_mosaic", "log_softmax_tangent_mosaic", "log_softmax_backward_mosaic"],
-    "logsumexp": ["logsumexp_forward_mosaic", "logsumexp_tangent_mosaic", "logsumexp_backward_mosaic"],
+    "softmax": ["softmax_forward_mosaic", "softmax_jacobian_mosaic", "softmax_jacobian_mosaic"],
+    "log_softmax": ["log_softmax_forward_mosaic", "log_softmax_jvp_mosaic", "log_softmax_vjp_mosaic"],
+    "logsumexp": ["logsumexp_forward_mosaic", "logsumexp_jvp_mosaic", "logsumexp_vjp_mosaic"],
 }
 
 
@@ -533,7 +533,7 @@ class Saved:
         directed = np.where(rows.where, oracle.to64(self.x) * np.sign(factor), -np.inf)
         m = np.max(directed, -1, keepdims=True)
         m = np.where(np.isfinite(m), m, 0)
-        x = rows.y.astype(self.x.dtype) if kernel == "softmax_backward" else self.x
+        x = rows.y.astype(self.x.dtype) if kernel == "softmax_jacobian" else self.x
         values = {"x": x, "t": self.t, "m": m.astype(np.float32), "d": rows.d.astype(np.float32), "c": self.t[:, :1]}
         operands = {name: values[name] for name in KERNELS[kernel][1]}
         if self.where is not None and kernel in MASKABLE:
@@ -546,16 +546,16 @@ class Saved:
         scores, t, where = oracle.to64(self.x) * factor, oracle.to64(self.t), self.where
         kept = {
             "softmax_forward": lambda: oracle.softmax(self.x, -1, where, scale),
-            "softmax_backward": lambda: oracle.softmax_derivative(self.x, t, -1, where, scale, saved=self.x.dtype),
+            "softmax_jacobian": lambda: oracle.softmax_derivative(self.x, t, -1, where, scale, saved=self.x.dtype),
             "log_softmax_forward": lambda: oracle.log_softmax(self.x, -1, where, scale),
-            "log_softmax_tangent": lambda: oracle.log_softmax_tangent(self.x, t, -1, where, scale),
-            "log_softmax_backward": lambda: oracle.log_softmax_cotangent(self.x, t, -1, where, scale),
+            "log_softmax_jvp": lambda: oracle.log_softmax_tangent(self.x, t, -1, where, scale),
+            "log_softmax_vjp": lambda: oracle.log_softmax_cotangent(self.x, t, -1, where, scale),
             "logsumexp_forward": lambda: oracle.logsumexp(scores, -1, where, keepdims=True),
-            "logsumexp_tangent": lambda: oracle.logsumexp_tangent(scores, t * factor, -1, where),
-            "logsumexp_backward": lambda: oracle.logsumexp_cotangent(scores, (t[:, :1] * factor)[:, 0], -1, where),
+            "logsumexp_jvp": lambda: oracle.logsumexp_tangent(scores, t * factor, -1, where),
+            "logsumexp_vjp": lambda: oracle.logsumexp_cotangent(scores, (t[:, :1] * factor)[:, 0], -1, where),
         }
         truth = kept[kernel]()
-        if kernel != "logsumexp_tangent":
+        if kernel != "logsumexp_jvp":
             return truth
         return oracle.Truth(truth.value[:, None], truth.budget[:, None])
 
@@ -570,11 +570,11 @@ OPTIONS = {
 
 
 # Each kernel with every second way to hold a row, in turn, and with a scale or a mask of rows. What is looped and parked comes
-# by copies that only a pass over the row waits for: logsumexp_backward has none, and no such configuration.
+# by copies that only a pass over the row waits for: logsumexp_vjp has none, and no such configuration.
 PASSES = [
     (kernel, kind, list(OPTIONS)[(i + j // 2) % len(OPTIONS)])
     for (i, kernel), (j, kind) in itertools.product(enumerate(KERNELS), enumerate(RUNS))
-    if (i + j) % 2 == 0 and (kernel != "logsumexp_backward" or "parked and looped" not in kind)
+    if (i + j) % 2 == 0 and (kernel != "logsumexp_vjp" or "parked and looped" not in kind)
 ]
 
 
@@ -598,7 +598,7 @@ def test_interpreted_kernels_are_right(forced, kernel, kind, option):
 
 
 def test_what_is_copied_in_is_waited_for():
-    configs = [mosaic.config_for(HOPPER, *case) for case in everything() if case[0] == "logsumexp_backward"]
+    configs = [mosaic.config_for(HOPPER, *case) for case in everything() if case[0] == "logsumexp_vjp"]
     assert not any(config.parked and config.unroll for config in configs)
 
 

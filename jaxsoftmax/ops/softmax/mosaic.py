@@ -93,8 +93,8 @@ _FASTER = {
             (8192, 16384, Config(8, 256, parked=True, unroll=2)),
             (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
         ],
-        ("softmax_backward", 4): [(16384, MAX_COLS, Config(4, 512, blocks=2))],
-        ("softmax_backward", 2): [(4096, 8192, Config(8, 128)), (8192, 16384, Config(8, 512, parked=True, unroll=2))],
+        ("softmax_jacobian", 4): [(16384, MAX_COLS, Config(4, 512, blocks=2))],
+        ("softmax_jacobian", 2): [(4096, 8192, Config(8, 128)), (8192, 16384, Config(8, 512, parked=True, unroll=2))],
         ("log_softmax_forward", 4): [(8192, 16384, Config(4, 512, parked=True))],
         ("log_softmax_forward", 2): [
             (4096, 8192, Config(8, 128)),
@@ -102,20 +102,20 @@ _FASTER = {
             (8192, 16384, Config(8, 128, parked=True)),
             (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
         ],
-        ("log_softmax_backward", 4): [(16384, MAX_COLS, Config(4, 128, blocks=4))],
-        ("log_softmax_backward", 2): [
+        ("log_softmax_vjp", 4): [(16384, MAX_COLS, Config(4, 128, blocks=4))],
+        ("log_softmax_vjp", 2): [
             (4096, 8192, Config(8, 128)),
             (8192, 16384, Config(8, 512, parked=True, unroll=2)),
             (8192, 16384, Config(8, 256, parked=True)),
             (16384, MAX_COLS, Config(8, 1024)),
         ],
-        ("log_softmax_tangent", 2): [
+        ("log_softmax_jvp", 2): [
             (8192, 16384, Config(8, 512, parked=True, unroll=2)),
             (16384, MAX_COLS, Config(8, 1024)),
         ],
         ("logsumexp_forward", 2): [(4096, 8192, Config(8, 128)), (8192, MAX_COLS, Config(8, 128, unroll=2))],
-        ("logsumexp_tangent", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
-        ("logsumexp_backward", 2): [(16384, MAX_COLS, Config(8, 1024))],
+        ("logsumexp_jvp", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
+        ("logsumexp_vjp", 2): [(16384, MAX_COLS, Config(8, 1024))],
     },
 }
 
@@ -151,7 +151,7 @@ def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
     return Config(vector, threads, repeats or max(1, each // elements))
 
 
-_TWO_OPERANDS = ("softmax_backward", "log_softmax_backward", "log_softmax_tangent", "logsumexp_tangent")
+_TWO_OPERANDS = ("softmax_jacobian", "log_softmax_vjp", "log_softmax_jvp", "logsumexp_jvp")
 
 
 def _can_loop(config: Config, cols: int, masked: bool) -> bool:
@@ -220,8 +220,8 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
         return [each(lambda pair: _select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
 
     operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": _factor(scale)}
-    config = functools.partial(config_for, target, "softmax_backward")
-    return rows.run("softmax_backward_mosaic", body, operands, axes, config, whole=[dtype])[0]
+    config = functools.partial(config_for, target, "softmax_jacobian")
+    return rows.run("softmax_jacobian_mosaic", body, operands, axes, config, whole=[dtype])[0]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -234,7 +234,7 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         return [_masked(where, each(lambda t: t - total, tangents), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
-    return _run("log_softmax_tangent", body, axes, target, x, where, scale, given, whole=[dtype])[0]
+    return _run("log_softmax_jvp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -247,7 +247,7 @@ def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         return [_masked(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
-    return _run("log_softmax_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
+    return _run("log_softmax_vjp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -259,7 +259,7 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
         return [tile.sum(each(lambda p, t: p * _times(_select(p != 0, t, 0), factor), weights, t))]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
-    return _run("logsumexp_tangent", body, axes, target, x, where, scale, given, per_row=[dtype])[0]
+    return _run("logsumexp_jvp", body, axes, target, x, where, scale, given, per_row=[dtype])[0]
 
 
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -271,7 +271,7 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
         return [_masked(where, each(lambda p: p * t, weights), 0)]
 
     given = {"m": PerRow(m), "d": PerRow(d), "t": PerRow(t, jnp.float32)}
-    return _run("logsumexp_backward", body, axes, target, x, where, scale, given, whole=[dtype])[0]
+    return _run("logsumexp_vjp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
 
 
 # Each op alone: plain `jax.custom_vjp` functions, the kernels above with no primitive and no dispatch (see docs/design.md).

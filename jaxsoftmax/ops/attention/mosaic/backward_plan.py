@@ -184,22 +184,19 @@ class Plan(Call):
             width = 128 // jnp.dtype(dtype).itemsize
             return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
-        def line(count):
-            return plgpu.SMEM((count, config.block_q), jnp.float32)
-
         own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
             own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
-        if not self.deterministic:
-            own |= {"q_lse": line(stages), "do_delta": line(stages_do)}
-        else:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
+        lines = {"q_lse": stages, "do_delta": stages_do}
+        if self.deterministic:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
+            lines = {"lines": stages + stages_do}
             own |= {
-                "lines": line(stages + stages_do),
                 "sums_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=ADDERS),
                 "sums_empty": plgpu.Barrier(num_arrivals=1),
             }
+        own |= {name: plgpu.SMEM((count, config.block_q), jnp.float32) for name, count in lines.items()}
         return own | {
             "k": memory(halves, self.parts[1], ROWS, self.part_size),
             "v": memory(halves, ROWS, size),
