@@ -1,33 +1,32 @@
 """What the operands and results of attention are."""
 
+from jax import lax
+
 from jaxsoftmax._core.operands import Operand
 
-# Heads may be sharded; lengths and head sizes are whole on every device.
-_HEADS = (None, "heads", None)
-QUERY, KEY, VALUE = (Operand(name, _HEADS) for name in ("query", "key", "value"))
-BIAS = Operand("bias", ("heads", None, None))
-SINKS = Operand("sinks", ("heads",))
-OUT, LSE = Operand("out", _HEADS), Operand("lse", ("heads", None))
+# The axes behind those of the batch: heads N of queries and K of keys, queries T, keys S, the size of a head H, two seeds.
+_OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
+_OPERANDS |= {"query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
+_RESULTS = {"out": "TNH", "lse": "NT"}
 
-OPERANDS = (
-    QUERY,
-    KEY,
-    VALUE,
-    BIAS,
-    Operand("mask", ("heads", None, None)),
-    Operand("query_lengths"),
-    Operand("key_lengths"),
-    Operand("query_segments", (None,)),
-    Operand("key_segments", (None,)),
-    SINKS,
-    Operand("seeds", ("heads", None)),
-)
-RESULTS = (OUT, LSE)
+
+def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
+    """Heads may be sharded; lengths and head sizes are whole on every device."""
+    return tuple(Operand(name, tuple("heads" if axis in "NK" else None for axis in axes)) for name, axes in axes_of.items())
+
+
+OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)
 
 # The operands that have tangents and cotangents, those tangents, and the cotangents of the results.
-MOVING = {operand.name: operand for operand in (QUERY, KEY, VALUE, BIAS, SINKS)}
+MOVING = {operand.name: operand for operand in OPERANDS if operand.name in ("query", "key", "value", "bias", "sinks")}
 TANGENTS = tuple(operand.called(f"d_{name}") for name, operand in MOVING.items())
-COTANGENTS = (OUT.called("d_out"), LSE.called("d_lse"))
+COTANGENTS = tuple(result.called(f"d_{result.name}") for result in RESULTS)
 
-# How many axes come behind those of the batch.
-RANKS = {operand.name: len(operand.axes) for operand in (*OPERANDS, *RESULTS, *TANGENTS, *COTANGENTS)}
+AXES = _OPERANDS | _RESULTS
+AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)}
+
+
+def batch_of(arrays) -> tuple[int, ...]:
+    """The batch that operands and results, or their types, have together, of those that are there."""
+    there = {name: array for name, array in arrays.items() if array is not None and name in AXES}
+    return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there.items()))

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
-from jaxsoftmax.ops.attention._operands import COTANGENTS, LSE, MOVING, OPERANDS, OUT, RANKS, RESULTS, TANGENTS
+from jaxsoftmax.ops.attention._operands import COTANGENTS, MOVING, OPERANDS, RESULTS, TANGENTS, batch_of
 from jaxsoftmax.ops.attention.xla import summed_to
 
 # What out and lse are called where derivatives save them.
@@ -31,8 +31,7 @@ def _types(operands, *, return_lse=True, **params):
     """The types of out and lse, or of their tangents."""
     del params
     query, value = operands["query"], operands["value"]
-    batch = lax.broadcast_shapes(*(a.shape[: len(a.shape) - RANKS[name]] for name, a in operands.items()))
-    *_, length, heads, _ = query.shape
+    batch, (*_, length, heads, _) = batch_of(operands), query.shape
     out = jax.ShapeDtypeStruct((*batch, length, heads, value.shape[-1]), query.dtype)
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
 
@@ -43,7 +42,7 @@ ATTENTION = define(
         "dot_product_attention",
         OPERANDS,
         _types,
-        lambda return_lse, **params: RESULTS if return_lse else (OUT,),
+        lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
     )
 )
 ATTENTION_JVP = define(
@@ -72,7 +71,7 @@ def _attention_jvp(operands, tangents, *, return_lse, **params):
     results = bind(ATTENTION, operands, return_lse=True, **params)
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
-    saved = operands | dict(zip((OUT.name, LSE.name), results, strict=True))
+    saved = operands | dict(zip(("out", "lse"), results, strict=True))
     moves = bind(ATTENTION_JVP, saved | {f"d_{name}": t for name, t in tangents.items()}, **params)
     return (results, moves) if return_lse else (results[:1], moves[:1])
 

@@ -32,7 +32,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import RANKS
+from jaxsoftmax.ops.attention._operands import AXES, batch_of
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -70,11 +70,11 @@ def dot_product_attention(
 
     state = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype))
     if (sinks := problem["sinks"]) is not None:  # a key without a value
-        scores = jnp.broadcast_to(sinks.astype(problem.dtype), rows)[..., None]
+        scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
         state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
     state = online.finish(state)
     out = _heads_last(state.o).astype(problem["query"].dtype)
-    return [out, _flat_heads(state.m)] if return_lse else [out]
+    return [out, lax.collapse(state.m, -3, -1)] if return_lse else [out]
 
 
 def dot_product_attention_jvp(
@@ -105,9 +105,9 @@ def dot_product_attention_jvp(
 
     dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
     if (dsinks := problem["d_sinks"]) is not None:
-        dlse += problem.weight_of_sink() * dsinks.astype(dtype)
+        dlse += (problem.weight_of_sink() * dsinks.astype(dtype))[..., 0]
     dout -= dlse[..., None] * problem["out"].astype(dtype)
-    return [_heads_last(dout).astype(problem["query"].dtype), _flat_heads(dlse)]
+    return [_heads_last(dout).astype(problem["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
 def dot_product_attention_vjp(
@@ -119,15 +119,15 @@ def dot_product_attention_vjp(
     """
     problem = _Problem(given, scale, window, soft_cap, dropout_rate, devices)
     dtype = problem.dtype
-    delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
+    delta = jnp.zeros((*problem.rows, 1), dtype)  # of each row, what its scores get less than their own share
     if (dout := problem["d_out"]) is not None:
-        delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
+        delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1, keepdims=True)
     if dout is not None and given["sinks"] is not None:  # dout may hold NaN in rows that see their sink alone
-        alone = (problem["lse"][..., 0] == problem["sinks"].astype(dtype)) & jnp.all(problem["out"] == 0, -1)
+        alone = (problem["lse"] == problem["sinks"].astype(dtype)) & jnp.all(problem["out"] == 0, -1, keepdims=True)
         delta = jnp.where(alone, 0, delta)
     if (dlse := problem["d_lse"]) is not None:
-        delta -= dlse[..., 0].astype(dtype)
-    problem["delta"] = delta[..., None]
+        delta -= dlse.astype(dtype)
+    problem["delta"] = delta
 
     def add(sums, tile):
         scores, slope, seen = tile.scores()
@@ -178,8 +178,7 @@ class _Problem:
         self.dtype = accumulator(query.dtype)
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
-        batches = [a.shape[: a.ndim - RANKS[name]] for name, a in given.items() if a is not None]
-        self.batch = lax.broadcast_shapes(*batches)
+        self.batch = batch_of(given)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
         self.block = self._block(devices)
@@ -232,8 +231,8 @@ class _Problem:
         return visible
 
     def weight_of_sink(self):
-        """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
-        lse = self["lse"][..., 0]
+        """`exp(sink - lse)`, `[*batch, K, G, T, 1]`; 0 where there is nothing at all to see."""
+        lse = self["lse"]
         sinks = jnp.broadcast_to(self["sinks"].astype(self.dtype), lse.shape)
         return _exp_of_difference(sinks, lse, lse != -jnp.inf)
 
@@ -264,8 +263,9 @@ class _Tile:
 
     def __getitem__(self, name) -> Any:
         array = self.problem[name]
-        for which, axis in zip((ROWS, COLS), _axes.get(name, (-2, None)), strict=True):
-            array = array if array is None or axis is None else self.cut(which, array, axis)
+        for which, axis in zip((ROWS, COLS), "TS", strict=True):
+            if array is not None and axis in _axes[name]:
+                array = self.cut(which, array, _axes[name].index(axis) - 3)
         return array
 
     def cut(self, which, array, axis):
@@ -338,54 +338,32 @@ class _Tile:
         return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)
 
 
-# Which of the grouped axes of an operand are rows and columns of scores; the rows are the last but one unless it is here.
-_axes = dict.fromkeys(("key", "value", "d_key", "d_value"), (None, -2)) | {"key_segments": (None, -1)}
-_axes |= dict.fromkeys(("bias", "mask", "d_bias"), (-2, -1))
+# Which axes an operand has as those of heads, rows and columns, where "1" is none.
+_GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N2": "N12", "": "111"}
+_axes = {name: _GROUPED[axes] for name, axes in AXES.items()} | {"delta": "NT1"}
 
 
 def _grouped(name, array, heads):
     """An operand with axes `[*batch, K, G, rows, columns]`."""
-    if name in ("query_lengths", "key_lengths"):
-        return array[..., None, None, None, None]
-    if name == "query_segments":
-        return array[..., None, None, :, None]
-    if name == "key_segments":
-        return array[..., None, None, None, :]
-    if name in ("key", "value", "d_key", "d_value"):
-        return jnp.swapaxes(array, -2, -3)[..., None, :, :]
-    if name in ("query", "out", "d_query", "d_out"):
-        array = jnp.swapaxes(array, -2, -3)
-    is_of_rows = name in ("sinks", "d_sinks", "lse", "d_lse", "seeds")
-    axis = array.ndim - (RANKS[name] if is_of_rows else 3)
-    group = heads if array.shape[axis] != 1 else (1, 1)
-    array = array.reshape(*array.shape[:axis], *group, *array.shape[axis + 1 :])
-    if name == "seeds":
-        return array[..., None, :]
-    return array[..., None] if is_of_rows else array
+    axes = AXES[name]
+    at = array.ndim - len(axes)
+    sizes = dict(zip(axes, array.shape[at:], strict=True)) | {"1": 1}
+    own, rows, cols = (sizes[axis] for axis in _axes[name])
+    group = heads if "N" in axes and own != 1 else (own, 1)
+    array = jnp.swapaxes(array, -2, -3) if "H" in axes else array
+    return array.reshape(*array.shape[:at], *group, rows, cols)
 
 
 def _ungrouped(name, array, like):
     """The cotangent of an operand, from its grouped sum, with the operand's shape and dtype."""
-    if name == "sinks":
-        array = jnp.sum(_flat_heads(array), -1)
-    elif name in ("key", "value"):
-        array = jnp.swapaxes(array[..., 0, :, :], -2, -3)
-    elif name == "query":
-        array = _heads_last(array)
-    else:
-        array = array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
+    array = _heads_last(array) if "H" in AXES[name] else lax.collapse(array, -4, -2)
+    array = jnp.sum(array, (-2, -1)) if name == "sinks" else array
     return summed_to(array, like.shape).astype(like.dtype)
-
-
-def _flat_heads(array):
-    """`[*batch, N, T]` of `[*batch, K, G, T]`."""
-    return array.reshape(*array.shape[:-3], array.shape[-3] * array.shape[-2], array.shape[-1])
 
 
 def _heads_last(array):
     """`[*batch, T, N, H]` of `[*batch, K, G, T, H]`."""
-    array = array.reshape(*array.shape[:-4], array.shape[-4] * array.shape[-3], *array.shape[-2:])
-    return jnp.swapaxes(array, -2, -3)
+    return jnp.swapaxes(lax.collapse(array, -4, -2), -2, -3)
 
 
 def summed_to(array, shape):

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention._operands import OPERANDS
+from jaxsoftmax.ops.attention._operands import OPERANDS, batch_of
 from jaxsoftmax.ops.attention.mosaic import backward, forward
-from jaxsoftmax.ops.attention.mosaic.operands import batch_of
 
 # The modules with the kernels, forward and backward, by the major compute capability of a GPU.
 GENERATIONS = {9: (forward, backward)}

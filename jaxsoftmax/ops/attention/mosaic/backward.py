@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_of, laid_out, static_of
+from jaxsoftmax.ops.attention.mosaic.operands import Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import (
     COL_LAYOUT,
     LAYOUT,

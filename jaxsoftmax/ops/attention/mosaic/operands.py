@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax.ops.attention._operands import RANKS
-
-# The operands, and what is made of them for a kernel.
-_RANKS = RANKS | {"ranges": 2, "seen": 2, "spans": 2}
-
-
-def batch_of(given) -> tuple[int, ...]:
-    """The batch that operands, or their types, have together."""
-    return lax.broadcast_shapes(*(operand.shape[: operand.ndim - _RANKS[name]] for name, operand in given.items()))
+from jaxsoftmax.ops.attention._operands import AXES, batch_of
 
 
 @dataclass
@@ -85,7 +77,7 @@ def laid_out(batch: tuple[int, ...], given) -> tuple[OrderedDict[str, jax.Array]
     """Operands as kernels address them, and how."""
     arrays, operands = OrderedDict(), {}
     for name, array in given.items():
-        axes = array.ndim - _RANKS[name]
+        axes = array.ndim - (len(AXES[name]) if name in AXES else 2)  # what is made of operands says facts of blocks
         own = array.shape[axes:]
         if name in ("bias", "mask"):
             shape, heads_and_rows = (-1, own[-1]), own[:2]
