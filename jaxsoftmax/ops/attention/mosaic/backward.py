@@ -327,73 +327,63 @@ class _Tile:
         scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
         slab, part = plan.dq_parts[consumer]
 
-        def sums_of(dk_acc, dv_acc):
-            def step(banded, head, block, step):
-                stage, stage_do = self._stage(step)
-                q, do = memory["q"].at[stage], memory["do"].at[stage_do]
+        def work(dk_acc, dv_acc, banded, head, block, step):
+            stage, stage_do = self._stage(step)
+            q, do = memory["q"].at[stage], memory["do"].at[stage_do]
 
-                def derive(s_acc, dp_acc):
-                    plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
-                    if plan.is_seeded:
-                        plgpu.barrier_wait(memory["do_full"].at[stage_do])
-                        plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
-                        s_acc[...] = _along_rows(lse, shape)
-                        dp_acc[...] = _along_rows(delta, shape)
-                    self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
-                    if not plan.is_seeded:
-                        plgpu.barrier_wait(memory["do_full"].at[stage_do])
-                    plgpu.wgmma(dp_acc, memory["v"].at[consumer + _hidden_zero(step, 1)], do.T)
-                    loaded = scores.load(head, block, banded=banded)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    p, slope = scores.weights(s, lse, loaded, block, banded=banded)
-                    kept = scores.kept(head, block)
-                    p, rounded = lax.optimization_barrier((p, _only(kept, p).astype(dtype)))
-                    plgpu.wgmma(dv_acc, rounded, do)
-                    # A branch between the weights and the other product: without one ptxas may compute them after it.
-                    if plan.is_seeded:
-                        pl.when(step >= 0)(self._await_staged)
-                        delta = None
-                    else:
-                        plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
+            def derive(s_acc, dp_acc):
+                plgpu.barrier_wait(memory["q_full"].at[stage])
+                lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                if plan.is_seeded:
+                    plgpu.barrier_wait(memory["do_full"].at[stage_do])
+                    plgpu.barrier_wait(memory["delta_full"].at[stage_do])
+                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                    s_acc[...] = _along_rows(lse, shape)
+                    dp_acc[...] = _along_rows(delta, shape)
+                self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
+                if not plan.is_seeded:
+                    plgpu.barrier_wait(memory["do_full"].at[stage_do])
+                plgpu.wgmma(dp_acc, memory["v"].at[consumer + _hidden_zero(step, 1)], do.T)
+                loaded = scores.load(head, block, banded=banded)
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                p, slope = scores.weights(s, lse, loaded, block, banded=banded)
+                kept = scores.kept(head, block)
+                p, rounded = lax.optimization_barrier((p, _only(kept, p).astype(dtype)))
+                plgpu.wgmma(dv_acc, rounded, do)
+                # A branch between the weights and the other product: without one ptxas may compute them after it.
+                if plan.is_seeded:
+                    pl.when(step >= 0)(self._await_staged)
+                    delta = None
+                else:
+                    plgpu.barrier_wait(memory["delta_full"].at[stage_do])
+                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
-                ds = pl.run_scoped(derive, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-                slot = memory["ds"].at[lax.rem(step, jnp.int32(SLOTS))]
+            ds = pl.run_scoped(derive, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            slot = memory["ds"].at[lax.rem(step, jnp.int32(SLOTS))]
 
-                def multiply_derivatives(dq_acc):
-                    if config.keys_first:
-                        plgpu.wgmma(dk_acc, ds, q)
-                    self._share(slot, consumer, ds)
-                    for half in range(CONSUMERS):
-                        plgpu.wgmma(dq_acc, slot.at[half, slab].T, memory["k"].at[half + _hidden_zero(step, 2), part])
-                    if not config.keys_first:
-                        plgpu.wgmma(dk_acc, ds, q)
-                    plgpu.wgmma_wait(CONSUMERS + 1)
-                    self._release("do", step)
-                    if config.keys_first:
-                        plgpu.wgmma_wait(CONSUMERS)
-                        self._release("q", step)
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0 if config.keys_first else 1)
-
-                dq = pl.run_scoped(multiply_derivatives, plgpu.ACC((ROWS, plan.part_size), jnp.float32))
-                self._add(consumer, place.b, head, block, step, dq, is_empty=plan.is_seeded)
+            def multiply_derivatives(dq_acc):
+                if config.keys_first:
+                    plgpu.wgmma(dk_acc, ds, q)
+                self._share(slot, consumer, ds)
+                for half in range(CONSUMERS):
+                    plgpu.wgmma(dq_acc, slot.at[half, slab].T, memory["k"].at[half + _hidden_zero(step, 2), part])
                 if not config.keys_first:
-                    plgpu.wgmma_wait(0)
+                    plgpu.wgmma(dk_acc, ds, q)
+                plgpu.wgmma_wait(CONSUMERS + 1)
+                self._release("do", step)
+                if config.keys_first:
+                    plgpu.wgmma_wait(CONSUMERS)
                     self._release("q", step)
+                return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0 if config.keys_first else 1)
 
-            total = self._each_step(place, scores, steps, step)
-            dk, dv = dk_acc[...], dv_acc[...]
-            self._store(place, consumer, scores.of_kept, dv=dv, dk=dk)
-            return total
+            self._add(consumer, place.b, head, block, step, multiply_derivatives, is_empty=plan.is_seeded)
+            if not config.keys_first:
+                plgpu.wgmma_wait(0)
+                self._release("q", step)
 
-        plgpu.barrier_wait(memory["k_full"])
-        plgpu.barrier_wait(memory["v_full"])
-        sums = plgpu.ACC((ROWS, plan.size), jnp.float32)
-        return steps + pl.run_scoped(sums_of, sums, sums)
+        return self._sum_up(("dk", "dv"), consumer, place, scores, steps, work)
 
     def consume_role(self, role, place, steps):
         """The same where the first consumer makes dV, and the second dK."""
@@ -405,110 +395,109 @@ class _Tile:
             slot = memory["ds"].at[lax.rem(step, jnp.int32(SLOTS))]
             plgpu.wgmma(dq_acc, slot.at[0, 0].T, memory["k"].at[_hidden_zero(step, 2), role])
 
-        def sum_of(acc):
-            def step_of_values(banded, head, block, step):
-                stage, stage_do = self._stage(step)
+        def step_of_values(acc, banded, head, block, step):
+            stage, stage_do = self._stage(step)
 
-                def weigh(s_acc):
-                    plgpu.barrier_wait(memory["q_full"].at[stage])
-                    self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
-                    loaded = scores.load(head, block, banded=banded)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    p, slope = scores.weights(s, lse, loaded, block, banded=banded)
-                    kept = _only(scores.kept(head, block), p).astype(dtype)
-                    if plan.passes_both:
-                        memory["p_of_bias"][...] = p.astype(dtype)
-                    return (p if slope is None else p * slope).astype(dtype), kept
-
-                p, kept = pl.run_scoped(weigh, plgpu.ACC(shape, jnp.float32))
-                self._release("q", step)
-                memory["p"][...] = p
-                ptx.named_barrier_arrive(jnp.int32(_WEIGHTS))
-                plgpu.barrier_wait(memory["do_full"].at[stage_do])
-                plgpu.wgmma(acc, kept, memory["do"].at[stage_do])
-                _meet()  # the derivatives of the scores are there
-
-                def multiply(dq_acc):
-                    multiply_derivatives(step, dq_acc)
-                    plgpu.wgmma_wait(1)
-                    self._release("do", step)
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-
-                dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, plan.part_size), jnp.float32))
-                self._add(role, place.b, head, block, step, dq)
-
-            def step_of_keys(banded, head, block, step):
-                del banded
-                stage, stage_do = self._stage(step)
-
-                def multiply_values(dp_acc):
-                    plgpu.barrier_wait(memory["do_full"].at[stage_do])
-                    plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
-                    plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
-                    kept = scores.kept(head, block)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    return scores.less_delta(dp, delta, kept)
-
-                dp = pl.run_scoped(multiply_values, plgpu.ACC(shape, jnp.float32))
-                self._release("do", step)
-                ptx.named_barrier_sync(jnp.int32(_WEIGHTS))
+            def weigh(s_acc):
+                plgpu.barrier_wait(memory["q_full"].at[stage])
+                self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
+                lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                loaded = scores.load(head, block, banded=banded)
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                p, slope = scores.weights(s, lse, loaded, block, banded=banded)
+                kept = _only(scores.kept(head, block), p).astype(dtype)
                 if plan.passes_both:
-                    p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
-                    scores.add_to_bias(p.astype(jnp.float32) * dp, head, block)
-                p = plgpu.load(memory["p"], layout=LAYOUT)
-                ds = p.astype(jnp.float32) * dp
-                if not plan.passes_both:
-                    scores.add_to_bias(ds, head, block)
-                ds = ds.astype(dtype)
-                slot = memory["ds"].at[lax.rem(step, jnp.int32(SLOTS))]
-                self._share(slot, 0, ds)
+                    memory["p_of_bias"][...] = p.astype(dtype)
+                return (p if slope is None else p * slope).astype(dtype), kept
 
-                def multiply(dq_acc):
-                    multiply_derivatives(step, dq_acc)
-                    plgpu.barrier_wait(memory["q_full"].at[stage])
-                    plgpu.wgmma(acc, ds, memory["q"].at[stage])
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+            p, kept = pl.run_scoped(weigh, plgpu.ACC(shape, jnp.float32))
+            self._release("q", step)
+            memory["p"][...] = p
+            ptx.named_barrier_arrive(jnp.int32(_WEIGHTS))
+            plgpu.barrier_wait(memory["do_full"].at[stage_do])
+            plgpu.wgmma(acc, kept, memory["do"].at[stage_do])
+            _meet()  # the derivatives of the scores are there
 
-                dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, plan.part_size), jnp.float32))
-                self._add(role, place.b, head, block, step, dq)
-                plgpu.wgmma_wait(0)
-                self._release("q", step)
+            def multiply(dq_acc):
+                multiply_derivatives(step, dq_acc)
+                plgpu.wgmma_wait(1)
+                self._release("do", step)
+                return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-            total = self._each_step(place, scores, steps, (step_of_values, step_of_keys)[role])
-            sum = acc[...]
-            self._store(place, 0, scores.of_kept, **{("dv", "dk")[role]: sum})
-            return total
+            self._add(role, place.b, head, block, step, multiply)
 
-        plgpu.barrier_wait(memory["k_full"])
-        plgpu.barrier_wait(memory["v_full"])
-        return steps + pl.run_scoped(sum_of, plgpu.ACC((ROWS, plan.size), jnp.float32))
+        def step_of_keys(acc, banded, head, block, step):
+            del banded
+            stage, stage_do = self._stage(step)
 
-    def _each_step(self, place, scores, steps, work):
-        """Does `work(banded, head, block, step)` for all steps of a tile; gives how many they are.
+            def multiply_values(dp_acc):
+                plgpu.barrier_wait(memory["do_full"].at[stage_do])
+                plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
+                plgpu.barrier_wait(memory["delta_full"].at[stage_do])
+                delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                kept = scores.kept(head, block)
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                return scores.less_delta(dp, delta, kept)
 
-        `banded` says whether the block of queries is to be masked: False, or an array where that is a branch in the step.
+            dp = pl.run_scoped(multiply_values, plgpu.ACC(shape, jnp.float32))
+            self._release("do", step)
+            ptx.named_barrier_sync(jnp.int32(_WEIGHTS))
+            if plan.passes_both:
+                p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
+                scores.add_to_bias(p.astype(jnp.float32) * dp, head, block)
+            p = plgpu.load(memory["p"], layout=LAYOUT)
+            ds = p.astype(jnp.float32) * dp
+            if not plan.passes_both:
+                scores.add_to_bias(ds, head, block)
+            ds = ds.astype(dtype)
+            slot = memory["ds"].at[lax.rem(step, jnp.int32(SLOTS))]
+            self._share(slot, 0, ds)
+
+            def multiply(dq_acc):
+                multiply_derivatives(step, dq_acc)
+                plgpu.barrier_wait(memory["q_full"].at[stage])
+                plgpu.wgmma(acc, ds, memory["q"].at[stage])
+                return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+            self._add(role, place.b, head, block, step, multiply)
+            plgpu.wgmma_wait(0)
+            self._release("q", step)
+
+        work = (step_of_values, step_of_keys)[role]
+        return self._sum_up((("dv", "dk")[role],), 0, place, scores, steps, work)
+
+    def _sum_up(self, names, half, place, scores, steps, work):
+        """Does `work(*sums, banded, head, block, step)` for all steps of a tile; gives how many steps there have been.
+
+        The sums, `dk` and `dv` or the one that is in `names`, are stored in the end. `banded` says whether queries are to be
+        masked: False, or an array where that is a branch in the step.
         """
         plan = self.plan
-        end = place.low + place.count
 
-        def of_head(i, _):
+        def of_head(sums, end, i, _):
             head = place.head * plan.groups + i
             last = steps + (i + 1) * place.count - 1
 
             def step(i, _):
                 block = end - 1 - i
                 banded = scores.is_banded and (block < place.whole_from) | (block >= place.whole_to)
-                work(banded, head, block, last - (block - place.low))
+                work(*sums, banded, head, block, last - (block - place.low))
 
             lax.fori_loop(0, place.count, step, None)
 
-        if plan.groups == 1:
-            of_head(0, None)
-        else:
-            lax.fori_loop(0, plan.groups, of_head, None)
-        return plan.groups * place.count
+        def summed(*sums):
+            each = functools.partial(of_head, sums, place.low + place.count)
+            if plan.groups == 1:
+                each(0, None)
+            else:
+                lax.fori_loop(0, plan.groups, each, None)
+            total = plan.groups * place.count
+            self._store(place, half, scores.of_kept, **{name: sum[...] for name, sum in zip(names, sums, strict=True)})
+            return total
+
+        plgpu.barrier_wait(self.memory["k_full"])
+        plgpu.barrier_wait(self.memory["v_full"])
+        return steps + pl.run_scoped(summed, *(plgpu.ACC((ROWS, plan.size), jnp.float32) for _ in names))
 
     def _multiply_keys(self, s_acc, half, q):
         """Multiplies keys and queries."""
@@ -536,11 +525,12 @@ class _Tile:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _add(self, consumer, b, head, block, step, dq, *, is_empty=False):
+    def _add(self, consumer, b, head, block, step, multiply, *, is_empty=False):
         """Adds a consumer's part of dQ to global memory, or gives it to the warps that do in the order of turns.
 
-        `is_empty` says that what was staged before is known to have left.
+        `multiply(acc)` gives that part. `is_empty` says that what was staged before is known to have left.
         """
+        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.part_size), jnp.float32))
         width = self.plan.part_size // self.plan.config.pieces
         for piece in range(self.plan.config.pieces):
             if piece or not is_empty:
