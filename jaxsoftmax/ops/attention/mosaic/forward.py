@@ -165,16 +165,8 @@ class _Tile:
 
     def seen(self, lengths, first, rows):
         """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
-        queries, keys = lengths
-        size = jnp.int32(self.plan.config.block_kv)
-        left, right = self.plan.window
-        low, high = jnp.int32(0), lax.div(keys + size - 1, size)
-        if left is not None:
-            low = lax.div(jnp.maximum(first - left, 0), size)
-        if right is not None:
-            last = jnp.minimum(first + rows, queries) - 1
-            high = jnp.minimum(high, lax.div(jnp.maximum(last + right, -1) + size, size))
-        return low, jnp.where(first < queries, high, 0)
+        low, high = self.plan.seen(lengths, first, rows, lax.div, jnp.minimum, jnp.maximum)
+        return jnp.int32(low), jnp.where(first < lengths[0], high, 0)
 
     def seen_whole(self, place, first, rows):
         """The same for key blocks of which all of these queries see every key; to may be before from."""

@@ -1,6 +1,7 @@
 """What is settled about a call of the forward kernel before it runs: configuration, tiles, shared memory."""
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,19 +95,22 @@ class Plan(Call):
         self.by_ticket = self.facts > 0
         self.count = math.prod(self.batch) * heads * self.blocks_q
 
-    def key_blocks(self, first: int, last: int) -> tuple[int, int]:
-        """From and to which key block the window lets queries `first` to `last` see, at least one."""
-        left, right = self.window
-        size, end = self.config.block_kv, self.blocks_kv
-        low = 0 if left is None else min(max(first - left, 0) // size, end - 1)
-        high = end if right is None else min((last + right) // size + 1, end)
-        return low, max(high, low + 1)
+    def seen(self, lengths: Any, first: Any, rows: int, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any]:
+        """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
+        (queries, keys), (left, right), size = lengths, self.window, self.config.block_kv
+        low, high = 0, divide(keys + size - 1, size)
+        if left is not None:
+            low = divide(maximum(first - left, 0), size)
+        if right is not None:
+            last = minimum(first + rows, queries) - 1
+            high = minimum(high, divide(maximum(last + right, -1) + size, size))
+        return low, high
 
     def costs(self) -> tuple[int, ...]:
-        """How many key blocks each block of queries takes."""
-        starts = range(0, self.query[0], self.block_q)
-        spans = (self.key_blocks(first, min(first + self.block_q, self.query[0]) - 1) for first in starts)
-        return tuple(high - low for low, high in spans)
+        """How many key blocks each block of queries takes, at least one."""
+        starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
+        spans = (self.seen(lengths, first, self.block_q, operator.floordiv, min, max) for first in starts)
+        return tuple(max(high - low, 1) for low, high in spans)
 
     def group(self, costs: tuple[int, ...]) -> int:
         """For how many heads at a time tiles are handed out.
