@@ -44,15 +44,9 @@ LARGEST_TILE = 2**26
 ROWS, COLS = 0, 1  # the axes of the scores
 
 
-def dot_product_attention(
-    *, scale, window, soft_cap, dropout_rate, return_lse=True, precision="highest", deterministic=False, devices=1, **operands
-):
-    """`[out, lse]`, or `[out]`.
-
-    Parameters are those of the primitive, of which `precision` and `deterministic` are met as far as XLA's products do. XLA may
-    cut the operands over so many `devices`, in a way that is not known here; `return_lse` says whether lse is a result.
-    """
-    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
+def dot_product_attention(*, return_lse=True, **given):
+    """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`."""
+    problem = _Problem(**given)
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):
@@ -77,11 +71,9 @@ def dot_product_attention(
     return [out, lax.collapse(state.m, -3, -1)] if return_lse else [out]
 
 
-def dot_product_attention_jvp(
-    *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **operands
-):
+def dot_product_attention_jvp(**given):
     """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, of which each may be None."""
-    problem = _Problem(operands, scale, window, soft_cap, dropout_rate, devices)
+    problem = _Problem(**given)
     dtype, rows, value_size = problem.dtype, problem.rows, problem["value"].shape[-1]
 
     def add(sums, tile):
@@ -110,14 +102,12 @@ def dot_product_attention_jvp(
     return [_heads_last(dout).astype(problem["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
-def dot_product_attention_vjp(
-    *, wanted, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **given
-):
+def dot_product_attention_vjp(*, wanted, **given):
     """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes and dtypes of the operands.
     """
-    problem = _Problem(given, scale, window, soft_cap, dropout_rate, devices)
+    problem = _Problem(**given)
     dtype = problem.dtype
     delta = jnp.zeros((*problem.rows, 1), dtype)  # of each row, what its scores get less than their own share
     if (dout := problem["d_out"]) is not None:
@@ -170,9 +160,14 @@ class _Problem:
     All have five axes behind the batch, of which one may be 1: key heads K, query heads of each G, and then rows and columns:
     queries, keys, or the size of a head. So query is `[*batch, K, G, T, H]`, key `[*batch, K, 1, S, H]`, bias
     `[*batch, K, G, T, S]`, and what belongs to rows `[*batch, K, G, T, 1]`.
+
+    Parameters are those of the primitives. XLA may cut the operands over so many `devices`, in a way that is not known here.
     """
 
-    def __init__(self, given: dict[str, Any], scale, window, soft_cap, dropout_rate, devices):
+    def __init__(
+        self, *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **given: Any
+    ):
+        del precision, deterministic  # met as far as XLA's products do
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
         self.dtype = accumulator(query.dtype)
