@@ -181,21 +181,17 @@ def attention_fn_with_rope(
         (array,) = _real(_WITH_ROPE, **{name: array})
         if array.ndim < 3:
             raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
-        of_heads = jax.vmap(rope, in_axes=-2, out_axes=-2)
-        if input_positions is None:
-            return of_heads(array)
-        of_heads = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
-        *batch, length, _, _ = array.shape
-        try:
-            positions = jnp.broadcast_to(input_positions, (*batch, length))
-        except ValueError:
-            raise ValueError(
-                f"{_WITH_ROPE}: input_positions must broadcast to {(*batch, length)}, as {name} has,"
-                f" got shape {input_positions.shape}"
-            ) from None
-        for _ in batch:
-            of_heads = jax.vmap(of_heads)
-        return of_heads(array, positions)
+        arrays, signature = [jnp.swapaxes(array, -2, -3)], "(t,h)->(t,h)"
+        if input_positions is not None:
+            shape = array.shape[:-2]
+            try:
+                arrays.append(jnp.broadcast_to(input_positions, shape)[..., None, :])
+            except ValueError:
+                raise ValueError(
+                    f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {input_positions.shape}"
+                ) from None
+            signature = "(t,h),(t)->(t,h)"
+        return jnp.swapaxes(jnp.vectorize(rope, signature=signature)(*arrays), -2, -3)
 
     return attention_fn(rotated("query", query), rotated("key", key), value, **options)
 
