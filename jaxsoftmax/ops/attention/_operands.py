@@ -1,10 +1,10 @@
-"""What the operands and results of attention are."""
+"""What the operands and results of attention are, and the axes that they have behind those of the batch."""
 
 from jax import lax
 
 from jaxsoftmax._core.operands import Operand
 
-# The axes behind those of the batch: heads N of queries and K of keys, queries T, keys S, the size of a head H, two seeds.
+# Heads N of queries and K of keys, queries T, keys S, the size H of a head, which that of values may differ from; two seeds.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
 _RESULTS = {"out": "TNH", "lse": "NT"}

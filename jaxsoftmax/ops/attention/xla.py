@@ -10,10 +10,8 @@ It defines what is right, and is the one that runs where no kernel does. With `s
 A small problem is one tile of scores. A larger one is cut into tiles of about `BLOCK`, each of which is pushed to the state of
 its rows: see docs/design.md. Arithmetic is float32, or float64 where the operands are.
 
-Shapes, where each batch axis is whole or 1 in every operand: query `[*batch, T, N, H]`, key `[*batch, S, K, H]`, value
-`[*batch, S, K, Hv]`, bias and mask `[*batch, N|1, T|1, S|1]`, lengths `[*batch]`, segments `[*batch, T]` and `[*batch, S]`,
-sinks `[*batch, N]`, seeds uint32 `[*batch, N, 2]`; out `[*batch, T, N, Hv]`, lse `[*batch, N, T]`. All but query, key and value
-may be None.
+Operands have the axes that `_operands.py` says; each of the batch is whole or 1 in every one, and so are all of bias and mask.
+All but query, key and value may be None.
 
 Source: Dao 2023, arXiv:2307.08691, for the tiles and the derivatives.
 """
@@ -117,7 +115,7 @@ def dot_product_attention_vjp(*, wanted, **given):
         delta = jnp.where(alone, 0, delta)
     if (dlse := problem["d_lse"]) is not None:
         delta -= dlse.astype(dtype)
-    problem["delta"] = delta
+    problem.arrays["delta"] = delta
 
     def add(sums, tile):
         scores, slope, seen = tile.scores()
@@ -180,9 +178,6 @@ class _Problem:
 
     def __getitem__(self, name) -> Any:
         return self.arrays.get(name)
-
-    def __setitem__(self, name, array):
-        self.arrays[name] = array
 
     def _block(self, devices):
         """Queries and keys of a tile: fewer where there are many heads, more of one where there are few of the other.

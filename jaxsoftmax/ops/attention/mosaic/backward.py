@@ -30,15 +30,7 @@ from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import Operand, laid_out, static_of
-from jaxsoftmax.ops.attention.mosaic.scores import (
-    COL_LAYOUT,
-    LAYOUT,
-    LOG2E,
-    ROW_LAYOUT,
-    dropout_keeps,
-    of_own_segment,
-    tanh,
-)
+from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
 from jaxsoftmax.ops.attention.xla import summed_to
 
 _BOTH = 8  # the named barrier at which both consumers meet; Mosaic GPU uses the first ones
@@ -62,7 +54,6 @@ def unsupported(given, wanted, deterministic) -> str | None:
 
 def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    given = {name: operand for name, operand in given.items() if name != "seeds" or options["dropout_rate"]}
     d_out, delta = _cotangents(given, out, lse, d_out, d_lse, options["window"])
     found = {}
     if set(wanted) - {"sinks"}:

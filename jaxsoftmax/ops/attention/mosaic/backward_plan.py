@@ -13,13 +13,13 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.operands import Call
+from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 SIZES = (64, 128, 256)  # of heads, on chip
 ROWS = 64  # keys or queries of a product
 CONSUMERS = 2  # warpgroups
 ADDERS = 2  # warps that add, if deterministic: one waits for its turn while the other's copies arrive
 SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
-_LOG2E = math.log2(math.e)
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
@@ -153,7 +153,7 @@ class Plan(Call):
         lse = jnp.where(lse == -jnp.inf, 0, lse)
         if self.is_seeded:
             return lse * (-1 / self.scale), -delta
-        return (lse if "bias" in self.names else lse * _LOG2E), delta
+        return (lse if "bias" in self.names else lse * LOG2E), delta
 
     def costs(self) -> tuple[int, ...]:
         """How many steps each block of keys takes, or 1 for all where only then tiles come in the order of turns."""

@@ -44,7 +44,6 @@ def attention(given, *, target, config=None, **options):
     """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
-    given = {name: operand for name, operand in given.items() if name != "seeds" or options["dropout_rate"]}
     lengths, sizes = (query.shape[-3], key.shape[-3]), (ROWS * config.consumers, config.block_kv)
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
