@@ -6,7 +6,6 @@ What it computes is tested natively, in `test_attention.py`.
 import functools
 import itertools
 import math
-import operator
 import re
 from dataclasses import replace
 
@@ -29,7 +28,7 @@ from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import mosaic
 from jaxsoftmax.ops.attention.mosaic import blocks, forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, batch_index
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Operand, batch_index
 
 from .. import kernels
 
@@ -508,7 +507,7 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
     seen = blocks_of(window_sees(length, keys, window), plan, np.any)
     assert plan.costs() == tuple(np.maximum(seen.sum(1), 1))
     for block, row in enumerate(seen):
-        low, high = plan.seen((length, keys), block * plan.block_q, plan.block_q, operator.floordiv, min, max)
+        low, high = plan.seen((length, keys), block * plan.block_q, plan.block_q, HOST)
         if row.any():
             np.testing.assert_array_equal(np.flatnonzero(row), np.arange(low, high))
         else:
@@ -591,7 +590,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         first = block * plan.block_q + warpgroup * ROWS
         place = tile.place(block, *tile.look_up(block))
         tile_low, tile_high = tile.key_blocks(place)
-        low, high = tile.seen(place.lengths, first, ROWS)
+        low, high = plan.seen(place.lengths, first, ROWS, KERNEL)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         rows = forward._Rows(tile, warpgroup, place, first, low, high, high - low)

@@ -15,6 +15,7 @@ from jaxsoftmax._core import lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import target_for
 from jaxsoftmax.ops.attention.mosaic.backward_plan import SIZES, Plan, config_for
+from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -44,9 +45,9 @@ def turns(plan):
     found = []
     for tile in range(plan.count):
         head, block = divmod(tile, plan.blocks_kv)
-        low, high, *_ = plan.span(block, plan.lengths, lambda a, b: a // b, min, max)
+        low, high, *_ = plan.span(block, plan.lengths, HOST)
         visited = range(high - 1, low - 1, -1)
-        first = [plan.first_key_block(q, lambda a, b: a // b, max) for q in visited]
+        first = [plan.first_key_block(q, HOST) for q in visited]
         found.append([((head, q), block - own) for q, own in zip(visited, first, strict=True)])
     return found
 

@@ -29,7 +29,7 @@ from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, laid_out, static_of
+from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
 from jaxsoftmax.ops.attention.xla import summed_to
 
@@ -57,9 +57,9 @@ def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministi
     d_out, delta = _cotangents(given, out, lse, d_out, d_lse, options["window"])
     found = {}
     if set(wanted) - {"sinks"}:
+        static = static_of(given) | {"names": frozenset(given) - {"sinks"}}
         size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
         of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & set(given))
-        static = static_of(given) | {"names": frozenset(given) - {"sinks"}}
         plan = Plan(
             **static,
             **options,
@@ -237,7 +237,7 @@ class _Tile:
         if "spans" in self.operands:
             low, high, whole_from, whole_to = (self.operands["spans"][b, block, i] for i in range(4))
         else:
-            low, high, whole_from, whole_to = plan.span(block, plan.lengths, _divide, jnp.minimum, jnp.maximum)
+            low, high, whole_from, whole_to = plan.span(block, plan.lengths, KERNEL)
             low += _hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
             high = jnp.maximum(low, high + _hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
@@ -575,7 +575,7 @@ class _Tile:
             if "before" in self.refs:
                 before = self.refs["before"][place.b, place.block, block]
             else:
-                before = place.block - plan.first_key_block(block, _divide, jnp.maximum)
+                before = place.block - plan.first_key_block(block, KERNEL)
             ptx.await_count(self.refs["turns"], turn, before)
             for piece in range(self.plan.config.pieces):
                 plgpu.barrier_wait(self.memory["sums_full"].at[own])
@@ -698,10 +698,6 @@ class _Scores:
             self.first if own.varies[1] else 0,
             (self.plan.query[0] - start, self.plan.key[0] - self.first),
         )
-
-
-def _divide(a, b):
-    return lax.div(jnp.int32(a), jnp.int32(b))
 
 
 def _hidden_zero(step, use):

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention.mosaic import blocks
-from jaxsoftmax.ops.attention.mosaic.operands import Call
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Arithmetic, Call
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 SIZES = (64, 128, 256)  # of heads, on chip
@@ -98,13 +98,14 @@ class Plan(Call):
         self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
 
-    def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
+    def span(self, block: Any, lengths: Any, arithmetic: Arithmetic) -> tuple[Any, Any, Any, Any]:
         """Which blocks of queries the window and the lengths let see a key of a block.
 
         From and to where some query sees some key, and from and to where all see all; to may be before from.
         """
         (left, right), (queries, keys) = self.window, lengths
         step, size = self.config.block_q, self.block_kv
+        divide, minimum, maximum, _ = arithmetic
         first, last = block * size, (block + 1) * size - 1
         low = 0 if right is None else divide(maximum(first - right, 0), step)
         high = divide(queries + step - 1, step)
@@ -123,7 +124,7 @@ class Plan(Call):
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
         ]
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
-        span = self.span(block, lengths, jnp.floor_divide, jnp.minimum, jnp.maximum)
+        span = self.span(block, lengths, KERNEL._replace(divide=jnp.floor_divide))
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
         if "query_segments" in given:
             ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)
@@ -143,9 +144,9 @@ class Plan(Call):
         visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
-    def first_key_block(self, block: Any, divide: Any, maximum: Any) -> Any:
+    def first_key_block(self, block: Any, arithmetic: Arithmetic) -> Any:
         """The first block of keys that the window lets a block of queries see."""
-        left, _ = self.window
+        (left, _), (divide, _, maximum, _) = self.window, arithmetic
         return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.block_kv)
 
     def lines(self, lse, delta):
@@ -157,7 +158,7 @@ class Plan(Call):
 
     def costs(self) -> tuple[int, ...]:
         """How many steps each block of keys takes, or 1 for all where only then tiles come in the order of turns."""
-        spans = (self.span(block, self.lengths, lambda a, b: a // b, min, max) for block in range(self.blocks_kv))
+        spans = (self.span(block, self.lengths, HOST) for block in range(self.blocks_kv))
         costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
         is_other_order = self.deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs

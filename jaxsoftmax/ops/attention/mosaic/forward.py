@@ -31,7 +31,7 @@ from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import Operand, laid_out, static_of
+from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
@@ -156,19 +156,15 @@ class _Tile:
 
     def key_blocks(self, place):
         """From and to which key block a tile goes, at least one."""
-        low, high = self.seen(place.lengths, place.block * self.plan.block_q, self.plan.block_q)
+        seen = self.plan.seen(place.lengths, place.block * self.plan.block_q, self.plan.block_q, KERNEL)
+        low, high = map(jnp.int32, seen)
         for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         low = jnp.clip(low, 0, self.plan.blocks_kv - 1)
         return low, jnp.clip(high, low + 1, self.plan.blocks_kv)
 
-    def seen(self, lengths, first, rows):
-        """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
-        low, high = self.plan.seen(lengths, first, rows, lax.div, jnp.minimum, jnp.maximum)
-        return jnp.int32(low), jnp.where(first < lengths[0], high, 0)
-
     def seen_whole(self, place, first, rows):
-        """The same for key blocks of which all of these queries see every key; to may be before from."""
+        """What `Plan.seen` says, for key blocks of which all of these queries see every key; to may be before from."""
         queries, keys = place.lengths
         size = jnp.int32(self.plan.config.block_kv)
         left, right = self.plan.window
@@ -280,7 +276,8 @@ class _Tile:
         """Computes the rows of a consumer; gives how many steps there have been."""
         tile_low, tile_high = self.key_blocks(place)
         first = place.block * self.plan.block_q + consumer * ROWS
-        low, high = self.seen(place.lengths, first, ROWS)  # of the rows, which may be less than of the tile
+        # Of the rows, which may be less than of the tile.
+        low, high = map(jnp.int32, self.plan.seen(place.lengths, first, ROWS, KERNEL))
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         count, end = high - low, steps + tile_high - tile_low

@@ -1,7 +1,6 @@
 """What is settled about a call of the forward kernel before it runs: configuration, tiles, shared memory."""
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention.mosaic.operands import Call
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call
 
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
@@ -95,21 +94,22 @@ class Plan(Call):
         self.by_ticket = self.facts > 0
         self.count = math.prod(self.batch) * heads * self.blocks_q
 
-    def seen(self, lengths: Any, first: Any, rows: int, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any]:
+    def seen(self, lengths: Any, first: Any, rows: int, arithmetic: Arithmetic) -> tuple[Any, Any]:
         """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
         (queries, keys), (left, right), size = lengths, self.window, self.config.block_kv
+        divide, minimum, maximum, where = arithmetic
         low, high = 0, divide(keys + size - 1, size)
         if left is not None:
             low = divide(maximum(first - left, 0), size)
         if right is not None:
             last = minimum(first + rows, queries) - 1
             high = minimum(high, divide(maximum(last + right, -1) + size, size))
-        return low, high
+        return low, where(first < queries, high, 0)
 
     def costs(self) -> tuple[int, ...]:
         """How many key blocks each block of queries takes, at least one."""
         starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
-        spans = (self.seen(lengths, first, self.block_q, operator.floordiv, min, max) for first in starts)
+        spans = (self.seen(lengths, first, self.block_q, HOST) for first in starts)
         return tuple(max(high - low, 1) for low, high in spans)
 
     def group(self, costs: tuple[int, ...]) -> int:

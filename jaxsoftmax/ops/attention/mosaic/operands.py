@@ -1,15 +1,29 @@
 """What kernels of attention are called with: what is static, and operands in global memory, as kernels address them."""
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax.ops.attention._operands import AXES, batch_of
+
+
+class Arithmetic(NamedTuple):
+    """That of integers which are not negative: a plan counts blocks with it, on the host and in a kernel."""
+
+    divide: Callable[..., Any]
+    minimum: Callable[..., Any]
+    maximum: Callable[..., Any]
+    where: Callable[..., Any]
+
+
+HOST = Arithmetic(operator.floordiv, min, max, lambda test, a, b: a if test else b)
+KERNEL = Arithmetic(lambda a, b: lax.div(jnp.int32(a), jnp.int32(b)), jnp.minimum, jnp.maximum, jnp.where)
 
 
 @dataclass
