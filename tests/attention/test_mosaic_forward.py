@@ -593,7 +593,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         low, high = plan.seen(place.lengths, first, ROWS, KERNEL)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
-        rows = forward._Rows(tile, warpgroup, place, first, low, high, high - low)
+        rows = forward._Rows(tile, warpgroup, place, first, high, high - low)
         is_banded.append(rows.is_banded)
         return tile_low, tile_high, low, high, *tile.seen_whole(place, first, ROWS)
 

@@ -281,7 +281,7 @@ class _Tile:
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         count, end = high - low, steps + tile_high - tile_low
-        rows = _Rows(self, consumer, place, first, low, high, count)
+        rows = _Rows(self, consumer, place, first, high, count)
         lax.fori_loop(steps, steps + tile_high - high, rows.skip, None)
         steps = steps + tile_high - high
         pl.run_scoped(functools.partial(rows.attend, steps), plgpu.ACC((ROWS, self.plan.sizes[1]), jnp.float32))
@@ -290,13 +290,12 @@ class _Tile:
 
 
 class _Rows:
-    """The 64 queries of a consumer, from `first` on: `count` key blocks, from `high - 1` down to `low`."""
+    """The 64 queries of a consumer, from `first` on: `count` key blocks, from `high - 1` down."""
 
-    def __init__(self, tile, consumer, place, first, low, high, count):
+    def __init__(self, tile, consumer, place, first, high, count):
         self.tile, self.plan, self.config, self.memory = tile, tile.plan, tile.plan.config, tile.memory
         self.operands, self.results = tile.operands, tile.results
-        self.consumer, self.place, self.first = consumer, place, first
-        self.low, self.high, self.count = low, high, count
+        self.consumer, self.place, self.first, self.high, self.count = consumer, place, first, high, count
         self.dtype, self.shape = self.results["out"].dtype, (ROWS, self.config.block_kv)
         slack, self.headroom = _SLACK_AND_HEADROOM[self.dtype.name]
         # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
