@@ -95,7 +95,7 @@ def dot_product_attention_jvp(**given):
 
     dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
     if (dsinks := problem["d_sinks"]) is not None:
-        dlse += (problem.weight_of_sink() * dsinks.astype(dtype))[..., 0]
+        dlse += problem.weight_of_sink() * dsinks[..., 0].astype(dtype)
     dout -= dlse[..., None] * problem["out"].astype(dtype)
     return [_heads_last(dout).astype(problem["query"].dtype), lax.collapse(dlse, -3, -1)]
 
@@ -107,15 +107,15 @@ def dot_product_attention_vjp(*, wanted, **given):
     """
     problem = _Problem(**given)
     dtype = problem.dtype
-    delta = jnp.zeros((*problem.rows, 1), dtype)  # of each row, what its scores get less than their own share
+    delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
     if (dout := problem["d_out"]) is not None:
-        delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1, keepdims=True)
+        delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
     if dout is not None and given["sinks"] is not None:  # dout may hold NaN in rows that see their sink alone
-        alone = (problem["lse"] == problem["sinks"].astype(dtype)) & jnp.all(problem["out"] == 0, -1, keepdims=True)
+        alone = (problem["lse"] == problem["sinks"].astype(dtype))[..., 0] & jnp.all(problem["out"] == 0, -1)
         delta = jnp.where(alone, 0, delta)
     if (dlse := problem["d_lse"]) is not None:
-        delta -= dlse.astype(dtype)
-    problem.arrays["delta"] = delta
+        delta -= dlse[..., 0].astype(dtype)
+    problem.arrays["delta"] = delta[..., None]
 
     def add(sums, tile):
         scores, slope, seen = tile.scores()
@@ -148,7 +148,7 @@ def dot_product_attention_vjp(*, wanted, **given):
     if sums:
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
-        sums["sinks"] = -problem.weight_of_sink() * delta
+        sums["sinks"] = (-problem.weight_of_sink() * delta)[..., None]
     return [_ungrouped(name, sums[name], given[name]) for name in wanted]
 
 
@@ -221,9 +221,9 @@ class _Problem:
         return visible
 
     def weight_of_sink(self):
-        """`exp(sink - lse)`, `[*batch, K, G, T, 1]`; 0 where there is nothing at all to see."""
-        lse = self["lse"]
-        sinks = jnp.broadcast_to(self["sinks"].astype(self.dtype), lse.shape)
+        """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
+        lse = self["lse"][..., 0]
+        sinks = jnp.broadcast_to(self["sinks"][..., 0].astype(self.dtype), lse.shape)
         return _exp_of_difference(sinks, lse, lse != -jnp.inf)
 
 
@@ -347,7 +347,7 @@ def _grouped(name, array, heads):
 def _ungrouped(name, array, like):
     """The cotangent of an operand, from its grouped sum, with the operand's shape and dtype."""
     array = _heads_last(array) if "H" in AXES[name] else lax.collapse(array, -4, -2)
-    array = jnp.sum(array, (-2, -1)) if name == "sinks" else array
+    array = jnp.sum(array[..., 0], -1) if name == "sinks" else array
     return summed_to(array, like.shape).astype(like.dtype)
 
 
