@@ -333,11 +333,11 @@ class _Tile:
 
                 def derive(s_acc, dp_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
-                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("q_lse", stage))
                     if plan.is_seeded:
                         plgpu.barrier_wait(memory["do_full"].at[stage_do])
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("do_delta", stage_do))
                         s_acc[...] = _along_rows(lse, shape)
                         dp_acc[...] = _along_rows(delta, shape)
                     self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
@@ -356,7 +356,7 @@ class _Tile:
                         delta = None
                     else:
                         plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                        delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                        delta = plgpu.load(self._line("do_delta", stage_do))
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
@@ -411,7 +411,7 @@ class _Tile:
                 def weigh(s_acc):
                     plgpu.barrier_wait(memory["q_full"].at[stage])
                     self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                    lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                    lse = plgpu.load(self._line("q_lse", stage))
                     loaded = scores.load(head, block, banded=banded)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -445,7 +445,7 @@ class _Tile:
                     plgpu.barrier_wait(memory["do_full"].at[stage_do])
                     plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("do_delta", stage_do))
                     kept = scores.kept(head, block)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     return scores.less_delta(dp, delta, kept)
@@ -698,7 +698,7 @@ class _Scores:
     def _limits(self, start):
         """The first and the last column that each row sees, where columns are queries from `start` on."""
         (left, right), (queries, keys) = self.plan.window, self.lengths
-        position = self.first + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+        position = self.first + lax.iota(jnp.int32, ROWS)
         low = None if right is None else position - (right + start)
         most = queries - start if "query_lengths" in self.operands else self.shape[1]
         high = plgpu.layout_cast(jnp.broadcast_to(jnp.int32(most - 1), (ROWS,)), ROW_LAYOUT)
