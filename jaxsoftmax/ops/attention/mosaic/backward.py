@@ -205,9 +205,11 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     def _():
         plgpu.set_max_registers(more, action="increase")
         tile.start()
-        consume = tile.consume_role if plan.config.roles else tile.consume
-        for consumer in range(CONSUMERS):  # each has a program of its own, in which addresses are constants
-            pl.when(warpgroup == consumer)(functools.partial(own_tiles.each, functools.partial(consume, consumer)))
+        if plan.config.roles:
+            for role in range(CONSUMERS):
+                pl.when(warpgroup == role)(functools.partial(own_tiles.each, functools.partial(tile.consume_role, role)))
+        else:
+            own_tiles.each(functools.partial(tile.consume, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -324,7 +326,7 @@ class _Tile:
         plan, memory, config = self.plan, self.memory, self.plan.config
         dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
-        slab, part = plan.dq_parts[consumer]
+        slab, part = plan.dq_part(consumer)
 
         def sums_of(dk_acc, dv_acc):
             def step(banded, head, block, step):
@@ -552,7 +554,7 @@ class _Tile:
                 self._add_staged(consumer, b, head, block, piece)
 
     def _add_staged(self, consumer, b, head, block, piece):
-        staged, (slab, part) = self.memory["sums"].at[consumer], self.plan.dq_parts[consumer]
+        staged, (slab, part) = self.memory["sums"].at[consumer], self.plan.dq_part(consumer)
         width = staged.shape[1]
         rows = pl.ds(block * self.plan.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.plan.part_size + piece * width, width)

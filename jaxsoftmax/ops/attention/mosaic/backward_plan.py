@@ -69,7 +69,6 @@ class Plan(Call):
       groups: query heads of a key head.
       parts: how dQ is cut between the consumers: by queries and by columns.
       part_size: columns of dQ that a consumer makes.
-      dq_parts: which rows of 64 and which columns of a block of dQ each consumer makes.
       is_ragged: whether the last block of keys has rows that are none.
       is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
       passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
@@ -90,13 +89,16 @@ class Plan(Call):
         self.blocks_q, self.blocks_kv = pl.cdiv(length, config.block_q), pl.cdiv(keys, self.block_kv)
         self.parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
         self.part_size = self.size // self.parts[1]
-        self.dq_parts = ((0, 0), (1, 0)) if self.parts[0] > 1 else ((0, 0), (0, 1))
         self.is_ragged = keys % self.block_kv != 0
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
         self.is_seeded = is_plain and not config.roles and self.scale > _LEAST_SEEDED
         self.passes_both = config.roles and self.adds_bias and self.soft_cap is not None
         self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
+
+    def dq_part(self, consumer: Any) -> tuple[Any, Any]:
+        """Which rows of 64 and which columns of a block of dQ a consumer makes."""
+        return (consumer, 0) if self.parts[0] > 1 else (0, consumer)
 
     def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
         """Which blocks of queries the window and the lengths let see a key of a block.
