@@ -27,25 +27,27 @@ _PRODUCT_COLS = _PRODUCT.reduce(0)
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 
-def band(scores: jax.Array, low: jax.Array | None, high: jax.Array, hidden: float = -math.inf) -> jax.Array:
-    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows."""
+def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidden: float = -math.inf) -> jax.Array:
+    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows or None."""
+    given = [(low, arith.CmpIPredicate.sle), (high, arith.CmpIPredicate.sge)]
+    limits, tests = zip(*[(limit, test) for limit, test in given if limit is not None], strict=True)
 
     @plgpu.inline_mgpu(
-        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * (1 if low is None else 2)),
+        arg_types=(_PRODUCT, *(_PRODUCT_ROWS for _ in limits)),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
     def band(_, scores, *limits):
         _, col = _product_position()
         limits = [[_twice(arith.subi(scalar(limit), col)) for limit in rows.registers.flat] for rows in limits]
-        tests = list(zip((arith.CmpIPredicate.sge, arith.CmpIPredicate.sle), limits, strict=False))
         columns = [_pair_of_constants(8 * pair, 8 * pair + 1) for pair in range(scores.shape[1] // 8)]
 
         def seen(below, pair):
-            return functools.reduce(arith.andi, [arith.cmpi(test, limit[below], columns[pair]) for test, limit in tests])
+            seen = [arith.cmpi(test, limit[below], columns[pair]) for test, limit in zip(tests, limits, strict=True)]
+            return functools.reduce(arith.andi, seen)
 
         return _only(scores, seen, hidden)
 
-    return band(scores, high) if low is None else band(scores, high, low)
+    return band(scores, *limits)
 
 
 def _only(scores, seen, hidden=-math.inf):

@@ -698,16 +698,16 @@ class _Scores:
             products.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=own.varies)
 
     def _limits(self, start):
-        """The first and the last column that each row sees, where columns are queries from `start` on."""
+        """The first and the last column that each row sees, where columns are queries from `start` on; None for no limit."""
         (left, right), (queries, keys) = self.plan.window, self.lengths
         position = self.first + lax.iota(jnp.int32, ROWS)
-        low = None if right is None else position - (right + start)
-        most = queries - start if "query_lengths" in self.operands else self.shape[1]
-        high = plgpu.layout_cast(jnp.broadcast_to(jnp.int32(most - 1), (ROWS,)), ROW_LAYOUT)
+        low, high = None if right is None else position - (right + start), None
+        if "query_lengths" in self.operands:
+            high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
         if left is not None:
-            high = jnp.minimum(high, position + (left - start))
+            high = functools.reduce(jnp.minimum, [limit for limit in (high, position + (left - start)) if limit is not None])
         if self.plan.is_ragged or "key_lengths" in self.operands:
-            high = jnp.where(position < keys, high, -1)
+            high = jnp.where(position < keys, self.shape[1] - 1 if high is None else high, -1)
         return low, high
 
     def _at(self, own, head, block):
