@@ -68,7 +68,10 @@ class Memory:
             return lambda step: load(self._at(ref, step)).astype(dtype)
         if not layout.config.unroll:
             steps = range(layout.steps)
-            held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
+            if self.exact:  # Mosaic infers the layout of the other steps, which takes it less long than to be told
+                held = [load(self._at(ref, 0)), *(load(self._at(ref, step), layout=None) for step in steps[1:])]
+            else:
+                held = self._load(ref, ref.dtype, fill)
             if slot is None:
                 return lambda step: held[step].astype(dtype)
             for step in steps:

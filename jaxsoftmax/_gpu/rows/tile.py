@@ -51,7 +51,8 @@ class Tile:
 
     def along(self, row: jax.Array) -> jax.Array:
         """A value for each row, or one for all, along the row."""
-        return lax.broadcast_in_dim(row, self.memory.layout.shape, (0,) if row.ndim else ())
+        layout = self.memory.layout
+        return plgpu.layout_cast(lax.broadcast_in_dim(row, layout.shape, (0,) if row.ndim else ()), layout.layout)
 
     def column(self, step) -> jax.Array:
         """The column of each element: int32, negative before the row, and at least its length behind it."""
