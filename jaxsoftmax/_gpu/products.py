@@ -38,8 +38,9 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidde
     )
     def band(_, scores, *limits):
         _, col = _product_position()
-        limits = [[_twice(arith.subi(scalar(limit), col)) for limit in rows.registers.flat] for rows in limits]
-        columns = [_pair_of_constants(8 * pair, 8 * pair + 1) for pair in range(scores.shape[1] // 8)]
+        kind = ir.VectorType.get((2,), integer(32))
+        limits = [[vector.broadcast(kind, arith.subi(scalar(x), col)) for x in rows.registers.flat] for rows in limits]
+        columns = _constants([(8 * pair, 8 * pair + 1) for pair in range(scores.shape[1] // 8)])
 
         def seen(below, pair):
             seen = [arith.cmpi(test, limit[below], columns[pair]) for test, limit in zip(tests, limits, strict=True)]
@@ -335,8 +336,9 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
             giver = arith.addi(first, constant(place % 4))
             return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
 
-        shifted = [[_twice(word(below * count + which)) for below in range(2)] for which in range(count)]
-        bits, zeros = [_pair_of_constants(1 << 8 * byte, 2 << 8 * byte) for byte in range(4)], _pair_of_constants(0, 0)
+        pair = ir.VectorType.get((2,), integer(32))
+        shifted = [[vector.broadcast(pair, word(below * count + which)) for below in range(2)] for which in range(count)]
+        *bits, zeros = _constants([*((1 << 8 * byte, 2 << 8 * byte) for byte in range(4)), (0, 0)])
 
         def seen(below, pair):
             return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shifted[pair // 4][below], bits[pair % 4]), zeros)
@@ -400,16 +402,9 @@ def _product_position():
 
 
 def _constants(values):
-    """Int32 constants of MLIR, made once for all registers that need them."""
-    i32 = integer(32)
-    return [utils.c(value, i32) for value in values]
-
-
-def _twice(value):
-    """A pair of an int32."""
-    return vector.broadcast(ir.VectorType.get((2,), integer(32)), value)
-
-
-def _pair_of_constants(*values):
-    kind = ir.VectorType.get((2,), integer(32))
-    return arith.constant(kind, ir.DenseElementsAttr.get(np.array(values, np.int32), type=kind))
+    """Int32 constants of MLIR, made once for all registers that need them; a pair is one of a vector."""
+    i32, pair = integer(32), ir.VectorType.get((2,), integer(32))
+    constants = [
+        value if isinstance(value, int) else ir.DenseElementsAttr.get(np.array(value, np.int32), type=pair) for value in values
+    ]
+    return [utils.c(value, i32) if isinstance(value, int) else arith.constant(pair, value) for value in constants]

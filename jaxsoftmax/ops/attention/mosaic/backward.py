@@ -326,7 +326,7 @@ class _Tile:
         plan, memory, config = self.plan, self.memory, self.plan.config
         dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
-        slab, part = plan.dq_part(consumer)
+        slab, part = (consumer if count > 1 else 0 for count in plan.parts)
 
         def sums_of(dk_acc, dv_acc):
             def step(banded, head, block, step):
@@ -554,7 +554,8 @@ class _Tile:
                 self._add_staged(consumer, b, head, block, piece)
 
     def _add_staged(self, consumer, b, head, block, piece):
-        staged, (slab, part) = self.memory["sums"].at[consumer], self.plan.dq_part(consumer)
+        staged = self.memory["sums"].at[consumer]
+        slab, part = (consumer if count > 1 else 0 for count in self.plan.parts)
         width = staged.shape[1]
         rows = pl.ds(block * self.plan.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.plan.part_size + piece * width, width)
@@ -707,7 +708,7 @@ class _Scores:
         if left is not None:
             high = functools.reduce(jnp.minimum, [limit for limit in (high, position + (left - start)) if limit is not None])
         if self.plan.is_ragged or "key_lengths" in self.operands:
-            high = jnp.where(position < keys, self.shape[1] - 1 if high is None else high, -1)
+            high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)
         return low, high
 
     def _at(self, own, head, block):

@@ -96,10 +96,6 @@ class Plan(Call):
         self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
 
-    def dq_part(self, consumer: Any) -> tuple[Any, Any]:
-        """Which rows of 64 and which columns of a block of dQ a consumer makes."""
-        return (consumer, 0) if self.parts[0] > 1 else (0, consumer)
-
     def span(self, block: Any, lengths: Any, divide: Any, minimum: Any, maximum: Any) -> tuple[Any, Any, Any, Any]:
         """Which blocks of queries the window and the lengths let see a key of a block.
 
