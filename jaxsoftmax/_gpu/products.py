@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
@@ -26,40 +27,38 @@ _PRODUCT_COLS = _PRODUCT.reduce(0)
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 
-def band(scores: jax.Array, low: jax.Array | None, high: jax.Array, hidden: float = -math.inf) -> jax.Array:
-    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows."""
+def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidden: float = -math.inf) -> jax.Array:
+    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows or None."""
+    given = [(low, arith.CmpIPredicate.sle), (high, arith.CmpIPredicate.sge)]
+    limits, tests = zip(*[(limit, test) for limit, test in given if limit is not None], strict=True)
 
     @plgpu.inline_mgpu(
-        arg_types=(_PRODUCT, *(_PRODUCT_ROWS,) * (1 if low is None else 2)),
+        arg_types=(_PRODUCT, *(_PRODUCT_ROWS for _ in limits)),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
     def band(_, scores, *limits):
         _, col = _product_position()
-        limits = [[arith.subi(scalar(limit), col) for limit in rows.registers.flat] for rows in limits]
-        tests = list(zip((arith.CmpIPredicate.sge, arith.CmpIPredicate.sle), limits, strict=False))
-        places = [8 * pair + e for pair in range(scores.shape[1] // 8) for e in range(2)]
-        columns = dict(zip(places, _constants(places), strict=True))
+        kind = ir.VectorType.get((2,), integer(32))
+        limits = [[vector.broadcast(kind, arith.subi(scalar(x), col)) for x in rows.registers.flat] for rows in limits]
+        columns = _constants([(8 * pair, 8 * pair + 1) for pair in range(scores.shape[1] // 8)])
 
-        def seen(below, skipped):
-            return functools.reduce(arith.andi, [arith.cmpi(test, limit[below], columns[skipped]) for test, limit in tests])
+        def seen(below, pair):
+            seen = [arith.cmpi(test, limit[below], columns[pair]) for test, limit in zip(tests, limits, strict=True)]
+            return functools.reduce(arith.andi, seen)
 
         return _only(scores, seen, hidden)
 
-    return band(scores, high) if low is None else band(scores, high, low)
+    return band(scores, *limits)
 
 
 def _only(scores, seen, hidden=-math.inf):
-    """A product with `hidden` where not `seen(below, skipped)`.
+    """A product with `hidden` where not `seen(below, pair)`, of two elements.
 
-    `below` is 1 for elements of the row 8 below a thread's first one, and `skipped` is how many columns behind its they are.
+    `below` is 1 for elements of the row 8 below a thread's first one, and `pair` counts the thread's pairs of columns.
     """
-    hidden, places = utils.c(hidden, scores.mlir_dtype), _constants(range(2))
-    registers = []
-    for index, register in enumerate(scores.registers.flat):
-        for e, place in enumerate(places):
-            inside, value = seen(index % 2, index // 2 * 8 + e), llvm.extractelement(register, place)
-            register = llvm.insertelement(register, arith.select(inside, value, hidden), place)
-        registers.append(register)
+    registers = list(scores.registers.flat)
+    hidden = utils.c(hidden, registers[0].type)
+    registers = [arith.select(seen(index % 2, index // 2), register, hidden) for index, register in enumerate(registers)]
     return fragmented(registers, scores.layout, scores.shape, None)
 
 
@@ -337,12 +336,12 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
             giver = arith.addi(first, constant(place % 4))
             return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
 
-        shifted = [[word(below * count + which) for below in range(2)] for which in range(count)]
+        pair = ir.VectorType.get((2,), integer(32))
+        shifted = [[vector.broadcast(pair, word(below * count + which)) for below in range(2)] for which in range(count)]
+        *bits, zeros = _constants([*((1 << 8 * byte, 2 << 8 * byte) for byte in range(4)), (0, 0)])
 
-        bits, zero = _constants([1 << bit for bit in range(32)]), constant(0)
-
-        def seen(below, skipped):
-            return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shifted[skipped // 32][below], bits[skipped % 32]), zero)
+        def seen(below, pair):
+            return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shifted[pair // 4][below], bits[pair % 4]), zeros)
 
         return _only(scores, seen)
 
@@ -403,6 +402,9 @@ def _product_position():
 
 
 def _constants(values):
-    """Int32 constants of MLIR, made once for all registers that need them."""
-    i32 = integer(32)
-    return [utils.c(value, i32) for value in values]
+    """Int32 constants of MLIR, made once for all registers that need them; a pair is one of a vector."""
+    i32, pair = integer(32), ir.VectorType.get((2,), integer(32))
+    constants = [
+        value if isinstance(value, int) else ir.DenseElementsAttr.get(np.array(value, np.int32), type=pair) for value in values
+    ]
+    return [utils.c(value, i32) if isinstance(value, int) else arith.constant(pair, value) for value in constants]

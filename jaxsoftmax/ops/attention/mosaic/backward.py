@@ -198,8 +198,11 @@ def _kernel(plan, operands, threads, refs, results, **memory):
         plgpu.set_max_registers(more, action="increase")
         tile.start()
         consume = tile.consume_role if plan.config.roles else tile.consume
-        for consumer in range(CONSUMERS):  # each has a program of its own, in which addresses are constants
-            pl.when(warpgroup == consumer)(functools.partial(own_tiles.each, functools.partial(consume, consumer)))
+        if plan.config.one_program:
+            own_tiles.each(functools.partial(consume, warpgroup))
+        else:
+            for consumer in range(CONSUMERS):
+                pl.when(warpgroup == consumer)(functools.partial(own_tiles.each, functools.partial(consume, consumer)))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -316,7 +319,7 @@ class _Tile:
         plan, memory, config = self.plan, self.memory, self.plan.config
         dtype, shape = self.refs["query"].dtype, (ROWS, config.block_q)
         scores = _Scores(self, place, place.block * plan.block_kv + consumer * ROWS)
-        slab, part = plan.dq_parts[consumer]
+        slab, part = self._part_of_dq(consumer)
 
         def work(dk_acc, dv_acc, banded, head, block, step):
             stage, stage_do = self._stage(step)
@@ -324,11 +327,11 @@ class _Tile:
 
             def derive(s_acc, dp_acc):
                 plgpu.barrier_wait(memory["q_full"].at[stage])
-                lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                lse = plgpu.load(self._line("q_lse", stage))
                 if plan.is_seeded:
                     plgpu.barrier_wait(memory["do_full"].at[stage_do])
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("do_delta", stage_do))
                     s_acc[...] = _along_rows(lse, shape)
                     dp_acc[...] = _along_rows(delta, shape)
                 self._multiply_keys(s_acc, consumer + _hidden_zero(step, 0), q)
@@ -347,7 +350,7 @@ class _Tile:
                     delta = None
                 else:
                     plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                    delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                    delta = plgpu.load(self._line("do_delta", stage_do))
                 dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                 return scores.derivatives(p, slope, dp, delta, kept, head, block).astype(dtype)
 
@@ -392,7 +395,7 @@ class _Tile:
             def weigh(s_acc):
                 plgpu.barrier_wait(memory["q_full"].at[stage])
                 self._multiply_keys(s_acc, _hidden_zero(step, 0), memory["q"].at[stage])
-                lse = plgpu.load(self._line("q_lse", stage), layout=COL_LAYOUT)
+                lse = plgpu.load(self._line("q_lse", stage))
                 loaded = scores.load(head, block, banded=banded)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                 p, slope = scores.weights(s, lse, loaded, block, banded=banded)
@@ -425,7 +428,7 @@ class _Tile:
                 plgpu.barrier_wait(memory["do_full"].at[stage_do])
                 plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(step, 1)], memory["do"].at[stage_do].T)
                 plgpu.barrier_wait(memory["delta_full"].at[stage_do])
-                delta = plgpu.load(self._line("do_delta", stage_do), layout=COL_LAYOUT)
+                delta = plgpu.load(self._line("do_delta", stage_do))
                 kept = scores.kept(head, block)
                 dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                 return scores.less_delta(dp, delta, kept)
@@ -533,8 +536,12 @@ class _Tile:
             else:
                 self._add_staged(consumer, b, head, block, piece)
 
+    def _part_of_dq(self, consumer):
+        """Which rows of 64 and which columns of a block of dQ a consumer makes."""
+        return [consumer if count > 1 else 0 for count in self.plan.parts]
+
     def _add_staged(self, consumer, b, head, block, piece):
-        staged, (slab, part) = self.memory["sums"].at[consumer], self.plan.dq_parts[consumer]
+        staged, (slab, part) = self.memory["sums"].at[consumer], self._part_of_dq(consumer)
         width = staged.shape[1]
         rows = pl.ds(block * self.plan.config.block_q + slab * ROWS, ROWS)
         cols = pl.ds(part * self.plan.part_size + piece * width, width)
@@ -678,16 +685,16 @@ class _Scores:
             products.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=own.varies)
 
     def _limits(self, start):
-        """The first and the last column that each row sees, where columns are queries from `start` on."""
+        """The first and the last column that each row sees, where columns are queries from `start` on; None for no limit."""
         (left, right), (queries, keys) = self.plan.window, self.lengths
-        position = self.first + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
-        low = None if right is None else position - (right + start)
-        most = queries - start if "query_lengths" in self.operands else self.shape[1]
-        high = plgpu.layout_cast(jnp.broadcast_to(jnp.int32(most - 1), (ROWS,)), ROW_LAYOUT)
+        position = self.first + lax.iota(jnp.int32, ROWS)
+        low, high = None if right is None else position - (right + start), None
+        if "query_lengths" in self.operands:
+            high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
         if left is not None:
-            high = jnp.minimum(high, position + (left - start))
+            high = functools.reduce(jnp.minimum, [limit for limit in (high, position + (left - start)) if limit is not None])
         if self.plan.is_ragged or "key_lengths" in self.operands:
-            high = jnp.where(position < keys, high, -1)
+            high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)
         return low, high
 
     def _at(self, own, head, block):

@@ -32,7 +32,7 @@ from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
+from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, dropout_keeps, of_own_segment, tanh
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
 # are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
@@ -310,7 +310,7 @@ class _Rows:
         self.is_banded = self.has_high or self.has_low
         self.first_key = self.last_key = None
         if self.is_banded:
-            position = first + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+            position = first + lax.iota(jnp.int32, ROWS)
             self.first_key = None if left is None else position - left
             last_key = jnp.where(position < place.lengths[0], place.lengths[1] - 1, -1)
             self.last_key = last_key if right is None else jnp.minimum(last_key, position + right)
@@ -434,8 +434,7 @@ class _Rows:
         if "sinks" in self.operands:
             sink = self.operands["sinks"][self.place.b, self.place.head].astype(jnp.float32)
             state = online.lift_log2(sink, headroom=self.headroom, unit=self.unit)
-        rows = [jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)]
-        return State(*(plgpu.layout_cast(part, ROW_LAYOUT) for part in rows))
+        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)))
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""
