@@ -1,16 +1,27 @@
 """Settings of every test: strict promotion of dtypes and ranks, and eight CPU devices beside whatever else there is."""
 
 import importlib.util
+import os
 import sys
 
 import jax
 import pytest
+from jax.experimental.mosaic.gpu import constraints
 
 from . import kernels
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if jax.__version_info__ < (0, 12):  # which sorts nothing by what is printed
+    constraints.compute_transitively_equal_vars = kernels.equal_variables_named_at_once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start share bytecode, also where none may be written beside sources: JAX's takes seconds to make."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
 
 
 def has_gpu() -> bool:

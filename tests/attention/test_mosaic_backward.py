@@ -25,7 +25,7 @@ from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import lowering as core_lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import mosaic, primitive, xla
+from jaxsoftmax.ops.attention import mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan, blocks
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
@@ -879,19 +879,9 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
         np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
 
 
-# Which implementation runs, and why. That does not depend on what it does: the reference lowers faster.
+# Which implementation runs, and why.
 
-
-@pytest.fixture
-def choices(monkeypatch):
-    monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
-    monkeypatch.setattr(mosaic, "dot_product_attention_vjp", lambda target, **given: xla.dot_product_attention_vjp(**given))
-    kernels.forget_lowerings()
-    yield
-    kernels.forget_lowerings()
-
-
-CHOICES = pytest.mark.usefixtures("choices")
+CHOICES = lowering.CHOICES
 
 
 @CHOICES

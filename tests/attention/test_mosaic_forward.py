@@ -213,7 +213,10 @@ def test_the_program_holds_no_scores_and_no_mask_that_was_not_given():
 
 # Which implementation runs, and why.
 
+CHOICES = pytest.mark.usefixtures("choices")
 
+
+@CHOICES
 def test_explain_says_that_tangents_have_no_kernel():
     given = operands()
     found = explain(
@@ -258,6 +261,7 @@ REFUSALS = {
 }
 
 
+@CHOICES
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_is_not_served_is_said_in_words(kind):
     given, options, words = REFUSALS[kind]
@@ -272,6 +276,7 @@ def test_what_is_not_served_is_said_in_words(kind):
         explain(functools.partial(call, implementation="mosaic"), given, platform="cuda")
 
 
+@CHOICES
 def test_rows_count_with_the_batch_of_every_operand():
     given = operands(batch=(), length=2**14, heads=2)
     lengths = shaped(2**16, dtype="int32")
@@ -284,6 +289,7 @@ def test_rows_count_with_the_batch_of_every_operand():
     assert "2147483648" in dict(found[0].refusals)["mosaic"]
 
 
+@CHOICES
 def test_segments_of_64_bits_are_refused():
     with jax.enable_x64(True):
         given = operands() | {"query_segment_ids": shaped(2, 300, dtype="int64")}
@@ -291,6 +297,7 @@ def test_segments_of_64_bits_are_refused():
     assert dict(decision.refusals)["mosaic"] == "segment ids must have at most 32 bits, got int64"
 
 
+@CHOICES
 def test_the_limits_themselves_are_served():
     for size, value_size in ((8, 8), (256, 256), (8, 256)):
         given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
@@ -302,6 +309,7 @@ def test_the_limits_themselves_are_served():
 FEW = [(1, 4, "xla"), (2, 4, "mosaic"), (4, 1, "xla"), (5, 1, "mosaic")]
 
 
+@CHOICES
 @pytest.mark.parametrize(("length", "key_heads", "expected"), FEW)
 def test_few_float32_queries_of_a_key_head_are_left_to_xla(length, key_heads, expected):
     given = operands((2,), length, 300, 4, key_heads, dtype="float32")
@@ -313,6 +321,7 @@ def test_few_float32_queries_of_a_key_head_are_left_to_xla(length, key_heads, ex
     kernels.assert_ran(explain(lambda given: attend(**given), given, platform="cuda"), "mosaic")
 
 
+@CHOICES
 @pytest.mark.parametrize("name", ["bias", "key_value_seq_lengths"])
 def test_a_map_over_nothing_has_no_kernel(name):
     given = operands(batch=())
@@ -331,35 +340,27 @@ NOT_PRECISE = [None, "default", "high", "bfloat16", "tensorfloat32", lax.Precisi
 NOT_PRECISE += ["BF16_BF16_F32_X3", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.DEFAULT]
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param(precision, marks=[] if index % 2 else pytest.mark.slow)
-        for index, precision in enumerate([*PRECISE, *NOT_PRECISE])
-    ],
-    ids=str,
-)
+@CHOICES
+@pytest.mark.parametrize("precision", [*PRECISE, *NOT_PRECISE], ids=str)
 def test_precision_says_whether_float32_has_a_kernel(precision):
     for dtype, expected in (("float32", "xla" if precision in PRECISE else "mosaic"), ("bfloat16", "mosaic")):
         found = explain(lambda given: attend(**given, precision=precision), operands(dtype=dtype), platform="cuda")
         kernels.assert_ran(found, expected)
 
 
+@CHOICES
 def test_the_default_precision_is_that_of_the_context():
     given = operands(dtype="float32")
     f = jax.jit(lambda given: attend(**given))
-
-    def names():
-        return kernels.kernel_names(f.trace(given).lower(lowering_platforms=("cuda",)).as_text())
-
     for _ in range(2):  # also where it is cached
-        assert names() == [NAME]
+        kernels.assert_ran(explain(f, given, platform="cuda"), "mosaic")
         with jax.default_matmul_precision("highest"):
-            assert names() == []
+            kernels.assert_ran(explain(f, given, platform="cuda"), "xla")
         with jax.default_matmul_precision("BF16_BF16_F32_X3"):
-            assert names() == [NAME]
+            kernels.assert_ran(explain(f, given, platform="cuda"), "mosaic")
 
 
+@CHOICES
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_are_refused(monkeypatch, capability):
     monkeypatch.setattr(lowering, "target_for", lambda platform: dispatch.Target(platform, capability))
