@@ -8,6 +8,8 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import constraints
 
+from jaxsoftmax.ops.attention import mosaic, xla
+
 from . import kernels
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -40,6 +42,20 @@ def gpu():
     """Leaves a test out, with the reason, where there is no GPU that the kernels run on."""
     if reason := kernels.missing(9):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """Which implementation runs does not depend on what it does: kernels are replaced by the reference, which lowers faster."""
+    monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
+    monkeypatch.setattr(
+        mosaic,
+        "dot_product_attention_vjp",
+        lambda target, **given: xla.dot_product_attention_vjp(**given),
+    )
+    kernels.forget_lowerings()
+    yield
+    kernels.forget_lowerings()
 
 
 @pytest.fixture
