@@ -105,22 +105,30 @@ LOWERED = [
 ]
 
 
-@pytest.mark.parametrize("itemsize", [4, 2])
-@pytest.mark.parametrize("kernel", KERNELS)
+def in_turn(kernels):
+    """Each kernel with elements of 4 and of 2 bytes; quickly with one of them, in turn."""
+    return pytest.mark.parametrize(
+        ("kernel", "itemsize"),
+        [
+            pytest.param(kernel, itemsize, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
+            for (i, kernel), (j, itemsize) in itertools.product(enumerate(kernels), enumerate((4, 2)))
+        ],
+    )
+
+
+@in_turn(KERNELS)
 def test_every_number_of_columns_lowers_for_cuda(kernel, itemsize):
     for cols in columns(EACH, SOME, kernel, itemsize):
         lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
 
 
-@pytest.mark.parametrize("itemsize", [4, 2])
-@pytest.mark.parametrize("kernel", MASKABLE)
+@in_turn(MASKABLE)
 def test_every_number_of_columns_lowers_with_a_mask(kernel, itemsize):
     for cols in columns(MASKED_EACH, MASKED_SOME, kernel, itemsize):
         lower(kernel, (3, cols), NARROW[itemsize], wide="xt", mask=(3, cols))
 
 
-@pytest.mark.parametrize("itemsize", SHORT)
-@pytest.mark.parametrize("kernel", SHORT_KERNELS)
+@in_turn(SHORT_KERNELS)
 def test_every_way_of_short_rows_lowers_for_cuda(kernel, itemsize):
     for cols in SHORT[itemsize]:
         lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
@@ -130,8 +138,7 @@ def test_every_way_of_short_rows_lowers_for_cuda(kernel, itemsize):
 REPEATED = {4: {1025: 128, 4097: 256, 10001: 512, 20001: 1024}, 2: {2049: 128, 4100: 128, 10002: 256, 32767: 1024}}
 
 
-@pytest.mark.parametrize("itemsize", REPEATED)
-@pytest.mark.parametrize("kernel", ["softmax_forward", "log_softmax_vjp"])
+@in_turn(["softmax_forward", "log_softmax_vjp"])
 def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
     for cols, threads in REPEATED[itemsize].items():
         vector = math.gcd(cols, 16 // itemsize)
