@@ -6,7 +6,6 @@ import sys
 
 import jax
 import pytest
-from jax.experimental.mosaic.gpu import constraints
 
 from jaxsoftmax.ops.attention import mosaic, xla
 
@@ -15,9 +14,7 @@ from . import kernels
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-if jax.__version_info__ < (0, 12):  # which sorts nothing by what is printed
-    constraints.compute_transitively_equal_vars = kernels.equal_variables_named_at_once
+kernels.lower_faster()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,6 +51,12 @@ def on_multiprocessors(count: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(lowering, "target_for", lambda platform: dataclasses.replace(HOPPER, multiprocessors=count))
 
 
+def lower_faster() -> None:
+    """Puts `equal_variables_named_at_once` in its place, for the rest of the process."""
+    if jax.__version_info__ < (0, 12):  # which sorts nothing by how it prints
+        constraints.compute_transitively_equal_vars = equal_variables_named_at_once
+
+
 def equal_variables_named_at_once(system: Any) -> Any:
     """`constraints.compute_transitively_equal_vars`, with the kernel's values numbered once for all of its operations.
 

@@ -17,16 +17,17 @@ import jaxsoftmax
 from .. import kernels
 
 
-def test_programs_do_not_depend_on_the_order_of_sets():
+@pytest.mark.parametrize(("options", "count"), [([], 33), pytest.param(["--every"], 56, marks=pytest.mark.slow)], ids=str)
+def test_programs_do_not_depend_on_the_order_of_sets(options, count):
     root = Path(__file__).parents[2]
 
     def start(seed):
         env = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "tests.core.lowered"]
+        command = [sys.executable, "-m", "tests.core.lowered", *options]
         return subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, text=True)
 
     first, *others = [json.loads(process.communicate()[0]) for process in [start(seed) for seed in range(3)]]
-    assert len(first) == 10
+    assert len(first) == count
     for other in others:
         assert {name: first[name] == found for name, found in other.items()} == dict.fromkeys(first, True)
 
