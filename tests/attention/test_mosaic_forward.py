@@ -37,7 +37,7 @@ forced = functools.partial(attend, implementation="mosaic")
 
 NAME = "attention_forward_mosaic"
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
-compiled = settings(max_examples=15, deadline=None, derandomize=True)  # anew for each example
+compiled = settings(max_examples=10, deadline=None, derandomize=True)  # anew for each example
 
 
 def shaped(*shape, dtype="bfloat16"):

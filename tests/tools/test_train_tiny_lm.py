@@ -177,6 +177,12 @@ def test_the_attentions_agree(compared):
     assert matplotlib.image.imread(out / "comparison.png")[..., :3].std() > 0.05
 
 
+def test_no_run_time_is_promised_and_the_bar_estimates_it(example, compared):
+    _, _, shown = compared
+    assert not any(word in example.__doc__ for word in ("minute", "second"))
+    assert any("left," in part and "about " in part and "?" not in part for part in shown.split("\r"))
+
+
 def test_no_speed_includes_compilation(example, text, tmp_path, monkeypatch):
     made, clock = example.make_run, iter(range(10**6))
 
@@ -582,12 +588,6 @@ def test_command_line(text, tmp_path):
     assert (tmp_path / "runs/tiny_lm/loss.png").is_file()
     noise = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and "/3 [" not in line]
     assert noise == []
-
-
-def test_no_run_time_is_promised_and_the_bar_estimates_it(example, compared):
-    _, _, shown = compared
-    assert not any(word in example.__doc__ for word in ("minute", "second"))
-    assert any("left," in part and "about " in part and "?" not in part for part in shown.split("\r"))
 
 
 @pytest.fixture
