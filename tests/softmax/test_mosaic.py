@@ -42,18 +42,18 @@ MASKABLE = [kernel for kernel in KERNELS if kernel != "softmax_jacobian"]
 STATEFUL = ("log_softmax_forward", "logsumexp_forward")
 
 
-def bound(kernel, dtype, *, axes=None, module=mosaic, **params):
+def bound(kernel, dtype, *, axes=None, **params):
     """A function of a kernel's operands, in a dict, that runs it on rows along the last axis."""
     primitive, names = KERNELS[kernel]
     params |= {"return_state": params.get("return_state", False)} if kernel in STATEFUL else {}
     params |= {"scale_tangent": params.get("scale_tangent", False)} if "m" in names else {}
-    params |= {"target": HOPPER} if module is mosaic else {}
+    params |= {"target": HOPPER}
 
     def run(operands):
         given = [operands[name] for name in names]
         given += [operands.get("where")] * (kernel in MASKABLE) + [operands.get("scale")]
         last = (given[0].ndim - 1,) if axes is None else axes
-        return getattr(module, primitive)(*given, axes=last, dtype=dtype, **params)
+        return getattr(mosaic, primitive)(*given, axes=last, dtype=dtype, **params)
 
     return run
 
