@@ -1,16 +1,26 @@
 """Settings of every test: strict promotion of dtypes and ranks, and eight CPU devices beside whatever else there is."""
 
 import importlib.util
+import os
 import sys
 
 import jax
 import pytest
+
+from jaxsoftmax.ops.attention import mosaic, xla
 
 from . import kernels
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+kernels.lower_faster()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start share bytecode, also where none may be written beside sources: JAX's takes seconds to make."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
 
 
 def has_gpu() -> bool:
@@ -29,6 +39,20 @@ def gpu():
     """Leaves a test out, with the reason, where there is no GPU that the kernels run on."""
     if reason := kernels.missing(9):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """Which implementation runs does not depend on what it does: kernels are replaced by the reference, which lowers faster."""
+    monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
+    monkeypatch.setattr(
+        mosaic,
+        "dot_product_attention_vjp",
+        lambda target, **given: xla.dot_product_attention_vjp(**given),
+    )
+    kernels.forget_lowerings()
+    yield
+    kernels.forget_lowerings()
 
 
 @pytest.fixture

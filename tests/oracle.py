@@ -78,6 +78,12 @@ def softmax(x, axis=-1, where=None, scale=None) -> Truth:
     return Truth(r.y, (8 + 3 * r.distance) * EPS * r.y + TINY)
 
 
+def denominator(x, axis=-1, where=None, scale=None) -> Truth:
+    """The sum of the weights, the `d` of a state, each of which errs as it does in softmax; `axes` kept with size 1."""
+    r = rows(x, axis, where, scale)
+    return Truth(r.d, r.d * r.sum((8 + 3 * r.distance) * EPS * r.y) + TINY)
+
+
 def log_softmax(x, axis=-1, where=None, scale=None) -> Truth:
     r = rows(x, axis, where, scale)
     with np.errstate(all="ignore"):

@@ -25,7 +25,7 @@ from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import lowering as core_lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import mosaic, primitive, xla
+from jaxsoftmax.ops.attention import mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan, blocks
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
@@ -441,7 +441,9 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         assert all(found.tobytes() == other[name].tobytes() for other in others), name
         found, other = oracle.to64(found), oracle.to64(varying[name])
         assert np.all(np.isfinite(found))
-        # Another program: a weight, or what is added in another order, may be rounded to the next number of 16 bits.
+        # Another program, so large that its float64 truth would take minutes; smaller ones are held to their budgets. Weights
+        # and results of 16 bits may be rounded to the next number, a unit in the last place, 2^-7, away: of the result itself,
+        # and, where terms cancel, of a sum of terms that are up to 2^-4 of the largest result.
         np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-11 * np.max(np.abs(other)), err_msg=name)
 
 
@@ -817,7 +819,7 @@ def test_lines_of_queries():
         (roles, (), plain),
     ]:
         for found, line in zip(dataclasses.replace(own, names=frozenset(names)).lines(lse, delta), expected, strict=True):
-            np.testing.assert_allclose(found, line, rtol=1e-6)
+            np.testing.assert_allclose(found, line, rtol=3 * oracle.EPS)  # roundings of a factor and of a product
 
 
 def visits(spans, plan):
@@ -879,19 +881,9 @@ def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who
         np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
 
 
-# Which implementation runs, and why. That does not depend on what it does: the reference lowers faster.
+# Which implementation runs, and why.
 
-
-@pytest.fixture
-def choices(monkeypatch):
-    monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
-    monkeypatch.setattr(mosaic, "dot_product_attention_vjp", lambda target, **given: xla.dot_product_attention_vjp(**given))
-    kernels.forget_lowerings()
-    yield
-    kernels.forget_lowerings()
-
-
-CHOICES = pytest.mark.usefixtures("choices")
+CHOICES = lowering.CHOICES
 
 
 @CHOICES

@@ -1,51 +1,123 @@
-"""Prints a hash of the program of every public function with its gradient, for the CPU and CUDA; `test_lowered.py` runs it."""
+"""Prints a hash of each program of the public functions and of their gradients; `test_lowered.py` runs it.
+
+    python -m tests.core.lowered [--every]
+
+All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes.
+"""
 
 import functools
 import hashlib
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
+from jaxsoftmax import online
+from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
-ROWS = jax.ShapeDtypeStruct((8, 256), jnp.float32)
-QUERY, KEY = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
-BIAS, SINKS = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
-MASK = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)
-LONG = jax.ShapeDtypeStruct((1, 4224, 1, 64), jnp.float32)  # which the reference cuts into tiles
+from .. import kernels
 
 
-def attend(query, key, value, bias=None, sinks=None, mask=None, **options):
-    return jaxsoftmax.dot_product_attention(query, key, value, bias, mask, sinks=sinks, is_causal=True, **options)
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def everything(*args):
-    options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0), "logits_soft_cap": 3.0, "return_residual": True}
-    return attend(*args, **options)
+ROWS, WHERE = shaped(8, 256), shaped(8, 256, dtype=jnp.bool_)
+QUERY, KEY = (shaped(2, 128, heads, 64, dtype=jnp.bfloat16) for heads in (4, 2))
+LONG = shaped(1, 4224, 1, 64)  # which the reference cuts into tiles
+MASK, BIAS, SINKS = shaped(2, 1, 128, 128, dtype=jnp.bool_), shaped(1, 4, 128, 128), shaped(4)
+LENGTHS, SEGMENTS = shaped(2, dtype=jnp.int32), shaped(2, 128, dtype=jnp.int32)
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.PRNGKey(0)}
+
+# What attention is called with beside query, key and value: operands and options.
+FEATURES = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "window and scale": ({}, {"local_window_size": (30, 5), "scale": 0.2}),
+    "mask": ({"mask": MASK}, {}),
+    "bias": ({"bias": BIAS}, {}),
+    "segments": ({"query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS}, {}),
+    "lengths": ({"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}, {}),
+    "sinks": ({"sinks": SINKS}, {}),
+    "dropout": ({}, DROPOUT),
+    "dropout that is broadcast": ({}, DROPOUT | {"broadcast_dropout": True}),
+    "soft cap": ({}, {"logits_soft_cap": 3.0}),
+    "deterministic": ({}, {"deterministic": True, "is_causal": True}),
+    "means of masked rows": ({"mask": MASK}, {"fully_masked_rows": "mean"}),
+}
+EVERYTHING = (
+    {name: operand for operands, _ in FEATURES.values() for name, operand in operands.items()},
+    {"logits_soft_cap": 3.0, "local_window_size": (30, 5), "return_residual": True} | DROPOUT,
+)
 
 
-def with_gradient(f, args):
-    moving = tuple(index for index, arg in enumerate(args) if arg.dtype != bool)
-    total = lambda *args: sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(f(*args)))  # noqa: E731
-    return jax.value_and_grad(total, moving)
+def attend(operands, attention=jaxsoftmax.dot_product_attention, **options):
+    return attention(**operands, **options)
+
+
+def combined(x):
+    """Softmax of the two halves of rows, by what `online` has."""
+    left, right = x[:, :128], x[:, 128:]
+    state = online.push(online.merge(online.lift(left), online.identity((8,))), right)
+    return online.finish(state).m, online.weights(x, state.m)
+
+
+def rotated(x, positions=None):
+    positions = jnp.arange(x.shape[-2], dtype=jnp.float32) if positions is None else positions
+    return x * jnp.cos(positions)[:, None].astype(x.dtype)
+
+
+def with_gradient(f):
+    """The sum of what `f` gives, of one tree of arrays, and its gradient in those of them that may have one."""
+
+    def both(operands):
+        moving = {name: a for name, a in operands.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+
+        def total(moving):
+            return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(f(operands | moving)))
+
+        return jax.value_and_grad(total)(moving)
+
+    return both
 
 
 def programs():
-    """Functions with the types of their arguments and the platforms that they are lowered for."""
+    """By name: functions, the type of their argument, and whether they are among the few for CUDA."""
     for name in ("softmax", "log_softmax", "logsumexp"):
-        yield name, with_gradient(functools.partial(getattr(jaxsoftmax, name), axis=-1), [ROWS]), [ROWS], ("cpu", "cuda")
-    args = [QUERY, KEY, KEY, BIAS, SINKS, MASK]
-    yield "attention", with_gradient(everything, args), args, ("cpu", "cuda")
-    yield "its tangent", lambda *args: jax.jvp(everything, args, args), args[:5], ("cpu",)
-    yield "in tiles", with_gradient(attend, [LONG] * 3), [LONG] * 3, ("cpu",)
+        op = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+        options = {} if name == "logsumexp" else {"scale": 0.5, "dtype": jnp.bfloat16}
+        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, True
+        masked = with_gradient(lambda given, op=op, options=options: op(given["x"], where=given["where"], **options))
+        yield f"{name}, where", masked, {"x": ROWS, "where": WHERE}, False
+        yield f"{name}, tangent", lambda given, op=op: jax.jvp(op, [given["x"]], [given["x"]]), {"x": ROWS}, False
+    yield "online", with_gradient(lambda given: combined(given["x"])), {"x": ROWS}, True
+    qkv = {"query": QUERY, "key": KEY, "value": KEY}
+    for name, (operands, options) in FEATURES.items():
+        yield f"attention, {name}", with_gradient(functools.partial(attend, **options)), qkv | operands, False
+    operands, options = EVERYTHING
+    everything = functools.partial(attend, **options)
+    yield "attention, everything", with_gradient(everything), qkv | operands, True
+    pushed = lambda given: jax.jvp(lambda moving: everything(given | moving), [qkv_of(given)], [qkv_of(given)])  # noqa: E731
+    yield "attention, tangent", pushed, qkv | operands, False
+    yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), False
+    with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
+    for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):
+        f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
+        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, False
+
+
+def qkv_of(given):
+    return {name: given[name] for name in ("query", "key", "value")}
 
 
 def main():
+    kernels.lower_faster()
     hashes = {}
-    for name, f, args, platforms in programs():
-        traced = jax.jit(f).trace(*args)
-        for platform in platforms:
+    for name, f, argument, is_core in programs():
+        traced = jax.jit(f).trace(argument)
+        for platform in ("cpu", "cuda") if is_core or "--every" in sys.argv else ("cpu",):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             hashes[f"{name}, {platform}"] = hashlib.sha256(text.encode()).hexdigest()
     print(json.dumps(hashes))

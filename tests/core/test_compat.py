@@ -18,7 +18,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import compat, sharding
 from jaxsoftmax.ops.softmax import mosaic
 
-from .. import kernels
+from .. import kernels, oracle
+from ..attention import oracle as attention_oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -80,8 +81,8 @@ def test_a_jax_that_lacks_a_name_runs_the_reference_and_explain_names_it(forgett
         explain(lambda x: jaxsoftmax.softmax(x, implementation="mosaic"), X, platform="cuda")
     x, q = np.linspace(-3, 3, 64).reshape(4, 16).astype(np.float32), np.ones((1, 3, 2, 8), np.float32)
     y, o = jax.jit(lambda x, q: softmax_and_attention(x, q))(x, q)
-    np.testing.assert_allclose(y, jax.nn.softmax(x), rtol=1e-6)
-    np.testing.assert_allclose(o, q, rtol=1e-6)
+    assert oracle.error(y, oracle.softmax(x)) <= 1
+    assert oracle.error(o, attention_oracle.attention(q, q, q)[0]) <= 1
 
 
 def test_import_and_reference_need_none_of_the_names():

@@ -5,17 +5,45 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import constraints
+
+import jaxsoftmax
+
+from .. import kernels
 
 
-def test_programs_do_not_depend_on_the_order_of_sets():
+@pytest.mark.parametrize(("options", "count"), [([], 33), pytest.param(["--every"], 56, marks=pytest.mark.slow)], ids=str)
+def test_programs_do_not_depend_on_the_order_of_sets(options, count):
     root = Path(__file__).parents[2]
 
     def start(seed):
         env = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "tests.core.lowered"]
+        command = [sys.executable, "-m", "tests.core.lowered", *options]
         return subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, text=True)
 
     first, *others = [json.loads(process.communicate()[0]) for process in [start(seed) for seed in range(3)]]
-    assert len(first) == 10
+    assert len(first) == count
     for other in others:
         assert {name: first[name] == found for name, found in other.items()} == dict.fromkeys(first, True)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this JAX sorts nothing by how operations print")
+def test_kernels_lower_in_tests_as_they_do_without_what_makes_that_faster():
+    same = []
+
+    def compared(system):
+        found = kernels.equal_variables_named_at_once(system)
+        same.append(list(found.items()) == list(kernels.equal_variables(system).items()))
+        return found
+
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    with mock.patch.object(constraints, "compute_transitively_equal_vars", compared):
+        f = lambda q: jaxsoftmax.dot_product_attention(q, q, q, local_window_size=(30, 0))  # noqa: E731
+        kernels.lowered_for_cuda(f, q, kernels=["attention_forward_mosaic"])
+    assert same
+    assert all(same)

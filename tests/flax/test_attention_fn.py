@@ -153,10 +153,22 @@ OF_NNX = {
 }
 
 
+def in_turn(index):
+    """Quickly in one of the two APIs: what they pass on is the same."""
+    return [] if index % 2 == 0 else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("api", "case"),
-    [pytest.param(api, case, id=f"{name}, {kind}") for name, api in APIS.items() for kind, case in CASES.items()]
-    + [pytest.param(APIS["nnx"], case, id=f"nnx, {kind}") for kind, case in OF_NNX.items()],
+    [
+        pytest.param(api, case, id=f"{name}, {kind}", marks=in_turn(i + j))
+        for i, (name, api) in enumerate(APIS.items())
+        for j, (kind, case) in enumerate(CASES.items())
+    ]
+    + [
+        pytest.param(APIS["nnx"], case, id=f"nnx, {kind}", marks=pytest.mark.slow if kind == "is_causal and causal" else [])
+        for kind, case in OF_NNX.items()
+    ],
 )
 def test_output_and_gradients_are_those_of_flax(api, case):
     call, inputs = {"mask": None} | case, case.get("inputs", INPUTS)
@@ -200,11 +212,17 @@ PADDED = {
 MEANS = functools.partial(attention_fn, fully_masked_rows="mean")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("api", "options", "call"),
-    [pytest.param(api, {}, call, id=f"{name}, {kind}") for name, api in APIS.items() for kind, call in PADDED.items()]
-    + [pytest.param(APIS["nnx"], {"num_kv_heads": 2}, {"is_causal": True, "mask": KEYS_OF_LEFT}, id="nnx, grouped heads")],
+    ("api", "options", "call", "dtype"),
+    [
+        pytest.param(api, {}, call, dtype, id=f"{name}, {kind}, {dtype}", marks=in_turn(i + j + k))
+        for i, (name, api) in enumerate(APIS.items())
+        for j, (kind, call) in enumerate(PADDED.items())
+        for k, dtype in enumerate(("float32", "bfloat16"))
+    ]
+    + [
+        pytest.param(APIS["nnx"], {"num_kv_heads": 2}, {"is_causal": True, "mask": KEYS_OF_LEFT}, "float32", id="grouped heads")
+    ],
 )
 def test_a_model_with_padded_rows_in_its_loss_is_that_of_flax(api, options, call, dtype):
     def results(fn, dtype):
@@ -264,8 +282,14 @@ def test_every_argument_of_flax_is_there(api):
         assert ours[name].default == theirs[name].default, name
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("api", "dtype"),
+    [
+        pytest.param(api, dtype, id=f"{name}, {dtype}", marks=in_turn(i + j))
+        for i, (name, api) in enumerate(APIS.items())
+        for j, dtype in enumerate(("bfloat16", "float16"))
+    ],
+)
 def test_narrow_dtypes_err_no_more_than_flax(api, dtype):
     """The truth is Flax's own attention in float64, of the rounded parameters and inputs."""
     call = {"mask": CASES["causal and padding"]["mask"], "deterministic": True}
@@ -282,6 +306,7 @@ def test_narrow_dtypes_err_no_more_than_flax(api, dtype):
         assert mine <= 1.05 * others  # less here in fact: Flax rounds scores and weights
 
 
+@pytest.mark.usefixtures("choices")
 @BOTH
 def test_dtype_and_precision_are_those_of_the_call(api):
     params, f = api.layer(attention_fn, dtype=jnp.bfloat16)
@@ -555,19 +580,24 @@ class NnxBlock(nnx.Module):
         return x + self.attention(x, mask=CAUSAL)
 
 
+def of_a_stack(abstract):
+    """Parameters of three layers: what they add to the stream is no larger than what enters it."""
+    return jax.tree.map(lambda a: a / 2, filled(abstract))
+
+
 def linen_stack(attention):
     block = linen.remat(LinenBlock, policy=POLICY, prevent_cse=False)
     stack = linen.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)(attention)
-    params = stack.init(jax.random.key(0), *INPUTS, None)
+    params = of_a_stack(jax.eval_shape(stack.init, jax.random.key(0), *INPUTS, None))
     return params, lambda params, x: stack.apply(params, x, None)[0]
 
 
 def nnx_stack(attention):
     make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: NnxBlock(attention, rngs)))
-    graph, params = nnx.split(make(nnx.Rngs(0)))
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     block = nnx.remat(lambda block, x: block(x), policy=POLICY, prevent_cse=False)
     stack = nnx.jit(nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry))
-    return params, lambda params, x: stack(nnx.merge(graph, params), x)
+    return of_a_stack(params), lambda params, x: stack(nnx.merge(graph, params), x)
 
 
 @pytest.mark.parametrize(
@@ -623,7 +653,9 @@ def test_batch_and_heads_stay_sharded(axis_type, key_heads, kind):
 
 
 @pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"embedding_size": 8, "max_seq_len": 20}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"embedding_size": 8, "max_seq_len": 20}], ids=str
+)
 def test_rope_is_that_of_flax(options):
     rope = nnx.RoPE(**options)
     ours, theirs = (
@@ -663,7 +695,8 @@ ON_CUDA = {
 }
 
 
-@pytest.mark.parametrize("kind", [next(iter(ON_CUDA)), *(pytest.param(k, marks=pytest.mark.slow) for k in [*ON_CUDA][1:])])
+@pytest.mark.usefixtures("choices")
+@pytest.mark.parametrize("kind", ON_CUDA)
 def test_kernels_run_on_cuda(kind):
     api, options, call = ON_CUDA[kind]
     params, f = APIS[api].layer(attention_fn, dtype=jnp.bfloat16, **options)

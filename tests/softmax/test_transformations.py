@@ -100,11 +100,22 @@ def test_once(name, transformation):
     assert_agree(ONCE[transformation](ours), ONCE[transformation](theirs), x64())
 
 
-@NAMES
-@pytest.mark.parametrize(
-    ("outer", "inner"), list(itertools.product(["jvp", "vjp", "grad", "linearize", "scan", "checkpoint"], repeat=2))
-)
-def test_twice(name, outer, inner):
+def in_turn(*others):
+    """Each op with each of the others; quickly one of the ops, in turn."""
+    return pytest.mark.parametrize(
+        ("name", "others"),
+        [
+            pytest.param(name, own, marks=[] if (index + index // len(others[-1])) % 3 == place else pytest.mark.slow)
+            for place, name in enumerate(cases.OPS)
+            for index, own in enumerate(itertools.product(*others))
+        ],
+        ids=str,
+    )
+
+
+@in_turn(*[["jvp", "vjp", "grad", "linearize", "scan", "checkpoint"]] * 2)
+def test_twice(name, others):
+    outer, inner = others
     ours, theirs = pair(name)
     both = [ONCE[outer](ONCE[inner](f)) for f in (ours, theirs)]
     assert_agree(jax.jit(both[0]), jax.jit(both[1]), x64())
@@ -137,10 +148,9 @@ def test_any_nesting(chain, name):
     assert_agree(jax.jit(ours), jax.jit(theirs), x64())
 
 
-@NAMES
-@pytest.mark.parametrize("batch_axis", [0, 1, 2, -1])
-@pytest.mark.parametrize("inner", [None, "vjp", "jvp", "hessian"])
-def test_vmap_over_any_axis(name, batch_axis, inner):
+@in_turn([0, 1, 2, -1], [None, "vjp", "jvp", "hessian"])
+def test_vmap_over_any_axis(name, others):
+    batch_axis, inner = others
     x = x64((4, *SHAPE))
     fs = [f if inner is None else ONCE[inner](f) for f in pair(name)]
     batched = np.moveaxis(x, 0, batch_axis)
