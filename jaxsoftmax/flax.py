@@ -181,16 +181,15 @@ def attention_fn_with_rope(
         (array,) = _real(_WITH_ROPE, **{name: array})
         if array.ndim < 3:
             raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
-        arrays, signature = [jnp.swapaxes(array, -2, -3)], "(t,h)->(t,h)"
+        arrays, signature = [jnp.swapaxes(array, -2, -3)], "(t,h)->(t,r)"
         if input_positions is not None:
-            shape = array.shape[:-2]
-            try:
-                arrays.append(jnp.broadcast_to(input_positions, shape)[..., None, :])
-            except ValueError:
-                raise ValueError(
-                    f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {input_positions.shape}"
-                ) from None
-            signature = "(t,h),(t)->(t,h)"
+            shape, own = array.shape[:-2], input_positions.shape
+            if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):
+                raise ValueError(f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {own}")
+            # Not to all of the batch, which may be sharded.
+            own = (1,) * (len(shape) - len(own)) + own
+            arrays.append(jnp.broadcast_to(input_positions, (*own[:-1], shape[-1]))[..., None, :])
+            signature = "(t,h),(t)->(t,r)"
         return jnp.swapaxes(jnp.vectorize(rope, signature=signature)(*arrays), -2, -3)
 
     return attention_fn(rotated("query", query), rotated("key", key), value, **options)

@@ -29,26 +29,26 @@ _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidden: float = -math.inf) -> jax.Array:
     """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows or None."""
-    given = [(low, arith.CmpIPredicate.sle), (high, arith.CmpIPredicate.sge)]
-    limits, tests = zip(*[(limit, test) for limit, test in given if limit is not None], strict=True)
+    limits = {arith.CmpIPredicate.sle: low, arith.CmpIPredicate.sge: high}
+    limits = {test: limit for test, limit in limits.items() if limit is not None}
 
     @plgpu.inline_mgpu(
         arg_types=(_PRODUCT, *(_PRODUCT_ROWS for _ in limits)),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
-    def band(_, scores, *limits):
+    def mask(_, scores, *rows):
         _, col = _product_position()
         kind = ir.VectorType.get((2,), integer(32))
-        limits = [[vector.broadcast(kind, arith.subi(scalar(x), col)) for x in rows.registers.flat] for rows in limits]
-        columns = _constants([(8 * pair, 8 * pair + 1) for pair in range(scores.shape[1] // 8)])
+        ends = [[vector.broadcast(kind, arith.subi(scalar(x), col)) for x in row.registers.flat] for row in rows]
+        columns = _constants([(8 * index, 8 * index + 1) for index in range(scores.shape[1] // 8)])
 
         def seen(below, pair):
-            seen = [arith.cmpi(test, limit[below], columns[pair]) for test, limit in zip(tests, limits, strict=True)]
-            return functools.reduce(arith.andi, seen)
+            inside = [arith.cmpi(test, end[below], columns[pair]) for test, end in zip(limits, ends, strict=True)]
+            return functools.reduce(arith.andi, inside)
 
         return _only(scores, seen, hidden)
 
-    return band(scores, *limits)
+    return mask(scores, *limits.values())
 
 
 def _only(scores, seen, hidden=-math.inf):
@@ -336,8 +336,8 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
             giver = arith.addi(first, constant(place % 4))
             return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
 
-        pair = ir.VectorType.get((2,), integer(32))
-        shifted = [[vector.broadcast(pair, word(below * count + which)) for below in range(2)] for which in range(count)]
+        twice = functools.partial(vector.broadcast, ir.VectorType.get((2,), integer(32)))
+        shifted = [[twice(word(below * count + which)) for below in range(2)] for which in range(count)]
         *bits, zeros = _constants([*((1 << 8 * byte, 2 << 8 * byte) for byte in range(4)), (0, 0)])
 
         def seen(below, pair):
@@ -402,9 +402,10 @@ def _product_position():
 
 
 def _constants(values):
-    """Int32 constants of MLIR, made once for all registers that need them; a pair is one of a vector."""
-    i32, pair = integer(32), ir.VectorType.get((2,), integer(32))
-    constants = [
-        value if isinstance(value, int) else ir.DenseElementsAttr.get(np.array(value, np.int32), type=pair) for value in values
-    ]
-    return [utils.c(value, i32) if isinstance(value, int) else arith.constant(pair, value) for value in constants]
+    """Int32 constants of MLIR, made once for all registers that need them; of two numbers a vector."""
+    i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
+
+    def of_two(numbers):
+        return arith.constant(vector_of_two, ir.DenseElementsAttr.get(np.array(numbers, np.int32), type=vector_of_two))
+
+    return [utils.c(value, i32) if isinstance(value, int) else of_two(value) for value in values]

@@ -675,6 +675,21 @@ def test_rope_takes_positions(batch):
     assert np.max(np.abs(far - expected)) > 1e-3
 
 
+def test_rope_may_change_the_head_size():
+    assert attention_fn_with_rope(ARRAY, ARRAY, ARRAY, rope=lambda x: x[:, :4]).shape == ARRAY.shape
+
+
+def test_a_sharded_batch_may_share_positions():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    whole = np.random.default_rng(0).standard_normal(ARRAY.shape, np.float32)
+    attend = functools.partial(attention_fn_with_rope, rope=nnx.RoPE(), input_positions=np.arange(ARRAY.shape[-3]))
+    with jax.set_mesh(mesh):
+        array = jax.device_put(whole, jax.P("data"))
+        found = jax.jit(attend)(array, array, array)
+    assert found.sharding.spec[0] == "data"
+    assert_same(np.asarray(found), attend(whole, whole, whole))
+
+
 def test_rope_names_bad_arguments():
     bad = functools.partial(attention_fn_with_rope, rope=nnx.RoPE())
     with pytest.raises(ValueError, match=r"input_positions must broadcast to \(2, 6\), as query has, got shape \(5,\)"):

@@ -4,7 +4,8 @@ from jax import lax
 
 from jaxsoftmax._core.operands import Operand
 
-# Heads N of queries and K of keys, queries T, keys S, the size H of a head, which that of values may differ from; two seeds.
+# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), and 2 for the
+# two words of a seed.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
@@ -28,5 +29,5 @@ AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)}
 
 def batch_of(arrays) -> tuple[int, ...]:
     """The batch that operands and results, or their types, have together, of those that are there."""
-    there = {name: array for name, array in arrays.items() if array is not None and name in AXES}
+    there = {name: array for name, array in arrays.items() if array is not None}
     return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there.items()))

@@ -33,8 +33,8 @@ class Config:
       roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
       keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
-      one_program: whether both consumers run one program; else each has its own, in which its number is a constant: 1 to 2
-        percent faster at head size 128, on an H200, and twice as long to lower and to compile.
+      one_program: whether both consumers run one program, without `roles`; else each has its own, in which its number is a
+        constant: up to 2 percent faster at head size 128, but longer to lower and to compile (docs/design.md).
       registers: of a thread of the producer, and of the consumers.
     """
 

@@ -14,7 +14,7 @@ from jaxsoftmax.ops.attention._operands import AXES, batch_of
 
 
 class Arithmetic(NamedTuple):
-    """That of integers which are not negative: a plan counts blocks with it, on the host and in a kernel."""
+    """Operations on integers from 0 with which a plan counts blocks: HOST's on Python's numbers, KERNEL's on arrays."""
 
     divide: Callable[..., Any]
     minimum: Callable[..., Any]
@@ -52,7 +52,8 @@ class Call:
 def static_of(given) -> dict[str, Any]:
     """What the operands that are there say of a `Call`."""
     shapes = {name: given[name].shape[-3:] for name in ("query", "key")}
-    return shapes | {"batch": batch_of(given), "names": frozenset(given)}
+    operands = {name: operand for name, operand in given.items() if name in AXES}
+    return shapes | {"batch": batch_of(operands), "names": frozenset(given)}
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,17 @@ class Operand:
 
 
 def laid_out(batch: tuple[int, ...], given) -> tuple[OrderedDict[str, jax.Array], dict[str, Operand]]:
-    """Operands as kernels address them, and how."""
+    """Operands as kernels address them, and how. What is made of operands, such as `ranges`, is `[*batch, blocks, numbers]`."""
     arrays, operands = OrderedDict(), {}
     for name, array in given.items():
-        axes = array.ndim - (len(AXES[name]) if name in AXES else 2)  # what is made of operands says facts of blocks
-        own = array.shape[axes:]
+        batch_axes = array.ndim - (len(AXES[name]) if name in AXES else 2)
+        own = array.shape[batch_axes:]
         if name in ("bias", "mask"):
             shape, heads_and_rows = (-1, own[-1]), own[:2]
         else:
             shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *own)), ()
         arrays[name] = array.reshape(shape)
-        operands[name] = Operand(batch_index(batch, array.shape[:axes]), *heads_and_rows)
+        operands[name] = Operand(batch_index(batch, array.shape[:batch_axes]), *heads_and_rows)
     return arrays, operands
 
 
