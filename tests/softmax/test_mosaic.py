@@ -81,7 +81,7 @@ NARROW = {4: "float32", 2: "bfloat16"}
 
 
 def columns(each, rest, kernel, itemsize):
-    """The numbers of columns for which a kernel is lowered: all kernels together have all of them."""
+    """The numbers of columns for which a kernel is lowered: all kernels together have all of them, quickly or slowly."""
     first = list(KERNELS).index(kernel) + itemsize // 4
     return each[itemsize] + rest[first % 6 :: 6]
 
@@ -105,40 +105,83 @@ LOWERED = [
 ]
 
 
-def in_turn(kernels):
-    """Each kernel with elements of 4 and of 2 bytes; quickly with one of them, in turn."""
-    return pytest.mark.parametrize(
-        ("kernel", "itemsize"),
-        [
-            pytest.param(kernel, itemsize, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
-            for (i, kernel), (j, itemsize) in itertools.product(enumerate(kernels), enumerate((4, 2)))
-        ],
-    )
+def entries_hit(all_cases):
+    """Which entries of the tables the cases hit, with the kernel that does, and all entries: (table, itemsize, index)."""
+    marked = itertools.count(1000)
+    names = {}
+
+    def mark(table, itemsize, pairs, position):
+        result = []
+        for index, entry in enumerate(pairs):
+            number = next(marked)
+            names[number] = (table, itemsize, index)
+            result.append((*entry[:position], replace(entry[position], repeats=number)))
+        return result
+
+    blocks = {itemsize: mark("blocks", itemsize, pairs, 1) for itemsize, pairs in mosaic._BLOCKS[9].items()}
+    faster = {key: mark(key[0], key[1], ways, 2) for key, ways in mosaic._FASTER[9].items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mosaic._BLOCKS, 9, blocks)
+        patch.setitem(mosaic._FASTER, 9, faster)
+        found = {(case[0], mosaic.config_for(HOPPER, *case).repeats) for case in all_cases}
+    return {(kernel, *names[number]) for kernel, number in found if number in names}, set(names.values())
 
 
-@in_turn(KERNELS)
-def test_every_number_of_columns_lowers_for_cuda(kernel, itemsize):
-    for cols in columns(EACH, SOME, kernel, itemsize):
-        lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
+def ways_hit(all_cases):
+    """Which ways to spread short rows over threads the cases hit."""
+    configs = ((case, mosaic.config_for(HOPPER, *case)) for case in all_cases)
+    return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= ptx.WARP}
 
 
-@in_turn(MASKABLE)
-def test_every_number_of_columns_lowers_with_a_mask(kernel, itemsize):
-    for cols in columns(MASKED_EACH, MASKED_SOME, kernel, itemsize):
-        lower(kernel, (3, cols), NARROW[itemsize], wide="xt", mask=(3, cols))
+def those_that_hit_more(all_cases):
+    """The cases that hit what none before them does: an entry of the tables, with their kernel, or a way of short rows."""
+    found, seen = [], set()
+    for case in all_cases:
+        hit = entries_hit([case])[0] | ways_hit([case])
+        found += [case] if hit - seen else []
+        seen |= hit
+    return found
 
 
-@in_turn(SHORT_KERNELS)
-def test_every_way_of_short_rows_lowers_for_cuda(kernel, itemsize):
-    for cols in SHORT[itemsize]:
-        lower(kernel, (3, cols), NARROW[itemsize], wide="xt")
+QUICK = those_that_hit_more(LOWERED)
+REST = [case for case in LOWERED if case not in QUICK]
+
+
+def of_each_kernel(all_cases):
+    """The columns and masks of the cases, for each kernel and itemsize that has any."""
+    together = {}
+    for kernel, cols, itemsize, masked in all_cases:
+        together.setdefault((kernel, itemsize), {})[cols, masked] = None  # a set that keeps its order
+    return [pytest.param(*key, list(rows), id=f"{key[0]}-{key[1]}") for key, rows in together.items()]
+
+
+def check_columns(kernel, itemsize, rows):
+    for cols, masked in rows:
+        lower(kernel, (3, cols), NARROW[itemsize], wide="xt", mask=(3, cols) if masked else None)
+
+
+@pytest.mark.parametrize(("kernel", "itemsize", "rows"), of_each_kernel(QUICK))
+def test_every_configuration_lowers_for_cuda(kernel, itemsize, rows):
+    check_columns(kernel, itemsize, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "itemsize", "rows"), of_each_kernel(REST))
+def test_every_other_number_of_columns_lowers_for_cuda(kernel, itemsize, rows):
+    check_columns(kernel, itemsize, rows)
 
 
 # A mask of fewer rows, in rows that are not aligned as vectors are: the columns, and the threads that it takes.
 REPEATED = {4: {1025: 128, 4097: 256, 10001: 512, 20001: 1024}, 2: {2049: 128, 4100: 128, 10002: 256, 32767: 1024}}
 
 
-@in_turn(["softmax_forward", "log_softmax_vjp"])
+@pytest.mark.parametrize(
+    ("kernel", "itemsize"),
+    [
+        *[("softmax_forward", 4), ("log_softmax_vjp", 2)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("softmax_forward", 2), ("log_softmax_vjp", 4)]),
+    ],
+)
 def test_masks_of_fewer_rows_lower_where_rows_are_not_aligned(kernel, itemsize):
     for cols, threads in REPEATED[itemsize].items():
         vector = math.gcd(cols, 16 // itemsize)
@@ -154,28 +197,6 @@ def test_every_number_of_columns_has_a_configuration():
         assert layout.aligned or not masked  # rows of a mask that are not those of the scores
 
 
-def entries_hit(monkeypatch, all_cases):
-    """Which entries of the tables the cases hit, with the kernel that does, and all entries: (table, itemsize, index)."""
-    marked = itertools.count(1000)
-    names = {}
-
-    def mark(table, itemsize, pairs, position):
-        result = []
-        for index, entry in enumerate(pairs):
-            number = next(marked)
-            names[number] = (table, itemsize, index)
-            result.append((*entry[:position], replace(entry[position], repeats=number)))
-        return result
-
-    blocks = {itemsize: mark("blocks", itemsize, pairs, 1) for itemsize, pairs in mosaic._BLOCKS[9].items()}
-    faster = {key: mark(key[0], key[1], ways, 2) for key, ways in mosaic._FASTER[9].items()}
-    with monkeypatch.context() as patch:
-        patch.setitem(mosaic._BLOCKS, 9, blocks)
-        patch.setitem(mosaic._FASTER, 9, faster)
-        found = {(case[0], mosaic.config_for(HOPPER, *case).repeats) for case in all_cases}
-    return {(kernel, *names[number]) for kernel, number in found if number in names}, set(names.values())
-
-
 def everything():
     """More than enough rows to find every configuration: exact, aligned and ragged ones of every length."""
     long = [1024 * i + extra for i in range(1, 33) for extra in (0, 8, 4, 1) if 1024 * i + extra <= mosaic.MAX_COLS]
@@ -184,24 +205,20 @@ def everything():
             yield kernel, cols, itemsize, masked
 
 
-def test_every_entry_of_the_tables_is_hit_by_a_lowered_case(monkeypatch):
-    tested, entries = entries_hit(monkeypatch, LOWERED)
-    reachable, _ = entries_hit(monkeypatch, everything())
+def test_every_entry_of_the_tables_is_hit_by_a_lowered_case():
+    tested, entries = entries_hit(QUICK)
+    reachable, _ = entries_hit(everything())
     assert reachable - tested == set()
     assert entries - {entry[1:] for entry in tested} == set()  # nor is there an entry that nothing reaches
 
 
 def test_every_way_of_short_rows_is_hit_by_a_lowered_case():
-    def ways(all_cases):
-        configs = ((case, mosaic.config_for(HOPPER, *case)) for case in all_cases)
-        return {(itemsize, c.vector, c.threads, c.repeats > 1) for (*_, itemsize, _), c in configs if c.threads <= ptx.WARP}
-
-    assert ways(everything()) - ways(LOWERED) == set()
+    assert ways_hit(everything()) - ways_hit(QUICK) == set()
 
 
-def test_a_missing_case_is_noticed(monkeypatch):
-    without = [case for case in LOWERED if case[1] != 16384]
-    tested, entries = entries_hit(monkeypatch, without)
+def test_a_missing_case_is_noticed():
+    without = [case for case in QUICK if case[1] != 16384]
+    tested, entries = entries_hit(without)
     assert entries - {entry[1:] for entry in tested} != set()
 
 
@@ -767,11 +784,11 @@ GRID = [
 ]
 
 
-def test_the_grid_on_the_gpu_hits_every_entry_of_the_tables(monkeypatch):
+def test_the_grid_on_the_gpu_hits_every_entry_of_the_tables():
     sizes = {(cols, jnp.dtype(dtype).itemsize) for dtype, cols, _ in GRID}
     plain = [(kernel, *size, False) for kernel in KERNELS for size in sizes]
-    tested, _ = entries_hit(monkeypatch, plain)
-    reachable, _ = entries_hit(monkeypatch, (case for case in everything() if not case[3]))
+    tested, _ = entries_hit(plain)
+    reachable, _ = entries_hit(case for case in everything() if not case[3])
     assert reachable - tested == set()
 
 
