@@ -1419,7 +1419,7 @@ def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, k
 
 @QUICKLY
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", quickly(AxisType.Auto), ids=str)
+@MESHES
 def test_tiles_stay_sharded(tiles, kind, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", (4, 4))
     check_mesh(SPECS[1], 2, kind)
