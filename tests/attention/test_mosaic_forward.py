@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -298,7 +297,6 @@ def test_segments_of_64_bits_are_refused():
     assert dict(decision.refusals)["mosaic"] == "segment ids must have at most 32 bits, got int64"
 
 
-@CHOICES
 def test_the_limits_themselves_are_served():
     for size, value_size in ((8, 8), (256, 256), (8, 256)):
         given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
@@ -600,11 +598,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         return tile_low, tile_high, low, high, *tile.seen_whole(place, first, ROWS)
 
     groups = range(plan.blocks_q * config.consumers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis)
-        )
-        found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.consumers)))
+    found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.consumers)))
     for group in groups[: len(any_seen)]:
         bounds = (int(np.broadcast_to(own, len(groups))[group]) for own in found)
         tile_low, tile_high, low, high, whole_from, whole_to = bounds
@@ -712,13 +706,13 @@ def test_attention_alone_has_the_values_of_the_op(options):
         return jax.jit(lambda given: jax.vjp(lambda given: f(**given), given))(given)
 
     alone, vjp_alone = pull(functools.partial(mosaic.alone, scale=0.125, **options))
-    renamed = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
-    out, vjp = pull(functools.partial(forced, scale=0.125, **{renamed[name]: option for name, option in options.items()}))
+    names = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
+    renamed = {names[name]: option for name, option in options.items()}
+    out, vjp = pull(functools.partial(forced, scale=0.125, **renamed))
     np.testing.assert_array_equal(alone, out)
-    more = {renamed[name]: option for name, option in options.items()}
     dout, dlse = np.asarray(out), np.zeros(out.shape[:-1])
     arrays = [np.asarray(given[name]) for name in ("query", "key", "value")]
-    truths = attention_oracle.cotangents(dout, dlse, *arrays, scale=0.125, **more, tight=True)
+    truths = attention_oracle.cotangents(dout, dlse, *arrays, scale=0.125, **renamed, tight=True)
     for pulled in (vjp_alone(out)[0], vjp(out)[0]):
         for name, cotangent in pulled.items():
             assert oracle.error(cotangent, truths[name]) <= 1, name
