@@ -20,7 +20,7 @@ from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 
-from .. import oracle
+from .. import kernels, oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
 
@@ -710,14 +710,24 @@ ON_CUDA = {
 }
 
 
-@pytest.mark.usefixtures("choices")
-@pytest.mark.parametrize("kind", ON_CUDA)
-def test_kernels_run_on_cuda(kind):
+def gradient_on_cuda(kind):
+    """The gradient of a layer's loss, and the layer's parameters."""
     api, options, call = ON_CUDA[kind]
     params, f = APIS[api].layer(attention_fn, dtype=jnp.bfloat16, **options)
-    gradient = jax.grad(loss_of(f, **call), has_aux=True)
+    return jax.grad(loss_of(f, **call), has_aux=True), params
+
+
+@pytest.mark.usefixtures("choices")
+@pytest.mark.parametrize("kind", ON_CUDA)
+def test_kernels_are_chosen_on_cuda(kind):
+    gradient, params = gradient_on_cuda(kind)
     expected = [("dot_product_attention", "mosaic"), ("dot_product_attention_vjp", "mosaic")]
     assert ops(gradient, params, *INPUTS, platform="cuda") == expected
+
+
+def test_kernels_are_lowered_for_cuda():
+    gradient, params = gradient_on_cuda(next(iter(ON_CUDA)))
+    kernels.lowered_for_cuda(gradient, params, *INPUTS, kernels=["attention_forward_mosaic", "attention_backward_mosaic"])
 
 
 LONG = 300
