@@ -69,16 +69,19 @@ def rotated(x, positions=None):
     return x * jnp.cos(positions)[:, None].astype(x.dtype)
 
 
+def moving_of(operands):
+    """Those that may have a gradient or a tangent."""
+    return {name: a for name, a in operands.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+
+
 def with_gradient(f):
     """The sum of what `f` gives, of one tree of arrays, and its gradient in those of them that may have one."""
 
     def both(operands):
-        moving = {name: a for name, a in operands.items() if jnp.issubdtype(a.dtype, jnp.floating)}
-
         def total(moving):
             return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(f(operands | moving)))
 
-        return jax.value_and_grad(total)(moving)
+        return jax.value_and_grad(total)(moving_of(operands))
 
     return both
 
@@ -95,25 +98,22 @@ def programs():
     yield "online", with_gradient(lambda given: combined(given["x"])), {"x": ROWS}, True
     qkv = {"query": QUERY, "key": KEY, "value": KEY}
     for name, (operands, options) in FEATURES.items():
-        yield f"attention, {name}", with_gradient(functools.partial(attend, **options)), qkv | operands, False
+        yield f"attention, {name}", with_gradient(functools.partial(attend, **options)), qkv | operands, name == "deterministic"
     operands, options = EVERYTHING
     everything = functools.partial(attend, **options)
     yield "attention, everything", with_gradient(everything), qkv | operands, True
-    pushed = lambda given: jax.jvp(lambda moving: everything(given | moving), [qkv_of(given)], [qkv_of(given)])  # noqa: E731
+    pushed = lambda given: jax.jvp(lambda moving: everything(given | moving), [moving_of(given)], [moving_of(given)])  # noqa: E731
     yield "attention, tangent", pushed, qkv | operands, False
     yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), False
     with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):
         f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
-        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, False
-
-
-def qkv_of(given):
-    return {name: given[name] for name in ("query", "key", "value")}
+        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, True
 
 
 def main():
-    kernels.lower_faster()
+    if "--every" not in sys.argv:  # with it, as JAX lowers where nothing is patched
+        kernels.lower_faster()
     hashes = {}
     for name, f, argument, is_core in programs():
         traced = jax.jit(f).trace(argument)

@@ -17,7 +17,7 @@ import jaxsoftmax
 from .. import kernels
 
 
-@pytest.mark.parametrize(("options", "count"), [([], 33), pytest.param(["--every"], 56, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("options", "count"), [([], 36), pytest.param(["--every"], 56, marks=pytest.mark.slow)], ids=str)
 def test_programs_do_not_depend_on_the_order_of_sets(options, count):
     root = Path(__file__).parents[2]
 
