@@ -441,9 +441,9 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         assert all(found.tobytes() == other[name].tobytes() for other in others), name
         found, other = oracle.to64(found), oracle.to64(varying[name])
         assert np.all(np.isfinite(found))
-        # Another program, so large that its float64 truth would take minutes; smaller ones are held to their budgets. Weights
-        # and results of 16 bits may be rounded to the next number, a unit in the last place, 2^-7, away: of the result itself,
-        # and, where terms cancel, of a sum of terms that are up to 2^-4 of the largest result.
+        # Another program, so large that its float64 truth would take minutes; smaller ones are held to derived budgets. These
+        # bounds are chosen, not derived: a unit in the last place of bfloat16, 2^-7, of a result, as both programs round
+        # weights and results to 16 bits, and a sixteenth of that of the largest result, as the terms of a sum may cancel.
         np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-11 * np.max(np.abs(other)), err_msg=name)
 
 

@@ -157,7 +157,7 @@ def test_the_seed_fixes_the_run(example, text, finished, compared, tmp_path):
 
 
 def after_steps(count, each):
-    """How far apart, relative to themselves, losses of two runs may be, of which each step may add so much."""
+    """How far apart, relative to themselves, losses of two runs may be, if each step adds at most so much."""
     return each * np.arange(1, count + 1)
 
 
@@ -166,7 +166,7 @@ def test_the_attentions_agree(compared):
     flash, softmax, theirs = (results(out / name) for name in ("flash", "softmax", "jax"))
     for ours in (flash, softmax):
         losses, others = ours["training_losses_nats"], theirs["training_losses_nats"]
-        most = after_steps(len(losses), 64 * oracle.EPS)  # a few dozen roundings, as of two layers of attention
+        most = after_steps(len(losses), 64 * oracle.EPS)  # chosen, not derived: 64 roundings to float32 a step
         assert np.all(np.abs(np.divide(losses, others) - 1) <= most)
         assert ours["held_out_bits_per_byte"] == pytest.approx(theirs["held_out_bits_per_byte"], rel=most[-1])
     rows = {
@@ -231,7 +231,7 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
     assert "--attention jax runs out of memory: try a smaller --batch\n" in printed
     assert "\njax        out of memory\n" in printed
     flash, softmax = (results(out / name)["training_losses_nats"] for name in ("flash", "softmax"))
-    assert np.all(np.abs(np.divide(flash, softmax) - 1) <= after_steps(6, 2.0**-8))  # a rounding to bfloat16
+    assert np.all(np.abs(np.divide(flash, softmax) - 1) <= after_steps(6, 2.0**-8))  # chosen, not derived: a rounding
     before = snapshot(out)
     assert "seed was 0, now 7" in refused(example, capfd, *arguments(text, out, "--compare", "--resume", seed=7, **options))
     assert snapshot(out) == before
