@@ -93,7 +93,7 @@ def backward(y, t, scale, dtype):
         left, right = [jnp.sum(b * a, axis=1) for a, b in zip(t, y, strict=True)]
         return [b * (a - _along(left + right, a)) for a, b in zip(t, y, strict=True)]
 
-    return _call("softmax_backward_probe", tile, [y, t], scale, dtype)
+    return _call("softmax_jacobian_probe", tile, [y, t], scale, dtype)
 
 
 def _call(name, tile, operands, scale, dtype):
