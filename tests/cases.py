@@ -36,6 +36,11 @@ SHAPES = [
 ]
 
 
+def slow_unless(condition: bool):
+    """The marks of a case that runs by default only where the condition holds."""
+    return [] if condition else [pytest.mark.slow]
+
+
 def ident(value) -> str:
     return str(value).replace(" ", "")
 

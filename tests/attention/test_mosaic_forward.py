@@ -29,7 +29,7 @@ from jaxsoftmax.ops.attention.mosaic import blocks, forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Operand, batch_index
 
-from .. import kernels, oracle
+from .. import cases, kernels, oracle
 from . import oracle as attention_oracle
 
 attend = jaxsoftmax.dot_product_attention
@@ -107,8 +107,8 @@ def with_features(names, sizes, lengths, dtype="bfloat16"):
 
 @pytest.mark.parametrize(
     ("feature", "lengths"),
-    [  # quickly with one of the lengths, in turn
-        pytest.param(feature, lengths, marks=[] if (place + index // 2) % 2 else pytest.mark.slow)
+    [  # by default with one of the lengths, in turn
+        pytest.param(feature, lengths, marks=cases.slow_unless((place + index // 2) % 2 == 1))
         for index, feature in enumerate(FEATURES)
         for place, lengths in enumerate(LENGTHS)
     ],
@@ -121,7 +121,7 @@ def test_every_feature_lowers_for_cuda(feature, lengths):
 
 @pytest.mark.parametrize(
     "feature",
-    [pytest.param(feature, marks=[] if index % 4 in (1, 2) else pytest.mark.slow) for index, feature in enumerate(FEATURES)],
+    [pytest.param(feature, marks=cases.slow_unless(index % 4 in (1, 2))) for index, feature in enumerate(FEATURES)],
 )
 def test_every_feature_lowers_for_cuda_in_float32(feature):
     index = list(FEATURES).index(feature)

@@ -714,7 +714,7 @@ EMPTY_ROWS = {
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        pytest.param(kind, dtype, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)  # quickly in one dtype, in turn
+        pytest.param(kind, dtype, marks=cases.slow_unless((i + j) % 2 == 0))  # by default in one dtype, in turn
         for i, kind in enumerate(EMPTY_ROWS)
         for j, dtype in enumerate(("float32", "bfloat16"))
     ],
@@ -1393,11 +1393,10 @@ SPECS = [P("data"), P("data", None, "model"), P(None, None, "model"), P(("data",
 HEADS = P(None, "model")
 
 
-def quickly(kind, *others):
-    """Both kinds of axes, of which all but this one are slow."""
-    return [
-        pytest.param(*others, own, marks=[] if own == kind else pytest.mark.slow) for own in (AxisType.Auto, AxisType.Explicit)
-    ]
+def on_both_meshes(quick_on, *others):
+    """Both kinds of axes, of which all but `quick_on` are slow."""
+    both = (AxisType.Auto, AxisType.Explicit)
+    return [pytest.param(*others, kind, marks=cases.slow_unless(kind == quick_on)) for kind in both]
 
 
 @QUICKLY
@@ -1405,11 +1404,11 @@ def quickly(kind, *others):
 @pytest.mark.parametrize(
     ("spec", "key_heads", "kind"),
     [
-        *quickly(None, SPECS[0], 2),
-        *quickly(AxisType.Explicit, SPECS[1], 1),
-        *quickly(None, SPECS[1], 2),  # as of an implementation that gets shards
-        *quickly(AxisType.Auto, SPECS[2], 4),
-        *quickly(AxisType.Explicit, SPECS[3], 2),
+        *on_both_meshes(None, SPECS[0], 2),
+        *on_both_meshes(AxisType.Explicit, SPECS[1], 1),
+        *on_both_meshes(None, SPECS[1], 2),  # as of an implementation that gets shards
+        *on_both_meshes(AxisType.Auto, SPECS[2], 4),
+        *on_both_meshes(AxisType.Explicit, SPECS[3], 2),
     ],
     ids=str,
 )
@@ -1500,7 +1499,9 @@ def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
 @QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("shape", "shared", "kind"), [*quickly(AxisType.Explicit, (2, 4), "a"), *quickly(AxisType.Auto, (4, 2), "b")], ids=str
+    ("shape", "shared", "kind"),
+    [*on_both_meshes(AxisType.Explicit, (2, 4), "a"), *on_both_meshes(AxisType.Auto, (4, 2), "b")],
+    ids=str,
 )
 def test_heads_are_sharded_over_the_axes_that_share_key_heads_evenly(local, shape, shared, kind):
     mesh = make_mesh(kind, shape, ("a", "b"))

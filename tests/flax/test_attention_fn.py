@@ -20,7 +20,7 @@ from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 
-from .. import kernels, oracle
+from .. import cases, kernels, oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
 
@@ -153,15 +153,13 @@ OF_NNX = {
 }
 
 
-def in_turn(index):
-    """Quickly in one of the two APIs: what they pass on is the same."""
-    return [] if index % 2 == 0 else pytest.mark.slow
+# Of what is in turn, one of the two APIs by default: what they pass on is the same.
 
 
 @pytest.mark.parametrize(
     ("api", "case"),
     [
-        pytest.param(api, case, id=f"{name}, {kind}", marks=in_turn(i + j))
+        pytest.param(api, case, id=f"{name}, {kind}", marks=cases.slow_unless((i + j) % 2 == 0))
         for i, (name, api) in enumerate(APIS.items())
         for j, (kind, case) in enumerate(CASES.items())
     ]
@@ -215,7 +213,7 @@ MEANS = functools.partial(attention_fn, fully_masked_rows="mean")
 @pytest.mark.parametrize(
     ("api", "options", "call", "dtype"),
     [
-        pytest.param(api, {}, call, dtype, id=f"{name}, {kind}, {dtype}", marks=in_turn(i + j + k))
+        pytest.param(api, {}, call, dtype, id=f"{name}, {kind}, {dtype}", marks=cases.slow_unless((i + j + k) % 2 == 0))
         for i, (name, api) in enumerate(APIS.items())
         for j, (kind, call) in enumerate(PADDED.items())
         for k, dtype in enumerate(("float32", "bfloat16"))
@@ -285,7 +283,7 @@ def test_every_argument_of_flax_is_there(api):
 @pytest.mark.parametrize(
     ("api", "dtype"),
     [
-        pytest.param(api, dtype, id=f"{name}, {dtype}", marks=in_turn(i + j))
+        pytest.param(api, dtype, id=f"{name}, {dtype}", marks=cases.slow_unless((i + j) % 2 == 0))
         for i, (name, api) in enumerate(APIS.items())
         for j, dtype in enumerate(("bfloat16", "float16"))
     ],

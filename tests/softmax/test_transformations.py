@@ -101,11 +101,11 @@ def test_once(name, transformation):
 
 
 def in_turn(*others):
-    """Each op with each of the others; quickly one of the ops, in turn."""
+    """Each op with each of the others; by default one of the ops, in turn."""
     return pytest.mark.parametrize(
         ("name", "others"),
         [
-            pytest.param(name, own, marks=[] if (index + index // len(others[-1])) % 3 == place else pytest.mark.slow)
+            pytest.param(name, own, marks=cases.slow_unless((index + index // len(others[-1])) % 3 == place))
             for place, name in enumerate(cases.OPS)
             for index, own in enumerate(itertools.product(*others))
         ],
