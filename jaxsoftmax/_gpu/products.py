@@ -29,8 +29,8 @@ _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidden: float = -math.inf) -> jax.Array:
     """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows or None."""
-    limits = {arith.CmpIPredicate.sle: low, arith.CmpIPredicate.sge: high}
-    limits = {test: limit for test, limit in limits.items() if limit is not None}
+    tests = (arith.CmpIPredicate.sle, low), (arith.CmpIPredicate.sge, high)
+    limits = {test: limit for test, limit in tests if limit is not None}
 
     @plgpu.inline_mgpu(
         arg_types=(_PRODUCT, *(_PRODUCT_ROWS for _ in limits)),

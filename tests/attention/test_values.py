@@ -1406,7 +1406,7 @@ def on_both_meshes(quick_on, *others):
     [
         *on_both_meshes(None, SPECS[0], 2),
         *on_both_meshes(AxisType.Explicit, SPECS[1], 1),
-        *on_both_meshes(None, SPECS[1], 2),  # as of an implementation that gets shards
+        *on_both_meshes(None, SPECS[1], 2),
         *on_both_meshes(AxisType.Auto, SPECS[2], 4),
         *on_both_meshes(AxisType.Explicit, SPECS[3], 2),
     ],

@@ -102,8 +102,11 @@ def programs():
     operands, options = EVERYTHING
     everything = functools.partial(attend, **options)
     yield "attention, everything", with_gradient(everything), qkv | operands, True
-    pushed = lambda given: jax.jvp(lambda moving: everything(given | moving), [moving_of(given)], [moving_of(given)])  # noqa: E731
-    yield "attention, tangent", pushed, qkv | operands, False
+
+    def tangent(given):
+        return jax.jvp(lambda moving: everything(given | moving), [moving_of(given)], [moving_of(given)])
+
+    yield "attention, tangent", tangent, qkv | operands, False
     yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), False
     with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):

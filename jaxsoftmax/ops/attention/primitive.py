@@ -72,8 +72,8 @@ def _attention_jvp(operands, tangents, *, return_lse, **params):
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
     saved = operands | dict(zip(("out", "lse"), results, strict=True))
-    moves = bind(ATTENTION_JVP, saved | {f"d_{name}": t for name, t in tangents.items()}, **params)
-    return (results, moves) if return_lse else (results[:1], moves[:1])
+    tangents_out = bind(ATTENTION_JVP, saved | {f"d_{name}": t for name, t in tangents.items()}, **params)
+    return (results, tangents_out) if return_lse else (results[:1], tangents_out[:1])
 
 
 def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
@@ -102,8 +102,8 @@ def _jvp_transpose(cotangents, operands, types, **params):
 
 def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
     """From the cotangents of what is wanted, those of dout and dlse."""
-    moves = {f"d_{name}": cotangent for name, cotangent in zip(wanted, cotangents, strict=True)}
-    found = dict(zip(("d_out", "d_lse"), bind(ATTENTION_JVP, operands | moves, **params), strict=True))
+    tangents = {f"d_{name}": cotangent for name, cotangent in zip(wanted, cotangents, strict=True)}
+    found = dict(zip(("d_out", "d_lse"), bind(ATTENTION_JVP, operands | tangents, **params), strict=True))
     return {name: summed_to(found[name], kind.shape) for name, kind in types.items()}
 
 

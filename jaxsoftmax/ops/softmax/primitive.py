@@ -84,14 +84,14 @@ def _log_jvp(this, tangent, operands, tangents, *, return_state, **params):
     """The jvp rule of log_softmax and logsumexp, whose tangent is that map."""
     out, m, d = bind(this, operands, return_state=True, **params)
     t, needs_scale = _scores_tangent(operands, tangents)
-    results, moves = [out, m, d], [None, None, None]
+    results, tangents_out = [out, m, d], [None, None, None]
     if t is not None:
         given = operands | {"m": m, "d": d, "t": t}
-        moves[:1] = bind(tangent, given, scale_tangent=needs_scale, **params)
+        tangents_out[:1] = bind(tangent, given, scale_tangent=needs_scale, **params)
         if return_state:
             (mean,) = bind(LOGSUMEXP_JVP, given, scale_tangent=needs_scale, **{**params, "dtype": d.dtype})
-            moves[2] = d * mean
-    return (results, moves) if return_state else (results[:1], moves[:1])
+            tangents_out[2] = d * mean
+    return (results, tangents_out) if return_state else (results[:1], tangents_out[:1])
 
 
 def _transpose(transposed, cotangents, operands, types, *, dtype, **params):

@@ -692,7 +692,8 @@ class _Scores:
         if "query_lengths" in self.operands:
             high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
         if left is not None:
-            high = functools.reduce(jnp.minimum, [limit for limit in (high, position + (left - start)) if limit is not None])
+            of_window = position + (left - start)
+            high = of_window if high is None else jnp.minimum(high, of_window)
         if self.plan.is_ragged or "key_lengths" in self.operands:
             high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)
         return low, high

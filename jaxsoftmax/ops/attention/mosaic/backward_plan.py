@@ -125,7 +125,7 @@ class Plan(Call):
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
         ]
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
-        span = self.span(block, lengths, KERNEL._replace(divide=jnp.floor_divide))
+        span = self.span(block, lengths, KERNEL._replace(divide=jnp.floor_divide))  # of arrays and numbers together
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
         if "query_segments" in given:
             ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)
