@@ -186,9 +186,9 @@ def attention_fn_with_rope(
             shape, own = array.shape[:-2], input_positions.shape
             if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):
                 raise ValueError(f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {own}")
-            # Not to all of the batch, which may be sharded.
-            own = (1,) * (len(shape) - len(own)) + own
-            arrays.append(jnp.broadcast_to(input_positions, (*own[:-1], shape[-1]))[..., None, :])
+            # Axes of size 1 for the batch, which may be sharded: `vectorize` repeats positions along them.
+            entries = ((1,) * (len(shape) - len(own)) + own)[:-1]
+            arrays.append(jnp.broadcast_to(input_positions, (*entries, shape[-1]))[..., None, :])
             signature = "(t,h),(t)->(t,r)"
         return jnp.swapaxes(jnp.vectorize(rope, signature=signature)(*arrays), -2, -3)
 

@@ -402,7 +402,7 @@ def _product_position():
 
 
 def _constants(values):
-    """Int32 constants of MLIR, made once for all registers that need them; of two numbers a vector."""
+    """Int32 constants of MLIR, made once for all registers that need them: a scalar for a number, a vector for two."""
     i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
 
     def of_two(numbers):

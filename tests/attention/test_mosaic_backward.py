@@ -441,9 +441,10 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
         assert all(found.tobytes() == other[name].tobytes() for other in others), name
         found, other = oracle.to64(found), oracle.to64(varying[name])
         assert np.all(np.isfinite(found))
-        # Another program, so large that its float64 truth would take minutes; smaller ones are held to derived budgets. These
-        # bounds are chosen, not derived: a unit in the last place of bfloat16, 2^-7, of a result, as both programs round
-        # weights and results to 16 bits, and a sixteenth of that of the largest result, as the terms of a sum may cancel.
+        # The other program adds in another order. The float64 truth of problems so large would take minutes; smaller ones are
+        # held to derived budgets. The bounds here are chosen, not derived. Both programs round weights and results to 16 bits:
+        # so they may differ by a unit in the last place of bfloat16, 2^-7 of a result. The terms of a sum may cancel: so they
+        # may also differ by 2^-11 of the largest result.
         np.testing.assert_allclose(found, other, rtol=2**-7, atol=2**-11 * np.max(np.abs(other)), err_msg=name)
 
 

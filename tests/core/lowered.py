@@ -115,7 +115,7 @@ def programs():
 
 
 def main():
-    if "--every" not in sys.argv:  # with it, as JAX lowers where nothing is patched
+    if "--every" not in sys.argv:  # which also shows that JAX lowers alike where nothing is patched
         kernels.lower_faster()
     hashes = {}
     for name, f, argument, is_core in programs():

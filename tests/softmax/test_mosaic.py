@@ -81,7 +81,7 @@ NARROW = {4: "float32", 2: "bfloat16"}
 
 
 def columns(each, rest, kernel, itemsize):
-    """The numbers of columns for which a kernel is lowered: all kernels together have all of them, quickly or slowly."""
+    """The numbers of columns for which a kernel is lowered, by default or if slow: all kernels together have all of them."""
     first = list(KERNELS).index(kernel) + itemsize // 4
     return each[itemsize] + rest[first % 6 :: 6]
 

@@ -29,5 +29,5 @@ AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)}
 
 def batch_of(arrays) -> tuple[int, ...]:
     """The batch that operands and results, or their types, have together, of those that are there."""
-    there = {name: array for name, array in arrays.items() if array is not None}
-    return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there.items()))
+    there = [(name, array) for name, array in arrays.items() if array is not None]
+    return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there))

@@ -33,8 +33,8 @@ class Config:
       roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
       pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
       keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
-      one_program: whether both consumers run one program, without `roles`; else each has its own, in which its number is a
-        constant: up to 2 percent faster at head size 128, but longer to lower and to compile (docs/design.md).
+      one_program: whether both consumers run one program; not with `roles`. Else each has a program of its own, in which its
+        number is a constant. That is up to 2 percent faster at head size 128, but is lowered more slowly (docs/design.md).
       registers: of a thread of the producer, and of the consumers.
     """
 
@@ -125,7 +125,8 @@ class Plan(Call):
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
         ]
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
-        span = self.span(block, lengths, KERNEL._replace(divide=jnp.floor_divide))  # of arrays and numbers together
+        mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
+        span = self.span(block, lengths, mixed)
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
         if "query_segments" in given:
             ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)

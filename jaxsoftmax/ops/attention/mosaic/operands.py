@@ -14,7 +14,7 @@ from jaxsoftmax.ops.attention._operands import AXES, batch_of
 
 
 class Arithmetic(NamedTuple):
-    """Operations on integers from 0 with which a plan counts blocks: HOST's on Python's numbers, KERNEL's on arrays."""
+    """The operations by which a plan counts blocks, on integers that are not negative: Python's numbers, or arrays."""
 
     divide: Callable[..., Any]
     minimum: Callable[..., Any]
