@@ -1,6 +1,7 @@
 """Measures jaxsoftmax and its peers on the GPU that JAX sees, and holds the result files to the bars.
 
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
+python -m benchmarks softmax_sweep         likewise, softmax over 64 widths drawn at random
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
@@ -16,11 +17,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import attention, bars, clock, first_call, harness, plot, results, softmax
+from benchmarks import attention, bars, clock, first_call, harness, plot, results, softmax, sweep
 from benchmarks.cells import OURS, Cell
 
 SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax": softmax.cells,
+    "softmax_sweep": sweep.cells,
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
     "first_call": first_call.cells,
@@ -160,8 +162,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    for _, path in _files(options):
-        for figure in plot.draw(results.newest(results.read(path)), path.parent):
+    for suite, path in _files(options):
+        draw = plot.draw_sweep if suite == "softmax_sweep" else plot.draw
+        for figure in draw(results.newest(results.read(path)), path.parent):
             print(figure)
     return 0
 

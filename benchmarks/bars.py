@@ -9,7 +9,11 @@ or left out for any; and one limit:
     us_at_most               the time of ours in microseconds
     error_at_most            the error of ours
 
-and `implementation` if ours must be one: a speed that another one reaches does not count.
+and `implementation` if ours must be one: a speed that another one reaches does not count. More may be said of it:
+
+    columns       the first and the last size of the last axis that it holds for, such as [64, 32768]
+    percentile    with `ratio_at_least`: of the cells of an op, pass and dtype at most so many percent may be below
+    if_measured   of a peer that need not be installed: it holds for the cells that the peer has a row of
 
 The peer's row is that of the same cell; that of `copy` is the copy of the same dtype. Another cell is `than`, a table of what
 it differs in, of the filters' names: `than = { options = "causal=1" }`.
@@ -41,10 +45,18 @@ class Bar:
     peer: str | None = None
     implementation: str | None = None
     than: dict[str, str] | None = None
+    columns: tuple[int, int] | None = None
+    percentile: float | None = None
+    if_measured: bool = False
 
     def holds_for(self, cell: Cell) -> bool:
+        if self.columns is not None and not self.columns[0] <= cell.shape[-1] <= self.columns[1]:
+            return False
         actual = _named(cell)
         return all(allowed is None or actual[name] in allowed for name, allowed in self.filters.items())
+
+    def is_cleared_by(self, found: float) -> bool:
+        return found >= self.value if self.limit == "ratio_at_least" else found <= self.value
 
     def other(self, cell: Cell) -> tuple[str, ...]:
         """The cell with which a cell of ours is compared, as `Row.cell` has it."""
@@ -52,7 +64,8 @@ class Bar:
 
     def __str__(self) -> str:
         other = self.peer or (self.than and ", ".join(f"{name} {value!r}" for name, value in self.than.items()))
-        return f"{self.limit} {self.value:g}" + (f" of {other}" if other else "")
+        words = f"{self.limit} {self.value:g}" + (f" of {other}" if other else "")
+        return words if self.percentile is None else f"{words}, percentile {self.percentile:g}"
 
 
 def _named(cell: Cell) -> dict[str, str]:
@@ -83,12 +96,14 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
     filters = {name: entry.pop(name, None) for name in FILTERS}
     filters = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in filters.items()}
     peer, implementation, than = (entry.pop(name, None) for name in ("peer", "implementation", "than"))
+    columns, percentile = entry.pop("columns", None), entry.pop("percentile", None)
+    if_measured = entry.pop("if_measured", False)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"{where}: implementation must be one of {', '.join(sorted(IMPLEMENTATIONS))}, got {implementation!r}")
     if len(entry) != 1 or not entry.keys() <= set(LIMITS):
         raise ValueError(f"{where}: needs one of {', '.join(LIMITS)} and nothing unknown, got {', '.join(entry) or 'none'}")
     ((limit, value),) = entry.items()
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if not _is_number(value) or value <= 0:
         raise ValueError(f"{where}: {limit} must be a positive number, got {value!r}")
     if than is not None and (not isinstance(than, dict) or not than or not than.keys() <= set(FILTERS)):
         raise ValueError(f"{where}: than must be a table of {', '.join(FILTERS)}, got {than!r}")
@@ -98,15 +113,41 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
     if limit in (*AGAINST_PEER, *AGAINST_CELL) and (peer is None) == (than is None):
         words = [name for name, limits in (("peer", AGAINST_PEER), ("than", AGAINST_CELL)) if limit in limits]
         raise ValueError(f"{where}: {limit} needs a {' or a '.join(words)}, and one only")
-    return Bar(filters, limit, float(value), peer, implementation, than)
+    if columns is not None and not (isinstance(columns, list) and list(map(type, columns)) == [int, int]):
+        raise ValueError(f"{where}: columns must be the first and the last size, got {columns!r}")
+    if percentile is not None and (limit != "ratio_at_least" or not _is_number(percentile) or not 0 < percentile < 100):
+        raise ValueError(f"{where}: percentile must be between 0 and 100, and of ratio_at_least, got {percentile!r} of {limit}")
+    if not isinstance(if_measured, bool) or (if_measured and peer is None):
+        raise ValueError(f"{where}: if_measured must be true or false, and needs a peer, got {if_measured!r}")
+    columns = None if columns is None else (int(columns[0]), int(columns[1]))
+    return Bar(filters, limit, float(value), peer, implementation, than, columns, percentile, if_measured)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
-    """How many bars there are, one for each cell that an entry holds for, and those that the rows of one run miss."""
-    held = [(bar, cell) for bar in bars for cell in cells if cell.op != "copy" and bar.holds_for(cell)]
+    """How many bars there are, and those that the rows of one run miss.
+
+    An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype.
+    """
     blocks = {tuple(_named(cell).values()): cell.blocks for cell in cells}
-    found = [_miss(bar, cell, run, blocks) for bar, cell in held]
-    return len(held), [miss for miss in found if miss is not None]
+    count, missed = 0, []
+    for bar in bars:
+        held = [cell for cell in cells if cell.op != "copy" and bar.holds_for(cell)]
+        if bar.if_measured:
+            held = [cell for cell in held if _peer(bar, cell, run) is not None]
+        found = [(cell.name, _found(bar, cell, run, blocks)) for cell in held]
+        if bar.percentile is not None:
+            found = _percentiles(bar.percentile, bar.columns, held, [value for _, value in found])
+        count += len(found)
+        missed += [
+            Miss(name, str(bar), value if isinstance(value, str) else f"{value:.4g}")
+            for name, value in found
+            if isinstance(value, str) or not bar.is_cleared_by(value)
+        ]
+    return count, missed
 
 
 def is_ours(row: Row) -> bool:
@@ -114,36 +155,48 @@ def is_ours(row: Row) -> bool:
     return IMPLEMENTATIONS.issuperset(row.implementation.split("+"))
 
 
-def _miss(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...], int]) -> Miss | None:
+def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...], int]) -> float | str:
+    """What the limit is of, or in words why there is none."""
     key = tuple(_named(cell).values())
     ours = _ours(run, key)
     if ours is None:
-        return Miss(cell.name, str(bar), "not measured")
+        return "not measured"
     if bar.implementation not in (None, ours.implementation):
-        return Miss(cell.name, str(bar), f"on {ours.implementation}, not on {bar.implementation}")
+        return f"on {ours.implementation}, not on {bar.implementation}"
     if bar.limit == "us_at_most":
-        return _beyond(bar, cell, ours.us, ours.us <= bar.value)
+        return ours.us
     if bar.limit == "error_at_most":
-        return _beyond(bar, cell, ours.error, ours.error is not None and ours.error <= bar.value)
+        return "no error" if ours.error is None else ours.error
     if bar.than is not None:
         other = _ours(run, bar.other(cell))
         if other is None:
-            return Miss(cell.name, str(bar), "the other not measured")
+            return "the other not measured"
         found = ours.us / other.us
-        if bar.limit == "time_per_block_at_most":
-            found *= blocks[bar.other(cell)] / blocks[key]
-        return _beyond(bar, cell, found, found <= bar.value)
-    peers = [
-        row
-        for row in run
-        if row.implementation == bar.peer
-        and (row.cell == key or (bar.peer == "copy" and (row.op, row.dtype) == ("copy", cell.dtype)))
-    ]
-    if not peers:
-        return Miss(cell.name, str(bar), f"{bar.peer} not measured")
-    if bar.limit == "ratio_at_least":
-        return _beyond(bar, cell, ours.speed / peers[-1].speed, ours.speed / peers[-1].speed >= bar.value)
-    return _beyond(bar, cell, ours.us / peers[-1].us, ours.us / peers[-1].us <= bar.value)
+        return found * blocks[bar.other(cell)] / blocks[key] if bar.limit == "time_per_block_at_most" else found
+    peer = _peer(bar, cell, run)
+    if peer is None:
+        return f"{bar.peer} not measured"
+    return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.us / peer.us
+
+
+def _percentiles(
+    percentile: float, columns: tuple[int, int] | None, cells: Sequence[Cell], found: Sequence[float | str]
+) -> list[tuple[str, float | str]]:
+    """That of each op, pass and dtype, and of which cells it is."""
+    groups: dict[str, list[float | str]] = {}
+    for cell, value in zip(cells, found, strict=True):
+        groups.setdefault(f"{cell.op} {cell.pass_} {cell.dtype}", []).append(value)
+    of = "" if columns is None else ", columns {} to {}".format(*columns)
+    return [(f"{name}{of}, {len(values)} cells", _of_percentile(percentile, values)) for name, values in groups.items()]
+
+
+def _of_percentile(percentile: float, found: Sequence[float | str]) -> float | str:
+    """The value that at most so many percent are below, or why there is none: each cell has to have one."""
+    without = [value for value in found if isinstance(value, str)]
+    if without:
+        return f"{len(without)} of {len(found)} without a ratio, the first: {without[0]}"
+    values = sorted(value for value in found if not isinstance(value, str))
+    return values[int(len(values) * percentile / 100)]
 
 
 def _ours(run: Sequence[Row], cell: tuple[str, ...]) -> Row | None:
@@ -152,8 +205,16 @@ def _ours(run: Sequence[Row], cell: tuple[str, ...]) -> Row | None:
     return own[-1] if own else None
 
 
-def _beyond(bar: Bar, cell: Cell, found: float | None, cleared: bool) -> Miss | None:
-    return None if cleared else Miss(cell.name, str(bar), "no error" if found is None else f"{found:.4g}")
+def _peer(bar: Bar, cell: Cell, run: Sequence[Row]) -> Row | None:
+    """The row of a bar's peer that a cell is compared with."""
+    key = tuple(_named(cell).values())
+    rows = [
+        row
+        for row in run
+        if row.implementation == bar.peer
+        and (row.cell == key or (bar.peer == "copy" and (row.op, row.dtype) == ("copy", cell.dtype)))
+    ]
+    return rows[-1] if rows else None
 
 
 def table(found: Sequence[Miss]) -> str:

@@ -1,5 +1,6 @@
 """Draws result files: bandwidth against columns, and accuracy beside it; for attention arithmetic against sequence length."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,12 @@ def draw(run: Sequence[Row], folder: Path) -> list[Path]:
     return paths
 
 
+def draw_sweep(run: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws the share of a copy over the columns, as `softmax_sweep.svg` in `folder`; returns its path, none without rows."""
+    rows = [row for row in run if row.op != "copy" and row.copy_share is not None]
+    return [_figure_of_sweep(folder / "softmax_sweep.svg", rows)] if rows else []
+
+
 def _length(row: Row) -> int:
     return int(row.shape.split("x")[1])
 
@@ -82,8 +89,8 @@ def _of_one_size(rows: list[Row]) -> list[Row]:
 
 
 def _large(row: Row) -> bool:
-    """Whether a row is of the size at which columns are compared, and not one of the small arrays."""
-    return row.bytes >= 2**27
+    """Whether a row is of the size at which columns are compared, 2^27 elements, and not of a smaller array."""
+    return math.prod(map(int, row.shape.split("x"))) > 2**26
 
 
 def _is_power(count: int) -> bool:
@@ -143,6 +150,48 @@ def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str],
             axis.set_xlabel("columns")
         _finish(figure, path, f"{op} {pass_}", rows[-1], panels)
     return path
+
+
+def _figure_of_sweep(path: Path, rows: list[Row]) -> Path:
+    """A panel for each op, a row of panels for each dtype."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    ops = list(dict.fromkeys((row.op, row.pass_) for row in rows))
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(1.8 + 3.1 * len(ops), 0.9 + 2.7 * len(dtypes)), layout="constrained")
+        panels = figure.subplots(len(dtypes), len(ops), squeeze=False, sharex=True, sharey=True)
+        for dtype, line in zip(dtypes, panels, strict=True):
+            line[0].set_ylabel("share of a copy")
+            lasts: Ends = {}
+            for (op, pass_), axis in zip(ops, line, strict=True):
+                lasts |= _dots(axis, [row for row in rows if (row.op, row.pass_, row.dtype) == (op, pass_, dtype)])
+                axis.set_title(f"{op} {pass_}, {dtype}")
+            line[0].set_ylim(0, None)  # of all, when all are drawn
+            label_ends(line[-1], lasts)
+        for axis in panels[-1]:
+            axis.set_xlabel("columns")
+        _finish(figure, path, "widths drawn at random", rows[-1], panels)
+    return path
+
+
+def _dots(axis: Any, rows: list[Row]) -> Ends:
+    """A mark for each width, and the copy. Returns what `_lines` does."""
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        by_name.setdefault(OURS if is_ours(row) else row.implementation, []).append((_columns(row), row.copy_share or 0.0))
+    lasts: Ends = {}
+    for name, points in by_name.items():
+        look = {"color": _COLOURS[name], "marker": "o", "markersize": 4 if name == OURS else 2.5, "linestyle": ""}
+        axis.plot(*transposed(sorted(points)), **look, zorder=3 if name == OURS else 2)
+        lasts[name] = max(points)[1], _COLOURS[name]
+    lasts["copy"] = _level(axis, 1)
+    axis.set_xscale("log", base=2)
+    ticks = [2**power for power in range(6, 21, 2)]
+    axis.set_xticks(ticks, [_short(count) for count in ticks])
+    axis.minorticks_off()
+    return lasts
 
 
 def _finish(figure: Any, path: Path, title: str, newest: Row, panels: Any) -> None:
@@ -208,9 +257,17 @@ def _lines(
         if line:
             lasts[names.get(name, name)] = line[-1][1], _COLOURS[name]
     powers = sorted({size(row) for row in rows if _is_power(size(row))})
+    if len(powers) > 11:  # their labels would touch
+        powers = [power for power in powers if power.bit_length() % 2]
     axis.set_xscale("log", base=2)
-    axis.set_xticks(powers, [f"{count // 1024}K" if count >= 1024 else str(count) for count in powers])
+    axis.set_xticks(powers, [_short(count) for count in powers])
     return lasts
+
+
+def _short(count: int) -> str:
+    """A power of two as 512, 32K or 1M."""
+    units = [(2**20, "M"), (2**10, "K")]
+    return next((f"{count // unit}{letter}" for unit, letter in units if count >= unit), str(count))
 
 
 def label_ends(axis: Any, lasts: Ends, gap: float = 0.085) -> None:

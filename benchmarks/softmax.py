@@ -8,6 +8,7 @@ output, once, and no other; for `forward+backward`, those of the two passes toge
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,13 +18,19 @@ from jax import lax
 
 import jaxsoftmax
 from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, torch
-from benchmarks.check import to_torch
+from benchmarks.check import sampled_of, to_torch
 from tests import oracle
 
 ELEMENTS = 2**27
 POWERS = tuple(2**n for n in range(6, 16))
 ODD = (100, 127, 1000, 10001)
 BACKWARD = (64, 128, 256, 1024, 4096, 8192, 16384, 32768, 1000)
+LONG = (49152, 65536, 128256, 131072, 151936, 256000, 262144, 1048576)  # no block holds them: vocabularies, and powers of two
+LONG_ODD = (50257, 100277, 128003, 200019)
+LONG_OF_LOG = (50257, 128256)
+LONG_BACKWARD = (65536, 131072, 262144, 1048576, 50257, 128256)
+LONG_LOGSUMEXP = (50257, 65536, 128256, 131072, 200019, 262144, 1048576)
+AXIS_1 = ((64, 4096, 512), (256, 1000, 128), (8, 131072, 128), (8, 50257, 320))
 COMPILED_BY_TORCH = (64, 256, 1024, 4096, 16384, 32768)
 DTYPES = ("float32", "bfloat16")
 
@@ -33,25 +40,28 @@ def cells(elements: int = ELEMENTS) -> list[Cell]:
     return [
         *_first_calls(elements),
         *(copy_cell(dtype, elements) for dtype in (*DTYPES, "float16")),
-        *(_forward(op, dtype, _shape(elements, cols)) for op in _OPS for dtype in DTYPES for cols in (*POWERS, *ODD)),
-        *(_forward("softmax", "float16", _shape(elements, cols)) for cols in (1024, 4096, 32768)),
-        *(_forward("softmax", "float16", (rows, cols)) for rows in (32, 64) for cols in (512, 1024, 2048, 4096, 8192)),
-        _forward("softmax", "float32", (1024, 512)),
-        *(_logsumexp(dtype, _shape(elements, cols)) for dtype in DTYPES for cols in BACKWARD),
+        *(forward_cell(op, dtype, shape_of(elements, cols)) for op in _OPS for dtype in DTYPES for cols in (*POWERS, *ODD)),
+        *(forward_cell("softmax", "float16", shape_of(elements, cols)) for cols in (1024, 4096, 32768)),
+        *(forward_cell("softmax", "float16", (rows, cols)) for rows in (32, 64) for cols in (512, 1024, 2048, 4096, 8192)),
+        forward_cell("softmax", "float32", (1024, 512)),
+        *(logsumexp_cell(dtype, shape_of(elements, cols)) for dtype in DTYPES for cols in BACKWARD),
         *_backward(elements),
         *_both(elements),
         *_masked(elements),
-        _converted("bfloat16", "float32", _shape(elements, 4096)),
-        _converted("float32", "bfloat16", _shape(elements, 4096)),
-        _fused(_shape(elements, 4096)),
-        _cast(_shape(elements, 4096)),
+        _converted("bfloat16", "float32", shape_of(elements, 4096)),
+        _converted("float32", "bfloat16", shape_of(elements, 4096)),
+        _fused(shape_of(elements, 4096)),
+        _cast(shape_of(elements, 4096)),
+        *_long(elements),
+        *_few_rows(elements),
+        *_along_axis_1(elements),
     ]
 
 
 _OPS = ("softmax", "log_softmax")
 
 
-def _shape(elements: int, cols: int) -> tuple[int, int]:
+def shape_of(elements: int, cols: int) -> tuple[int, int]:
     return max(elements // cols, 1), cols
 
 
@@ -62,24 +72,45 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
 # Inputs.
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "hurtful"))
+@functools.partial(jax.jit, static_argnames=("draw", "count"))
+def _drawn(key, draw, count):
+    return draw(key, (count,))
+
+
+def _flat(key, draw, shape):
+    """At least as many numbers as a shape has, in one line. Their count is a power of two: generators are slow to compile."""
+    return _drawn(key, draw, 1 << (int(np.prod(shape)) - 1).bit_length())
+
+
+def _shaped(flat, shape):
+    return flat[: int(np.prod(shape))].reshape(shape)
+
+
 def _scores(key, shape, dtype, hurtful):
     """A standard normal times 3, and an offset for each row; if `hurtful`, rows in turn have outliers, 1e4 added, or `-inf`."""
     keys = jax.random.split(key, 3)
-    x = 3 * jax.random.normal(keys[0], shape) + 4 * jax.random.normal(keys[1], (*shape[:-1], 1))
-    if hurtful:
-        chance = jax.random.uniform(keys[2], shape)
-        kind = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2) % 3
-        finite = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) == 0
-        outliers = jnp.where(chance < 0.02, 1e3, x)
-        holes = jnp.where((chance < 0.3) & ~finite, -jnp.inf, x)
-        x = lax.select_n(kind, outliers, x + 1e4, holes)
-    return x.astype(dtype)
+    normals, offsets = _flat(keys[0], jax.random.normal, shape), _flat(keys[1], jax.random.normal, shape[:-1])
+    return _arranged(normals, offsets, _flat(keys[2], jax.random.uniform, shape), hurtful, shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _arranged(normals, offsets, chances, hurtful, shape, dtype):
+    x = 3 * _shaped(normals, shape) + 4 * _shaped(offsets, (*shape[:-1], 1))
+    chance = _shaped(chances, shape)
+    kind = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2) % 3
+    finite = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) == 0
+    outliers = jnp.where(chance < 0.02, 1e3, x)
+    holes = jnp.where((chance < 0.3) & ~finite, -jnp.inf, x)
+    return jnp.where(hurtful, lax.select_n(kind, outliers, x + 1e4, holes), x).astype(dtype)
+
+
 def _normal(key, shape, dtype):
-    return jax.random.normal(jax.random.fold_in(key, 1), shape).astype(dtype)
+    return _converted_to(_flat(jax.random.fold_in(key, 1), jax.random.normal, shape), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _converted_to(flat, shape, dtype):
+    return _shaped(flat, shape).astype(dtype)
 
 
 def one_array(shape, dtype) -> Callable[..., tuple[Any, ...]]:
@@ -94,8 +125,8 @@ def _with_direction(shape, dtype, direction=None) -> Callable[..., tuple[Any, ..
 # Contenders.
 
 
-def _function(module: Any, op: str) -> Callable[..., Any]:
-    return functools.partial(getattr(module, op), axis=-1)
+def _function(module: Any, op: str, axis: int = -1) -> Callable[..., Any]:
+    return functools.partial(getattr(module, op), axis=axis)
 
 
 def _ours_and_jax_nn(make: Callable[[Any], dict[str, Any]]) -> tuple[Contender, Contender]:
@@ -103,15 +134,15 @@ def _ours_and_jax_nn(make: Callable[[Any], dict[str, Any]]) -> tuple[Contender, 
     return Contender(OURS, **make(jaxsoftmax)), Contender("jax.nn", **make(jax.nn))
 
 
-def _plain(op: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda module: {"build": lambda: lambda x: _function(module, op)(x)}
+def _plain(op: str, axis: int = -1) -> Callable[[Any], dict[str, Any]]:
+    return lambda module: {"build": lambda: lambda x: _function(module, op, axis)(x)}
 
 
 def _pullback(op: str) -> Callable[[Any], dict[str, Any]]:
     """The vjp alone: the function that it returns is a pytree, whose residuals are arguments of the program."""
     return lambda module: {
         "build": lambda: lambda vjp, c: vjp(c)[0],
-        "prepare": lambda x, c: (jax.vjp(_function(module, op), x)[1], c),
+        "prepare": _with_first(lambda x: jax.vjp(_function(module, op), x)[1]),
     }
 
 
@@ -119,8 +150,14 @@ def _pushforward(op: str) -> Callable[[Any], dict[str, Any]]:
     """The jvp alone, in the same way."""
     return lambda module: {
         "build": lambda: lambda linear, t: linear(t),
-        "prepare": lambda x, t: (jax.linearize(_function(module, op), x)[1], t),
+        "prepare": _with_first(lambda x: jax.linearize(_function(module, op), x)[1]),
     }
+
+
+def _with_first(function: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A function of the first of two inputs, in its place; jitted, it gives one pytree, and what takes that is traced once."""
+    jitted = jax.jit(function)
+    return lambda x, direction: (jitted(x), direction)
 
 
 def _pullback_with_value(op: str) -> Callable[[Any], dict[str, Any]]:
@@ -137,14 +174,19 @@ def torch_contender(
     return Contender(name, build, prepare, framework="torch", needs=needs, **more)
 
 
-def of_torch(op: str) -> Contender:
-    return torch_contender("torch", lambda: functools.partial(getattr(torch(), op), dim=-1))
+def of_torch(op: str, axis: int = -1) -> Contender:
+    return torch_contender("torch", lambda: functools.partial(getattr(torch(), op), dim=axis))
 
 
 def _compiled_softmax() -> Callable[..., Any]:
     module = torch()
     module._dynamo.reset()  # a function that was compiled for many shapes is no longer compiled for another
     return module.compile(lambda x: module.softmax(x, -1), dynamic=False)
+
+
+def _quack_takes(dtype: str, cols: int) -> bool:
+    """It copies vectors of 16 bytes, and its largest cluster is meant for rows of up to 256K."""
+    return cols * jnp.dtype(dtype).itemsize % 16 == 0 and cols <= 2**18
 
 
 def _quack_softmax() -> Callable[..., Any]:
@@ -175,7 +217,7 @@ def copy_cell(dtype: str, elements: int) -> Cell:
         (x,) = to_torch(x)
         return x, torch().empty_like(x)
 
-    shape = _shape(elements, 4096)
+    shape = shape_of(elements, 4096)
     contenders = (
         Contender("copy", lambda: jnp.copy),
         Contender("copy", lambda: lambda x: x * jnp.asarray(1 + 2**-7, x.dtype)),
@@ -198,12 +240,18 @@ def _exactly(value: np.ndarray) -> Any:
     return oracle.Truth(value, np.full(value.shape, oracle.TINY))
 
 
-def _forward(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
+def without(cell: Cell, *names: str) -> Cell:
+    """A cell less some of its peers."""
+    return replace(cell, contenders=tuple(contender for contender in cell.contenders if contender.name not in names))
+
+
+def forward_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
     contenders = [*_ours_and_jax_nn(_plain(op)), of_torch(op)]
     if op == "softmax":
         if dtype in DTYPES and shape[1] in COMPILED_BY_TORCH:
             contenders.append(torch_contender("torch.compile", _compiled_softmax))
-        contenders.append(torch_contender("quack", _quack_softmax, needs=("quack", "torch")))
+        if _quack_takes(dtype, shape[1]):
+            contenders.append(torch_contender("quack", _quack_softmax, needs=("quack", "torch")))
     return Cell(
         op,
         "forward",
@@ -217,7 +265,7 @@ def _forward(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
     )
 
 
-def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
+def logsumexp_cell(dtype: str, shape: tuple[int, int]) -> Cell:
     """It reads once, as sums do."""
 
     def true_sum(x):
@@ -245,20 +293,28 @@ def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
     )
 
 
+def jacobian_cell(dtype: str, shape: tuple[int, int]) -> Cell:
+    """The Jacobian product of softmax alone, from what the forward pass saved."""
+    return Cell(
+        "softmax",
+        "backward",
+        dtype,
+        shape,
+        "",
+        3 * _size(shape, dtype),
+        _with_direction(shape, dtype),
+        (*_ours_and_jax_nn(_pullback("softmax")), _torch_backward("softmax")),
+        functools.partial(_derivative_of_softmax, dtype),
+    )
+
+
 def _backward(elements: int) -> Iterator[Cell]:
     """Derivatives alone: the Jacobian product of softmax, the two maps of log_softmax, the vjp of logsumexp."""
     for dtype in DTYPES:
-        for shape in (_shape(elements, cols) for cols in BACKWARD):
+        for shape in (shape_of(elements, cols) for cols in BACKWARD):
             make = functools.partial(Cell, pass_="backward", dtype=dtype, shape=shape)
             both, size = _with_direction(shape, dtype), _size(shape, dtype)
-            yield make(
-                "softmax",
-                options="",
-                bytes=3 * size,
-                inputs=both,
-                contenders=(*_ours_and_jax_nn(_pullback("softmax")), _torch_backward("softmax")),
-                truth=functools.partial(_derivative_of_softmax, dtype),
-            )
+            yield jacobian_cell(dtype, shape)
             yield make(
                 "log_softmax",
                 options="mode=jvp",
@@ -298,10 +354,60 @@ def _derivative_of_softmax(dtype: str, x, c) -> list[Any]:
     return [oracle.softmax_derivative(x, c, saved=dtype)]
 
 
+def _long(elements: int) -> Iterator[Cell]:
+    """Rows that no block holds."""
+    for dtype in DTYPES:
+        yield from (forward_cell("softmax", dtype, shape_of(elements, cols)) for cols in (*LONG, *LONG_ODD))
+        yield from (forward_cell("log_softmax", dtype, shape_of(elements, cols)) for cols in LONG_OF_LOG)
+        yield from (jacobian_cell(dtype, shape_of(elements, cols)) for cols in LONG_BACKWARD)
+        yield from (logsumexp_cell(dtype, shape_of(elements, cols)) for cols in LONG_LOGSUMEXP)
+
+
+def _few_rows(elements: int) -> Iterator[Cell]:
+    """Fewer long rows than multiprocessors: of 128K and 1M columns, and one of 16M."""
+    few = [(rows, max(elements // part, 1)) for part in (1024, 128) for rows in (1, 4, 16, 64)]
+    for dtype in DTYPES:
+        for shape in (*few, (1, max(elements // 8, 1))):
+            yield without(forward_cell("softmax", dtype, shape), "torch", "torch.compile", "quack")
+
+
+def _along_axis_1(elements: int) -> Iterator[Cell]:
+    for dtype in DTYPES:
+        for batch, length, size in AXIS_1:
+            yield _along_an_inner_axis(dtype, (batch, max(length * elements // ELEMENTS, 2), size))
+
+
+def _along_an_inner_axis(dtype: str, shape: tuple[int, int, int]) -> Cell:
+    """Softmax of the columns of a batch of matrices, which are not made of rows of the array."""
+    batch, length, size = shape
+
+    def inputs(key, hurtful):
+        return (jnp.moveaxis(_scores(key, (batch, size, length), dtype, hurtful), -1, 1),)
+
+    def sample(inputs, output):
+        entry, column = np.unravel_index(sampled_of(batch * size, length), (batch, size))
+        x, y = (np.asarray(array[entry, :, column]) for array in (*inputs, output))
+        return [(y, oracle.softmax(x))]
+
+    return Cell(
+        "softmax",
+        "forward",
+        dtype,
+        shape,
+        "axis=1",
+        2 * _size(shape, dtype),
+        inputs,
+        (*_ours_and_jax_nn(_plain("softmax", 1)), of_torch("softmax", 1)),
+        lambda x: [oracle.softmax(x, 1)],
+        sample=sample,
+        fewer=lambda inputs, output: [("those of one matrix", (inputs[0][:1],), output[:1])],
+    )
+
+
 def _both(elements: int) -> Iterator[Cell]:
     for op in _OPS:
         for dtype in DTYPES:
-            for shape in (_shape(elements, cols) for cols in (4096, 32768)):
+            for shape in (shape_of(elements, cols) for cols in (4096, 32768)):
                 yield Cell(
                     op,
                     "forward+backward",
@@ -330,7 +436,7 @@ def _masked(elements: int) -> Iterator[Cell]:
     """A random mask for every element, and a causal one that all heads of a batch share, whose bytes are not counted."""
     heads = (4, 8, max(elements // (32 * 2048), 1), 2048)
     for dtype in DTYPES:
-        for shape in (_shape(elements, cols) for cols in (1024, 2048, 8192)):
+        for shape in (shape_of(elements, cols) for cols in (1024, 2048, 8192)):
             yield _with_mask(dtype, shape, "full", functools.partial(_random_mask, shape=shape), int(np.prod(shape)))
         yield _with_mask(dtype, heads, "1x1xTxS", lambda _: jnp.tri(*heads[2:], dtype=bool)[None, None], 0)
 
@@ -429,9 +535,9 @@ def _cast(shape: tuple[int, int]) -> Cell:
 def _first_calls(elements: int) -> Iterator[Cell]:
     """Fresh programs of softmax, with a mask, and with its gradient; the very first also loads the modules of the kernels."""
     for dtype in DTYPES:
-        masked = _shape(elements, 10001)
+        masked = shape_of(elements, 10001)
         yield _with_mask(dtype, masked, "full", functools.partial(_random_mask, shape=masked), 0, FIRST_CALL)
-        for shape in (_shape(elements, cols) for cols in (4096, 32768)):
+        for shape in (shape_of(elements, cols) for cols in (4096, 32768)):
             make = functools.partial(Cell, "softmax", FIRST_CALL, dtype, shape, bytes=0)
             yield make(
                 options="",
@@ -439,7 +545,7 @@ def _first_calls(elements: int) -> Iterator[Cell]:
                 contenders=(Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x)),),
                 truth=lambda x: [oracle.softmax(x)],
             )
-        for shape in (_shape(elements // 2, cols) for cols in (4096, 32768)):  # of which no kernel is compiled yet
+        for shape in (shape_of(elements // 2, cols) for cols in (4096, 32768)):  # of which no kernel is compiled yet
             yield Cell(
                 "softmax",
                 FIRST_CALL,

@@ -42,6 +42,7 @@ THREADS = 128  # of a warpgroup
 WARP = 32
 TILE = 4 * THREADS  # columns are a multiple of it: a tile of 8-byte vectors of 16 bits, or of 16-byte vectors of float32
 MAX_COLS = 2**24
+MEASURED_ON_CHIP = 2**15
 HELD = 32  # elements that a thread loads before it uses the first
 REGISTERS = 40  # for those and for a state of each place in a vector; of the 64 that leave room for eight blocks at a time
 AHEAD = 8  # elements of a row that a thread with a row of its own loads before it uses the first: 32 bytes of float32
@@ -516,7 +517,9 @@ def unsupported_thread(rows: int, cols: int, dtype: Any) -> str | None:
 
 @functools.cache
 def unsupported_on_chip(rows: int, cols: int, dtype: Any) -> str | None:
-    """The library's own reason."""
+    """The library's own reason, or that the worklog has not measured it yet."""
+    if cols > MEASURED_ON_CHIP:
+        return f"cols must be at most {MEASURED_ON_CHIP}, the longest that were measured on chip, got {cols}"
     x = jax.ShapeDtypeStruct((rows, cols), dtype)
     try:
         jaxsoftmax.explain(functools.partial(jaxsoftmax.softmax, implementation="mosaic"), x, platform="cuda")

@@ -1,5 +1,6 @@
 """Building blocks that Pallas on Mosaic GPU lacks, in PTX, each once: barriers, counters, predicated loads and stores."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
@@ -30,14 +32,14 @@ def emit(
     """Puts MLIR and PTX into a kernel.
 
     Args:
-      make: gets `ref` if there is one, the MLIR values of `scalars`, and `arrays` of Mosaic GPU. It gives the registers of each
-        of the results.
-      ref: in shared or global memory, or None.
+      make: gets `ref` if there is one, or several, the MLIR values of `scalars`, and `arrays` of Mosaic GPU. It gives the
+        registers of each of the results.
+      ref: in shared or global memory, several in a tuple, or None.
       scalars: int32.
       arrays: pairs of an array and its layout.
       results: `plgpu.ShapeDtypeStruct`, one or a list.
     """
-    refs = () if ref is None else (ref,)
+    refs = ref if isinstance(ref, tuple) else () if ref is None else (ref,)
     types = (*(plgpu.RefType() for _ in refs), *(SPLAT for _ in scalars), *(layout for _, layout in arrays))
     first, last = len(refs), len(refs) + len(scalars)
 
@@ -56,32 +58,64 @@ def emit(
     return inline(*refs, *map(jnp.int32, scalars), *(array for array, _ in arrays))
 
 
+def keep_loop() -> None:
+    """In the body of a loop: ptxas must not unroll it, which would take registers that more blocks could have."""
+    _barrier('.pragma "nounroll";')
+
+
+def await_copies() -> None:
+    """Waits for what this thread has copied with `Vector.copy`."""
+    _barrier("cp.async.wait_all;")
+
+
 def block_barrier() -> None:
     """Waits for all warpgroups of the block; what they wrote to shared memory is then visible."""
     _barrier("bar.sync 0;")
 
 
-def cluster_arrive() -> None:
-    """Says that this block has started, without waiting: first half of what must precede `push_to_cluster`."""
-    _barrier("barrier.cluster.arrive.relaxed.aligned;")
+def prepare_pushes(barriers) -> None:
+    """Says that this block has started and that its `barriers`, `[2, 2]` int32 in shared memory, are ready, without waiting."""
+
+    def prepare(barriers):
+        first = compare("eq", utils.thread_idx(), constant(0))
+        for k in range(2):
+            ptx = f"mbarrier.init.shared::cta.b64 [$0+{8 * k}], 1;"
+            utils.inline_ptx(ptx, shared_address(barriers, constant(0)), predicate=first, has_side_effects=True)
+        ptx = "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+    emit(prepare, barriers)
 
 
 def cluster_wait() -> None:
-    """Waits until all blocks of the cluster have arrived: their shared memory is there from then on."""
+    """Waits until all blocks of the cluster have come to `prepare_pushes`: their shared memory is there from then on."""
     _barrier("barrier.cluster.wait.aligned;")
 
 
-def cluster_barrier() -> None:
-    """Waits for all blocks of the cluster; what they wrote to shared memory, also to that of others, is then visible."""
-    _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+def await_pushes(barriers, round_: int, size: int) -> None:
+    """Waits until `size` bytes were pushed to this block in a round: 0 the first time, 1 the second, and so on."""
+    ptx = (
+        "{ .reg .pred done; .reg .pred first; setp.eq.u32 first, $1, 0;"
+        f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
+        f" again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], {round_ // 2 % 2}; @!done bra again; }}"
+    )
+
+    def wait(barriers):
+        address = shared_address(barriers, constant(8 * (round_ % 2)))
+        utils.inline_ptx(ptx, address, utils.thread_idx(), has_side_effects=True, convergent=True)
+
+    emit(wait, barriers)
 
 
 def _barrier(ptx: str, *scalars) -> None:
     emit(lambda *values: utils.inline_ptx(ptx, *values, has_side_effects=True, convergent=True), None, scalars)
 
 
-def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> None:
+def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, barriers, round_: int) -> None:
     """Stores a float32 of each warp to `ref[index + warp]` in the shared memory of all blocks of the cluster.
+
+    It does not wait: `await_pushes` of the round does, in the block that gets them. What a round has pushed must have been read
+    where the round after the next one pushes there.
 
     Args:
       ref: one-dimensional, in shared memory, at the same address in all blocks.
@@ -89,20 +123,57 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int) -> 
       values: `[4]`, one for each warp of the warpgroup.
       layout: of `values`, in every lane of the warp.
       blocks: of the cluster, at most 16; one lane stores to each.
+      barriers: of `prepare_pushes`.
+      round_: of this block's pushes.
     """
 
-    def push(ref, index, values):
+    def push(ref, barriers, index, values):
         lane = arith.remui(utils.thread_idx(), constant(WARP))
         warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
-        entry = arith.muli(arith.addi(index, warp), constant(4))
-        here = arith.addi(llvm.ptrtoint(integer(32), utils.memref_ptr(ref)), entry)
+        here = shared_address(ref, arith.muli(arith.addi(index, warp), constant(4)))
+        barrier = shared_address(barriers, constant(8 * (round_ % 2)))
         rank = arith.remui(lane, constant(blocks))
-        there = utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, rank, result_types=integer(32))
         value = llvm.extractelement(values.registers.flat[0], constant(0))
-        one_each = compare("ult", lane, constant(blocks))
-        utils.inline_ptx("st.shared::cluster.f32 [$0], $1;", there, value, predicate=one_each, has_side_effects=True)
+        ptx = (
+            "{ .reg .u32 there; .reg .u32 barrier; mapa.shared::cluster.u32 there, $0, $2;"
+            " mapa.shared::cluster.u32 barrier, $1, $2; .reg .pred own; setp.lt.u32 own, $4, $5;"
+            " @own st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $3, [barrier]; }"
+        )
+        utils.inline_ptx(ptx, here, barrier, rank, value, lane, constant(blocks), has_side_effects=True)
 
-    emit(push, ref, [index], [(values, layout)])
+    emit(push, (ref, barriers), [index], [(values, layout)])
+
+
+def push_rows_to_cluster(ref, first, values: jax.Array, layout, barriers, round_: int) -> None:
+    """`push_to_cluster` of a float32 for each row that a warp shares: warp `w` stores to `ref[(first + w) * width :]`.
+
+    `first` is the number of the warpgroup's first warp among all that share the rows, and `values` are `[4 * width]`, for each
+    warp its own. By `layout`, a `ColumnLayout`, several lanes have the same rows: they store to different blocks.
+    """
+
+    def push(ref, barriers, first, values):
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
+        own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
+        place = arith.addi(arith.muli(arith.addi(first, warp), constant(layout.width)), own)
+        here = shared_address(ref, arith.muli(place, constant(4)))
+        barrier = shared_address(barriers, constant(8 * (round_ % 2)))
+        words = vector.bitcast(ir.VectorType.get((layout.vector,), integer(32)), values.registers.flat[0])
+        copies, at_once = WARP // layout.lanes, min(4, layout.vector)
+        for k in range(-(-layout.blocks // copies)):
+            rank = arith.addi(arith.divui(lane, constant(layout.lanes)), constant(k * copies))
+            for start in range(0, layout.vector, at_once):
+                parts = [llvm.extractelement(words, constant(start + q)) for q in range(at_once)]
+                kind, names = _list(integer(32), [f"${4 + q}" for q in range(at_once)]).split(" ", 1)
+                ptx = (
+                    "{ .reg .u32 there; .reg .u32 barrier; .reg .pred is; setp.lt.u32 is, $2, $3;"
+                    " @is mapa.shared::cluster.u32 there, $0, $2; @is mapa.shared::cluster.u32 barrier, $1, $2;"
+                    " @is st.async.shared::cluster.mbarrier::complete_tx::bytes."
+                    f"{kind} [there+{4 * start}], {names}, [barrier]; }}"
+                )
+                utils.inline_ptx(ptx, here, barrier, rank, constant(layout.blocks), *parts, has_side_effects=True)
+
+    emit(push, (ref, barriers), [first], [(values, layout.row_layout)])
 
 
 @plgpu.inline_mgpu(arg_types=(SPLAT,))
@@ -178,6 +249,120 @@ def take_ticket(counter) -> jax.Array:
     return emit(take, counter, results=_SCALAR)
 
 
+def take_ticket_of_block(counters, told) -> jax.Array:
+    """Adds 1 to the first of `counters`, int32 in global memory, for the whole block.
+
+    Returns:
+      What it was, in all threads. `told` is an int32 in shared memory, which says it.
+    """
+
+    def take(counters, told):
+        with utils.when(_is_first_thread()):
+            ptx = "atom.global.add.u32 $0, [$1], 1;"
+            ticket = utils.inline_ptx(ptx, address_of(counters), result_types=integer(32), has_side_effects=True)
+            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), ticket, has_side_effects=True)
+
+    emit(take, (counters, told))
+    return _told(told)
+
+
+def store_by_first_thread(ref, index, value: jax.Array) -> None:
+    """Stores a scalar to `ref[index]` in global memory, by the first thread: that of others may differ in the last bit."""
+
+    def store(ref, index, value):
+        register = value.registers.item()
+        kind = ir.VectorType.get((1,), register.type)
+        size = utils.bytewidth(register.type)
+        address = arith.addi(address_of(ref), arith.muli(i64(index), i64(size)))
+        Vector(address, 0, size, _is_first_thread()).store(vector.broadcast(kind, register))
+
+    emit(store, ref, [index], [(value, SPLAT)])
+
+
+def store_scalar_of_block(ref, index, value) -> None:
+    """Stores an int32 scalar to `ref[index]` in shared memory, for all threads of the block."""
+
+    def store(ref, index, value):
+        with utils.when(_is_first_thread()):
+            address = shared_address(ref, arith.muli(index, constant(4)))
+            utils.inline_ptx("st.shared.u32 [$0], $1;", address, value, has_side_effects=True)
+
+    emit(store, ref, [index, value])
+    block_barrier()
+
+
+def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
+    """Stores float32 scalars to `states[:, index]`, and then adds 1 to `counters[1 + row]`, all in global memory."""
+
+    def store(states, counters, index, row, *values):
+        with utils.when(_is_first_thread()):
+            for k, value in enumerate(values):
+                place = arith.addi(i64(index), i64(k * states.type.shape[1]))
+                address = arith.addi(address_of(states), arith.muli(place, i64(4)))
+                ptx = "st.global.f32 [$0], $1;"
+                utils.inline_ptx(ptx, address, value.registers.item(), has_side_effects=True)
+            ptx = "red.release.gpu.global.add.u32 [$0+4], 1;"
+            utils.inline_ptx(ptx, _entry(counters, row), has_side_effects=True)
+
+    emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
+
+
+def is_complete(counters, row, count: int, patience: int, told) -> jax.Array:
+    """Waits until `counters[1 + row]` is `count`, and all that came before what added to it is then visible to the block.
+
+    It gives up after `patience` nanoseconds, unless `count` tickets of each row up to this one are taken by then: whoever took
+    one adds to the counter without waiting.
+
+    Returns:
+      1, or 0 if it gave up, an int32 in all threads. `told` is one in shared memory, which says it.
+    """
+    ptx = (
+        "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u64 start, %globaltimer;"
+        f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
+        " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
+        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again;"
+        " mov.u32 $0, 0; ready: }"
+    )
+
+    def wait(counters, told, row):
+        with utils.when(_is_first_thread()):
+            end = arith.muli(arith.addi(row, constant(1)), constant(count))
+            operands = _entry(counters, row), address_of(counters), end
+            answer = utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)
+            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), answer, has_side_effects=True)
+
+    emit(wait, (counters, told), [row])
+    return _told(told)
+
+
+def _told(told):
+    block_barrier()
+    value = told[0]
+    block_barrier()
+    return value
+
+
+def _is_first_thread():
+    return compare("eq", utils.thread_idx(), constant(0))
+
+
+def load_line(ref, row: int, first, count: int, fill: float) -> jax.Array:
+    """`ref[row, first : first + count]`, float32 in global memory, and `fill` up to a power of two: `replicated`."""
+    size = 1 << (count - 1).bit_length()
+    each = max(1, size // WARP)
+
+    def load(ref, first):
+        kind = replicated(size).to_mgpu().registers_element_type(ref.type.element_type)
+        lane = arith.muli(arith.remui(utils.thread_idx(), constant(min(size, WARP))), constant(each))
+        place = arith.addi(arith.addi(i64(first), i64(row * ref.type.shape[1])), i64(lane))
+        address = arith.addi(address_of(ref), arith.muli(place, i64(4)))
+        inside = [compare("ult", arith.addi(lane, constant(q)), constant(count)) for q in range(each)]
+        bits = int.from_bytes(np.float32(fill).tobytes(), "little")
+        return [gather(kind, 4, [address] * each, [4 * q for q in range(each)], inside, bits)]
+
+    return emit(load, ref, [first], results=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=replicated(size)))
+
+
 def of_first_lane(value: jax.Array) -> jax.Array:
     """A scalar int32 as the first lane of the warp holds it, in all lanes."""
 
@@ -217,14 +402,18 @@ def thread():
 
 def _shared_address(ref, index):
     """Where `ref[index]`, of int32, is in shared memory."""
-    base = llvm.ptrtoint(integer(32), utils.memref_ptr(ref))
-    return arith.addi(base, arith.muli(index, constant(4 * ref.type.shape[1])))
+    return shared_address(ref, arith.muli(index, constant(4 * ref.type.shape[1])))
+
+
+def shared_address(ref, offset):
+    """Where the byte `offset`, an int32 MLIR value, of an array is in shared memory."""
+    return arith.addi(llvm.ptrtoint(integer(32), utils.memref_ptr(ref)), offset)
 
 
 @functools.cache
-def tiled(tiles, warp_dims, lane_dims) -> Any:
-    """A tiled layout whose last axis is the vector, in the canonical form that Mosaic GPU compares layouts in."""
-    layout = compat.tiled_layout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1)
+def tiled(tiles, warp_dims, lane_dims, vector_dim=-1) -> Any:
+    """A tiled layout in the canonical form that Mosaic GPU compares layouts in."""
+    layout = compat.tiled_layout(plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim)
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
@@ -256,7 +445,7 @@ class Vector:
       itemsize: bytes of an element.
       inside: whether to touch all of it; None if always.
       partial: whether to touch a part of it; None if never.
-      own: for each element, whether it is of that part.
+      own: makes, for each element, whether it is of that part.
     """
 
     address: ir.Value
@@ -264,7 +453,7 @@ class Vector:
     itemsize: int
     inside: ir.Value | None
     partial: ir.Value | None = None
-    own: Sequence[Any] = ()
+    own: Callable[[], Sequence[Any]] = tuple
 
     def load(self, register, bits=0, policy=None):
         """A register of type `register`, with `bits` in each of its words where nothing is to be touched."""
@@ -273,17 +462,40 @@ class Vector:
             return vector.bitcast(register, load_words(self.address, self.offset, self.inside, words, bits, policy))
         branch: Any = scf.IfOp(self.partial, [words], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            count = len(self.own)
-            scf.yield_([gather(words, self.itemsize, [self.address] * count, self._offsets(), self.own, bits, policy)])
+            own = self.own()
+            scf.yield_([gather(words, self.itemsize, [self.address] * len(own), self._offsets(own), own, bits, policy)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
         return vector.bitcast(register, branch.results[0])
+
+    def copy(self, register, target, offset):
+        """Starts a copy to `target + offset` in shared memory, an int32 and a constant, if all of it is to be touched.
+
+        It arrives after `await_copies`, in the thread that copied it.
+        """
+        if (size := self._size(register)) >= 4:
+            ptx = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0+{offset}], [$1+{self.offset}], {size};"
+            utils.inline_ptx(ptx, target, self.address, predicate=self.inside, has_side_effects=True)
+
+    def copy_rest(self, register, target, offset, bits):
+        """Stores there what `copy` leaves: the part that is to be touched if that is not all, and `bits` around it."""
+        is_left: Any = contextlib.nullcontext()
+        if self._size(register) >= 4:
+            if self.inside is None:
+                return
+            is_left = utils.when(arith.xori(self.inside, utils.c(1, integer(1))))
+        with is_left:
+            words = vector.bitcast(words_of(register), self.load(register, bits))
+            store_words(target, offset, None, words, "shared")
+
+    def _size(self, register):
+        return math.prod(register.shape) * self.itemsize
 
     def touched(self, register):
         """A register of int8: 1 for the elements that are to be touched, 0 for the others."""
         ones, zeros = utils.c(1, register), utils.c(0, register)
         if self.partial is not None:
-            for q, own in enumerate(self.own):
+            for q, own in enumerate(self.own()):
                 zeros = llvm.insertelement(zeros, arith.extui(register.element_type, own), constant(q))
             return zeros
         return ones if self.inside is None else arith.select(self.inside, ones, zeros)
@@ -294,44 +506,51 @@ class Vector:
         if self.partial is None:
             return
         with utils.when(self.partial):
-            kind = integer(8 * self.itemsize)
-            values = vector.bitcast(ir.VectorType.get((len(self.own),), kind), register)
-            for q, (offset, own) in enumerate(zip(self._offsets(), self.own, strict=True)):
+            kind, owned = integer(8 * self.itemsize), self.own()
+            values = vector.bitcast(ir.VectorType.get((len(owned),), kind), register)
+            for q, (offset, own) in enumerate(zip(self._offsets(owned), owned, strict=True)):
                 one = llvm.mlir_undef(ir.VectorType.get((1,), kind))
                 one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
                 store_words(self.address, offset, own, one)
 
-    def _offsets(self):
-        return [self.offset + q * self.itemsize for q in range(len(self.own))]
+    def _offsets(self, own):
+        return [self.offset + q * self.itemsize for q in range(len(own))]
 
 
-def load_words(address, offset, inside, words, bits=0, policy=None):
-    """A vector `words` from global memory, or `bits` in each word; `policy` is the L2 cache's, None for the usual one."""
-    count, word = words.shape[0], words.element_type
+def load_words(address, offset, inside, words, bits=0, policy=None, space="global"):
+    """A vector `words` from global memory, or another state space, or `bits` in each word; `policy` is the L2 cache's."""
+    word = words.element_type
     held = integer(max(16, word.width))  # PTX has no registers of 8 bits
-    results = [f"${k}" for k in range(count)]
-    operands, hint, use = [address], "", ""
-    if policy is not None:
-        operands.append(policy)
-        hint, use = "L2::cache_hint.", f", ${count + 1}"
-    ptx = f"ld.global.{hint}{_list(word, results)}, [${count}+{offset}]{use};"
-    if inside is not None:
-        fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
-        ptx = f"{fills} @${count + len(operands)} {ptx}"
-        operands.append(inside)
     loaded = llvm.mlir_undef(words)
-    for k, value in enumerate(utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)):
-        value = value if held == word else arith.trunci(word, value)
-        loaded = llvm.insertelement(loaded, value, constant(k))
+    for first in range(0, words.shape[0], 4):
+        count = min(4, words.shape[0] - first)
+        results = [f"${k}" for k in range(count)]
+        operands, hint, use = [address], "", ""
+        if policy is not None:
+            operands.append(policy)
+            hint, use = "L2::cache_hint.", f", ${count + 1}"
+        place = offset + first * word.width // 8
+        ptx = f"ld.{space}.{hint}{_list(word, results)}, [${count}+{place}]{use};"
+        if inside is not None:
+            fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
+            ptx = f"{fills} @${count + len(operands)} {ptx}"
+            operands.append(inside)
+        found = utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)
+        for k, value in enumerate(found, first):
+            value = value if held == word else arith.trunci(word, value)
+            loaded = llvm.insertelement(loaded, value, constant(k))
     return loaded
 
 
-def store_words(address, offset, inside, words):
-    """Stores a vector of words to global memory."""
-    count = words.type.shape[0]
-    values = [llvm.extractelement(words, constant(k)) for k in range(count)]
-    kind, names = _list(words.type.element_type, [f"${k + 1}" for k in range(count)]).split(" ", 1)
-    utils.inline_ptx(f"st.global.{kind} [$0+{offset}], {names};", address, *values, predicate=inside, has_side_effects=True)
+def store_words(address, offset, inside, words, space="global"):
+    """Stores a vector of words to global memory, or to another state space of PTX."""
+    word = words.type.element_type
+    for first in range(0, words.type.shape[0], 4):
+        count = min(4, words.type.shape[0] - first)
+        values = [llvm.extractelement(words, constant(first + k)) for k in range(count)]
+        kind, names = _list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+        ptx = f"st.{space}.{kind} [$0+{offset + first * word.width // 8}], {names};"
+        utils.inline_ptx(ptx, address, *values, predicate=inside, has_side_effects=True)
 
 
 def words_of(register):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.machinery
 import itertools
+import random
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import attention, bars, check, first_call, harness, plot, results, softmax
+from benchmarks import attention, bars, check, first_call, harness, plot, results, softmax, sweep
 from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
@@ -24,6 +25,7 @@ from .. import oracle
 from ..attention import oracle as attention_oracle
 
 CELLS = {cell.name: cell for cell in softmax.cells()}
+SWEEP = {cell.name: cell for cell in sweep.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
@@ -54,12 +56,13 @@ def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
     )
 
 
-def a_full_run(**changes):
-    """Rows of every cell and contender that no bar is missed by."""
+def a_full_run(cells=CELLS):
+    """Rows of every cell and contender that no bar is missed by: `jax.nn` takes twice as long as ours, the others as long."""
     rows = []
-    for cell in CELLS.values():
+    for cell in cells.values():
         for name in dict.fromkeys(contender.name for contender in cell.contenders):
-            rows.append(a_row(cell, "mosaic" if name == OURS else name, **changes))
+            row = a_row(cell, "mosaic" if name == OURS else name)
+            rows.append(dataclasses.replace(row, us=2 * row.us) if name == "jax.nn" else row)
     return rows
 
 
@@ -83,9 +86,9 @@ def name_of(row):
     return " ".join(filter(None, row.cell))
 
 
-def tiny(pattern, **changes):
-    """A cell on a few rows, the only one whose name has `pattern`."""
-    (cell,) = [cell for cell in softmax.cells(2**14) if pattern in cell.name]
+def tiny(pattern, exact=False, **changes):
+    """A cell on a few rows, the only one whose name has `pattern`, or is it."""
+    (cell,) = [cell for cell in softmax.cells(2**14) if (pattern == cell.name if exact else pattern in cell.name)]
     return dataclasses.replace(cell, **changes)
 
 
@@ -168,7 +171,13 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
 
 @pytest.mark.parametrize(
     ("suite", "cells"),
-    [("softmax", CELLS), ("attention", ATTENTION), ("attention_gradients", GRADIENTS), ("first_call", FIRST_CALLS)],
+    [
+        ("softmax", CELLS),
+        ("softmax_sweep", SWEEP),
+        ("attention", ATTENTION),
+        ("attention_gradients", GRADIENTS),
+        ("first_call", FIRST_CALLS),
+    ],
 )
 def test_every_bar_matches_cells(suite, cells):
     loaded = bars.load(suite)
@@ -185,9 +194,10 @@ def test_every_bar_matches_cells(suite, cells):
         assert held, bar
         for name, allowed in bar.filters.items():
             assert allowed is None or set(allowed) == seen[name], f"{bar}: {name}"
+        assert not bar.if_measured or any(bar.peer in {c.name for c in cell.contenders} for cell in held), bar
         for cell in held:
             names = {contender.name for contender in cell.contenders} | {"copy"}
-            assert bar.peer is None or bar.peer in names, f"{bar}: {cell.name}"
+            assert bar.peer is None or bar.if_measured or bar.peer in names, f"{bar}: {cell.name}"
             other = " ".join(filter(None, bar.other(cell)))
             assert bar.than is None or (other in cells and other != cell.name), f"{bar}: {other}"
 
@@ -206,6 +216,12 @@ def test_every_bar_matches_cells(suite, cells):
         ('ratio_at_least = 1\nthan = { options = "" }', "takes no than"),
         ("time_at_most = 1\nthan = { cols = 3 }", "than must be a table"),
         ('time_at_most = 1\nthan = "causal=1"', "than must be a table"),
+        ("error_at_most = 1\ncolumns = 64", "columns must be the first and the last size"),
+        ("error_at_most = 1\ncolumns = [64]", "columns must be the first and the last size"),
+        ("error_at_most = 1\npercentile = 10", "of ratio_at_least"),
+        ('ratio_at_least = 1\npeer = "copy"\npercentile = 100', "between 0 and 100"),
+        ('ratio_at_least = 1\npeer = "copy"\nif_measured = 1', "if_measured must be true or false"),
+        ("error_at_most = 1\nif_measured = true", "needs a peer"),
     ],
 )
 def test_bars_that_are_not_valid(tmp_path, entry, match):
@@ -225,7 +241,10 @@ def test_check_passes(tmp_path, capsys):
     ("name", "change", "found"),
     [
         ("softmax forward float32 32768x4096", {"us": 1000.0}, "0.2684"),
-        ("softmax forward float16 32x512", {"us": 1.04}, "1.04"),
+        ("softmax forward float16 32x512", {"us": 2.08}, "1.04"),
+        ("softmax forward bfloat16 16x131072", {"us": 2.6}, "0.6199"),
+        ("softmax forward float32 8x50257x320 axis=1", {"us": 1000.0}, "0.2573"),
+        ("logsumexp forward bfloat16 2670x50257", {"implementation": "xla"}, "on xla, not on mosaic"),
         ("softmax forward float32 32768x4096", {"error": 1.5}, "1.5"),
         ("softmax first_call float32 32768x4096", {"us": 3e6}, "3e+06"),
         ("logsumexp forward bfloat16 32768x4096", {"us": 100.0}, "0.6711"),
@@ -280,6 +299,61 @@ def test_check_of_attention(tmp_path, capsys, name, change, found):
     written(folders[1], changed, suite)
     assert main([suite, "--check", "--gpu", "h200", "--out", str(folders[1])]) == 1
     assert any(line.endswith(f"  {found}") for line in capsys.readouterr().out.splitlines())
+
+
+NARROW = [cell.name for cell in SWEEP.values() if cell.name.startswith("logsumexp forward float32") and cell.shape[1] <= 2**15]
+
+
+def check_of_sweep(folder, capsys, slowed, **change):
+    """What `--check` says of a run in which some cells of ours are slower, or changed otherwise."""
+    rows = a_full_run(SWEEP)
+    for at, row in enumerate(rows):
+        if name_of(row) in slowed and row.implementation == "mosaic":
+            rows[at] = dataclasses.replace(row, **{"us": row.us / 0.94, **change})
+    written(folder, rows, "softmax_sweep")
+    status = main(["softmax_sweep", "--check", "--out", str(folder)])
+    return status, capsys.readouterr().out
+
+
+def test_a_percentile_is_of_all_cells_of_an_op_pass_and_dtype(tmp_path, capsys):
+    tenth = len(NARROW) // 10
+    assert tenth == 4
+    assert check_of_sweep(tmp_path / "few", capsys, NARROW[:tenth])[0] == 0
+    status, out = check_of_sweep(tmp_path / "many", capsys, NARROW[-tenth - 1 :])
+    assert status == 1
+    (_, _, miss) = out.splitlines()
+    assert miss.startswith(f"logsumexp forward float32, columns 64 to 32768, {len(NARROW)} cells ")
+    assert miss.endswith("  ratio_at_least 0.95 of copy, percentile 10  0.94")
+
+
+def test_a_percentile_needs_every_cell(tmp_path, capsys):
+    for folder, change, found in [
+        ("none", {"op": "none"}, "not measured"),
+        ("reference", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ]:
+        status, out = check_of_sweep(tmp_path / folder, capsys, NARROW[:1], **change)
+        assert status == 1
+        assert f"percentile 10  1 of {len(NARROW)} without a ratio, the first: {found}" in out
+        assert any(line.startswith(NARROW[0]) and "0.93 of copy" in line and line.endswith(found) for line in out.splitlines())
+
+
+def test_a_peer_that_need_not_be_installed(tmp_path, capsys):
+    def check_without(*left_out, **change):
+        folder = tmp_path / "-".join(("out", *left_out, *change))
+        rows = [row for row in a_full_run(SWEEP) if row.implementation not in left_out]
+        rows = [dataclasses.replace(row, **change) if row.implementation == "quack" else row for row in rows]
+        written(folder, rows, "softmax_sweep")
+        status = main(["softmax_sweep", "--check", "--out", str(folder)])
+        missed, count = re.search(r"(\d+) of (\d+) bars missed", capsys.readouterr().out).groups()
+        return status, int(missed), int(count)
+
+    takes = sum("quack" in {c.name for c in cell.contenders} for cell in SWEEP.values())
+    assert 0 < takes < 128
+    status, missed, count = check_without()
+    assert (status, missed) == (0, 0)
+    assert check_without("quack") == (0, 0, count - takes)
+    assert check_without("jax.nn") == (1, len(SWEEP) - 2, count)
+    assert check_without(us=1.0) == (1, takes, count)
 
 
 def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
@@ -523,6 +597,60 @@ def test_operands_of_the_attention_of_pallas():
     assert check.errors(cell, peer, cell.inputs(jax.random.key(0), False), output)[1] < 0.01
 
 
+def test_the_widths_of_the_sweep_are_what_was_drawn():
+    generator, drawn = random.Random(18), set()
+    while len(drawn) < 64:
+        step = (1, 2, 4, 8, 16)[len(drawn) % 5]
+        cols = int(64 * 2 ** (14 * generator.random())) // step * step
+        cols += step * (step < 16 and cols // step % 2 == 0)
+        if cols & (cols - 1):
+            drawn.add(cols)
+    assert sorted(drawn) == list(sweep.WIDTHS)
+
+
+def test_cells_of_the_sweep():
+    kinds = {(cell.op, cell.pass_, cell.dtype) for cell in SWEEP.values()}
+    assert len(kinds) == 2 + 6
+    assert len(SWEEP) == 2 + 6 * 64
+    for cell in list(SWEEP.values())[2:]:
+        names = [contender.name for contender in cell.contenders]
+        vectors = cell.shape[1] * (4 if cell.dtype == "float32" else 2) % 16 == 0 and cell.shape[1] <= 2**18
+        quack = ["quack"] if vectors and (cell.op, cell.pass_) == ("softmax", "forward") else []
+        assert names == [OURS, "jax.nn", *quack]
+        assert 0.99 * 2**27 < np.prod(cell.shape) <= 2**27
+
+
+def test_the_sweep_records_the_reference_where_it_runs(monkeypatch):
+    monkeypatch.setattr(check, "_fewer", None)  # which compiles kernels anew, and must not be called
+    monkeypatch.setattr(harness, "_implementation", lambda *args: "mosaic")
+    assert [cell.shape for cell in sweep.cells(2**14)[2:5]] == [(237, 69)] * 3
+    run, rows, _ = measured(*sweep.cells(2**14)[2:5], peers=frozenset())
+    assert not run.problems
+    assert [row.implementation for row in rows] == ["mosaic"] * 3
+    monkeypatch.undo()
+    run, rows, _ = measured(*sweep.cells(2**14)[2:5], peers=frozenset())
+    assert not run.problems
+    assert [row.implementation for row in rows] == ["xla"] * 3
+
+
+@pytest.mark.parametrize("name", ["softmax forward bfloat16 64x2x512 axis=1", "softmax forward float32 16x128"])
+def test_cells_along_another_axis_and_of_few_rows_run(name):
+    run, rows, _ = measured(tiny(name, exact=True))
+    assert not run.problems
+    assert {row.implementation for row in rows} >= {"xla", "jax.nn"}
+    assert all(0 < row.error <= 1 for row in rows if bars.is_ours(row))
+
+
+def test_the_truth_along_another_axis():
+    (cell,) = [cell for cell in softmax.cells(2**20) if cell.name == "softmax forward float32 8x392x320 axis=1"]
+    inputs = cell.inputs(jax.random.key(0), True)
+    assert inputs[0].shape == cell.shape
+    assert check.errors(cell, cell.contenders[0], inputs, jax.nn.softmax(*inputs, axis=1))[1] < 1e-5
+    assert check.errors(cell, cell.contenders[0], inputs, jax.nn.softmax(*inputs, axis=2))[0] > 1
+    ((_, fewer, part),) = cell.fewer(inputs, jaxsoftmax.softmax(*inputs, axis=1))
+    np.testing.assert_allclose(jaxsoftmax.softmax(*fewer, axis=1), part, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_every_cell_of_attention_runs():
     cells = [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)]
@@ -594,6 +722,38 @@ def test_contenders_are_built_at_the_same_time_but_for_those_that_must_be_alone(
     assert {row.implementation for row in rows} == set(names)
 
 
+def test_inputs_that_hurt():
+    cell = tiny("log_softmax forward float32 16x1024")
+    (plain,), (hurtful,) = (cell.inputs(jax.random.key(0), hurts) for hurts in (False, True))
+    assert np.all(np.abs(plain) < 40)
+    assert np.std(np.mean(plain, -1)) > 1  # each row has an offset
+    np.testing.assert_allclose(np.mean(hurtful[::3] == 1e3), 0.02, atol=0.01)
+    assert np.all(hurtful[1::3] > 9e3)
+    np.testing.assert_allclose(np.mean(np.isneginf(hurtful[2::3])), 0.3, atol=0.03)
+    assert np.all(np.isfinite(hurtful[:, 0]))
+
+
+def test_a_derivative_alone_is_traced_once():
+    cell, traces = tiny("log_softmax backward bfloat16 4x4096 mode=vjp"), itertools.count()
+    build = cell.contenders[0].build()
+
+    def counted(*arguments):
+        next(traces)
+        return build(*arguments)
+
+    function = jax.jit(counted)
+    for hurtful in (False, True):
+        function(*cell.contenders[0].prepare(*cell.inputs(jax.random.key(0), hurtful)))
+    assert next(traces) == 1
+
+
+@pytest.mark.parametrize(("rows", "cols", "count"), [(10**6, 4096, 104), (10**6, 32768, 31), (128, 2**20, 3), (1, 2**24, 1)])
+def test_fewer_long_rows_are_compared_and_both_ends_always(rows, cols, count):
+    found = check.sampled_of(rows, cols)
+    assert len(found) == count
+    assert {0, rows - 1} <= set(found.tolist())
+
+
 def test_other_bits_are_found():
     cell = tiny("softmax forward float32 1024x512")
     inputs = cell.inputs(jax.random.key(0), False)
@@ -661,6 +821,8 @@ def test_peers_can_be_chosen():
         ("softmax forward bfloat16 4x8x2048x2048 where=1x1xTxS", 4),
         ("softmax forward bfloat16 32768x4096 out=float32 scale=0.125", 6),
         ("softmax forward bfloat16 32768x4096 fused=1", 4),
+        ("softmax forward bfloat16 64x4096x512 axis=1", 4),
+        ("softmax backward float32 128x1048576", 12),
         ("softmax first_call float32 32768x4096", 0),
     ],
 )
@@ -669,7 +831,8 @@ def test_bytes(name, bytes_per_element):
 
 
 @pytest.mark.parametrize(
-    ("make", "cells"), [(softmax.cells, CELLS), (attention.cells, ATTENTION), (attention.gradient_cells, GRADIENTS)]
+    ("make", "cells"),
+    [(softmax.cells, CELLS), (sweep.cells, SWEEP), (attention.cells, ATTENTION), (attention.gradient_cells, GRADIENTS)],
 )
 def test_cells_have_names_of_their_own_and_options_in_order(make, cells):
     assert len(cells) == len(make())
@@ -781,6 +944,21 @@ def test_figures_name_the_library_and_what_marks_mean(tmp_path):
         assert not any("abc1234" in word for word in words)
     assert {"measured, a power of two", "measured, another length", "copy", "budget"} <= set(softmax_)
     assert {"measured", "torch (flash attention)", "jax.nn (cuDNN)", "FlashAttention-3"} <= set(attention_)
+
+
+def test_plot_of_the_sweep(tmp_path, capsys):
+    drawn = written(tmp_path, a_full_run(SWEEP), "softmax_sweep").with_suffix(".svg")
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(drawn)]
+    words = drawn_words(drawn)
+    assert {"jaxsoftmax", "jax.nn", "quack", "copy", "64", "1M", "columns", "share of a copy", "measured"} <= set(words)
+    assert {"softmax backward, bfloat16", "logsumexp forward, float32"} <= set(words)
+
+
+def test_arrays_of_a_few_rows_are_not_drawn(tmp_path):
+    written(tmp_path, a_full_run({name: cell for name, cell in CELLS.items() if cell.shape[0] <= 64}))
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("*/*.svg"))
 
 
 def test_plot_of_attention(tmp_path, capsys):

@@ -291,7 +291,8 @@ def test_kept_rows_fit_registers(example):
 def test_on_chip_gives_the_librarys_reason(example):
     refuses = rung_of(example, "on_chip").unsupported
     assert refuses(4, 32768, jnp.dtype("bfloat16")) is None
-    assert "from 1 to 32768 entries, got 65536" in refuses(4, 65536, jnp.dtype("float32"))
+    assert "must be among float32, bfloat16, float16, got float8_e5m2" in refuses(4, 4096, jnp.dtype("float8_e5m2"))
+    assert "at most 32768, the longest that were measured" in refuses(4, 65536, jnp.dtype("float32"))
 
 
 # The library's public names, and no others.

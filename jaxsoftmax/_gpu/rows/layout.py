@@ -1,5 +1,6 @@
 """Which thread holds which elements of which rows: geometry alone."""
 
+import math
 from dataclasses import dataclass
 
 from jaxsoftmax._gpu.ptx import WARP, WARPS, tiled
@@ -13,10 +14,12 @@ class Config:
       vector: consecutive elements that a thread loads at once, a power of two. One row a block, or a divisor of the columns.
       threads: threads of a block that share a row, a power of two to 32, or a multiple of 128.
       repeats: rows of a block for each group of threads; 1 where the block has one row.
-      blocks: blocks of a cluster that share a row, at most 16; 1 where a block has many rows.
-      parked: whether rows are held in shared memory, not in registers, of which a thread then needs few.
-      unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows come by bulk
-        copies if they are parked, else from global memory with each pass. Only where rows end with a step, and without a mask.
+      blocks: blocks that share a row, of a cluster at most 16; 1 where a block has many rows.
+      parked: whether rows are held in shared memory, not in registers, of which a thread then needs few. One row a block.
+      unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows that are not
+        parked are read from global memory with each pass.
+      lanes: of a warp along the last axis where rows lie along another one (see `columns`), a power of two; else 0.
+      grid: so many blocks run, any of which share a row (see `split`); 0 where those of a cluster do.
     """
 
     vector: int
@@ -25,6 +28,8 @@ class Config:
     blocks: int = 1
     parked: bool = False
     unroll: int = 0
+    lanes: int = 0
+    grid: int = 0
 
 
 class RowLayout:
@@ -35,22 +40,33 @@ class RowLayout:
     block, or of a cluster, which has one row. In a step a warpgroup holds an array of `shape`: part of its rows, or of the
     shares that its four warps have of one.
 
-    Vectors start where the array is aligned to them. If `vector` does not divide `cols`, that is up to `vector - 1` elements
-    before the row; the first and the last vector of the row then hold what fills it where they are not of the row.
+    The vectors of a whole block start where a line of the cache does, up to `line - 1` elements before the row: a warp that
+    touches a line more than it must is slower. Those that are not of the row, and what is not in its first and last one, are
+    filled.
 
     Attributes:
       cols: elements of a row.
       config, vector, threads, repeats, blocks: the `Config`, and what it says.
       whole_block: whether all of the block shares one row.
+      branches: whether results may be `Either`: the block has one row, and code of its own for each case is worth its length.
       warpgroups: of a block.
       lanes: of a warp that share a row.
       sharers: threads that share a row, in all blocks.
-      warps: that share a row of a whole block, in all blocks.
+      cluster: blocks of a cluster.
+      warps: that share a row of a whole block, in all blocks of the cluster.
       rows: of a block.
-      aligned: whether rows start where vectors do.
+      whole_vectors: whether rows consist of whole vectors.
+      line: elements of a line of 128 bytes, where vectors have 16.
+      shifted: whether rows start elsewhere than vectors may.
       steps: vectors of a row that a thread holds, the last of which may lie beyond the end.
+      whole_steps: those in which all threads have whole vectors of the row.
+      looped_steps: those that a loop goes over. The others are left to code of their own where what is not parked is loaded in
+        part, as a branch in a loop makes it slow; but not in a grid, where that is done seldom.
       entries: of a row of a whole block: each is what a warpgroup holds in a step.
-      is_full: whether a row ends with a step of all threads.
+      is_exact: whether Pallas can load and store rows: they end with a step of all threads, and are in registers of one block.
+      exchange_shape, exchange_size: of float32 in shared memory for values that warps exchange, two for each of two rounds, and
+        its bytes.
+      slot_elements: of a row that a block holds in shared memory, and what fills its last step.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
       layout: where the elements of `shape` are: in vectors, a row in lanes of one warp.
       row_layout: of a value for each of the rows, or warps, in every lane that shares it.
@@ -61,16 +77,27 @@ class RowLayout:
         self.vector, self.threads = config.vector, config.threads
         self.repeats, self.blocks = config.repeats, config.blocks
         self.whole_block = self.threads > WARP
+        self.branches = self.whole_block and not config.grid
         self.warpgroups = max(1, self.threads // (WARP * WARPS))
         self.lanes = min(self.threads, WARP)
         self.sharers = self.threads * self.blocks
-        self.warps = WARPS * self.warpgroups * self.blocks
+        self.cluster = 1 if config.grid else self.blocks
+        self.warps = WARPS * self.warpgroups * self.cluster
+        self.exchange_shape = (4, self.warps)
+        self.exchange_size = 4 * math.prod(self.exchange_shape)
         self.rows = 1 if self.whole_block else WARPS * (WARP // self.lanes) * self.repeats
-        self.aligned = cols % self.vector == 0
-        touched = cols // self.vector + (0 if self.aligned else 2)
+        self.whole_vectors = cols % self.vector == 0
+        self.line = 8 * self.vector
+        self.shifted = self.whole_block and cols % self.line != 0
+        before = (self.line - (self.vector if self.whole_vectors else 1)) if self.shifted else 0
+        touched = -(-(cols + before) // self.vector)
         self.steps = -(-touched // self.sharers)
+        self.whole_steps = range(1 if self.shifted else 0, cols // (self.vector * self.sharers))
+        self.looped_steps = range(self.steps) if config.parked or config.grid else self.whole_steps
         self.entries = self.steps * self.blocks * self.warpgroups
-        self.is_full = cols == self.steps * self.vector * self.sharers
+        self.slot_elements = self.steps * self.threads * self.vector
+        ends_with_step = cols == self.steps * self.vector * self.sharers
+        self.is_exact = ends_with_step and self.blocks == 1 and not config.parked
         self.shape = (WARPS if self.whole_block else self.rows), self.lanes * self.vector
         rows, width = WARP // self.lanes, self.shape[1]
         self.layout = tiled(((WARPS * rows, width), (rows, width), (self.vector,)), (-5,), (-3, -2))

@@ -20,7 +20,6 @@ from jaxlib.mlir.dialects import arith
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
-from jaxsoftmax._gpu.rows.layout import RowLayout
 
 
 @dataclass(frozen=True)
@@ -28,34 +27,50 @@ class Memory:
     """The rows of a block in memory.
 
     Attributes:
-      layout: how the block's threads hold them.
+      layout: how the block's threads hold them, a `RowLayout`, or what a subclass wants.
       row: the first of them, a scalar int32.
       count: rows of the arrays.
       exact: whether arrays of so many rows end where a block's rows do, and rows with a step of all threads.
+      rank: the number of the block among those that share the row, a scalar int32.
     """
 
-    layout: RowLayout
+    layout: Any
     row: Any
     count: int
     exact: bool
+    rank: Any = 0
+
+    @property
+    def place(self) -> list[Any]:
+        return [self.row, self.rank]
 
     def group(self):
         """The number of the warpgroup in its block."""
         return lax.axis_index("warpgroup") if self.layout.warpgroups > 1 else jnp.int32(0)
 
-    def copy_in(self, ref, slot, barrier) -> None:
-        """Starts the copies of a row to shared memory, one for each step of the block."""
-        groups = self.layout.warpgroups
+    def copy_in(self, refs, slots, fills) -> None:
+        """Starts copies of rows, with their `fills` around them, to `slots` in shared memory: each thread its own vectors."""
+        layout = self.layout
 
-        def start():
-            for step in range(self.layout.steps):
-                source, target = self._at(ref, step, groups), slot.at[pl.ds(step * groups, groups)]
-                plgpu.copy_gmem_to_smem(source, target, barrier.at[step], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        def copy(*given):
+            *given, row, rank = given
+            copies = []
+            for ref, slot, fill in zip(given[: len(refs)], given[len(refs) :], fills, strict=True):
+                itemsize = utils.bytewidth(ref.type.element_type)
+                register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
+                (start,) = self._starts(ref, (row, rank), itemsize)
+                size = layout.vector * itemsize
+                target = ptx.shared_address(slot, arith.muli(utils.thread_idx(), constant(size)))
+                for step in range(layout.steps):
+                    vector = self._vector(step, start, itemsize)
+                    copies.append((vector, register, target, step * layout.threads * size, fill))
+            for vector, *where, _ in copies:
+                vector.copy(*where)
+            for vector, *where in copies:  # last, as a thread waits for what it loads of a part
+                vector.copy_rest(*where)
 
-        if groups > 1:
-            pl.when(self.group() == 0)(start)
-        else:
-            start()
+        fills = [_bits(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
+        ptx.emit(copy, (*refs, *slots), self.place)
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         """What is as large as the rows, as a function of a step that converts it to `dtype`.
@@ -64,23 +79,24 @@ class Memory:
         """
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
-        if layout.config.unroll and slot is None:
-            return lambda step: load(self._at(ref, step)).astype(dtype)
+        if slot is not None:
+            ptx.await_copies()
+            return lambda step: load(slot.at[step * layout.warpgroups + self.group()]).astype(dtype)
         if not layout.config.unroll:
             steps = range(layout.steps)
             held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
-            if slot is None:
-                return lambda step: held[step].astype(dtype)
-            for step in steps:
-                slot.at[step * layout.warpgroups + self.group()][...] = held[step]
-        return lambda step: load(slot.at[step * layout.warpgroups + self.group()]).astype(dtype)
+            return lambda step: held[step].astype(dtype)
+        if self.exact:
+            return lambda step: load(self._at(ref, step)).astype(dtype)
+        return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
 
     def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
         """A mask as a function of a step: bool.
 
-        With `source_row`, a function of a row, an int32 MLIR value, to the row of the mask, the rows of the mask repeat, which
-        vectors must be aligned for.
+        With `source_row`, a function of a row, an int32 MLIR value, to the row of the mask, the rows of the mask repeat.
         """
+        if self.layout.config.unroll:
+            return lambda step: self._load(ref, jnp.dtype(jnp.int8), 0, source_row, step)[0] != 0
         loaded = self._load(ref, jnp.dtype(jnp.int8), 0, source_row)
         return lambda step: loaded[step] != 0
 
@@ -91,17 +107,21 @@ class Memory:
             return
         itemsize = values.dtype.itemsize
 
-        def store(ref, row, values):
-            starts = self._starts(ref, row, itemsize)
+        def store(ref, row, rank, *given):
+            *at, values = given
+            starts = self._starts(ref, (row, rank), itemsize)
             for register, start in zip(values.registers.flat, starts, strict=True):
-                self._vector(step, start, itemsize).store(register)
+                self._vector(at[0] if at else step, start, itemsize).store(register)
 
-        ptx.emit(store, ref, [self.row], [(values, self.layout.layout)])
+        scalars = self.place if isinstance(step, int) else [*self.place, step]
+        ptx.emit(store, ref, scalars, [(values, self.layout.layout)])
 
     def inside(self) -> Callable[[int], jax.Array] | None:
         """Whether elements are of a row, as a function of a step: bool; None if all are."""
-        if self.exact:
+        if self.layout.whole_steps == range(self.layout.steps):
             return None
+        if self.layout.config.unroll:
+            return lambda step: self._load(None, jnp.dtype(jnp.int8), 0, step=step)[0] != 0
         flags = self._load(None, jnp.dtype(jnp.int8), 0)
         return lambda step: flags[step] != 0
 
@@ -123,8 +143,11 @@ class Memory:
     def store_row(self, ref, values: jax.Array) -> None:
         """Stores a value for each row of the block."""
         layout, itemsize = self.layout, values.dtype.itemsize
-        if layout.whole_block:
+        if layout.whole_block and self.exact:
             ref[self.row] = values
+            return
+        if layout.whole_block:
+            ptx.store_by_first_thread(ref, self.row, values)
             return
         if self.exact:
             compat.store(ref.at[pl.ds(self.row, layout.rows)], values)
@@ -137,76 +160,99 @@ class Memory:
 
         ptx.emit(store, ref, [self.row], [(values, layout.row_layout)])
 
-    def _at(self, ref, step, entries=None):
-        """What the warpgroup has in a step of an array, or so many entries of it that the block has."""
+    def _at(self, ref, step):
+        """What the warpgroup has in a step of an array."""
         layout = self.layout
-        if not layout.whole_block:
-            width = layout.shape[1]
-            return ref.at[pl.ds(self.row, layout.rows), pl.ds(step * width, width)]
-        rank = lax.axis_index("rank") if layout.blocks > 1 else jnp.int32(0)
-        first = ((self.row * layout.steps + step) * layout.blocks + rank) * layout.warpgroups
-        return ref.at[first + self.group() if entries is None else pl.ds(first, entries)]
+        if layout.whole_block:
+            return ref.at[(self.row * layout.steps + step) * layout.warpgroups + self.group()]
+        width = layout.shape[1]
+        return ref.at[pl.ds(self.row, layout.rows), pl.ds(step * width, width)]
 
-    def _load(self, ref, dtype, fill, source_row=None) -> list[jax.Array]:
+    def _load(self, ref, dtype, fill, source_row=None, step=None) -> list[jax.Array]:
         """An array for each step from `ref`, `[*, cols]` in global memory, or without `ref` of which elements are of a row.
 
-        `dtype` is int8 for bool.
+        `dtype` is int8 for bool. With `step` one array: an int, or a scalar int32 in a loop, which goes over whole steps unless
+        rows are parked.
         """
         layout = self.layout
-        fill = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")  # of a word
+        fill = _bits(fill, dtype)
 
-        def load(*ref_and_row):
-            *refs, row = ref_and_row
+        def load(*given):
+            *refs, row, rank = given[: (ref is not None) + 2]
             register = layout.layout.to_mgpu().registers_element_type(utils.dtype_to_ir_type(dtype))
-            starts = list(self._starts(refs[0] if refs else None, row, dtype.itemsize, source_row))
+            starts = list(self._starts(refs[0] if refs else None, (row, rank), dtype.itemsize, source_row))
             policy = None
             if source_row is not None:  # other blocks load it too: the L2 cache should rather keep it than what passes through
                 asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
                 policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
 
-            def held(vector):
+            apart = (
+                source_row is not None and not layout.whole_vectors
+            )  # rows that repeat are not aligned as those of the scores
+
+            def held(step, start, whole=False):
+                vector = self._vector(step, start, dtype.itemsize, whole, apart)
                 return vector.load(register, fill, policy) if refs else vector.touched(register)
 
-            steps = range(layout.steps)
-            return [[held(self._vector(step, start, dtype.itemsize)) for start in starts] for step in steps]
+            if step is None:
+                return [[held(i, start) for start in starts] for i in range(layout.steps)]
+            if isinstance(step, int):
+                return [[held(step, start) for start in starts]]
+            return [[held(given[-1], start, layout.looped_steps == layout.whole_steps) for start in starts]]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, dtype, layout=layout.layout)
-        return ptx.emit(load, ref, [self.row], results=[kind] * layout.steps)
+        scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
+        return ptx.emit(load, ref, scalars, results=[kind] * (layout.steps if step is None else 1))
 
-    def _starts(self, ref, row, itemsize, source_row=None):
+    def _starts(self, ref, place, itemsize, source_row=None):
         """Of each row of this thread the address where its vectors start, the element there, and whether it is a row at all."""
         layout = self.layout
         position = utils.thread_idx() if layout.whole_block else arith.remui(utils.thread_idx(), constant(layout.lanes))
         if layout.blocks > 1:
-            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ptx.integer(32))
-            position = arith.addi(position, arith.muli(rank, constant(layout.threads)))
+            position = arith.addi(position, arith.muli(place[1], constant(layout.threads)))
         element = arith.muli(position, constant(layout.vector))
-        for own_row, inside in self._own_rows(row):
+        for own_row, inside in self._own_rows(place[0]):
             array_row = own_row if source_row is None else source_row(own_row)
-            start = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(element))
-            in_row = element
-            if not layout.aligned:
-                before = arith.remui(start, i64(layout.vector))
+            start, in_row = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(element)), element
+            if layout.shifted:
+                before = arith.remui(arith.muli(i64(own_row), i64(layout.cols)), i64(layout.line))
                 start = arith.subi(start, before)
                 in_row = arith.subi(element, arith.trunci(element.type, before))
             base = i64(0) if ref is None else ptx.address_of(ref)
             yield arith.addi(base, arith.muli(start, i64(itemsize))), in_row, inside
 
-    def _vector(self, step, start, itemsize):
-        """The vector that a thread has in a step."""
+    def _vector(self, step, start, itemsize, whole=False, apart=False):
+        """The vector that a thread has in a step: an int, or int32 in a loop.
+
+        `whole` says that all threads have whole vectors then, `apart` that elements are touched one by one.
+        """
         layout = self.layout
         address, first, inside = start
-        skipped = step * layout.sharers * layout.vector
-        ends_inside = skipped + layout.sharers * layout.vector <= layout.cols  # for all threads
-        vector = functools.partial(Vector, address, skipped * itemsize, itemsize)
-        if layout.aligned:
-            return vector(inside if ends_inside else both(inside, compare("slt", first, constant(layout.cols - skipped))))
-        if step > 0 and ends_inside:
-            return vector(None)
-        elements = [arith.addi(first, constant(skipped + q)) for q in range(layout.vector)]
-        own = [both(compare("sge", place, constant(0)), compare("slt", place, constant(layout.cols))) for place in elements]
-        whole = both(own[0], own[-1])
-        return vector(whole, arith.xori(whole, functools.reduce(arith.ori, own)), own)
+        width = layout.sharers * layout.vector
+        if isinstance(step, int):
+            vector = functools.partial(Vector, address, step * width * itemsize, itemsize)
+            whole = whole or step in layout.whole_steps
+            first = arith.addi(first, constant(step * width))
+        else:
+            further = arith.muli(step, constant(width))
+            vector = functools.partial(Vector, arith.addi(address, arith.muli(i64(further), i64(itemsize))), 0, itemsize)
+            first = arith.addi(first, further)
+
+        def own():
+            return [compare("ult", arith.addi(first, constant(q)), constant(layout.cols)) for q in range(layout.vector)]
+
+        if apart:
+            return vector(None, utils.c(1, ptx.integer(1)), own)
+        if whole:
+            return vector(inside)
+        if not layout.shifted:
+            return vector(both(inside, compare("slt", first, constant(layout.cols))))
+        complete = compare("ule", first, constant(layout.cols - layout.vector))  # what is negative counts as large
+        if layout.whole_vectors:
+            return vector(complete)
+        last = layout.vector - 1
+        touched = compare("ult", arith.addi(first, constant(last)), constant(layout.cols + last))
+        return vector(complete, arith.xori(complete, touched), own)
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
@@ -222,6 +268,11 @@ class Memory:
         for i in range(layout.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // layout.lanes)))
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
+
+
+def _bits(fill, dtype) -> int:
+    """A word of 32 bits that is filled with this value."""
+    return int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
 
 
 def row_of_mask(shape: Sequence[int], mask_shape: Sequence[int], axes: Sequence[int]) -> Callable[[Any], Any]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows import split
+from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory, row_of_mask
 from jaxsoftmax._gpu.rows.tile import Either, Tile
@@ -65,7 +67,7 @@ def run(
     body: Callable[..., list[Any]],
     operands: Mapping[str, Operand | None],
     axes: Sequence[int],
-    config: Callable[[int, int, bool, bool], Config],
+    config: Callable[[int, int, bool, int], Config],
     *,
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
@@ -77,27 +79,35 @@ def run(
       body: gets a `Tile`, and the operands by name, None for None. It gives the results, the whole ones, which
         are functions of a step, or an `Either`, before those of rows.
       operands: what they are; one at least is whole. They are loaded in this order.
-      axes: the axes of a row, the last ones that have not size 1.
+      axes: the axes of a row, neighbours but for axes of size 1.
       config: the configuration for a number of columns, the bytes of the widest element, whether there is a mask along the
-        columns, and whether it has fewer rows.
+        columns or `Inside`, and how far apart elements of a row are.
       whole: dtypes of the results that are as large as the rows.
       per_row: dtypes of the results that have size 1 along `axes`.
     """
     given = {key: operand for key, operand in operands.items() if operand is not None}
     held = {key: operand.array for key, operand in given.items() if isinstance(operand, Whole)}
+    fills = {key: operand.fill for key, operand in given.items() if isinstance(operand, Whole)}
     others = [key for key, operand in given.items() if isinstance(operand, Mask)]  # as arguments, the largest come first
     others += [key for key, operand in given.items() if isinstance(operand, (PerRow, Scalar))]
     shape = next(iter(held.values())).shape
     row_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     cols = math.prod(shape[axis] for axis in axes)
-    count = math.prod(shape) // cols
+    along = [axis for axis in axes if shape[axis] != 1]
+    inner = math.prod(shape[max(along) + 1 :]) if along else 1
+    outer = math.prod(shape) // (cols * inner)
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
-    masks = [mask.array.shape for mask in given.values() if isinstance(mask, Mask) and not _is_per_row(mask, axes)]
+    masked = any(isinstance(o, Inside) or (isinstance(o, Mask) and not _is_per_row(o, axes)) for o in given.values())
     widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
-    layout = RowLayout(cols, config(cols, widest, bool(masks), any(mask != shape for mask in masks)))
-    exact = layout.is_full and count % layout.rows == 0
-    view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (count, cols)
+    chosen = config(cols, widest, masked, inner)
+    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else RowLayout(cols, chosen)
+    kinds = (ColumnMemory, Columns) if inner > 1 else (Memory, Tile)
+    count = outer * layout.tiles if inner > 1 else outer  # of rows, or of tiles of them
+    exact = layout.is_exact and count % layout.rows == 0
+    view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (outer * cols, inner)
+    if inner == 1 and not (exact and layout.whole_block):
+        view = (count, cols)
 
     def flat(operand):
         """An operand that is not whole, as the kernel has it."""
@@ -105,40 +115,33 @@ def run(
         if isinstance(operand, Scalar):
             return array.reshape(1)
         if isinstance(operand, PerRow):
-            return jnp.broadcast_to(array, row_shape).reshape(count)
+            return jnp.broadcast_to(array, row_shape).reshape(-1)
         if _is_per_row(operand, axes):
-            return jnp.broadcast_to(array, row_shape).reshape(count).astype(jnp.float32)
-        return array.reshape(-1, cols)
+            return jnp.broadcast_to(array, row_shape).reshape(-1).astype(jnp.float32)
+        return jnp.broadcast_to(array, shape).reshape(view) if inner > 1 else array.reshape(-1, cols)
 
-    def kernel(*refs):
-        *refs, slots, barriers, exchange = refs
-        refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
-        memory = Memory(layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact)
-        tile = Tile(memory, exchange, list(barriers))
-        if layout.blocks > 1:
-            ptx.cluster_arrive()
-        for key, slot, barrier in zip(held, slots, barriers, strict=False):
-            memory.copy_in(refs[key], slot, barrier)
-        slots = dict(zip(held, slots, strict=False))
-        values = dict.fromkeys(operands)
+    def values(tile, refs, slots):
+        """The operands as a body gets them: those that are held from `slots`, if they are there."""
+        memory, found = tile.memory, dict.fromkeys(operands)
         for key, operand in given.items():
             match operand:
                 case Whole():
-                    values[key] = memory.hold(refs[key], operand.fill, slots.get(key), operand.dtype or refs[key].dtype)
+                    found[key] = memory.hold(refs[key], operand.fill, slots.get(key), operand.dtype or refs[key].dtype)
                 case PerRow():
-                    values[key] = memory.load_row(refs[key]).astype(operand.dtype or refs[key].dtype)
+                    found[key] = memory.load_row(refs[key]).astype(operand.dtype or refs[key].dtype)
                 case Scalar():
-                    values[key] = refs[key][0]
+                    found[key] = refs[key][0]
                 case Inside():
-                    values[key] = memory.inside()
+                    found[key] = memory.inside()
                 case Mask() if refs[key].ndim == 1:
                     seen = tile.along(memory.load_row(refs[key])) != 0
-                    values[key] = lambda _, seen=seen: seen
+                    found[key] = lambda _, seen=seen: seen
                 case Mask(array):
-                    source_row = None if array.shape == shape else row_of_mask(shape, array.shape, axes)
-                    values[key] = memory.load_mask(refs[key], source_row)
-        results = body(tile, **values)
+                    source_row = None if array.shape == shape or inner > 1 else row_of_mask(shape, array.shape, axes)
+                    found[key] = memory.load_mask(refs[key], source_row)
+        return found
 
+    def store(tile, out_refs, results):
         stored = list(zip(out_refs, results[: len(dtypes)], strict=False))
         if plain := [(ref, result) for ref, result in stored if not isinstance(result, Either)]:
             tile.store(plain)
@@ -147,30 +150,62 @@ def run(
                 pl.when(result.condition)(functools.partial(tile.store, [(ref, result.then)]))
                 pl.when(~result.condition)(functools.partial(tile.store, [(ref, result.otherwise)]))
         for ref, result in zip(out_refs[len(dtypes) :], results[len(dtypes) :], strict=True):
-            memory.store_row(ref, result.astype(ref.dtype))
+            tile.memory.store_row(ref, result.astype(ref.dtype))
+
+    def copy_in(memory, refs, slots):
+        if slots:
+            memory.copy_in([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
+
+    def kernel(*refs):
+        *refs, slots, exchange, pushed, shared = refs
+        refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
+        slots = dict(zip(held, slots, strict=False))
+        if layout.config.grid:
+            *out_refs, states = out_refs
+            rows = split.Rows(layout, count, states, exchange, shared)
+            rows.work(
+                lambda memory: copy_in(memory, refs, slots),
+                lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),
+                lambda tile, results: store(tile, out_refs, results),
+            )
+            return
+        rank = lax.axis_index("rank") if layout.cluster > 1 else jnp.int32(0)
+        memory = kinds[0](layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact, rank)
+        tile = kinds[1](memory, exchange, pushed)
+        if layout.cluster > 1:
+            ptx.prepare_pushes(pushed)
+        copy_in(memory, refs, slots)
+        store(tile, out_refs, body(tile, **values(tile, refs, slots)))
+        if layout.cluster > 1 and next(tile.rounds) == 0:  # nothing was pushed, which waits
+            ptx.cluster_wait()
 
     parked = held.values() if layout.config.parked else ()
     slots = [plgpu.SMEM((layout.steps * layout.warpgroups, *layout.shape), array.dtype) for array in parked]
-    barriers = [plgpu.Barrier(num_barriers=layout.steps) for _ in slots if layout.config.unroll]
-    exchange = plgpu.SMEM((2, layout.warps), jnp.float32) if layout.whole_block else None
+    exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
+    pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
+    shared = split.memory(layout) if layout.config.grid else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
         options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
-    if layout.blocks > 1:
-        options |= {"cluster": (layout.blocks,), "cluster_names": ("rank",)}
-    results = plgpu.kernel(
+    if layout.cluster > 1:
+        options |= {"cluster": (layout.cluster,), "cluster_names": ("rank",)}
+    call = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
-        + [jax.ShapeDtypeStruct((count,), dtype) for dtype in row_dtypes],
-        grid=(pl.cdiv(count, layout.rows),),
+        + [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
+        + ([split.states(layout, count)] if layout.config.grid else []),
+        grid=(layout.config.grid or pl.cdiv(count, layout.rows),),
         grid_names=("block",),
-        scratch_types=(slots, barriers, exchange),
+        scratch_types=(slots, exchange, pushed, shared),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,
-    )(*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others))
+    )
+    if layout.config.grid:  # of which a batch would share the tickets
+        call = jax.custom_batching.sequential_vmap(call)
+    results = call(*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others))
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
-    return [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
+    return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 
 
 def _is_per_row(mask: Mask, axes: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The softmax family on Hopper, for rows that fit into a block, or a small cluster: up to 32768 elements.
+"""The softmax family on Hopper, for rows that fit into a block, or a cluster of up to 16.
 
 Each element is read once and written once:
 
@@ -23,13 +23,13 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
+from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
 from jaxsoftmax._gpu.target import HOPPER
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_COLS = 32768
 FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many columns XLA's fused forward is faster
 
 
@@ -39,8 +39,8 @@ FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many colum
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
-    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in _BLOCKS:
-        served = " or ".join(f"{generation}.x" for generation in _BLOCKS)
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in _CLUSTERS:
+        served = " or ".join(f"{generation}.x" for generation in _CLUSTERS)
         return f"it needs compute capability {served}, got {target.platform} {target.compute_capability}"
     x = operands["x"] if "x" in operands else operands["y"]
     whole = [a for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
@@ -48,17 +48,29 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
     along = [axis for axis in axes if x.shape[axis] != 1]
-    after = [axis for axis in range(min(along, default=x.ndim), x.ndim) if axis not in axes and x.shape[axis] != 1]
-    if after:
-        return f"the axes must be the last ones, got axes {axes} of shape {x.shape}"
+    between = range(min(along, default=0), max(along, default=0))
+    if any(axis not in axes and x.shape[axis] != 1 for axis in between):
+        return f"the axes must be neighbours, got axes {axes} of shape {x.shape}"
     cols = math.prod(x.shape[axis] for axis in axes)
-    if not 1 <= cols <= MAX_COLS:
-        return f"a row must have from 1 to {MAX_COLS} entries, got {cols}"
+    if not 1 <= cols < 2**30:
+        return f"a row must have from 1 to {2**30 - 1} entries, got {cols}"
     if not 1 <= (count := math.prod(x.shape) // cols) < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {count}"
     where = operands.get("where")
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
+    kernel = f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
+    itemsizes = [jnp.dtype(a.dtype).itemsize for a in whole]
+    masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
+    masked = masked or (operands.get("scale") is not None and primitive != "softmax_jacobian")
+    widest = max(itemsizes if primitive in ("logsumexp", "logsumexp_jvp") else [*itemsizes, jnp.dtype(dtype).itemsize])
+    inner = math.prod(x.shape[max(along) + 1 :]) if along else 1
+    config = config_for(target, kernel, cols, widest, masked, inner)
+    if config.parked:
+        layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
+        needed = layout.slot_elements * sum(itemsizes) + layout.exchange_size
+        if needed > target.shared_memory - _RESERVED:
+            return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
     return None
 
 
@@ -77,65 +89,78 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 # How a row is spread over threads.
 
 
-# A GPU generation is an entry, by the major number of its compute capability: how a block holds a row, by bytes of an element,
-# as pairs of up to how many columns and how.
-_BLOCKS = {
-    9: {
-        4: [(4096, Config(4, 128)), (8192, Config(4, 256)), (16384, Config(4, 512)), (MAX_COLS, Config(4, 1024))],
-        2: [(4096, Config(8, 128)), (16384, Config(8, 256)), (MAX_COLS, Config(8, 512))],
-    },
-}
-
-# Where another way is faster, by generation and kernel: from more than how many columns, up to how many, and how.
-_FASTER = {
-    9: {
-        ("softmax_forward", 2): [
-            (8192, 16384, Config(8, 256, parked=True, unroll=2)),
-            (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
-        ],
-        ("softmax_jacobian", 4): [(16384, MAX_COLS, Config(4, 512, blocks=2))],
-        ("softmax_jacobian", 2): [(4096, 8192, Config(8, 128)), (8192, 16384, Config(8, 512, parked=True, unroll=2))],
-        ("log_softmax_forward", 4): [(8192, 16384, Config(4, 512, parked=True))],
-        ("log_softmax_forward", 2): [
-            (4096, 8192, Config(8, 128)),
-            (8192, 16384, Config(8, 256, parked=True, unroll=4)),
-            (8192, 16384, Config(8, 128, parked=True)),
-            (16384, MAX_COLS, Config(8, 512, parked=True, unroll=1)),
-        ],
-        ("log_softmax_vjp", 4): [(16384, MAX_COLS, Config(4, 128, blocks=4))],
-        ("log_softmax_vjp", 2): [
-            (4096, 8192, Config(8, 128)),
-            (8192, 16384, Config(8, 512, parked=True, unroll=2)),
-            (8192, 16384, Config(8, 256, parked=True)),
-            (16384, MAX_COLS, Config(8, 1024)),
-        ],
-        ("log_softmax_jvp", 2): [
-            (8192, 16384, Config(8, 512, parked=True, unroll=2)),
-            (16384, MAX_COLS, Config(8, 1024)),
-        ],
-        ("logsumexp_forward", 2): [(4096, 8192, Config(8, 128)), (8192, MAX_COLS, Config(8, 128, unroll=2))],
-        ("logsumexp_jvp", 2): [(8192, MAX_COLS, Config(8, 128, unroll=2))],
-        ("logsumexp_vjp", 2): [(16384, MAX_COLS, Config(8, 1024))],
-    },
-}
+# The generations of GPUs that are served, by the major number of the compute capability: from how many multiprocessors on a
+# cluster may have how many blocks. Its blocks run on one of eight parts of the GPU, which must have a multiprocessor for each.
+_CLUSTERS = {9: [(132, 16), (0, 8)]}
 
 
-def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, repeated: bool = False) -> Config:
+def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inner: int = 1) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
-    `repeated` is for a mask of fewer rows: they are not aligned as the rows are that they belong to. The number of rows does
+    A thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
+    where rows do not start with a line of the cache, rows are in shared memory, about 64 elements for each thread, so that a
+    multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster.
+    What is read once and not written is held nowhere.
+
+    `masked` is for a mask along the columns, and for a scale, which must know what is beyond the end. The number of rows does
     not matter, so the bits of a row do not depend on it. The measurements are in `benchmarks/results/h200/softmax.csv`.
     """
-    generation = target.compute_capability[0]
     widest = 16 // itemsize
+    if inner > 1:
+        return _along_another_axis(kernel, cols, itemsize, inner)
     vector = math.gcd(cols, widest)
     if cols <= 128 * widest or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest)
-    if repeated and vector < widest:
-        return Config(vector, next(threads for threads in (128, 256, 512, 1024) if cols <= 32 * vector * threads))
-    ways = [config for above, most, config in _FASTER[generation].get((kernel, itemsize), []) if above < cols <= most]
-    ways += [config for most, config in _BLOCKS[generation][itemsize] if cols <= most]
-    return next(config for config in ways if not config.unroll or _can_loop(config, cols, masked))
+    clusters = _CLUSTERS[target.compute_capability[0]]
+    most = next(blocks for multiprocessors, blocks in clusters if target.multiprocessors >= multiprocessors)
+    if kernel in _STREAMED and not masked and cols > 8192:
+        return Config(widest, 2048 // widest, blocks=min(most, _power(cols / 32768)), unroll=4)
+    size = itemsize, 2 if kernel in _TWO_OPERANDS else 1
+    in_registers = 8192 if masked else _IN_REGISTERS[size]
+    if cols <= in_registers and (cols % (8 * widest) == 0 or itemsize == 4 or masked):
+        each = 128 // itemsize  # elements of a thread
+        threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
+        return Config(widest, threads, blocks=_power(cols / (each * threads)))
+    share = _SHARES[size]
+    if cols > 1.25 * most * share:
+        if kernel == "logsumexp_vjp":  # whose blocks need nothing of each other
+            return Config(widest, 2048 // widest, blocks=most, unroll=4)
+        return _of_the_grid(target, cols, widest, itemsize * size[1])
+    blocks = min(most, _power(cols / share))
+    threads = 128 if cols <= 8192 else 256 if cols <= share * blocks else 512
+    return Config(widest, threads, blocks=blocks, parked=True, unroll=2)
+
+
+def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int) -> Config:
+    """Rows that fill a line of the cache side by side, of the longest fewer, and 64 KiB of them a block where that fits."""
+    vector = math.gcd(inner, 16 // itemsize)
+    size = vector * itemsize * (2 if kernel in _TWO_OPERANDS else 1)  # of what a lane holds of an element of its rows
+    lanes = min(WARP // 2, 128 // (vector * itemsize), _power(inner / vector))
+    while lanes * vector * itemsize > 32 and cols * lanes * size > 8 * 147456:
+        lanes //= 2
+    threads = 256 if cols * lanes > 512 else 128
+    return Config(vector, threads, blocks=min(8, _power(cols * lanes * size / 65536)), parked=True, unroll=2, lanes=lanes)
+
+
+def _of_the_grid(target, cols: int, vector: int, size: int) -> Config:
+    """Slices of 256 threads, which take turns; `size` are the bytes of an element of all operands that are held."""
+    step = 256 * vector
+    share = -(-max(32768 // size, -(-cols // _MOST_SLICES)) // step) * step
+    resident = min(4, target.shared_memory // (share * size + _RESERVED))
+    return Config(vector, 256, blocks=-(-cols // share), parked=True, unroll=2, grid=target.multiprocessors * max(1, resident))
+
+
+_STREAMED = ("logsumexp_forward", "logsumexp_jvp")
+_MOST_SLICES = 1024  # of a row; each block reads the states of all
+_RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
+# By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block.
+_IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
+_SHARES = {(4, 1): 16384, (4, 2): 12288, (2, 1): 20480, (2, 2): 16384}
+
+
+def _power(least: float) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(0, math.ceil(math.log2(least)))
 
 
 def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
@@ -154,12 +179,6 @@ def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
 _TWO_OPERANDS = ("softmax_jacobian", "log_softmax_vjp", "log_softmax_jvp", "logsumexp_jvp")
 
 
-def _can_loop(config: Config, cols: int, masked: bool) -> bool:
-    """Whether a loop can go over rows of `cols` elements that are held so."""
-    layout = RowLayout(cols, config)
-    return not masked and layout.is_full and layout.steps % config.unroll == 0
-
-
 # The primitives. The body of a kernel computes in float32: `x`, `y` and `t` are functions of a step that give the elements
 # of a vector of each thread, as are results and `where`, unless it is None.
 
@@ -174,7 +193,7 @@ def softmax(x, where, scale, *, axes, dtype, target):
         d = state.d + (state.m - state.m)  # NaN where the maximum is infinite
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) / d)
         y = each(lambda s: online.weights(s, local.m, scale=size) * factor, scores)
-        if where is None or not tile.memory.layout.whole_block:
+        if where is None or not tile.memory.layout.branches:
             return [_masked(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
         return [Either(finite, y, _masked(where, y, 0))]

@@ -1,0 +1,200 @@
+"""Rows along an axis that is not the last: of an array `[outer, cols, inner]` a block has some rows that are neighbours.
+
+They are as many as a line of the cache holds, so that a warp reads whole lines of several elements of its rows. Each thread has
+the states of its vector's rows. They merge over the lanes of a warp by shuffles, over warps through shared memory, and over the
+blocks of a cluster, as those of rows along the last axis do. Nothing is transposed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir.dialects import arith, vector
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
+from jaxsoftmax._gpu.rows.layout import Config
+from jaxsoftmax._gpu.rows.memory import Memory
+from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax.online import State
+
+
+class ColumnLayout:
+    """How the threads of a block, or of a cluster of blocks, hold rows along `cols` of an array `[outer, cols, inner]`.
+
+    In a step a thread has a vector of `inner` in one of `height` places along the rows, which all threads share.
+
+    Attributes:
+      cols, inner, config, vector, threads, blocks, cluster, warpgroups: as the array and the `Config` say.
+      width: rows of a block.
+      tiles: blocks, or clusters, for all of `inner`.
+      warps: that share rows, in all blocks of a cluster.
+      steps, whole_steps, looped_steps, slot_elements, exchange_shape, exchange_size: see `RowLayout`.
+      shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
+      layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
+    """
+
+    whole_block = True  # its warps share rows
+    branches = False
+    is_exact = False
+    rows = 1  # tiles of a block
+
+    def __init__(self, cols: int, inner: int, config: Config):
+        self.cols, self.inner, self.config = cols, inner, config
+        self.vector, self.threads, self.blocks, self.cluster = config.vector, config.threads, config.blocks, config.blocks
+        self.lanes = config.lanes
+        self.warpgroups = self.threads // (WARP * WARPS)
+        self.width = self.lanes * self.vector
+        self.tiles = -(-inner // self.width)
+        self.warps = WARPS * self.warpgroups * self.blocks
+        self.exchange_shape = (4, self.warps * self.width)
+        self.exchange_size = 4 * math.prod(self.exchange_shape)
+        self.height = self.threads * self.blocks // self.lanes
+        self.steps = -(-cols // self.height)
+        self.whole_steps = range(cols // self.height)
+        self.looped_steps = range(self.steps)
+        self.slot_elements = self.steps * self.threads * self.vector
+        self.shape = (WARPS * self.width, WARP // self.lanes)
+        tiles = (self.shape, (self.width, self.shape[1]), (self.vector, 1))
+        self.layout = ptx.tiled(tiles, (-6,), (-3, -4), -2)
+        self.row_layout = self.layout.reduce(1)
+
+
+@dataclass(frozen=True)
+class ColumnMemory(Memory):
+    """The rows of a block in memory, one tile of them: `row` is its number among all of `[outer, tiles]`."""
+
+    def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
+        layout, itemsize = self.layout, ref.dtype.itemsize
+        ptx.await_copies()
+
+        def load(slot, step):
+            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
+            place = arith.addi(utils.thread_idx(), arith.muli(step, constant(layout.threads)))
+            address = ptx.shared_address(slot, arith.muli(place, constant(layout.vector * itemsize)))
+            return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
+        return lambda step: ptx.emit(load, slot, [step], results=kind).astype(dtype)
+
+    def load_row(self, ref) -> jax.Array:
+        layout = self.layout
+
+        def load(ref, *place):
+            register = layout.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
+            return [self._of_row(ref, place)[0].load(register)]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape[:1], ref.dtype, layout=layout.row_layout)
+        return ptx.emit(load, ref, self.place, results=kind)
+
+    def store_row(self, ref, values: jax.Array) -> None:
+        def store(ref, row, rank, values):
+            entry, first = self._of_row(ref, (row, rank))
+            Vector(entry.address, 0, entry.itemsize, both(entry.inside, first)).store(values.registers.flat[0])
+
+        ptx.emit(store, ref, self.place, [(values, self.layout.row_layout)])
+
+    def _of_row(self, ref, place):
+        """A value for each of a thread's rows, in `ref`, `[outer * inner]`, and whether no thread before has them."""
+        layout, itemsize = self.layout, utils.bytewidth(ref.type.element_type)
+        outer, col, place_along, inside = self._own(place)
+        start = arith.addi(arith.muli(i64(outer), i64(layout.inner)), i64(col))
+        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        return Vector(address, 0, itemsize, inside), compare("eq", place_along, constant(0))
+
+    def _own(self, place):
+        """Of this thread: the entry of `outer`, the first of `inner`, the place along the rows, whether it is there at all."""
+        layout, (row, rank) = self.layout, place
+        lane = arith.remui(utils.thread_idx(), constant(WARP))
+        warp = arith.divui(utils.thread_idx(), constant(WARP))
+        warp = arith.addi(warp, arith.muli(rank, constant(layout.threads // WARP)))
+        along = arith.addi(arith.muli(warp, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
+        col = arith.addi(
+            arith.muli(arith.remui(row, constant(layout.tiles)), constant(layout.width)),
+            arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector)),
+        )
+        inside = None if layout.inner % layout.width == 0 else compare("ult", col, constant(layout.inner))
+        return arith.divui(row, constant(layout.tiles)), col, along, inside
+
+    def _starts(self, ref, place, itemsize, source_row=None):
+        layout = self.layout
+        outer, col, along, inside = self._own(place)
+        entry = arith.addi(arith.muli(i64(outer), i64(layout.cols)), i64(along))
+        start = arith.addi(arith.muli(entry, i64(layout.inner)), i64(col))
+        base = i64(0) if ref is None else ptx.address_of(ref)
+        yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside
+
+    def _vector(self, step, start, itemsize, whole=False, apart=False):
+        layout = self.layout
+        address, along, inside = start
+        if isinstance(step, int):
+            whole = whole or step in layout.whole_steps
+            step = constant(step)
+        further = arith.muli(step, constant(layout.height))
+        address = arith.addi(address, arith.muli(i64(further), i64(layout.inner * itemsize)))
+        if not whole:
+            inside = both(inside, compare("slt", arith.addi(along, further), constant(layout.cols)))
+        return Vector(address, 0, itemsize, inside)
+
+
+@dataclass(frozen=True)
+class Columns(Tile):
+    """The rows of a block: `merge` and `sum` give a value for each of them, once for each warp of a warpgroup."""
+
+    def column(self, step) -> jax.Array:
+        raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
+
+    def merge(self, state: State, scale=None) -> State:
+        def add(total, m, d):
+            return online.merge(State(*total), State(m, d), scale=scale)[:2]
+
+        return State(*self._over_warps(add, state.m, state.d))
+
+    def sum(self, values) -> jax.Array:
+        (total,) = self._over_warps(lambda total, sums: (total[0] + sums,), self._sum(values))
+        return total
+
+    def _over_warps(self, add, *parts):
+        """Folds `add(total, *parts)` over the parts of all warps that share the rows, in their order."""
+        layout = self.memory.layout
+        round_ = next(self.rounds)
+        slots = [self.exchange.at[round_ % 2 * 2 + i] for i in range(len(parts))]
+        group = self.memory.group()
+        if layout.cluster > 1:
+            first = (self.memory.rank * layout.warpgroups + group) * ptx.WARPS
+            if round_ == 0:
+                ptx.cluster_wait()
+            for slot, part in zip(slots, parts, strict=True):
+                ptx.push_rows_to_cluster(slot, first, part, layout, self.pushed, round_)
+            ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.warps * layout.width)
+        else:
+            own = ptx.WARPS * layout.width
+            for slot, part in zip(slots, parts, strict=True):
+                slot[pl.ds(group * own, own)] = part
+            ptx.block_barrier()
+
+        def one(warp, total):
+            return add(total, *(self._of_warp(slot, warp) for slot in slots))
+
+        return lax.fori_loop(1, layout.warps, one, tuple(self._of_warp(slot, jnp.int32(0)) for slot in slots))
+
+    def _of_warp(self, slot, warp):
+        """What a warp has pushed, in every warp."""
+        layout = self.memory.layout
+
+        def load(slot, warp):
+            lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
+            place = arith.addi(arith.muli(lane, constant(layout.vector)), arith.muli(warp, constant(layout.width)))
+            address = ptx.shared_address(slot, arith.muli(place, constant(4)))
+            register = layout.row_layout.to_mgpu().registers_element_type(slot.type.element_type)
+            return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape[:1], jnp.float32, layout=layout.row_layout)
+        return ptx.emit(load, slot, [warp], results=kind)

@@ -1,0 +1,172 @@
+"""Rows too long for a cluster: any blocks of the grid share them, through global memory, and never hang.
+
+A row is cut into slices, a ticket each, in the order of rows. A block
+
+1. takes a ticket, copies the slice to shared memory, and publishes its state;
+2. waits until all slices of the row have published theirs;
+3. merges them, all blocks in the same order, and computes its part of the results from what it holds.
+
+Each element is read once. Nothing says that all blocks run at a time: others may use the GPU, a second one of these kernels
+too. So a block never waits while it holds a ticket that it has not published, and only for tickets that are taken: their
+blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and
+publishes its state without holding the slice, which it reads again when that row is complete. Both compute the state alike, so
+the bits of a row do not depend on who held what. One block alone would do all the work so. Where a row has more slices than
+blocks can hold at a time, it helps at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.layout import RowLayout
+from jaxsoftmax._gpu.rows.memory import Memory
+from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax.online import State
+
+_PARTS = 2  # float32 numbers of a state
+_PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
+
+
+def memory(layout: RowLayout) -> dict[str, Any]:
+    """What a block needs of shared memory, beside its slice: an answer of one thread, and the tickets that it helped with."""
+    return {"told": plgpu.SMEM((1,), jnp.int32), "helped": plgpu.SMEM((_room(layout),), jnp.int32)}
+
+
+def states(layout: RowLayout, count: int) -> jax.ShapeDtypeStruct:
+    """The states of all slices, in global memory."""
+    return jax.ShapeDtypeStruct((_PARTS, count * layout.blocks), jnp.float32)
+
+
+def _room(layout):
+    """For tickets that a block has helped with: those of a row, and one of the next, which it could not know to be of it."""
+    return layout.blocks + 1
+
+
+@dataclass(frozen=True)
+class First(Tile):
+    """A slice whose state is not published yet: what a body computes of the row with it does not matter."""
+
+    found: list[jax.Array] = field(default_factory=list)
+
+    def merge(self, state: State, scale=None) -> State:
+        return State(*self._publish(*super().merge(state, scale)[:2]))
+
+    def sum(self, values) -> jax.Array:
+        return self._publish(super().sum(values))[0]
+
+    def _publish(self, *parts):
+        if self.found:
+            raise NotImplementedError("split: a body may merge or sum once, as what follows would wait for other blocks")
+        self.found.extend(parts)
+        return parts
+
+
+@dataclass(frozen=True)
+class Second(Tile):
+    """A slice of a row that is complete: `parts` gives those of the states of all slices."""
+
+    parts: Callable[[int, float], jax.Array] = field(kw_only=True)
+
+    def lift(self, scores, scale=None) -> State:
+        return online.merge_along(State(self.parts(0, -jnp.inf), self.parts(1, 0)), 0, scale=scale)
+
+    def merge(self, state: State, scale=None) -> State:
+        return state
+
+    def sum(self, values) -> jax.Array:
+        return jnp.sum(self.parts(0, 0))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of arrays, as the blocks of the grid share them.
+
+    Attributes:
+      layout: of a slice, and how many share a row.
+      count: of rows.
+      states: what `states` describes, in global memory.
+      exchange: see `Tile`.
+      shared: what `memory` describes.
+    """
+
+    layout: RowLayout
+    count: int
+    states: Any
+    exchange: Any
+    shared: dict[str, Any]
+
+    def work(self, copy_in, body, store) -> None:
+        """Does tickets until none is left: `copy_in(memory)`, `body(tile, is_held)` and `store(tile, results)`."""
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count,)))
+        tickets, room = jnp.int32(self.count * self.layout.blocks), jnp.int32(_room(self.layout))
+
+        def take():
+            return ptx.take_ticket_of_block(counters, self.shared["told"])
+
+        def publish(ticket, is_held):
+            tile = First(self._memory(ticket, is_held), self.exchange, None)
+            body(tile, is_held)
+            ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
+
+        def finish(ticket, is_held):
+            memory = self._memory(ticket, is_held)
+
+            def parts(k, fill):
+                first = memory.row * jnp.int32(self.layout.blocks)
+                return ptx.load_line(self.states, k, first, self.layout.blocks, fill)
+
+            tile = Second(memory, self.exchange, None, parts=parts)
+            store(tile, body(tile, is_held))
+
+        def is_complete(ticket):
+            row = lax.div(ticket, jnp.int32(self.layout.blocks))
+            # Registers may leave room for half of the grid at a time.
+            patience = 0 if self.layout.blocks > self.layout.config.grid // 2 else _PATIENCE
+            return ptx.is_complete(counters, row, self.layout.blocks, patience, self.shared["told"])
+
+        def help_out(carry):
+            """Publishes one more ticket, which waits in line until it is finished."""
+            ticket, _, last = carry
+            other = take()
+
+            @pl.when(other < tickets)
+            def _():
+                publish(other, False)
+                ptx.store_scalar_of_block(self.shared["helped"], lax.rem(last, room), other)
+
+            return ticket, is_complete(ticket), last + (other < tickets).astype(jnp.int32)
+
+        def one(carry):
+            ticket, is_held, first, last = carry
+
+            @pl.when(is_held == 1)
+            def _():
+                copy_in(self._memory(ticket, True))
+                publish(ticket, True)
+
+            _, _, last = lax.while_loop(lambda carry: carry[1] == 0, help_out, (ticket, is_complete(ticket), last))
+            pl.when(is_held == 1)(lambda: finish(ticket, True))
+            pl.when(is_held == 0)(lambda: finish(ticket, False))
+
+            def following():
+                return self.shared["helped"][lax.rem(first, room)], jnp.int32(0), first + 1
+
+            following, is_held, first = lax.cond(first < last, following, lambda: (take(), jnp.int32(1), first))
+            return following, is_held, first, last
+
+        lax.while_loop(lambda carry: carry[0] < tickets, one, (take(), jnp.int32(1), jnp.int32(0), jnp.int32(0)))
+
+    def _memory(self, ticket, is_held) -> Memory:
+        layout = self.layout
+        if not is_held:
+            layout = RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1))
+        blocks = jnp.int32(layout.blocks)
+        return Memory(layout, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks))
