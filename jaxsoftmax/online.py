@@ -219,7 +219,8 @@ def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
 def _parts_and_max(scores: Scores, axis: Axis) -> tuple[list[jax.Array], jax.Array]:
     """The arrays of the scores, and the maximum of each row over all of them."""
     parts = [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
-    return parts, jnp.max(functools.reduce(jnp.maximum, parts), axis, initial=-jnp.inf)
+    m = functools.reduce(jnp.maximum, parts)
+    return parts, m if axis == () else jnp.max(m, axis, initial=-jnp.inf)
 
 
 def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: Axis, scale: jax.Array | None):
@@ -228,7 +229,7 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
     if values is not None and (len(parts) > 1 or axis not in (-1, last, (-1,), (last,))):
         raise ValueError(f"online: with values the block must be the last axis of one array of scores, got axis {axis}")
     weight = functools.reduce(jnp.add, (weights(part, m, axis=axis, scale=scale) for part in parts))
-    d = jnp.sum(weight, axis)
+    d = weight if axis == () else jnp.sum(weight, axis)
     if values is None:
         return d, None
     return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)

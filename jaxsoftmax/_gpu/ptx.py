@@ -307,31 +307,31 @@ def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
     emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
 
 
-def is_complete(counters, row, count: int, patience: int, told) -> jax.Array:
-    """Waits until `counters[1 + row]` is `count`, and all that came before what added to it is then visible to the block.
+def is_complete(counters, row, count: int, may_wait, patience: int, told) -> jax.Array:
+    """Whether `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
 
-    It gives up after `patience` nanoseconds, unless `count` tickets of each row up to this one are taken by then: whoever took
-    one adds to the counter without waiting.
+    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless `count` tickets
+    of each row up to this one are taken by then: whoever took one adds to the counter without waiting.
 
     Returns:
-      1, or 0 if it gave up, an int32 in all threads. `told` is one in shared memory, which says it.
+      1, or 0 if it is not, an int32 in all threads. `told` is one in shared memory, which says it.
     """
     ptx = (
         "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u64 start, %globaltimer;"
         f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
+        " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra ready;"
         " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
-        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again;"
-        " mov.u32 $0, 0; ready: }"
+        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; ready: }}"
     )
 
-    def wait(counters, told, row):
+    def wait(counters, told, row, may_wait):
         with utils.when(_is_first_thread()):
             end = arith.muli(arith.addi(row, constant(1)), constant(count))
-            operands = _entry(counters, row), address_of(counters), end
+            operands = _entry(counters, row), address_of(counters), end, may_wait
             answer = utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)
             utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), answer, has_side_effects=True)
 
-    emit(wait, (counters, told), [row])
+    emit(wait, (counters, told), [row, may_wait])
     return _told(told)
 
 
@@ -361,6 +361,12 @@ def load_line(ref, row: int, first, count: int, fill: float) -> jax.Array:
         return [gather(kind, 4, [address] * each, [4 * q for q in range(each)], inside, bits)]
 
     return emit(load, ref, [first], results=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=replicated(size)))
+
+
+def unknown(value: int) -> jax.Array:
+    """An int32 of which compilers do not know that it is `value`: a loop of so many iterations is not unrolled for it."""
+    asm = f"mov.b32 $0, {value};"
+    return emit(lambda: [utils.inline_ptx(asm, result_types=integer(32), has_side_effects=True)], results=_SCALAR)
 
 
 def of_first_lane(value: jax.Array) -> jax.Array:
@@ -423,6 +429,12 @@ def replicated(size: int) -> Any:
     copies = max(1, WARP // size)
     lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
     return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
+
+
+@functools.cache
+def of_threads() -> Any:
+    """The layout of a value for each thread of a warpgroup, `[4, 32]`."""
+    return tiled(((WARPS, WARP), (1, WARP), (1,)), (-5,), (-3, -2))
 
 
 def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None):

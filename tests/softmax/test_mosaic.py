@@ -183,9 +183,10 @@ def test_a_row_takes_little_of_a_multiprocessor():
     for kernel, cols, itemsize, masked in everything():
         config = mosaic.config_for(HOPPER, kernel, cols, itemsize, masked)
         layout = RowLayout(cols, config)
-        wasted = layout.steps * layout.sharers * layout.vector - cols
+        step = layout.threads * layout.blocks * layout.vector
+        wasted = layout.steps * step - cols
         if layout.whole_block:
-            assert wasted < layout.sharers * layout.vector + layout.line, (kernel, cols)
+            assert wasted < step + layout.blocks * layout.line, (kernel, cols)
         if config.parked:  # two blocks or more, but for the longest rows
             operands = 2 if kernel in mosaic._TWO_OPERANDS else 1
             assert config.blocks >= 16 or layout.slot_elements * itemsize * operands <= HOPPER.shared_memory / 2
@@ -856,7 +857,7 @@ def test_native_kernels_are_right_for_any_number_of_rows(name, dtype, cols, rows
 @pytest.mark.parametrize("name", OPS)
 def test_native_kernels_are_right_along_other_axes(name, shape, axes, dtype, masked):
     c_shape = tuple(size for axis, size in enumerate(shape) if axis not in axes) if name == "logsumexp" else shape
-    t, c = some(shape, dtype), np.clip(some(c_shape, dtype, seed=2), -1, 1)
+    t, c = some(shape, dtype), some(c_shape, dtype, seed=2)
     where = np.random.default_rng(3).random(shape) < 0.7 if masked else None
 
     @jax.jit
@@ -930,7 +931,7 @@ def test_native_bits_of_shared_rows_repeat_while_the_gpu_is_busy(dtype, cols):
 
         def again(i, count):
             same, x_again = lax.optimization_barrier((first, x))
-            return count + jnp.any(jaxsoftmax.softmax(x_again, implementation="mosaic") != same)
+            return count + jnp.any(jaxsoftmax.softmax(x_again, implementation="mosaic") != same).astype(jnp.int32)
 
         return lax.fori_loop(0, 10_000, again, jnp.int32(0))
 
@@ -1044,7 +1045,7 @@ def test_native_kernels_take_back_a_cast(name, cols):
 BITS = [
     *(("float32", cols, rows) for cols, rows in [(7, 130), (64, 130), (1001, 33), (2048, 3), (12288, 3), (20000, 3)]),
     *(("bfloat16", cols, rows) for cols, rows in [(100, 33), (2048, 3), (12288, 3), (16384, 3), (20000, 3), (24576, 3)]),
-    *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (50257, 131072, 262144)),
+    *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (9001, 12500, 50257, 131072, 262144, 439349)),
 ]
 
 
@@ -1114,7 +1115,7 @@ BIG = [(70000, 32768), (2**25 + 3, 65), (2**25, 128), (2**21 + 1, 1032), (10737,
 def test_native_kernels_index_more_than_2_to_the_31_elements(rows, cols):
     assert rows * cols > 2**31
     middle = 2**31 // cols
-    checked = jnp.asarray(sorted({0, 1, middle - 1, middle, middle + 1, rows // 2, rows - 2, rows - 1}))
+    checked = jnp.asarray(sorted({0, 1, middle - 1, middle, min(middle + 1, rows - 1), rows // 2, rows - 2, rows - 1}))
     x, c = made(rows, cols, 0), made(rows, cols, 5)
 
     def pair(x, c):

@@ -5,6 +5,7 @@ the states of its vector's rows. They merge over the lanes of a warp by shuffles
 blocks of a cluster, as those of rows along the last axis do. Nothing is transposed.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.memory import Memory
+from jaxsoftmax._gpu.rows.memory import Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
@@ -36,7 +37,7 @@ class ColumnLayout:
       width: rows of a block.
       tiles: blocks, or clusters, for all of `inner`.
       warps: that share rows, in all blocks of a cluster.
-      steps, whole_steps, looped_steps, slot_elements, exchange_shape, exchange_size: see `RowLayout`.
+      steps, whole_steps, looped_steps, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
       shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
       layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
     """
@@ -44,6 +45,9 @@ class ColumnLayout:
     whole_block = True  # its warps share rows
     branches = False
     is_exact = False
+    shifted = False
+    order_shape = None
+    places = 1
     rows = 1  # tiles of a block
 
     def __init__(self, cols: int, inner: int, config: Config):
@@ -55,7 +59,7 @@ class ColumnLayout:
         self.tiles = -(-inner // self.width)
         self.warps = WARPS * self.warpgroups * self.blocks
         self.exchange_shape = (4, self.warps * self.width)
-        self.exchange_size = 4 * math.prod(self.exchange_shape)
+        self.scratch_size = 4 * math.prod(self.exchange_shape)
         self.height = self.threads * self.blocks // self.lanes
         self.steps = -(-cols // self.height)
         self.whole_steps = range(cols // self.height)
@@ -73,7 +77,6 @@ class ColumnMemory(Memory):
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         layout, itemsize = self.layout, ref.dtype.itemsize
-        ptx.await_copies()
 
         def load(slot, step):
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
@@ -134,14 +137,19 @@ class ColumnMemory(Memory):
     def _vector(self, step, start, itemsize, whole=False, apart=False):
         layout = self.layout
         address, along, inside = start
+        further, offset = layout.height * layout.inner * itemsize, 0  # bytes of a step
+        if isinstance(step, int) and step * further < 2**31:  # then it is a part of the instruction
+            offset = step * further
+        else:
+            address = arith.addi(address, arith.muli(i64(constant(step) if isinstance(step, int) else step), i64(further)))
         if isinstance(step, int):
             whole = whole or step in layout.whole_steps
             step = constant(step)
-        further = arith.muli(step, constant(layout.height))
-        address = arith.addi(address, arith.muli(i64(further), i64(layout.inner * itemsize)))
         if not whole:
-            inside = both(inside, compare("slt", arith.addi(along, further), constant(layout.cols)))
-        return Vector(address, 0, itemsize, inside)
+            inside = both(
+                inside, compare("slt", arith.addi(along, arith.muli(step, constant(layout.height))), constant(layout.cols))
+            )
+        return Vector(address, offset, itemsize, inside)
 
 
 @dataclass(frozen=True)
@@ -152,17 +160,23 @@ class Columns(Tile):
         raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
 
     def merge(self, state: State, scale=None) -> State:
-        def add(total, m, d):
-            return online.merge(State(*total), State(m, d), scale=scale)[:2]
-
-        return State(*self._over_warps(add, state.m, state.d))
+        maxima, sums = self._of_all_warps(state.m, state.d)
+        m = jnp.max(self._over_warps(jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
+        weighted = self._over_warps(jnp.add, lambda k: sums(k, 0) * online.weights(maxima(k, -jnp.inf), m, scale=scale), 0)
+        return State(m, jnp.sum(weighted, 1))
 
     def sum(self, values) -> jax.Array:
-        (total,) = self._over_warps(lambda total, sums: (total[0] + sums,), self._sum(values))
-        return total
+        (sums,) = self._of_all_warps(self._sum(values))
+        return jnp.sum(self._over_warps(jnp.add, lambda k: sums(k, 0), 0), 1)
 
-    def _over_warps(self, add, *parts):
-        """Folds `add(total, *parts)` over the parts of all warps that share the rows, in their order."""
+    def _over_warps(self, function, of_warps, start) -> jax.Array:
+        """Folds what warps have that share the rows: each place those of some warps."""
+        layout = self.memory.layout
+        count = ptx.unknown(-(-layout.warps * layout.lanes // WARP))
+        return lax.fori_loop(0, count, lambda k, total: function(total, of_warps(k)), self._accumulator(start))
+
+    def _of_all_warps(self, *parts):
+        """What all warps have that share the rows, as functions: of the k-th warp of each place, or a fill if there is none."""
         layout = self.memory.layout
         round_ = next(self.rounds)
         slots = [self.exchange.at[round_ % 2 * 2 + i] for i in range(len(parts))]
@@ -179,22 +193,20 @@ class Columns(Tile):
             for slot, part in zip(slots, parts, strict=True):
                 slot[pl.ds(group * own, own)] = part
             ptx.block_barrier()
+        return [functools.partial(self._of_warps, slot) for slot in slots]
 
-        def one(warp, total):
-            return add(total, *(self._of_warp(slot, warp) for slot in slots))
-
-        return lax.fori_loop(1, layout.warps, one, tuple(self._of_warp(slot, jnp.int32(0)) for slot in slots))
-
-    def _of_warp(self, slot, warp):
-        """What a warp has pushed, in every warp."""
+    def _of_warps(self, slot, k, fill):
         layout = self.memory.layout
 
-        def load(slot, warp):
-            lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
-            place = arith.addi(arith.muli(lane, constant(layout.vector)), arith.muli(warp, constant(layout.width)))
+        def load(slot, k):
+            lane = arith.remui(utils.thread_idx(), constant(WARP))
+            warp = arith.addi(arith.muli(k, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
+            own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
+            place = arith.addi(arith.muli(warp, constant(layout.width)), own)
             address = ptx.shared_address(slot, arith.muli(place, constant(4)))
-            register = layout.row_layout.to_mgpu().registers_element_type(slot.type.element_type)
-            return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
+            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
+            inside, bits = compare("ult", warp, constant(layout.warps)), filled(fill, jnp.dtype(jnp.float32))
+            return [vector.bitcast(register, ptx.load_words(address, 0, inside, ptx.words_of(register), bits, space="shared"))]
 
-        kind = plgpu.ShapeDtypeStruct(layout.shape[:1], jnp.float32, layout=layout.row_layout)
-        return ptx.emit(load, slot, [warp], results=kind)
+        kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
+        return ptx.emit(load, slot, [k], results=kind)

@@ -35,14 +35,14 @@ class Config:
 class RowLayout:
     """How the threads of a block, or of a cluster of blocks, hold rows of an array.
 
-    A row is cut into vectors. In each step every thread that shares the row has one: thread p the vectors p, p + `sharers`,
-    and so on. Up to 32 sharers are lanes of a warp, and a block is one warpgroup with many rows; more are all threads of a
-    block, or of a cluster, which has one row. In a step a warpgroup holds an array of `shape`: part of its rows, or of the
-    shares that its four warps have of one.
+    A row is cut into slices, one for each block, and a slice into vectors. In each step every thread that shares the slice has
+    one: thread p the vectors p, p + `threads`, and so on. Up to 32 threads are lanes of a warp, and a block is one warpgroup
+    with many rows; more are all threads of a block, which has one row or a slice of one. In a step a warpgroup holds an array
+    of `shape`: part of its rows, or of the shares that its four warps have of one.
 
-    The vectors of a whole block start where a line of the cache does, up to `line - 1` elements before the row: a warp that
-    touches a line more than it must is slower. Those that are not of the row, and what is not in its first and last one, are
-    filled.
+    The vectors of a whole block start where a line of the cache does, up to `line - 1` elements before the slice: a warp that
+    touches a line more than it must is slower. Those that are not of the slice, and what is not in its first and last one, are
+    filled. Where a row starts in a line depends on which row it is: see `Memory.sums_in_order`.
 
     Attributes:
       cols: elements of a row.
@@ -51,28 +51,33 @@ class RowLayout:
       branches: whether results may be `Either`: the block has one row, and code of its own for each case is worth its length.
       warpgroups: of a block.
       lanes: of a warp that share a row.
-      sharers: threads that share a row, in all blocks.
       cluster: blocks of a cluster.
       warps: that share a row of a whole block, in all blocks of the cluster.
       rows: of a block.
       whole_vectors: whether rows consist of whole vectors.
       line: elements of a line of 128 bytes, where vectors have 16.
-      shifted: whether rows start elsewhere than vectors may.
-      steps: vectors of a row that a thread holds, the last of which may lie beyond the end.
-      whole_steps: those in which all threads have whole vectors of the row.
+      slice_cols: elements of a slice, whole lines; the last one may have fewer.
+      shifted: whether slices start elsewhere than vectors may.
+      joined: whether a thread joins vectors of two steps, so that steps end where they do in the order of the slice: what is
+        read in a loop, held nowhere, and not stored at its place, can be ordered in no other way.
+      steps: vectors of a slice that a thread holds, the last of which may lie beyond the end.
+      whole_steps: those in which all threads have whole vectors of any slice.
       looped_steps: those that a loop goes over. The others are left to code of their own where what is not parked is loaded in
         part, as a branch in a loop makes it slow; but not in a grid, where that is done seldom.
       entries: of a row of a whole block: each is what a warpgroup holds in a step.
       is_exact: whether Pallas can load and store rows: they end with a step of all threads, and are in registers of one block.
-      exchange_shape, exchange_size: of float32 in shared memory for values that warps exchange, two for each of two rounds, and
-        its bytes.
+      exchange_shape: of float32 in shared memory for values that warps exchange, two for each of two rounds.
+      order_shape: of float32 in shared memory for `Memory.sums_in_order`: two sums of each thread, and a maximum of each warp;
+        None where the order is that of the row.
+      scratch_size: bytes of both.
+      places: in shared memory where a block may hold rows.
       slot_elements: of a row that a block holds in shared memory, and what fills its last step.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
       layout: where the elements of `shape` are: in vectors, a row in lanes of one warp.
       row_layout: of a value for each of the rows, or warps, in every lane that shares it.
     """
 
-    def __init__(self, cols: int, config: Config):
+    def __init__(self, cols: int, config: Config, stored: bool = True):
         self.cols, self.config = cols, config
         self.vector, self.threads = config.vector, config.threads
         self.repeats, self.blocks = config.repeats, config.blocks
@@ -80,23 +85,29 @@ class RowLayout:
         self.branches = self.whole_block and not config.grid
         self.warpgroups = max(1, self.threads // (WARP * WARPS))
         self.lanes = min(self.threads, WARP)
-        self.sharers = self.threads * self.blocks
         self.cluster = 1 if config.grid else self.blocks
         self.warps = WARPS * self.warpgroups * self.cluster
         self.exchange_shape = (4, self.warps)
-        self.exchange_size = 4 * math.prod(self.exchange_shape)
         self.rows = 1 if self.whole_block else WARPS * (WARP // self.lanes) * self.repeats
         self.whole_vectors = cols % self.vector == 0
         self.line = 8 * self.vector
         self.shifted = self.whole_block and cols % self.line != 0
-        before = (self.line - (self.vector if self.whole_vectors else 1)) if self.shifted else 0
-        touched = -(-(cols + before) // self.vector)
-        self.steps = -(-touched // self.sharers)
-        self.whole_steps = range(1 if self.shifted else 0, cols // (self.vector * self.sharers))
+        self.slice_cols = cols if self.blocks == 1 else -(-cols // (self.blocks * self.line)) * self.line
+        self.joined = self.shifted and bool(config.unroll) and not (config.parked or config.grid or stored)
+        before = (self.line - (self.vector if self.whole_vectors else 1)) if self.shifted and not self.joined else 0
+        step = self.threads * self.vector
+        self.steps = -(-(self.slice_cols + before) // step)
+        last_slice = max(0, cols - (self.blocks - 1) * self.slice_cols)
+        self.whole_steps = range(1 if self.shifted else 0, last_slice // step)
         self.looped_steps = range(self.steps) if config.parked or config.grid else self.whole_steps
+        if self.joined:
+            self.looped_steps = range(self.whole_steps.stop - 1)
         self.entries = self.steps * self.blocks * self.warpgroups
-        self.slot_elements = self.steps * self.threads * self.vector
-        ends_with_step = cols == self.steps * self.vector * self.sharers
+        self.places = 2 if config.grid else 1
+        self.slot_elements = self.places * self.steps * step
+        self.order_shape = (2 * self.threads + WARPS * self.warpgroups,) if self.shifted else None
+        self.scratch_size = 4 * sum(map(math.prod, filter(None, [self.exchange_shape, self.order_shape])))
+        ends_with_step = cols == self.steps * step
         self.is_exact = ends_with_step and self.blocks == 1 and not config.parked
         self.shape = (WARPS if self.whole_block else self.rows), self.lanes * self.vector
         rows, width = WARP // self.lanes, self.shape[1]

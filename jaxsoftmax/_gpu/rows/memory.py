@@ -5,7 +5,7 @@ Loads give `fill` beyond the end, and stores leave out what lies there: nothing 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
@@ -32,6 +33,7 @@ class Memory:
       count: rows of the arrays.
       exact: whether arrays of so many rows end where a block's rows do, and rows with a step of all threads.
       rank: the number of the block among those that share the row, a scalar int32.
+      slot: the number of the place in shared memory, of those where a block may hold rows, a scalar int32.
     """
 
     layout: Any
@@ -39,10 +41,58 @@ class Memory:
     count: int
     exact: bool
     rank: Any = 0
+    slot: Any = 0
 
     @property
     def place(self) -> list[Any]:
         return [self.row, self.rank]
+
+    def sums_in_order(self, scratch, values: jax.Array) -> jax.Array:
+        """Of the accumulators of a step's elements, `values`, the sums of as many as a vector has: `[4, 32]`, one a thread.
+
+        Accumulators are counted from the first element of the slice, which vectors in memory need not start with. So the part
+        of a thread's vector before that boundary goes on with the sum of the thread before; and then sums move, through
+        `scratch` of `RowLayout.order_shape`, to where they are counted. Whose steps are one behind come last.
+        """
+        layout = self.layout
+
+        def move(scratch, row, values):
+            threads, size = constant(layout.threads), constant(layout.vector)
+            before = self._before(row)
+            inside = arith.remui(before, size)  # elements of a vector before the boundary
+            (register,) = values.registers.flat
+            zero = arith.constant(register.type.element_type, 0.0)
+
+            def add(total, kind, boundary):
+                for q in range(layout.vector):
+                    value = llvm.extractelement(register, constant(q))
+                    if boundary is not None:
+                        value = arith.select(compare(kind, constant(q), boundary), value, zero)
+                    total = arith.addf(total, value)
+                return total
+
+            def exchanged(value, first, distance):
+                """Of the thread so many further."""
+                at = arith.addi(utils.thread_idx(), constant(first * layout.threads))
+                asm = "st.shared.f32 [$0], $1; bar.sync 0;"
+                address = ptx.shared_address(scratch, arith.muli(at, constant(4)))
+                utils.inline_ptx(asm, address, value, has_side_effects=True, convergent=True)
+                other = arith.remui(arith.addi(utils.thread_idx(), distance), threads)
+                other = arith.addi(other, constant(first * layout.threads))
+                address = ptx.shared_address(scratch, arith.muli(other, constant(4)))
+                kind = register.type.element_type
+                return utils.inline_ptx("ld.shared.f32 $0, [$1];", address, result_types=kind, has_side_effects=True)
+
+            vectors = arith.divui(before, size)
+            if layout.whole_vectors:
+                total = exchanged(add(zero, None, None), 0, vectors)
+            else:
+                head = exchanged(add(zero, "uge", inside), 0, arith.subi(threads, constant(1)))
+                total = exchanged(add(head, "ult", inside), 1, arith.addi(vectors, constant(1)))
+            return [vector.broadcast(ir.VectorType.get((1,), total.type), total)]
+
+        kind = plgpu.ShapeDtypeStruct((WARPS, WARP), jnp.float32, layout=ptx.of_threads())
+        return ptx.emit(move, scratch, [self.row], [(values, layout.layout)], kind)
 
     def group(self):
         """The number of the warpgroup in its block."""
@@ -53,24 +103,24 @@ class Memory:
         layout = self.layout
 
         def copy(*given):
-            *given, row, rank = given
+            *given, row, rank, slot_number = given
             copies = []
             for ref, slot, fill in zip(given[: len(refs)], given[len(refs) :], fills, strict=True):
                 itemsize = utils.bytewidth(ref.type.element_type)
                 register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
                 (start,) = self._starts(ref, (row, rank), itemsize)
                 size = layout.vector * itemsize
-                target = ptx.shared_address(slot, arith.muli(utils.thread_idx(), constant(size)))
+                place = arith.addi(utils.thread_idx(), arith.muli(slot_number, constant(layout.steps * layout.threads)))
+                target = ptx.shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(layout.steps):
-                    vector = self._vector(step, start, itemsize)
-                    copies.append((vector, register, target, step * layout.threads * size, fill))
-            for vector, *where, _ in copies:
-                vector.copy(*where)
-            for vector, *where in copies:  # last, as a thread waits for what it loads of a part
-                vector.copy_rest(*where)
+                    copies.append((self._vector(step, start, itemsize), register, target, step * layout.threads * size, fill))
+            for own, *where, _ in copies:
+                own.copy(*where)
+            for own, *where in copies:  # last, as a thread waits for what it loads of a part
+                own.copy_rest(*where)
 
-        fills = [_bits(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
-        ptx.emit(copy, (*refs, *slots), self.place)
+        fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
+        ptx.emit(copy, (*refs, *slots), [*self.place, self.slot])
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         """What is as large as the rows, as a function of a step that converts it to `dtype`.
@@ -80,14 +130,17 @@ class Memory:
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
         if slot is not None:
-            ptx.await_copies()
-            return lambda step: load(slot.at[step * layout.warpgroups + self.group()]).astype(dtype)
+            return lambda step: load(slot.at[(self.slot * layout.steps + step) * layout.warpgroups + self.group()]).astype(
+                dtype
+            )
         if not layout.config.unroll:
             steps = range(layout.steps)
             held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
             return lambda step: held[step].astype(dtype)
         if self.exact:
             return lambda step: load(self._at(ref, step)).astype(dtype)
+        if layout.joined:
+            return lambda step: self._load_joined(ref, fill, step).astype(dtype)
         return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
 
     def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
@@ -175,7 +228,7 @@ class Memory:
         rows are parked.
         """
         layout = self.layout
-        fill = _bits(fill, dtype)
+        fill = filled(fill, dtype)
 
         def load(*given):
             *refs, row, rank = given[: (ref is not None) + 2]
@@ -191,8 +244,8 @@ class Memory:
             )  # rows that repeat are not aligned as those of the scores
 
             def held(step, start, whole=False):
-                vector = self._vector(step, start, dtype.itemsize, whole, apart)
-                return vector.load(register, fill, policy) if refs else vector.touched(register)
+                held = self._vector(step, start, dtype.itemsize, whole, apart)
+                return held.load(register, fill, policy) if refs else held.touched(register)
 
             if step is None:
                 return [[held(i, start) for start in starts] for i in range(layout.steps)]
@@ -204,22 +257,67 @@ class Memory:
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
         return ptx.emit(load, ref, scalars, results=[kind] * (layout.steps if step is None else 1))
 
-    def _starts(self, ref, place, itemsize, source_row=None):
-        """Of each row of this thread the address where its vectors start, the element there, and whether it is a row at all."""
+    def _load_joined(self, ref, fill, step) -> jax.Array:
+        """What threads have of a step, but of the next one where the slice has not started: these are of the same step of it.
+
+        In a loop what is read before the slice is of the array, too: at its start nothing is.
+        """
+        layout, bits, itemsize = self.layout, filled(fill, ref.dtype), ref.dtype.itemsize
+
+        def load(ref, row, rank, *steps):
+            register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
+            words = ptx.words_of(register)
+            each = layout.vector // words.shape[0]  # elements of a word
+            (start,) = self._starts(ref, (row, rank), itemsize)
+            following = arith.addi(steps[0], constant(1)) if steps else step + 1
+            own, further = (
+                vector.bitcast(words, self._vector(k, start, itemsize, bool(steps)).load(register, bits))
+                for k in (steps[0] if steps else step, following)
+            )
+            first = arith.subi(arith.muli(utils.thread_idx(), constant(layout.vector)), self._before(row))
+            joined = llvm.mlir_undef(words)
+            for k in range(words.shape[0]):
+                kept = constant(0)
+                for q in range(each):
+                    inside = compare("sge", arith.addi(first, constant(k * each + q)), constant(0))
+                    ones = constant(-1) if each == 1 else constant(0xFFFF << 16 * q)
+                    kept = arith.ori(kept, arith.select(inside, ones, constant(0)))
+                a, b = (llvm.extractelement(part, constant(k)) for part in (own, further))
+                word = arith.ori(arith.andi(a, kept), arith.andi(b, arith.xori(kept, constant(-1))))
+                joined = llvm.insertelement(joined, word, constant(k))
+            return [vector.bitcast(register, joined)]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
+        return ptx.emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
+
+    def _starts(self, ref, place, itemsize, source_row=None) -> Iterator[tuple[Any, ...]]:
+        """Where a thread's vectors start, for each of its rows.
+
+        The address, the element of the slice there, whether it is a row at all, and the elements of the slice.
+        """
         layout = self.layout
         position = utils.thread_idx() if layout.whole_block else arith.remui(utils.thread_idx(), constant(layout.lanes))
+        element = first = arith.muli(position, constant(layout.vector))
+        length = constant(layout.cols)
         if layout.blocks > 1:
-            position = arith.addi(position, arith.muli(place[1], constant(layout.threads)))
-        element = arith.muli(position, constant(layout.vector))
+            slice_start = arith.muli(place[1], constant(layout.slice_cols))
+            first = arith.addi(first, slice_start)
+            left = arith.maxsi(arith.subi(length, slice_start), constant(0))
+            length = arith.minsi(left, constant(layout.slice_cols))
         for own_row, inside in self._own_rows(place[0]):
             array_row = own_row if source_row is None else source_row(own_row)
-            start, in_row = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(element)), element
+            start, in_slice = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(first)), element
             if layout.shifted:
-                before = arith.remui(arith.muli(i64(own_row), i64(layout.cols)), i64(layout.line))
-                start = arith.subi(start, before)
-                in_row = arith.subi(element, arith.trunci(element.type, before))
+                before = self._before(own_row)
+                start = arith.subi(start, i64(before))
+                in_slice = arith.subi(element, before)
             base = i64(0) if ref is None else ptx.address_of(ref)
-            yield arith.addi(base, arith.muli(start, i64(itemsize))), in_row, inside
+            yield arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length
+
+    def _before(self, row):
+        """How many elements before a row its first line starts, int32."""
+        line = self.layout.line  # a power of two, so what overflows does not matter
+        return arith.remui(arith.muli(row, constant(self.layout.cols % line)), constant(line))
 
     def _vector(self, step, start, itemsize, whole=False, apart=False):
         """The vector that a thread has in a step: an int, or int32 in a loop.
@@ -227,32 +325,33 @@ class Memory:
         `whole` says that all threads have whole vectors then, `apart` that elements are touched one by one.
         """
         layout = self.layout
-        address, first, inside = start
-        width = layout.sharers * layout.vector
+        address, first, inside, length = start
+        width = layout.threads * layout.vector
         if isinstance(step, int):
-            vector = functools.partial(Vector, address, step * width * itemsize, itemsize)
+            made = functools.partial(Vector, address, step * width * itemsize, itemsize)
             whole = whole or step in layout.whole_steps
             first = arith.addi(first, constant(step * width))
         else:
             further = arith.muli(step, constant(width))
-            vector = functools.partial(Vector, arith.addi(address, arith.muli(i64(further), i64(itemsize))), 0, itemsize)
+            made = functools.partial(Vector, arith.addi(address, arith.muli(i64(further), i64(itemsize))), 0, itemsize)
             first = arith.addi(first, further)
 
         def own():
-            return [compare("ult", arith.addi(first, constant(q)), constant(layout.cols)) for q in range(layout.vector)]
+            return [compare("ult", arith.addi(first, constant(q)), length) for q in range(layout.vector)]
 
         if apart:
-            return vector(None, utils.c(1, ptx.integer(1)), own)
+            return made(None, utils.c(1, ptx.integer(1)), own)
         if whole:
-            return vector(inside)
+            return made(inside)
         if not layout.shifted:
-            return vector(both(inside, compare("slt", first, constant(layout.cols))))
-        complete = compare("ule", first, constant(layout.cols - layout.vector))  # what is negative counts as large
+            return made(both(inside, compare("slt", first, length)))
+        last = constant(layout.vector - 1)
+        most = arith.maxsi(arith.subi(length, last), constant(0))
+        complete = compare("ult", first, most)  # what is negative counts as large
         if layout.whole_vectors:
-            return vector(complete)
-        last = layout.vector - 1
-        touched = compare("ult", arith.addi(first, constant(last)), constant(layout.cols + last))
-        return vector(complete, arith.xori(complete, touched), own)
+            return made(complete)
+        touched = compare("ult", arith.addi(first, last), arith.addi(length, last))
+        return made(complete, arith.xori(complete, touched), own)
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
@@ -270,7 +369,7 @@ class Memory:
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
 
 
-def _bits(fill, dtype) -> int:
+def filled(fill, dtype) -> int:
     """A word of 32 bits that is filled with this value."""
     return int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
 

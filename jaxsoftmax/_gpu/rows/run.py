@@ -101,7 +101,7 @@ def run(
     masked = any(isinstance(o, Inside) or (isinstance(o, Mask) and not _is_per_row(o, axes)) for o in given.values())
     widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     chosen = config(cols, widest, masked, inner)
-    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else RowLayout(cols, chosen)
+    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else RowLayout(cols, chosen, bool(whole))
     kinds = (ColumnMemory, Columns) if inner > 1 else (Memory, Tile)
     count = outer * layout.tiles if inner > 1 else outer  # of rows, or of tiles of them
     exact = layout.is_exact and count % layout.rows == 0
@@ -153,16 +153,15 @@ def run(
             tile.memory.store_row(ref, result.astype(ref.dtype))
 
     def copy_in(memory, refs, slots):
-        if slots:
-            memory.copy_in([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
+        memory.copy_in([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
     def kernel(*refs):
-        *refs, slots, exchange, pushed, shared = refs
+        *refs, slots, exchange, pushed, order, shared = refs
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         slots = dict(zip(held, slots, strict=False))
         if layout.config.grid:
             *out_refs, states = out_refs
-            rows = split.Rows(layout, count, states, exchange, shared)
+            rows = split.Rows(layout, count, states, exchange, order, shared)
             rows.work(
                 lambda memory: copy_in(memory, refs, slots),
                 lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),
@@ -171,18 +170,21 @@ def run(
             return
         rank = lax.axis_index("rank") if layout.cluster > 1 else jnp.int32(0)
         memory = kinds[0](layout, lax.axis_index("block") * jnp.int32(layout.rows), count, exact, rank)
-        tile = kinds[1](memory, exchange, pushed)
+        tile = kinds[1](memory, exchange, pushed, order)
         if layout.cluster > 1:
             ptx.prepare_pushes(pushed)
-        copy_in(memory, refs, slots)
+        if slots:
+            copy_in(memory, refs, slots)
+            ptx.await_copies()
         store(tile, out_refs, body(tile, **values(tile, refs, slots)))
         if layout.cluster > 1 and next(tile.rounds) == 0:  # nothing was pushed, which waits
             ptx.cluster_wait()
 
     parked = held.values() if layout.config.parked else ()
-    slots = [plgpu.SMEM((layout.steps * layout.warpgroups, *layout.shape), array.dtype) for array in parked]
+    slots = [plgpu.SMEM((layout.places * layout.steps * layout.warpgroups, *layout.shape), array.dtype) for array in parked]
     exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
     pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
+    order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
     shared = split.memory(layout) if layout.config.grid else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
@@ -196,7 +198,7 @@ def run(
         + ([split.states(layout, count)] if layout.config.grid else []),
         grid=(layout.config.grid or pl.cdiv(count, layout.rows),),
         grid_names=("block",),
-        scratch_types=(slots, exchange, pushed, shared),
+        scratch_types=(slots, exchange, pushed, order, shared),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,

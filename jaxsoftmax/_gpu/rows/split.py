@@ -3,15 +3,17 @@
 A row is cut into slices, a ticket each, in the order of rows. A block
 
 1. takes a ticket, copies the slice to shared memory, and publishes its state;
-2. waits until all slices of the row have published theirs;
-3. merges them, all blocks in the same order, and computes its part of the results from what it holds.
+2. takes the next ticket, and starts to copy that slice to a second place;
+3. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, and
+   computes its part of the results from what it holds; meanwhile the second slice arrives, and its state is published.
 
 Each element is read once. Nothing says that all blocks run at a time: others may use the GPU, a second one of these kernels
-too. So a block never waits while it holds a ticket that it has not published, and only for tickets that are taken: their
-blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and
-publishes its state without holding the slice, which it reads again when that row is complete. Both compute the state alike, so
-the bits of a row do not depend on who held what. One block alone would do all the work so. Where a row has more slices than
-blocks can hold at a time, it helps at once.
+too. So a block never waits while it holds a ticket that it has not published: where the row of the first one is not complete,
+it publishes the second one, and only then waits. And it waits only for tickets that are taken: their blocks run, and publish
+without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and publishes its state
+without holding the slice, which it reads again when that row is complete. Both compute the state alike, so the bits of a row do
+not depend on who held what. One block alone would do all the work so. Where a row has more slices than blocks can hold at a
+time, it helps at once.
 """
 
 from collections.abc import Callable
@@ -93,7 +95,7 @@ class Rows:
       layout: of a slice, and how many share a row.
       count: of rows.
       states: what `states` describes, in global memory.
-      exchange: see `Tile`.
+      exchange, order: see `Tile`.
       shared: what `memory` describes.
     """
 
@@ -101,72 +103,89 @@ class Rows:
     count: int
     states: Any
     exchange: Any
+    order: Any
     shared: dict[str, Any]
 
     def work(self, copy_in, body, store) -> None:
         """Does tickets until none is left: `copy_in(memory)`, `body(tile, is_held)` and `store(tile, results)`."""
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count,)))
         tickets, room = jnp.int32(self.count * self.layout.blocks), jnp.int32(_room(self.layout))
+        # Registers may leave room for half of the grid at a time.
+        patience = 0 if self.layout.blocks > self.layout.config.grid // 2 else _PATIENCE
 
-        def take():
-            return ptx.take_ticket_of_block(counters, self.shared["told"])
-
-        def publish(ticket, is_held):
-            tile = First(self._memory(ticket, is_held), self.exchange, None)
+        def publish(ticket, is_held, slot):
+            tile = First(self._memory(ticket, is_held, slot), self.exchange, None, self.order)
+            if is_held:
+                ptx.await_copies()
             body(tile, is_held)
             ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
 
-        def finish(ticket, is_held):
-            memory = self._memory(ticket, is_held)
+        def finish(ticket, is_held, slot):
+            memory = self._memory(ticket, is_held, slot)
 
             def parts(k, fill):
                 first = memory.row * jnp.int32(self.layout.blocks)
                 return ptx.load_line(self.states, k, first, self.layout.blocks, fill)
 
-            tile = Second(memory, self.exchange, None, parts=parts)
+            tile = Second(memory, self.exchange, None, self.order, parts=parts)
             store(tile, body(tile, is_held))
 
-        def is_complete(ticket):
-            row = lax.div(ticket, jnp.int32(self.layout.blocks))
-            # Registers may leave room for half of the grid at a time.
-            patience = 0 if self.layout.blocks > self.layout.config.grid // 2 else _PATIENCE
-            return ptx.is_complete(counters, row, self.layout.blocks, patience, self.shared["told"])
-
-        def help_out(carry):
+        def help_out(last):
             """Publishes one more ticket, which waits in line until it is finished."""
-            ticket, _, last = carry
-            other = take()
+            ticket = ptx.take_ticket_of_block(counters, self.shared["told"])
 
-            @pl.when(other < tickets)
+            @pl.when(ticket < tickets)
             def _():
-                publish(other, False)
-                ptx.store_scalar_of_block(self.shared["helped"], lax.rem(last, room), other)
+                publish(ticket, False, 0)
+                ptx.store_scalar_of_block(self.shared["helped"], lax.rem(last, room), ticket)
 
-            return ticket, is_complete(ticket), last + (other < tickets).astype(jnp.int32)
+            return last + (ticket < tickets).astype(jnp.int32)
+
+        def renewed(carry):
+            """The ticket after the one at hand: one that the block has helped with, else a new one, which it starts to copy."""
+            *own, _, _, _, first, last, slot = carry
+
+            def helped():
+                return self.shared["helped"][lax.rem(first, room)], jnp.int32(0), jnp.int32(1), first + 1
+
+            def taken():
+                ticket = ptx.take_ticket_of_block(counters, self.shared["told"])
+                pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, True, slot)))
+                return ticket, jnp.int32(1), (ticket >= tickets).astype(jnp.int32), first
+
+            ticket, is_held, is_published, first = lax.cond(first < last, helped, taken)
+            return *own, ticket, is_held, is_published, first, last, slot
 
         def one(carry):
-            ticket, is_held, first, last = carry
+            """Looks whether the row of the ticket at hand is complete. While its results are stored the next slice arrives."""
+            is_new, *carry = carry
+            carry = lax.cond(is_new == 1, renewed, lambda carry: carry, tuple(carry))
+            ticket, is_held, following, following_is_held, is_published, first, last, slot = carry
+            row = lax.div(ticket, jnp.int32(self.layout.blocks))
 
-            @pl.when(is_held == 1)
-            def _():
-                copy_in(self._memory(ticket, True))
-                publish(ticket, True)
+            def look():
+                return ptx.is_complete(counters, row, self.layout.blocks, is_published, patience, self.shared["told"])
 
-            _, _, last = lax.while_loop(lambda carry: carry[1] == 0, help_out, (ticket, is_complete(ticket), last))
-            pl.when(is_held == 1)(lambda: finish(ticket, True))
-            pl.when(is_held == 0)(lambda: finish(ticket, False))
+            is_complete = lax.cond(ticket < 0, lambda: jnp.int32(1), look)
+            to_finish = jnp.logical_and(ticket >= 0, is_complete == 1)
+            pl.when(jnp.logical_and(to_finish, is_held == 1))(lambda: finish(ticket, True, 1 - slot))
+            pl.when(jnp.logical_and(to_finish, is_held == 0))(lambda: finish(ticket, False, 0))
+            pl.when(is_published == 0)(lambda: publish(following, True, slot))
+            waits = jnp.logical_and(is_complete == 0, is_published == 1)
+            last = lax.cond(waits, help_out, lambda last: last, last)
 
-            def following():
-                return self.shared["helped"][lax.rem(first, room)], jnp.int32(0), first + 1
+            def passed():
+                return following, following_is_held, 1 - slot
 
-            following, is_held, first = lax.cond(first < last, following, lambda: (take(), jnp.int32(1), first))
-            return following, is_held, first, last
+            ticket, is_held, slot = lax.cond(is_complete == 1, passed, lambda: (ticket, is_held, slot))
+            return is_complete, ticket, is_held, following, following_is_held, jnp.int32(1), first, last, slot
 
-        lax.while_loop(lambda carry: carry[0] < tickets, one, (take(), jnp.int32(1), jnp.int32(0), jnp.int32(0)))
+        no, none, yes = jnp.int32(0), jnp.int32(-1), jnp.int32(1)
+        lax.while_loop(lambda carry: carry[1] < tickets, one, (yes, none, no, none, no, yes, no, no, no))
 
-    def _memory(self, ticket, is_held) -> Memory:
+    def _memory(self, ticket, is_held, slot) -> Memory:
         layout = self.layout
         if not is_held:
             layout = RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1))
         blocks = jnp.int32(layout.blocks)
-        return Memory(layout, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks))
+        return Memory(layout, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), slot)

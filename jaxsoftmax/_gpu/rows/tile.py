@@ -44,6 +44,7 @@ class Tile:
       memory: where they are.
       exchange: `[4, warps]` float32 in shared memory, where warps share a row: two values of each for two rounds.
       pushed: the barriers of what blocks of a cluster push to each other's `exchange`, or None.
+      order: scratch where rows start inside of a line, of `RowLayout.order_shape`, or None.
       rounds: the numbers of the exchanges to come. Who writes in a round has read what was written in the one before: so what
         was written two rounds before was read by all.
     """
@@ -51,6 +52,7 @@ class Tile:
     memory: Memory
     exchange: Any
     pushed: Any
+    order: Any
     rounds: Iterator[int] = field(default_factory=itertools.count)
 
     def along(self, row: jax.Array) -> jax.Array:
@@ -58,7 +60,7 @@ class Tile:
         return lax.broadcast_in_dim(row, self.memory.layout.shape, (0,) if row.ndim else ())
 
     def column(self, step) -> jax.Array:
-        """The column of each element: int32, negative before the row, and at least its length behind it."""
+        """The column of each element: int32, and outside of the row, or of the block's slice, a number that is no column."""
         layout = self.memory.layout
         shares, width = layout.shape
         column = plgpu.broadcasted_iota(jnp.int32, layout.shape, 1, layout=layout.layout)
@@ -66,29 +68,33 @@ class Tile:
         if layout.whole_block:
             share = plgpu.broadcasted_iota(jnp.int32, layout.shape, 0, layout=layout.layout)
             column += share * jnp.int32(width)
-            first = ((first * layout.blocks + self.memory.rank) * layout.warpgroups + self.memory.group()) * shares
+            first = (first * layout.warpgroups + self.memory.group()) * shares
         first *= width
         if layout.shifted:  # what overflows here does not matter below the size of a line
             first -= (self.memory.row * layout.cols) & (layout.line - 1)
-        return column + first
+        column += first
+        if layout.blocks == 1:
+            return column
+        inside = jnp.logical_and(column >= 0, column < layout.slice_cols)
+        return jnp.where(inside, column + self.memory.rank * layout.slice_cols, -1)
 
     def lift(self, scores: Steps, scale=None) -> State:
         """The states of what a warp holds of each row."""
         layout = self.memory.layout
-        if not layout.config.unroll:
+        if not layout.config.unroll and not layout.shifted:
             return online.lift(map(scores, range(layout.steps)), scale=scale)
-        if layout.config.parked or layout.config.grid:  # to read twice costs less than a maximum over lanes in each iteration
-            lowest = plgpu.layout_cast(jnp.full(layout.shape, -jnp.inf, jnp.float32), layout.layout)
+        lowest, zeros = (self._accumulator(value) for value in (-jnp.inf, 0))
+        if layout.config.parked or layout.config.grid or not layout.config.unroll:  # rows are held, and cheap to read twice
             (top,) = self._fold(lambda steps, top: [functools.reduce(jnp.maximum, map(scores, steps), top)], [lowest])
-            m = jnp.max(top, 1)
+            m = self._maximum(top)
             return State(m, self._sum(each(lambda s: online.weights(s, m, scale=scale), scores)))
-        identity = online.identity(layout.shape[:1])
-        start = [plgpu.layout_cast(part, layout.row_layout) for part in (identity.m, identity.d)]
 
         def push(steps, *state):
-            return online.push(State(*state), map(scores, steps), scale=scale)[:2]
+            return online.push(State(*state), map(scores, steps), axis=(), scale=scale)[:2]
 
-        return State(*self._fold(push, start))
+        top, sums = self._fold(push, [lowest, zeros])
+        m = self._maximum(top)
+        return State(m, self._added(sums * online.weights(top, m, scale=scale)))
 
     def merge(self, state: State, scale=None) -> State:
         """The states of the rows from those of what a warp holds."""
@@ -104,12 +110,41 @@ class Tile:
     def _sum(self, values: Steps) -> jax.Array:
         """The sums of what a warp holds of each row."""
         layout = self.memory.layout
-        if layout.config.unroll:
-            zeros = plgpu.layout_cast(jnp.zeros(layout.shape, jnp.float32), layout.layout)
-            (total,) = self._fold(lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)], [zeros])
-        else:
-            total = functools.reduce(jnp.add, map(values, range(layout.steps)))
-        return jnp.sum(total, 1)
+        if not layout.config.unroll:
+            return self._added(functools.reduce(jnp.add, map(values, range(layout.steps))))
+        add = lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)]  # noqa: E731
+        return self._added(*self._fold(add, [self._accumulator(0)]))
+
+    def _accumulator(self, value) -> jax.Array:
+        """A value for each element of a step, which a loop may carry."""
+        layout = self.memory.layout
+        return plgpu.layout_cast(jnp.full(layout.shape, value, jnp.float32), layout.layout)
+
+    def _added(self, sums: jax.Array) -> jax.Array:
+        """The sums over the lanes of each warp, of those of each element of a step.
+
+        Where a row starts in a line depends on which row it is: they are put in the order of the row, so that its bits do not.
+        """
+        layout = self.memory.layout
+        if not layout.shifted:
+            return jnp.sum(sums, 1)
+        return plgpu.layout_cast(jnp.sum(self.memory.sums_in_order(self.order, sums), 1), layout.row_layout)
+
+    def _maximum(self, top: jax.Array) -> jax.Array:
+        """What all weights of a warp are relative to: its own maximum, or the block's where rows start inside of a line.
+
+        Which elements a warp has depends on where the row starts then, but not which the block has.
+        """
+        layout = self.memory.layout
+        m = jnp.max(top, 1)
+        if not layout.shifted:
+            return m
+        warps = ptx.WARPS * layout.warpgroups
+        tops = self.order.at[pl.ds(layout.order_shape[0] - warps, warps)]
+        tops[pl.ds(self.memory.group() * ptx.WARPS, ptx.WARPS)] = m
+        ptx.block_barrier()
+        m = jnp.max(plgpu.load(tops, layout=ptx.replicated(warps), optimized=False))
+        return plgpu.layout_cast(jnp.broadcast_to(m, layout.shape[:1]), layout.row_layout)
 
     def store(self, results: Sequence[tuple[Any, Steps]]) -> None:
         """Stores results, each with where it goes, step by step."""
@@ -129,7 +164,8 @@ class Tile:
                 ptx.keep_loop()
             return tuple(function([looped.start + i * unroll + k for k in range(unroll)], *carry))
 
-        carry = lax.fori_loop(0, iterations, iteration, tuple(start)) if iterations else start
+        count = ptx.unknown(iterations) if layout.config.parked else iterations
+        carry = lax.fori_loop(0, count, iteration, tuple(start)) if iterations else start
         rest = [step for step in range(layout.steps) if step not in looped[: iterations * unroll]]
         return function(rest, *carry) if rest else carry
 

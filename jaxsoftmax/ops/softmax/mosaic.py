@@ -68,7 +68,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        needed = layout.slot_elements * sum(itemsizes) + layout.exchange_size
+        needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
             return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
     return None
@@ -144,10 +144,11 @@ def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int) -> Co
 
 def _of_the_grid(target, cols: int, vector: int, size: int) -> Config:
     """Slices of 256 threads, which take turns; `size` are the bytes of an element of all operands that are held."""
-    step = 256 * vector
-    share = -(-max(32768 // size, -(-cols // _MOST_SLICES)) // step) * step
-    resident = min(4, target.shared_memory // (share * size + _RESERVED))
-    return Config(vector, 256, blocks=-(-cols // share), parked=True, unroll=2, grid=target.multiprocessors * max(1, resident))
+    step, line = 256 * vector, 8 * vector  # slices may start inside of a line
+    steps = max(32768 // (size * step), -(-(-(-cols // _MOST_SLICES) + line) // step))
+    resident = min(4, target.shared_memory // (2 * steps * step * size + 4 * step + _RESERVED))
+    blocks = -(-cols // (steps * step - line))
+    return Config(vector, 256, blocks=blocks, parked=True, unroll=2, grid=target.multiprocessors * max(1, resident))
 
 
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
