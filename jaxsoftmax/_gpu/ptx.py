@@ -144,24 +144,24 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
     emit(push, (ref, barriers), [index], [(values, layout)])
 
 
-def push_rows_to_cluster(ref, first, values: jax.Array, layout, barriers, round_: int) -> None:
-    """`push_to_cluster` of a float32 for each row that a warp shares: warp `w` stores to `ref[(first + w) * width :]`.
+def push_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
+    """`push_to_cluster` of a float32 for each of a block's rows, to `ref[index * width :]`.
 
-    `first` is the number of the warpgroup's first warp among all that share the rows, and `values` are `[4 * width]`, for each
-    warp its own. By `layout`, a `ColumnLayout`, several lanes have the same rows: they store to different blocks.
+    `values` are `[4 * width]`, alike in all warps: the first one pushes. By `layout`, a `ColumnLayout`, several of its lanes
+    have the same rows: they store to different blocks.
     """
 
-    def push(ref, barriers, first, values):
-        lane = arith.remui(utils.thread_idx(), constant(WARP))
-        warp = arith.remui(arith.divui(utils.thread_idx(), constant(WARP)), constant(WARPS))
+    def push(ref, barriers, index, values):
+        lane = utils.thread_idx()
         own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
-        place = arith.addi(arith.muli(arith.addi(first, warp), constant(layout.width)), own)
+        place = arith.addi(arith.muli(index, constant(layout.width)), own)
         here = shared_address(ref, arith.muli(place, constant(4)))
         barrier = shared_address(barriers, constant(8 * (round_ % 2)))
         words = vector.bitcast(ir.VectorType.get((layout.vector,), integer(32)), values.registers.flat[0])
         copies, at_once = WARP // layout.lanes, min(4, layout.vector)
         for k in range(-(-layout.blocks // copies)):
             rank = arith.addi(arith.divui(lane, constant(layout.lanes)), constant(k * copies))
+            rank = arith.select(compare("ult", lane, constant(WARP)), rank, constant(layout.blocks))
             for start in range(0, layout.vector, at_once):
                 parts = [llvm.extractelement(words, constant(start + q)) for q in range(at_once)]
                 kind, names = _list(integer(32), [f"${4 + q}" for q in range(at_once)]).split(" ", 1)
@@ -173,7 +173,7 @@ def push_rows_to_cluster(ref, first, values: jax.Array, layout, barriers, round_
                 )
                 utils.inline_ptx(ptx, here, barrier, rank, constant(layout.blocks), *parts, has_side_effects=True)
 
-    emit(push, (ref, barriers), [first], [(values, layout.row_layout)])
+    emit(push, (ref, barriers), [index], [(values, layout.row_layout)])
 
 
 @plgpu.inline_mgpu(arg_types=(SPLAT,))

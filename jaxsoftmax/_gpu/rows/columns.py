@@ -36,7 +36,7 @@ class ColumnLayout:
       cols, inner, config, vector, threads, blocks, cluster, warpgroups: as the array and the `Config` say.
       width: rows of a block.
       tiles: blocks, or clusters, for all of `inner`.
-      warps: that share rows, in all blocks of a cluster.
+      warps: of a block.
       steps, whole_steps, looped_steps, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
       shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
       layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
@@ -48,6 +48,7 @@ class ColumnLayout:
     shifted = False
     order_shape = None
     places = 1
+    is_read_twice = False
     rows = 1  # tiles of a block
 
     def __init__(self, cols: int, inner: int, config: Config):
@@ -57,8 +58,8 @@ class ColumnLayout:
         self.warpgroups = self.threads // (WARP * WARPS)
         self.width = self.lanes * self.vector
         self.tiles = -(-inner // self.width)
-        self.warps = WARPS * self.warpgroups * self.blocks
-        self.exchange_shape = (4, self.warps * self.width)
+        self.warps = WARPS * self.warpgroups
+        self.exchange_shape = (4, (self.warps + (self.blocks if self.blocks > 1 else 0)) * self.width)
         self.scratch_size = 4 * math.prod(self.exchange_shape)
         self.height = self.threads * self.blocks // self.lanes
         self.steps = -(-cols // self.height)
@@ -160,53 +161,60 @@ class Columns(Tile):
         raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
 
     def merge(self, state: State, scale=None) -> State:
-        maxima, sums = self._of_all_warps(state.m, state.d)
-        m = jnp.max(self._over_warps(jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
-        weighted = self._over_warps(jnp.add, lambda k: sums(k, 0) * online.weights(maxima(k, -jnp.inf), m, scale=scale), 0)
-        return State(m, jnp.sum(weighted, 1))
+        def merged(count, maxima, sums):
+            m = jnp.max(self._over(count, jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
+            weighted = self._over(count, jnp.add, lambda k: sums(k, 0) * online.weights(maxima(k, -jnp.inf), m, scale=scale), 0)
+            return m, jnp.sum(weighted, 1)
+
+        return State(*self._together(merged, state.m, state.d))
 
     def sum(self, values) -> jax.Array:
-        (sums,) = self._of_all_warps(self._sum(values))
-        return jnp.sum(self._over_warps(jnp.add, lambda k: sums(k, 0), 0), 1)
+        def added(count, sums):
+            return [jnp.sum(self._over(count, jnp.add, lambda k: sums(k, 0), 0), 1)]
 
-    def _over_warps(self, function, of_warps, start) -> jax.Array:
-        """Folds what warps have that share the rows: each place those of some warps."""
-        layout = self.memory.layout
-        count = ptx.unknown(-(-layout.warps * layout.lanes // WARP))
-        return lax.fori_loop(0, count, lambda k, total: function(total, of_warps(k)), self._accumulator(start))
+        return self._together(added, self._sum(values))[0]
 
-    def _of_all_warps(self, *parts):
-        """What all warps have that share the rows, as functions: of the k-th warp of each place, or a fill if there is none."""
+    def _over(self, count, function, of, start) -> jax.Array:
+        """Folds what so many warps or blocks have: each place of the layout what some of them have."""
+        iterations = ptx.unknown(-(-count * self.memory.layout.lanes // WARP))
+        return lax.fori_loop(0, iterations, lambda k, total: function(total, of(k)), self._accumulator(start))
+
+    def _together(self, function, *parts):
+        """`function` of what all warps of the block have, and then of what it gives in all blocks of the cluster.
+
+        It gets how many there are, and functions: what the k-th one of each place has, or a fill if there is none.
+        """
         layout = self.memory.layout
         round_ = next(self.rounds)
         slots = [self.exchange.at[round_ % 2 * 2 + i] for i in range(len(parts))]
-        group = self.memory.group()
-        if layout.cluster > 1:
-            first = (self.memory.rank * layout.warpgroups + group) * ptx.WARPS
-            if round_ == 0:
-                ptx.cluster_wait()
-            for slot, part in zip(slots, parts, strict=True):
-                ptx.push_rows_to_cluster(slot, first, part, layout, self.pushed, round_)
-            ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.warps * layout.width)
-        else:
-            own = ptx.WARPS * layout.width
-            for slot, part in zip(slots, parts, strict=True):
-                slot[pl.ds(group * own, own)] = part
-            ptx.block_barrier()
-        return [functools.partial(self._of_warps, slot) for slot in slots]
+        own = ptx.WARPS * layout.width
+        for slot, part in zip(slots, parts, strict=True):
+            slot[pl.ds(self.memory.group() * own, own)] = part
+        ptx.block_barrier()
+        parts = function(layout.warps, *(functools.partial(self._of, slot, 0, layout.warps) for slot in slots))
+        if layout.cluster == 1:
+            return parts
+        if round_ == 0:
+            ptx.cluster_wait()
+        for slot, part in zip(slots, parts, strict=True):
+            ptx.push_rows_to_cluster(slot, layout.warps + self.memory.rank, part, layout, self.pushed, round_)
+        ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.blocks * layout.width)
+        return function(layout.blocks, *(functools.partial(self._of, slot, layout.warps, layout.blocks) for slot in slots))
 
-    def _of_warps(self, slot, k, fill):
+    def _of(self, slot, start, count, k, fill):
+        """What the k-th of each place has, of `count` in `slot` from the `start`-th on."""
         layout = self.memory.layout
 
         def load(slot, k):
             lane = arith.remui(utils.thread_idx(), constant(WARP))
-            warp = arith.addi(arith.muli(k, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
+            index = arith.addi(arith.muli(k, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
             own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
-            place = arith.addi(arith.muli(warp, constant(layout.width)), own)
+            place = arith.addi(arith.muli(index, constant(layout.width)), own)
             address = ptx.shared_address(slot, arith.muli(place, constant(4)))
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
-            inside, bits = compare("ult", warp, constant(layout.warps)), filled(fill, jnp.dtype(jnp.float32))
-            return [vector.bitcast(register, ptx.load_words(address, 0, inside, ptx.words_of(register), bits, space="shared"))]
+            inside, bits = compare("ult", index, constant(count)), filled(fill, jnp.dtype(jnp.float32))
+            words, offset = ptx.words_of(register), 4 * start * layout.width
+            return [vector.bitcast(register, ptx.load_words(address, offset, inside, words, bits, space="shared"))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
         return ptx.emit(load, slot, [k], results=kind)

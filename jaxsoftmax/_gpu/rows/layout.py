@@ -14,12 +14,13 @@ class Config:
       vector: consecutive elements that a thread loads at once, a power of two. One row a block, or a divisor of the columns.
       threads: threads of a block that share a row, a power of two to 32, or a multiple of 128.
       repeats: rows of a block for each group of threads; 1 where the block has one row.
-      blocks: blocks that share a row, of a cluster at most 16; 1 where a block has many rows.
+      blocks: blocks that share a row; 1 where a block has many rows. Up to 16 are a cluster.
       parked: whether rows are held in shared memory, not in registers, of which a thread then needs few. One row a block.
       unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows that are not
         parked are read from global memory with each pass.
       lanes: of a warp along the last axis where rows lie along another one (see `columns`), a power of two; else 0.
-      grid: so many blocks run, any of which share a row (see `split`); 0 where those of a cluster do.
+      grid: so many blocks run, any of which share a row (see `split`). With 0 those of a cluster do, and where a row has more
+        than 16 it is read twice, by a block for each.
     """
 
     vector: int
@@ -30,6 +31,9 @@ class Config:
     unroll: int = 0
     lanes: int = 0
     grid: int = 0
+
+
+_MOST_OF_A_CLUSTER = 16
 
 
 class RowLayout:
@@ -50,13 +54,16 @@ class RowLayout:
       whole_block: whether all of the block shares one row.
       branches: whether results may be `Either`: the block has one row, and code of its own for each case is worth its length.
       warpgroups: of a block.
+      is_read_twice: whether a row has more blocks than a cluster.
       lanes: of a warp that share a row.
       cluster: blocks of a cluster.
       warps: that share a row of a whole block, in all blocks of the cluster.
       rows: of a block.
       whole_vectors: whether rows consist of whole vectors.
       line: elements of a line of 128 bytes, where vectors have 16.
-      slice_cols: elements of a slice, whole lines; the last one may have fewer.
+      slice_lines, longer_slices: lines of a slice, but that so many of the first ones have one more, and the last one may end
+        inside of a line.
+      slice_cols: elements of the longest slice.
       shifted: whether slices start elsewhere than vectors may.
       joined: whether a thread joins vectors of two steps, so that steps end where they do in the order of the slice: what is
         read in a loop, held nowhere, and not stored at its place, can be ordered in no other way.
@@ -82,23 +89,25 @@ class RowLayout:
         self.vector, self.threads = config.vector, config.threads
         self.repeats, self.blocks = config.repeats, config.blocks
         self.whole_block = self.threads > WARP
+        self.is_read_twice = config.blocks > _MOST_OF_A_CLUSTER and not config.grid
         self.branches = self.whole_block and not config.grid
         self.warpgroups = max(1, self.threads // (WARP * WARPS))
         self.lanes = min(self.threads, WARP)
-        self.cluster = 1 if config.grid else self.blocks
+        self.cluster = 1 if config.grid or self.is_read_twice else self.blocks
         self.warps = WARPS * self.warpgroups * self.cluster
         self.exchange_shape = (4, self.warps)
         self.rows = 1 if self.whole_block else WARPS * (WARP // self.lanes) * self.repeats
         self.whole_vectors = cols % self.vector == 0
         self.line = 8 * self.vector
         self.shifted = self.whole_block and cols % self.line != 0
+        self.slice_lines, self.longer_slices = divmod(-(-cols // self.line), self.blocks)
         self.slice_cols = cols if self.blocks == 1 else -(-cols // (self.blocks * self.line)) * self.line
         self.joined = self.shifted and bool(config.unroll) and not (config.parked or config.grid or stored)
         before = (self.line - (self.vector if self.whole_vectors else 1)) if self.shifted and not self.joined else 0
         step = self.threads * self.vector
         self.steps = -(-(self.slice_cols + before) // step)
-        last_slice = max(0, cols - (self.blocks - 1) * self.slice_cols)
-        self.whole_steps = range(1 if self.shifted else 0, last_slice // step)
+        shortest = cols if self.blocks == 1 else max(0, (self.slice_lines - 1) * self.line + 1)
+        self.whole_steps = range(1 if self.shifted else 0, shortest // step)
         self.looped_steps = range(self.steps) if config.parked or config.grid else self.whole_steps
         if self.joined:
             self.looped_steps = range(self.whole_steps.stop - 1)

@@ -300,10 +300,14 @@ class Memory:
         element = first = arith.muli(position, constant(layout.vector))
         length = constant(layout.cols)
         if layout.blocks > 1:
-            slice_start = arith.muli(place[1], constant(layout.slice_cols))
+            lines = arith.muli(place[1], constant(layout.slice_lines))
+            lines = arith.addi(lines, arith.minsi(place[1], constant(layout.longer_slices)))
+            slice_start = arith.muli(lines, constant(layout.line))
+            is_longer = arith.extui(length.type, compare("slt", place[1], constant(layout.longer_slices)))
+            own_lines = arith.addi(is_longer, constant(layout.slice_lines))
             first = arith.addi(first, slice_start)
             left = arith.maxsi(arith.subi(length, slice_start), constant(0))
-            length = arith.minsi(left, constant(layout.slice_cols))
+            length = arith.minsi(left, arith.muli(own_lines, constant(layout.line)))
         for own_row, inside in self._own_rows(place[0]):
             array_row = own_row if source_row is None else source_row(own_row)
             start, in_slice = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(first)), element

@@ -180,32 +180,54 @@ def run(
         if layout.cluster > 1 and next(tile.rounds) == 0:  # nothing was pushed, which waits
             ptx.cluster_wait()
 
-    parked = held.values() if layout.config.parked else ()
-    slots = [plgpu.SMEM((layout.places * layout.steps * layout.warpgroups, *layout.shape), array.dtype) for array in parked]
-    exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
-    pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
-    order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
-    shared = split.memory(layout) if layout.config.grid else None
-    options: dict[str, Any] = {}
-    if layout.warpgroups > 1:
-        options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
-    if layout.cluster > 1:
-        options |= {"cluster": (layout.cluster,), "cluster_names": ("rank",)}
-    call = plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
-        + [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
-        + ([split.states(layout, count)] if layout.config.grid else []),
-        grid=(layout.config.grid or pl.cdiv(count, layout.rows),),
-        grid_names=("block",),
-        scratch_types=(slots, exchange, pushed, order, shared),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-        **options,
-    )
-    if layout.config.grid:  # of which a batch would share the tickets
-        call = jax.custom_batching.sequential_vmap(call)
-    results = call(*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others))
+    def first_pass(*refs):
+        *refs, states, _, exchange, _, order, _ = refs
+        refs, layout = dict(zip([*held, *others], refs, strict=True)), RowLayout(cols, chosen, stored=False)
+        split.first_pass(layout, count, states, exchange, order, lambda tile: body(tile, **values(tile, refs, {})))
+
+    def second_pass(*refs):
+        *refs, _, exchange, _, order, _ = refs
+        states, out_refs = refs[len(arrays)], refs[len(arrays) + 1 :]
+        refs = dict(zip([*held, *others], refs, strict=False))
+        run = lambda tile: body(tile, **values(tile, refs, {}))  # noqa: E731
+        split.second_pass(layout, count, states, exchange, order, run, lambda *given: store(given[0], out_refs, given[1]))
+
+    def launched(kernel, layout, results, blocks):
+        parked = held.values() if layout.config.parked else ()
+        steps = layout.places * layout.steps * layout.warpgroups
+        slots = [plgpu.SMEM((steps, *layout.shape), array.dtype) for array in parked]
+        exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
+        pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
+        order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
+        shared = split.memory(layout) if layout.config.grid else None
+        options: dict[str, Any] = {}
+        if layout.warpgroups > 1:
+            options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
+        if layout.cluster > 1:
+            options |= {"cluster": (layout.cluster,), "cluster_names": ("rank",)}
+        return plgpu.kernel(
+            kernel,
+            out_type=results,
+            grid=(blocks,),
+            grid_names=("block",),
+            scratch_types=(slots, exchange, pushed, order, shared),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            kernel_name=name,
+            **options,
+        )
+
+    arrays = [*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others)]
+    outs = [jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
+    outs += [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
+    if layout.is_read_twice:
+        states = split.states(layout, count)
+        (found,) = launched(first_pass, RowLayout(cols, chosen, stored=False), [states], states.shape[1])(*arrays)
+        results = launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
+    elif chosen.grid:  # of which a batch would share the tickets
+        call = launched(kernel, layout, [*outs, split.states(layout, count)], chosen.grid)
+        results = jax.custom_batching.sequential_vmap(call)(*arrays)
+    else:
+        results = launched(kernel, layout, outs, pl.cdiv(count, layout.rows))(*arrays)
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 

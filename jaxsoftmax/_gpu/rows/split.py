@@ -12,8 +12,9 @@ too. So a block never waits while it holds a ticket that it has not published: w
 it publishes the second one, and only then waits. And it waits only for tickets that are taken: their blocks run, and publish
 without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and publishes its state
 without holding the slice, which it reads again when that row is complete. Both compute the state alike, so the bits of a row do
-not depend on who held what. One block alone would do all the work so. Where a row has more slices than blocks can hold at a
-time, it helps at once.
+not depend on who held what. One block alone would do all the work so.
+
+A row of which the blocks of the grid cannot hold all slices is read twice, by two kernels: the first one leaves states.
 """
 
 from collections.abc import Callable
@@ -110,8 +111,6 @@ class Rows:
         """Does tickets until none is left: `copy_in(memory)`, `body(tile, is_held)` and `store(tile, results)`."""
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count,)))
         tickets, room = jnp.int32(self.count * self.layout.blocks), jnp.int32(_room(self.layout))
-        # Registers may leave room for half of the grid at a time.
-        patience = 0 if self.layout.blocks > self.layout.config.grid // 2 else _PATIENCE
 
         def publish(ticket, is_held, slot):
             tile = First(self._memory(ticket, is_held, slot), self.exchange, None, self.order)
@@ -122,12 +121,7 @@ class Rows:
 
         def finish(ticket, is_held, slot):
             memory = self._memory(ticket, is_held, slot)
-
-            def parts(k, fill):
-                first = memory.row * jnp.int32(self.layout.blocks)
-                return ptx.load_line(self.states, k, first, self.layout.blocks, fill)
-
-            tile = Second(memory, self.exchange, None, self.order, parts=parts)
+            tile = Second(memory, self.exchange, None, self.order, parts=_of_row(self.states, memory))
             store(tile, body(tile, is_held))
 
         def help_out(last):
@@ -164,7 +158,7 @@ class Rows:
             row = lax.div(ticket, jnp.int32(self.layout.blocks))
 
             def look():
-                return ptx.is_complete(counters, row, self.layout.blocks, is_published, patience, self.shared["told"])
+                return ptx.is_complete(counters, row, self.layout.blocks, is_published, _PATIENCE, self.shared["told"])
 
             is_complete = lax.cond(ticket < 0, lambda: jnp.int32(1), look)
             to_finish = jnp.logical_and(ticket >= 0, is_complete == 1)
@@ -187,5 +181,31 @@ class Rows:
         layout = self.layout
         if not is_held:
             layout = RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1))
-        blocks = jnp.int32(layout.blocks)
-        return Memory(layout, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), slot)
+        return _slice(layout, self.count, ticket, slot)
+
+
+def _slice(layout, count, number, slot=0) -> Memory:
+    blocks = jnp.int32(layout.blocks)
+    return Memory(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), slot)
+
+
+def _of_row(states, memory) -> Callable[[int, float], jax.Array]:
+    """The `parts` of a `Second`."""
+    first, count = memory.row * jnp.int32(memory.layout.blocks), memory.layout.blocks
+    return lambda k, fill: ptx.load_line(states, k, first, count, fill)
+
+
+def first_pass(layout, count, states, exchange, order, body) -> None:
+    """Of rows that the grid cannot hold, each block stores the state of a slice; `body(tile)`."""
+    number = lax.axis_index("block")
+    tile = First(_slice(layout, count, number), exchange, None, order)
+    body(tile)
+    for k, part in enumerate(tile.found):
+        ptx.store_by_first_thread(states, k * states.shape[1] + number, part)
+
+
+def second_pass(layout, count, states, exchange, order, body, store) -> None:
+    """Each block computes the results of a slice, from the last one on: the cache still holds what was read last."""
+    memory = _slice(layout, count, jnp.int32(states.shape[1] - 1) - lax.axis_index("block"))
+    tile = Second(memory, exchange, None, order, parts=_of_row(states, memory))
+    store(tile, body(tile))

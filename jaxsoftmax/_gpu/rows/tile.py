@@ -75,8 +75,10 @@ class Tile:
         column += first
         if layout.blocks == 1:
             return column
-        inside = jnp.logical_and(column >= 0, column < layout.slice_cols)
-        return jnp.where(inside, column + self.memory.rank * layout.slice_cols, -1)
+        rank = self.memory.rank
+        start = (rank * layout.slice_lines + jnp.minimum(rank, layout.longer_slices)) * layout.line
+        length = (layout.slice_lines + (rank < layout.longer_slices).astype(jnp.int32)) * layout.line
+        return jnp.where(jnp.logical_and(column >= 0, column < length), column + start, -1)
 
     def lift(self, scores: Steps, scale=None) -> State:
         """The states of what a warp holds of each row."""

@@ -106,15 +106,16 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     not matter, so the bits of a row do not depend on it. The measurements are in `benchmarks/results/h200/softmax.csv`.
     """
     widest = 16 // itemsize
+    clusters = _CLUSTERS[target.compute_capability[0]]
+    most = next(blocks for multiprocessors, blocks in clusters if target.multiprocessors >= multiprocessors)
     if inner > 1:
-        return _along_another_axis(kernel, cols, itemsize, inner)
+        return _along_another_axis(kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
     if cols <= 128 * widest or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest)
-    clusters = _CLUSTERS[target.compute_capability[0]]
-    most = next(blocks for multiprocessors, blocks in clusters if target.multiprocessors >= multiprocessors)
-    if kernel in _STREAMED and not masked and cols > 8192:
-        return Config(widest, 2048 // widest, blocks=min(most, _power(cols / 32768)), unroll=4)
+    if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
+        threads = 256 if itemsize == 4 and cols > 2**18 else 128
+        return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
     size = itemsize, 2 if kernel in _TWO_OPERANDS else 1
     in_registers = 8192 if masked else _IN_REGISTERS[size]
     if cols <= in_registers and (cols % (8 * widest) == 0 or itemsize == 4 or masked):
@@ -122,41 +123,45 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
         threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
         return Config(widest, threads, blocks=_power(cols / (each * threads)))
     share = _SHARES[size]
-    if cols > 1.25 * most * share:
+    if cols > (1.25 if size == (2, 1) else 1) * most * share:
         if kernel == "logsumexp_vjp":  # whose blocks need nothing of each other
             return Config(widest, 2048 // widest, blocks=most, unroll=4)
-        return _of_the_grid(target, cols, widest, itemsize * size[1])
+        return _of_the_grid(target, cols, *size)
     blocks = min(most, _power(cols / share))
-    threads = 128 if cols <= 8192 else 256 if cols <= share * blocks else 512
-    return Config(widest, threads, blocks=blocks, parked=True, unroll=2)
+    if size == (2, 2) and cols > 8192:
+        return Config(widest, 256, blocks=blocks, parked=True, unroll=1)
+    return Config(widest, 256 if itemsize == 4 and cols > 8192 else 128, blocks=blocks, parked=True, unroll=2)
 
 
-def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int) -> Config:
+def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
     """Rows that fill a line of the cache side by side, of the longest fewer, and 64 KiB of them a block where that fits."""
     vector = math.gcd(inner, 16 // itemsize)
     size = vector * itemsize * (2 if kernel in _TWO_OPERANDS else 1)  # of what a lane holds of an element of its rows
     lanes = min(WARP // 2, 128 // (vector * itemsize), _power(inner / vector))
-    while lanes * vector * itemsize > 32 and cols * lanes * size > 8 * 147456:
+    while lanes * vector * itemsize > 32 and cols * lanes * size > most * 102400:
         lanes //= 2
     threads = 256 if cols * lanes > 512 else 128
-    return Config(vector, threads, blocks=min(8, _power(cols * lanes * size / 65536)), parked=True, unroll=2, lanes=lanes)
+    return Config(vector, threads, blocks=min(most, _power(cols * lanes * size / 65536)), parked=True, unroll=2, lanes=lanes)
 
 
-def _of_the_grid(target, cols: int, vector: int, size: int) -> Config:
-    """Slices of 256 threads, which take turns; `size` are the bytes of an element of all operands that are held."""
-    step, line = 256 * vector, 8 * vector  # slices may start inside of a line
-    steps = max(32768 // (size * step), -(-(-(-cols // _MOST_SLICES) + line) // step))
-    resident = min(4, target.shared_memory // (2 * steps * step * size + 4 * step + _RESERVED))
-    blocks = -(-cols // (steps * step - line))
-    return Config(vector, 256, blocks=blocks, parked=True, unroll=2, grid=target.multiprocessors * max(1, resident))
+def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
+    """Slices which the blocks of the grid hold in turns; of rows of which they cannot hold all, slices that are read twice."""
+    vector, threads, place = 16 // itemsize, *((256, 32768) if itemsize == 4 else (128, 24576))
+    step, line = threads * vector, 8 * vector  # slices may start inside of a line
+    held = place // (step * itemsize * operands) * step
+    blocks = -(-cols // (held - line))
+    resident = min(1024 // threads, target.shared_memory // (2 * place + _RESERVED))
+    grid = target.multiprocessors * max(1, resident)
+    if blocks > grid:
+        return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 131072))), unroll=4)
+    return Config(vector, threads, blocks=blocks, parked=True, unroll=2, grid=grid)
 
 
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
-_MOST_SLICES = 1024  # of a row; each block reads the states of all
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
 # By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block.
 _IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
-_SHARES = {(4, 1): 16384, (4, 2): 12288, (2, 1): 20480, (2, 2): 16384}
+_SHARES = {(4, 1): 16384, (4, 2): 12288, (2, 1): 20480, (2, 2): 25600}
 
 
 def _power(least: float) -> int:
