@@ -134,27 +134,29 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
 
 
 def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
-    """Rows that fill a line of the cache side by side, of the longest fewer, and 64 KiB of them a block where that fits."""
+    """Rows side by side that fill a line of the cache, or half of one, and 32 KiB of them a block; of the longest fewer."""
     vector = math.gcd(inner, 16 // itemsize)
     size = vector * itemsize * (2 if kernel in _TWO_OPERANDS else 1)  # of what a lane holds of an element of its rows
-    lanes = min(WARP // 2, 128 // (vector * itemsize), _power(inner / vector))
+    touched = 128 if itemsize == 4 and kernel not in _STREAMED else 64
+    lanes = min(WARP // 2, touched // (vector * itemsize), _power(inner / vector))
     while lanes * vector * itemsize > 32 and cols * lanes * size > most * 102400:
         lanes //= 2
-    threads = 256 if cols * lanes > 512 else 128
-    return Config(vector, threads, blocks=min(most, _power(cols * lanes * size / 65536)), parked=True, unroll=2, lanes=lanes)
+    blocks = min(most, _power(cols * lanes * size / 32768))
+    threads = 128 if cols * lanes * size <= blocks * 65536 else 256
+    return Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=lanes)
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     """Slices which the blocks of the grid hold in turns; of rows of which they cannot hold all, slices that are read twice."""
-    vector, threads, place = 16 // itemsize, *((256, 32768) if itemsize == 4 else (128, 24576))
+    vector, threads, place = 16 // itemsize, 128, 32768 if itemsize == 4 else 24576
     step, line = threads * vector, 8 * vector  # slices may start inside of a line
     held = place // (step * itemsize * operands) * step
     blocks = -(-cols // (held - line))
-    resident = min(1024 // threads, target.shared_memory // (2 * place + _RESERVED))
+    resident = target.shared_memory // (2 * place + _RESERVED)
     grid = target.multiprocessors * max(1, resident)
     if blocks > grid:
         return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 131072))), unroll=4)
-    return Config(vector, threads, blocks=blocks, parked=True, unroll=2, grid=grid)
+    return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
