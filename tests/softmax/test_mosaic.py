@@ -286,6 +286,14 @@ def test_rows_of_several_axes_lower_for_cuda(kernel):
     lower(kernel, (5, 7), "bfloat16", axes=(0, 1))
 
 
+def test_rows_in_one_piece_refuse_what_must_know_their_columns(forced):
+    forced(Config(4, 2, parked=True))
+    with pytest.raises(NotImplementedError, match="flat: masks along the columns"):
+        lower("softmax_forward", (3, 69), "float32", mask=(3, 69))
+    with pytest.raises(NotImplementedError, match="flat: what is beyond the end of a row"):
+        lower("softmax_forward", (3, 69), "float32", scale=(1, 1))
+
+
 # Rows along another axis: shape and axes.
 ALONG = [
     ((5, 7), (0,)),

@@ -89,10 +89,9 @@ class FlatMemory(Memory):
         ptx.emit(copy, (*slots, *refs), [self.row])
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
-        layout, dynamic = self.layout, bool(self.layout.config.unroll)
+        layout, bits = self.layout, filled(fill, ref.dtype)
         ptx.await_copies()
-        ptx.block_barrier()
-        bits = filled(fill, ref.dtype)
+        ptx.block_barrier()  # threads read what others have copied
 
         def load(slot, row, *step):
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
@@ -104,7 +103,7 @@ class FlatMemory(Memory):
             return [[at(*place) for place in self._places(slot, row, i)] for i in step or range(layout.steps)]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        if dynamic:
+        if layout.config.unroll:
             return lambda step: ptx.emit(load, slot, [self.row, step], results=[kind])[0].astype(dtype)
         held = ptx.emit(load, slot, [self.row], results=[kind] * layout.steps)
         return lambda step: held[step].astype(dtype)
