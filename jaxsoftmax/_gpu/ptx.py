@@ -437,12 +437,12 @@ def of_threads() -> Any:
     return tiled(((WARPS, WARP), (1, WARP), (1,)), (-5,), (-3, -2))
 
 
-def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None):
+def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None, space="global"):
     """A vector of type `kind` of elements from several places, those of `bits` where one is not inside."""
     one = ir.VectorType.get((1,), integer(8 * itemsize))
     gathered = llvm.mlir_undef(ir.VectorType.get((len(inside),), one.element_type))
     for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
-        loaded = load_words(address, offset, own, one, bits, policy)
+        loaded = load_words(address, offset, own, one, bits, policy, space)
         gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
     return vector.bitcast(kind, gathered)
 

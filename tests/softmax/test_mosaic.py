@@ -22,6 +22,7 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as engine
+from jaxsoftmax._gpu.rows.flat import FlatLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.softmax import mosaic
@@ -75,7 +76,7 @@ def lower(kernel, shape, dtype, *, mask=None, scale=None, result=None, wide="x",
 # Lowered for CUDA: every way to spread rows over threads.
 
 # Columns for which each kernel is lowered, by bytes of an element, and some for which one kernel in six is.
-EACH = {4: [64, 2048, 12288, 20000, 131072, 2**20], 2: [64, 2048, 6007, 10001, 12288, 24576, 131072, 2**20]}
+EACH = {4: [64, 69, 2048, 12288, 20000, 131072, 2**20], 2: [64, 69, 3072, 6007, 10001, 12288, 24576, 131072, 2**20]}
 SOME = [1, 1001, 32767, 1000, 3, 129, 49152, 127, 7, 4097, 100, 10001, 8192, 65536, 50257, 16384, 200019, 32768, 262144, 400000]
 MASKED_EACH = {4: [2048, 12288, 50257, 2**20 + 1], 2: [2048, 12288, 50257, 2**20 + 1]}
 MASKED_SOME = [3, 100, 4097, 20000, 64, 8192, 16384, 24576, 131072, 200019, 262144]
@@ -95,10 +96,12 @@ def grid(kernels, each, rest, masked):
 
 
 # Short rows, by bytes of an element: all numbers of lanes, of vectors and of rows, for kernels that differ in them.
-SHORT_KERNELS = ("softmax_forward", "softmax_jacobian", "logsumexp_forward")
+SHORT_KERNELS = [(kernel, False) for kernel in ("softmax_forward", "softmax_jacobian", "logsumexp_forward")]
+SHORT_KERNELS += [("softmax_forward", True), ("log_softmax_jvp", True)]
+RAGGED = [33, 34, 41, 45, 65, 66, 81, 100, 105, 129, 130, 161, 162, 177, 210, 321, 322, 353, 417, 642, 833]
 SHORT = {
-    4: [1, 2, 3, 4, 6, 7, 9, 10, 16, 17, 18, 32, 34, 64, 65, 66, 100, 128],
-    2: [1, 2, 3, 7, 8, 12, 17, 18, 20, 32, 33, 36, 64, 65, 66, 100, 128, 129, 130, 132, 256],
+    4: [1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 16, 17, 18, 19, 23, 32, 64, 128, *RAGGED],
+    2: [1, 2, 3, 4, 7, 8, 9, 10, 12, 16, 17, 18, 20, 24, 32, 36, 64, 68, 128, 132, 256, 257, 258, 260, *RAGGED],
 }
 LONGEST = [
     ("softmax_forward", 4, False),
@@ -111,7 +114,7 @@ LOWERED = [
     *grid(MASKABLE, MASKED_EACH, MASKED_SOME, True),
     *(("logsumexp_forward", cols, 2, False) for cols in (20480, 100000, 200000, 400000)),
     *((kernel, 2**23 + 3, itemsize, masked) for kernel, itemsize, masked in LONGEST),
-    *((kernel, cols, itemsize, False) for kernel in SHORT_KERNELS for itemsize in SHORT for cols in SHORT[itemsize]),
+    *((kernel, cols, itemsize, masked) for kernel, masked in SHORT_KERNELS for itemsize in SHORT for cols in SHORT[itemsize]),
 ]
 
 
@@ -124,7 +127,7 @@ def ways(case):
     kernel, _, itemsize, masked = case
     config = mosaic.config_for(HOPPER, *case)
     if config.threads <= ptx.WARP:
-        return {(itemsize, config.vector, config.threads, config.repeats > 1)}
+        return {(itemsize, config.vector, config.threads, config.repeats > 1, config.parked), (kernel, itemsize, config.parked)}
     if config.blocks > 16:
         config = replace(config, blocks=17)
     if is_read_twice(config):
@@ -196,7 +199,8 @@ def everything():
 def test_a_row_takes_little_of_a_multiprocessor():
     for kernel, cols, itemsize, masked in everything():
         config = mosaic.config_for(HOPPER, kernel, cols, itemsize, masked)
-        layout = RowLayout(cols, config)
+        flat = config.parked and config.threads <= ptx.WARP
+        layout = FlatLayout(cols, config, itemsize) if flat else RowLayout(cols, config)
         step = layout.threads * layout.blocks * layout.vector
         wasted = layout.steps * step - cols
         if layout.whole_block:
@@ -261,8 +265,10 @@ def test_scales_and_dtypes_lower_for_cuda(kernel):
     lower(kernel, (5, 100), "bfloat16", scale=(5, 1), mask=(5, 100) if kernel in MASKABLE else None, wide="xt")
     for (dtype, result), shape in zip(DTYPES[turn::2], [(512, 64), (3, 4100)], strict=True):
         lower(kernel, shape, dtype, result=result)  # a tangent is float32
+        lower(kernel, (33, 69), dtype, result=result)
     if "m" in KERNELS[kernel][1]:
         lower(kernel, (3, 100), "bfloat16", scale=(1, 1), scale_tangent=True)
+        lower(kernel, (3, 69), "bfloat16", mask=(3, 1))
         lower(kernel, (3, 2048), "bfloat16", scale=(3, 1), scale_tangent=True)
 
 
@@ -278,6 +284,14 @@ def test_rows_of_several_axes_lower_for_cuda(kernel):
     lower(kernel, (2, 3, 5, 7), "float32", axes=(2, 3), mask=(2, 1, 5, 7) if kernel in MASKABLE else None)
     lower(kernel, (3, 5, 1), "float32", axes=(1,), scale=(3, 1, 1))
     lower(kernel, (5, 7), "bfloat16", axes=(0, 1))
+
+
+def test_rows_in_one_piece_refuse_what_must_know_their_columns(forced):
+    forced(Config(4, 2, parked=True))
+    with pytest.raises(NotImplementedError, match="flat: masks along the columns"):
+        lower("softmax_forward", (3, 69), "float32", mask=(3, 69))
+    with pytest.raises(NotImplementedError, match="flat: what is beyond the end of a row"):
+        lower("softmax_forward", (3, 69), "float32", scale=(1, 1))
 
 
 # Rows along another axis: shape and axes.
@@ -547,7 +561,7 @@ def test_interpreted_softmax_is_right_in_both_directions(forced, kind, dtype):
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_alone_is_the_op_in_both_directions(name):
-    x, c = some((2, 1024), "float32"), some((2, 1 if name == "logsumexp" else 1024), "float32", seed=2)
+    x, c = some((4, 1024), "float32"), some((4, 1 if name == "logsumexp" else 1024), "float32", seed=2)
     y, vjp = kernels.interpreted(functools.partial(jax.vjp, getattr(mosaic, f"{name}_alone")), x)
     op = functools.partial(OPS[name], implementation="xla", **({"keepdims": True} if name == "logsumexp" else {}))
     dx = kernels.interpreted(vjp, c)[0]
@@ -563,10 +577,14 @@ def test_an_op_alone_is_the_op_in_both_directions(name):
         assert oracle.error(derivative, cotangent[name](x, c)) <= 1
 
 
-def test_a_batch_of_kernels_with_tickets_is_a_loop():
-    x = shaped(3, 2, 2**20)
-    text = kernels.lowered_for_cuda(jax.vmap(mosaic.softmax_alone), x, kernels=["softmax_forward_mosaic"])
-    assert "stablehlo.while" in text
+@pytest.mark.parametrize(
+    ("shape", "loops"),
+    [((3, 2, 2**20), True), ((3, 2, 69), True), ((3, 4, 69), False), ((3, 2, 5001), True), ((3, 4, 5001), False)],
+    ids=str,
+)
+def test_a_batch_of_kernels_is_a_loop_where_they_share_tickets_or_arrays_are_not_aligned(shape, loops):
+    text = kernels.lowered_for_cuda(jax.vmap(mosaic.softmax_alone), shaped(*shape), kernels=["softmax_forward_mosaic"])
+    assert ("stablehlo.while" in text) == loops
 
 
 def test_a_body_with_tickets_exchanges_once():
@@ -815,6 +833,9 @@ GRID = [
     *((dtype, cols, rows) for dtype in ("float32", "bfloat16") for cols, rows in [(1000, 33), (1001, 3), (2048, 3)]),
     *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (8192, 10001, 12288, 16384, 20000, 32767, 32768)),
     *(("bfloat16", cols, 3) for cols in (4097, 20480, 24576)),
+    *((dtype, cols, 130) for dtype in ("float32", "bfloat16") for cols in (5, 69, 136, 162)),  # through shared memory
+    *(("bfloat16", cols, 7) for cols in (371, 540, 644, 1490, 1644, 2047)),
+    ("float32", 999, 7),
     *(("float16", cols, rows) for cols, rows in [(7, 33), (129, 2), (1000, 5), (12288, 2), (32767, 1)]),
 ]
 
@@ -1057,6 +1078,8 @@ def test_native_kernels_take_back_a_cast(name, cols):
 
 # Inside a warp, a warpgroup or several a row, a cluster, parked, looped.
 BITS = [
+    *((dtype, cols, 33) for dtype in ("float32", "bfloat16") for cols in (69, 151, 322, 1001)),
+    ("bfloat16", 1490, 33),
     *(("float32", cols, rows) for cols, rows in [(7, 130), (64, 130), (1001, 33), (2048, 3), (12288, 3), (20000, 3)]),
     *(("bfloat16", cols, rows) for cols, rows in [(100, 33), (2048, 3), (12288, 3), (16384, 3), (20000, 3), (24576, 3)]),
     *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (9001, 12500, 50257, 131072, 262144, 439349)),
@@ -1077,6 +1100,27 @@ def test_native_bits_repeat_and_do_not_depend_on_other_rows(name, dtype, cols, r
     few = slice(1, 3) if rows == 3 else slice(5, 12)
     part = program(name, x[few].shape, dtype)
     assert_same_bits(part(x[few], t[few], c[few], None, None), [result[few] for result in results])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [69, 1490, 5001])
+def test_native_batches_of_a_kernel_alone_have_the_bits_of_each(cols, dtype):
+    for rows in (2, 3, 8):
+        x = some((3, rows, cols), dtype)
+        batched = np.asarray(jax.jit(jax.vmap(mosaic.softmax_alone))(x))
+        assert batched.tobytes() == np.stack([np.asarray(mosaic.softmax_alone(part)) for part in x]).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("dtype", "cols"), [(dtype, cols) for dtype in ("float32", "bfloat16") for cols in (7, 69, 322, 1001)])
+@pytest.mark.parametrize("name", OPS)
+def test_native_bits_do_not_depend_on_which_row_of_the_array_it_is(name, dtype, cols):
+    x, t = (np.tile(some((1, cols), dtype, seed), (131, 1)) for seed in (1, 2))
+    for result in on_host(program(name, x.shape, dtype)(x, t, t[:, 0] if name == "logsumexp" else t, None, None)):
+        assert len({row.tobytes() for row in result}) == 1
 
 
 def assert_same_bits(actual, expected):
@@ -1119,8 +1163,9 @@ def made(rows, cols, seed):
     return ((mixed >> jnp.uint32(13)) % jnp.uint32(128)).astype(jnp.bfloat16) / jnp.bfloat16(16)
 
 
-# More than 2^31 elements: a row a block; inside a warp with ragged columns; the same where tiles are exact; clusters.
-BIG = [(70000, 32768), (2**25 + 3, 65), (2**25, 128), (2**21 + 1, 1032), (10737, 200019), (2**13 + 1, 2**18)]
+# More than 2^31 elements: a row a block; inside a warp with ragged columns; the same where tiles are exact, or rows end
+# inside their vectors; clusters.
+BIG = [(70000, 32768), (2**25 + 3, 65), (2**25, 128), (2**21 + 1, 1032), (2**21 + 1, 1027), (10737, 200019), (2**13 + 1, 2**18)]
 
 
 @pytest.mark.gpu
@@ -1178,7 +1223,10 @@ def test_a_first_call_takes_at_most_two_seconds(shape, dtype, masked):
 EACH_KIND = [
     ("float32", 5, 100),
     ("bfloat16", 64, 64),
+    ("bfloat16", 131, 69),
+    ("float32", 33, 322),
     ("bfloat16", 3, 1027),
+    ("bfloat16", 5, 2049),
     ("float32", 3, 2048),
     ("bfloat16", 3, 16384),
     ("float32", 3, 20001),

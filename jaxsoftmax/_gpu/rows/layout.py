@@ -12,10 +12,12 @@ class Config:
 
     Attributes:
       vector: consecutive elements that a thread loads at once, a power of two. One row a block, or a divisor of the columns.
+        Where a block has many rows, parked, what a thread has of one in a step.
       threads: threads of a block that share a row, a power of two to 32, or a multiple of 128.
       repeats: rows of a block for each group of threads; 1 where the block has one row.
       blocks: blocks that share a row; 1 where a block has many rows. Up to 16 are a cluster.
-      parked: whether rows are held in shared memory, not in registers, of which a thread then needs few. One row a block.
+      parked: whether rows are held in shared memory, not in registers, of which a thread then needs few. Where a block has many
+        rows, they pass through it (see `flat`).
       unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows that are not
         parked are read from global memory with each pass.
       lanes: of a warp along the last axis where rows lie along another one (see `columns`), a power of two; else 0.

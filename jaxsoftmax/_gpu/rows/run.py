@@ -15,6 +15,7 @@ from jax import lax
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import split
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
+from jaxsoftmax._gpu.rows.flat import Flat, FlatLayout, FlatMemory
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory, row_of_mask
 from jaxsoftmax._gpu.rows.tile import Either, Tile
@@ -101,8 +102,10 @@ def run(
     masked = any(isinstance(o, Inside) or (isinstance(o, Mask) and not _is_per_row(o, axes)) for o in given.values())
     widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     chosen = config(cols, widest, masked, inner)
-    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else RowLayout(cols, chosen, bool(whole))
-    kinds = (ColumnMemory, Columns) if inner > 1 else (Memory, Tile)
+    is_flat = inner == 1 and chosen.parked and chosen.threads <= ptx.WARP
+    kinds: tuple[Any, Any] = (ColumnMemory, Columns) if inner > 1 else (FlatMemory, Flat) if is_flat else (Memory, Tile)
+    along_last: Any = FlatLayout(cols, chosen, widest) if is_flat else RowLayout(cols, chosen, bool(whole))
+    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else along_last
     count = outer * layout.tiles if inner > 1 else outer  # of rows, or of tiles of them
     exact = layout.is_exact and count % layout.rows == 0
     view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (outer * cols, inner)
@@ -123,7 +126,8 @@ def run(
     def values(tile, refs, slots):
         """The operands as a body gets them: those that are held from `slots`, if they are there."""
         memory, found = tile.memory, dict.fromkeys(operands)
-        for key, operand in given.items():
+        # What is copied to shared memory is waited for last.
+        for key, operand in sorted(given.items(), key=lambda item: is_flat and isinstance(item[1], Whole)):
             match operand:
                 case Whole():
                     found[key] = memory.hold(refs[key], operand.fill, slots.get(key), operand.dtype or refs[key].dtype)
@@ -158,7 +162,7 @@ def run(
     def kernel(*refs):
         *refs, slots, exchange, pushed, order, shared = refs
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
-        slots = dict(zip(held, slots, strict=False))
+        slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
             *out_refs, states = out_refs
             rows = split.Rows(layout, count, states, exchange, order, shared)
@@ -175,8 +179,14 @@ def run(
             ptx.prepare_pushes(pushed)
         if slots:
             copy_in(memory, refs, slots)
+        if slots and not is_flat:
             ptx.await_copies()
-        store(tile, out_refs, body(tile, **values(tile, refs, slots)))
+        landing = list(out_refs)
+        if is_flat:
+            landing[: len(dtypes)] = [slots[over]] if over else results_slots
+        store(tile, landing, body(tile, **values(tile, refs, slots)))
+        if is_flat and dtypes:
+            memory.copy_out(landing[: len(dtypes)], out_refs[: len(dtypes)])
         if layout.cluster > 1 and next(tile.rounds) == 0:  # nothing was pushed, which waits
             ptx.cluster_wait()
 
@@ -192,10 +202,14 @@ def run(
         run = lambda tile: body(tile, **values(tile, refs, {}))  # noqa: E731
         split.second_pass(layout, count, states, exchange, order, run, lambda *given: store(given[0], out_refs, given[1]))
 
+    # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
+    over = next((key for key, array in held.items() if is_flat and dtypes == [array.dtype]), None)
+
     def launched(kernel, layout, results, blocks):
-        parked = held.values() if layout.config.parked else ()
+        parked = [array.dtype for array in held.values()] if layout.config.parked else []
+        parked += dtypes if is_flat and not over else []
         steps = layout.places * layout.steps * layout.warpgroups
-        slots = [plgpu.SMEM((steps, *layout.shape), array.dtype) for array in parked]
+        slots = [plgpu.SMEM((layout.slot_elements,) if is_flat else (steps, *layout.shape), dtype) for dtype in parked]
         exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
         pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
         order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
@@ -227,7 +241,12 @@ def run(
         call = launched(kernel, layout, [*outs, split.states(layout, count)], chosen.grid)
         results = jax.custom_batching.sequential_vmap(call)(*arrays)
     else:
-        results = launched(kernel, layout, outs, pl.cdiv(count, layout.rows))(*arrays)
+        call = launched(kernel, layout, outs, pl.cdiv(count, layout.rows))
+        narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
+        anywhere = is_flat or (inner == 1 and layout.shifted)
+        if anywhere and math.prod(shape) * narrowest % 16:  # arrays of a batch would start inside a vector
+            call = jax.custom_batching.sequential_vmap(call)
+        results = call(*arrays)
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 

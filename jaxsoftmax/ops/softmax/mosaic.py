@@ -66,7 +66,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     widest = max(itemsizes if primitive in ("logsumexp", "logsumexp_jvp") else [*itemsizes, jnp.dtype(dtype).itemsize])
     inner = math.prod(x.shape[max(along) + 1 :]) if along else 1
     config = config_for(target, kernel, cols, widest, masked, inner)
-    if config.parked:
+    if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
@@ -97,7 +97,8 @@ _CLUSTERS = {9: [(132, 16), (0, 8)]}
 def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inner: int = 1) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
-    A thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
+    Rows of up to 4 KiB are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
+    thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
     where rows do not start with a line of the cache, rows are in shared memory, about 64 elements for each thread, so that a
     multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster.
     What is read once and not written is held nowhere.
@@ -111,8 +112,9 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     if inner > 1:
         return _along_another_axis(kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
-    if cols <= 128 * widest or (cols <= 1024 and vector < widest):
-        return _within_a_warp(kernel, cols, vector, widest)
+    in_a_warp = {4: 512, 2: 1024}[itemsize] if masked else {4: 1024, 2: 2048}[itemsize]
+    if cols <= in_a_warp or (cols <= 1024 and vector < widest):
+        return _within_a_warp(kernel, cols, vector, widest, masked)
     if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if itemsize == 4 and cols > 2**18 else 128
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
@@ -171,17 +173,38 @@ def _power(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least)))
 
 
-def _within_a_warp(kernel: str, cols: int, vector: int, widest: int) -> Config:
-    """A vector for each lane, or several where there are more than 32, and rows enough for a thread to wait for a few loads."""
-    vectors, repeats = cols // vector, None
-    if widest == 8 and vector == 1:  # 16-bit elements one by one: eight for each lane, of one row
-        vectors, repeats = cols // 4, 1
-    elif widest == 8 and kernel == "logsumexp_forward" and cols < 512:  # two vectors for each lane, of two rows
-        vectors, repeats = vectors // 2, 2
-    threads = min(WARP, 1 << max(1, vectors.bit_length() - 1))
-    elements = -(-cols // (vector * threads)) * vector
-    each = widest if kernel in _TWO_OPERANDS else 2 * widest
-    return Config(vector, threads, repeats or max(1, each // elements))
+def _within_a_warp(kernel: str, cols: int, vector: int, widest: int, masked: bool) -> Config:
+    """Rows of whole vectors are loaded to registers, by the lanes of which fewest idle; others pass through shared memory.
+
+    A block has rows enough for a thread to wait for a few loads. Masks are loaded to registers, by the lanes that share a row.
+    """
+    singly = widest == 8 and vector == 1  # 16-bit elements: eight for each lane, of one row
+    if masked:
+        lanes = min(WARP, 1 << max(1, (cols // (4 if singly else vector)).bit_length() - 1))
+    else:
+        lanes = min(_shared_by(cols, widest), key=lambda lanes: (max(4, lanes) * _share(cols, widest, lanes), -lanes))
+        if vector < widest or lanes * _share(cols, widest, lanes) > 1.12 * cols:
+            return _flat(cols)
+    each = 4 * widest if kernel == "logsumexp_forward" else widest if kernel in _TWO_OPERANDS else 2 * widest
+    return Config(vector, lanes, 1 if singly else max(1, each // _share(cols, vector, lanes)))
+
+
+def _flat(cols: int) -> Config:
+    """Vectors of words, in so many lanes that few idle; few of them, as a body is written out for each."""
+    found = [(lanes, vector) for vector in (8, 4, 2) for lanes in _shared_by(cols, vector)]
+    found = [(lanes, vector) for lanes, vector in found if _share(cols, vector, lanes) <= 16 * vector]
+    lanes, vector = min(found, key=lambda found: found[0] * _share(cols, found[1], found[0]) * (1 + 0.15 / found[1]))
+    return Config(vector, lanes, max(1, min(8, 32 // _share(cols, vector, lanes))), parked=True)
+
+
+def _shared_by(cols: int, vector: int) -> list[int]:
+    """How many lanes may share a row of vectors, so that each holds few elements."""
+    return [1 << k for k in range(6) if k == 5 or _share(cols, vector, 1 << k) <= 40]
+
+
+def _share(cols: int, vector: int, lanes: int) -> int:
+    """Elements that a lane has of a row."""
+    return -(-cols // (lanes * vector)) * vector
 
 
 _TWO_OPERANDS = ("softmax_jacobian", "log_softmax_vjp", "log_softmax_jvp", "logsumexp_jvp")

@@ -1,0 +1,132 @@
+"""Rows in one piece, with numbers in place of what MLIR computes: which thread touches which element, in every block."""
+
+import itertools
+import operator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxsoftmax._gpu.rows import flat
+from jaxsoftmax._gpu.rows.layout import Config
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.softmax import mosaic
+
+THREADS = np.arange(128)
+COMPARED = {"ult": operator.lt, "uge": operator.ge}
+
+
+class Machine:
+    """Global and shared memory of elements, and what 128 threads do there; it fails at what is in neither, or not aligned."""
+
+    def __init__(self, itemsize, monkeypatch):
+        self.itemsize, self.spaces = itemsize, {}
+        arith = {
+            **{"addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_, "minui": np.minimum},
+            **{"divui": operator.floordiv, "remui": operator.mod, "ceildivui": lambda a, b: -(-a // b)},
+            "trunci": lambda _, a: a,
+        }
+        words = SimpleNamespace(get=lambda shape, size: shape[0] * size)  # their bytes
+        here = {"shared_address": lambda _, offset: offset, "address_of": lambda _: np.int64(0)}
+        here |= {"load_words": self.load, "store_words": self.store}
+        for name, value in {
+            "arith": SimpleNamespace(**arith),
+            "constant": np.int64,
+            "i64": np.int64,
+            "compare": lambda kind, a, b: COMPARED[kind](a, b),
+            "both": lambda a, b: b if a is None else a if b is None else a & b,
+            "integer": lambda bits: bits // 8,
+            "ir": SimpleNamespace(VectorType=words),
+            "ptx": SimpleNamespace(**here),
+            "utils": SimpleNamespace(thread_idx=lambda: THREADS, bytewidth=lambda size: size),
+            "Vector": self.vector,
+        }.items():
+            monkeypatch.setattr(flat, name, value)
+        self.ref = SimpleNamespace(type=SimpleNamespace(element_type=itemsize))
+
+    def places(self, address, offset, inside, size, space):
+        """The elements that each thread that is inside touches."""
+        starts = np.broadcast_to(address, THREADS.shape) + offset
+        chosen = THREADS[np.broadcast_to(inside is None or inside, THREADS.shape)]
+        assert np.all(starts[chosen] % size == 0)
+        found = starts[chosen, None] // self.itemsize + np.arange(size // self.itemsize)
+        assert np.all((found >= 0) & (found < len(self.spaces[space])))
+        return chosen, found
+
+    def word(self, place, k, size):
+        """The elements of each thread's word `k` of a vector, in shared memory."""
+        address, offsets, inside = place
+        return self.places(address, offsets[k], inside[k], size * self.itemsize, "shared")
+
+    def load(self, address, offset, inside, size, space="global"):
+        chosen, found = self.places(address, offset, inside, size, space)
+        values = np.full((len(THREADS), size // self.itemsize), -1)
+        values[chosen] = self.spaces[space][found]
+        return values
+
+    def store(self, address, offset, inside, values, space="global"):
+        chosen, found = self.places(address, offset, inside, values.shape[1] * self.itemsize, space)
+        self.spaces[space][found] = values[chosen]
+
+    def vector(self, address, offset, itemsize, inside):
+        def copy(size, target, place):
+            self.store(target, place, inside, self.load(address, offset, inside, size), "shared")
+
+        return SimpleNamespace(copy=copy)
+
+
+# Rows, columns, bytes of an element, and the configuration.
+PIECES = [
+    (130, 69, 2, Config(4, 8, 2)),
+    (37, 69, 2, Config(2, 32)),  # pieces start inside a vector
+    (9, 5, 2, Config(1, 32)),  # and end in the one where they start
+    (300, 7, 2, Config(8, 1)),
+    (11, 1, 2, Config(1, 32)),  # many blocks in the last vector of the array
+    (200, 12, 2, Config(4, 4, 3)),
+    (64, 136, 2, Config(2, 4)),
+    (64, 138, 2, Config(8, 4, 2)),
+    (29, 1001, 2, Config(8, 32, 3)),
+    (9, 101, 4, Config(1, 32)),
+    (5, 3, 4, Config(1, 16)),
+    (33, 322, 4, Config(8, 8, 2)),
+]
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=str)
+def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stored(piece, monkeypatch):
+    count, cols, itemsize, config = piece
+    layout = flat.FlatLayout(cols, config, itemsize)
+    machine = Machine(itemsize, monkeypatch)
+    array, results = np.arange(count * cols), np.full(count * cols, -1)
+    for first in range(0, count, layout.rows):
+        memory = flat.FlatMemory(layout, np.int64(first), count, False)
+        block = array[first * cols : (first + layout.rows) * cols]
+        slot = np.full(layout.slot_elements, -1)
+        machine.spaces = {"global": array, "shared": slot}
+        flat._Piece(memory, machine.ref, slot, memory.row).copy_in()
+        computed, touched = np.full_like(slot, -2), []
+        for step, k in itertools.product(range(layout.steps), range(layout.words)):
+            word = (step * layout.words + k) * layout.lanes
+            places = memory._places(machine.ref, memory.row, step)
+            again = memory._places(machine.ref, memory.row, np.int64(step))  # as in a loop
+            for place, other, (row, there) in zip(places, again, memory._own_rows(memory.row), strict=True):
+                threads, found = machine.word(place, k, layout.word)
+                np.testing.assert_array_equal(found, machine.word(other, k, layout.word)[1])
+                column = (threads % layout.lanes + word)[:, None] * layout.word + np.arange(layout.word)
+                own = np.broadcast_to(there is None or there, THREADS.shape)[threads]
+                np.testing.assert_array_equal(slot[found][own], (row[threads, None] * cols + column)[own])
+                computed[found] = 2 * slot[found]
+                touched.append(slot[found][own].ravel())
+        np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
+        machine.spaces = {"global": results, "shared": computed}
+        flat._Piece(memory, machine.ref, slot, memory.row).copy_out()
+        expected = np.where(array < (first + layout.rows) * cols, 2 * array, -1)
+        np.testing.assert_array_equal(results, expected)
+
+
+def test_lanes_that_touch_shared_memory_wait_for_few_others():
+    for itemsize, cols in [(2, 69), (2, 151), (2, 371), (2, 172), (2, 1001), (4, 151), (4, 270)]:
+        config = mosaic.config_for(HOPPER, "softmax_forward", cols, itemsize, False)
+        layout = flat.FlatLayout(cols, config, itemsize)
+        assert layout.wavefronts(layout.apart) == 1
+    assert flat.FlatLayout(172, Config(2, 8, parked=True), 2).wavefronts(1) == 2
