@@ -233,20 +233,21 @@ def run(
     arrays = [*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others)]
     outs = [jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
     outs += [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
-    if layout.is_read_twice:
-        states = split.states(layout, count)
-        (found,) = launched(first_pass, RowLayout(cols, chosen, stored=False), [states], states.shape[1])(*arrays)
-        results = launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
-    elif chosen.grid:  # of which a batch would share the tickets
-        call = launched(kernel, layout, [*outs, split.states(layout, count)], chosen.grid)
-        results = jax.custom_batching.sequential_vmap(call)(*arrays)
-    else:
-        call = launched(kernel, layout, outs, pl.cdiv(count, layout.rows))
-        narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
-        anywhere = is_flat or (inner == 1 and layout.shifted)
-        if anywhere and math.prod(shape) * narrowest % 16:  # arrays of a batch would start inside a vector
-            call = jax.custom_batching.sequential_vmap(call)
-        results = call(*arrays)
+
+    def call(*arrays):
+        if layout.is_read_twice:
+            states = split.states(layout, count)
+            (found,) = launched(first_pass, RowLayout(cols, chosen, stored=False), [states], states.shape[1])(*arrays)
+            return launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
+        if chosen.grid:
+            return launched(kernel, layout, [*outs, split.states(layout, count)], chosen.grid)(*arrays)
+        return launched(kernel, layout, outs, pl.cdiv(count, layout.rows))(*arrays)
+
+    narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
+    starts_anywhere = is_flat or layout.shifted
+    if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):
+        call = jax.custom_batching.sequential_vmap(call)  # a batch would share tickets, or its arrays start inside a vector
+    results = call(*arrays)
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 

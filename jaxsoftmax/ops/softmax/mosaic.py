@@ -97,7 +97,7 @@ _CLUSTERS = {9: [(132, 16), (0, 8)]}
 def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inner: int = 1) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
-    Rows of up to 4 KiB are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
+    Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
     thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
     where rows do not start with a line of the cache, rows are in shared memory, about 64 elements for each thread, so that a
     multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster.
@@ -112,8 +112,7 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     if inner > 1:
         return _along_another_axis(kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
-    in_a_warp = {4: 512, 2: 1024}[itemsize] if masked else {4: 1024, 2: 2048}[itemsize]
-    if cols <= in_a_warp or (cols <= 1024 and vector < widest):
+    if cols <= _most_in_a_warp(kernel, cols, itemsize, masked) or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest, masked)
     if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if itemsize == 4 and cols > 2**18 else 128
@@ -173,17 +172,30 @@ def _power(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least)))
 
 
+def _most_in_a_warp(kernel: str, cols: int, itemsize: int, masked: bool) -> int:
+    """Up to how many columns a row is inside a warp: more where a block for each would cost more than what it reads."""
+    if _is_plain(kernel, itemsize, masked) or (itemsize == 2 and kernel != "logsumexp_forward" and cols % 1024 == 0):
+        return 2048 // itemsize
+    return 8192 // itemsize if itemsize == 2 and kernel not in _TWO_OPERANDS and cols % 64 else 4096 // itemsize
+
+
+def _is_plain(kernel: str, itemsize: int, masked: bool) -> bool:
+    """Whether short rows reach the bandwidth as they are, in registers; then small arrays of them are fastest, too."""
+    return masked or (itemsize == 4 and kernel != "logsumexp_forward")
+
+
 def _within_a_warp(kernel: str, cols: int, vector: int, widest: int, masked: bool) -> Config:
     """Rows of whole vectors are loaded to registers, by the lanes of which fewest idle; others pass through shared memory.
 
     A block has rows enough for a thread to wait for a few loads. Masks are loaded to registers, by the lanes that share a row.
     """
     singly = widest == 8 and vector == 1  # 16-bit elements: eight for each lane, of one row
-    if masked:
+    if _is_plain(kernel, 16 // widest, masked):
         lanes = min(WARP, 1 << max(1, (cols // (4 if singly else vector)).bit_length() - 1))
     else:
         lanes = min(_shared_by(cols, widest), key=lambda lanes: (max(4, lanes) * _share(cols, widest, lanes), -lanes))
-        if vector < widest or lanes * _share(cols, widest, lanes) > 1.12 * cols:
+        share = _share(cols, widest, lanes)
+        if vector < widest or lanes * share > 1.12 * cols or share > 8 * widest:
             return _flat(cols)
     each = 4 * widest if kernel == "logsumexp_forward" else widest if kernel in _TWO_OPERANDS else 2 * widest
     return Config(vector, lanes, 1 if singly else max(1, each // _share(cols, vector, lanes)))
