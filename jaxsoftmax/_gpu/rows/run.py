@@ -234,15 +234,15 @@ def run(
     outs = [jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
     outs += [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
 
-    def call(*arrays):
-        if layout.is_read_twice:
+    if layout.is_read_twice:
+
+        def call(*arrays):
             states = split.states(layout, count)
             (found,) = launched(first_pass, RowLayout(cols, chosen, stored=False), [states], states.shape[1])(*arrays)
             return launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
-        if chosen.grid:
-            return launched(kernel, layout, [*outs, split.states(layout, count)], chosen.grid)(*arrays)
-        return launched(kernel, layout, outs, pl.cdiv(count, layout.rows))(*arrays)
-
+    else:
+        states = [split.states(layout, count)] if chosen.grid else []
+        call = launched(kernel, layout, outs + states, chosen.grid or pl.cdiv(count, layout.rows))
     narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     starts_anywhere = is_flat or layout.shifted
     if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):

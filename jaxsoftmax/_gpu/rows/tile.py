@@ -96,7 +96,8 @@ class Tile:
 
         top, sums = self._fold(push, [lowest, zeros])
         m = self._maximum(top)
-        return State(m, self._added(sums * online.weights(top, m, scale=scale)))
+        sums *= online.weights(top, m, scale=scale)
+        return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
 
     def merge(self, state: State, scale=None) -> State:
         """The states of the rows from those of what a warp holds."""
@@ -112,25 +113,25 @@ class Tile:
     def _sum(self, values: Steps) -> jax.Array:
         """The sums of what a warp holds of each row."""
         layout = self.memory.layout
-        if not layout.config.unroll:
-            return self._added(functools.reduce(jnp.add, map(values, range(layout.steps))))
-        add = lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)]  # noqa: E731
-        return self._added(*self._fold(add, [self._accumulator(0)]))
+        if layout.config.unroll:
+            add = lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)]  # noqa: E731
+            (total,) = self._fold(add, [self._accumulator(0)])
+        else:
+            total = functools.reduce(jnp.add, map(values, range(layout.steps)))
+        return self._in_order(total) if layout.shifted else jnp.sum(total, 1)
 
     def _accumulator(self, value) -> jax.Array:
         """A value for each element of a step, which a loop may carry."""
         layout = self.memory.layout
         return plgpu.layout_cast(jnp.full(layout.shape, value, jnp.float32), layout.layout)
 
-    def _added(self, sums: jax.Array) -> jax.Array:
-        """The sums over the lanes of each warp, of those of each element of a step.
+    def _in_order(self, sums: jax.Array) -> jax.Array:
+        """The sums over the lanes of each warp, of those of each element of a step, where rows start inside of a line.
 
-        Where a row starts in a line depends on which row it is: they are put in the order of the row, so that its bits do not.
+        Where a row starts there depends on which row it is: they are put in the order of the row, so that its bits do not.
         """
-        layout = self.memory.layout
-        if not layout.shifted:
-            return jnp.sum(sums, 1)
-        return plgpu.layout_cast(jnp.sum(self.memory.sums_in_order(self.order, sums), 1), layout.row_layout)
+        in_order = self.memory.sums_in_order(self.order, sums)
+        return plgpu.layout_cast(jnp.sum(in_order, 1), self.memory.layout.row_layout)
 
     def _maximum(self, top: jax.Array) -> jax.Array:
         """What all weights of a warp are relative to: its own maximum, or the block's where rows start inside of a line.

@@ -112,8 +112,13 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     if inner > 1:
         return _along_another_axis(kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
-    if cols <= _most_in_a_warp(kernel, cols, itemsize, masked) or (cols <= 1024 and vector < widest):
-        return _within_a_warp(kernel, cols, vector, widest, masked)
+    # Where short rows reach the bandwidth as they are, in registers, small arrays of them are fastest so, too.
+    plain = masked or (itemsize == 4 and kernel != "logsumexp_forward")
+    in_a_warp = 2048 if plain or (kernel != "logsumexp_forward" and cols % 1024 == 0) else 4096  # bytes
+    if not plain and itemsize == 2 and kernel not in _TWO_OPERANDS and cols % 64:
+        in_a_warp = 8192
+    if cols * itemsize <= in_a_warp or (cols <= 1024 and vector < widest):
+        return _within_a_warp(kernel, cols, vector, widest, plain)
     if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if itemsize == 4 and cols > 2**18 else 128
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
@@ -172,25 +177,13 @@ def _power(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least)))
 
 
-def _most_in_a_warp(kernel: str, cols: int, itemsize: int, masked: bool) -> int:
-    """Up to how many columns a row is inside a warp: more where a block for each would cost more than what it reads."""
-    if _is_plain(kernel, itemsize, masked) or (itemsize == 2 and kernel != "logsumexp_forward" and cols % 1024 == 0):
-        return 2048 // itemsize
-    return 8192 // itemsize if itemsize == 2 and kernel not in _TWO_OPERANDS and cols % 64 else 4096 // itemsize
-
-
-def _is_plain(kernel: str, itemsize: int, masked: bool) -> bool:
-    """Whether short rows reach the bandwidth as they are, in registers; then small arrays of them are fastest, too."""
-    return masked or (itemsize == 4 and kernel != "logsumexp_forward")
-
-
-def _within_a_warp(kernel: str, cols: int, vector: int, widest: int, masked: bool) -> Config:
+def _within_a_warp(kernel: str, cols: int, vector: int, widest: int, plain: bool) -> Config:
     """Rows of whole vectors are loaded to registers, by the lanes of which fewest idle; others pass through shared memory.
 
-    A block has rows enough for a thread to wait for a few loads. Masks are loaded to registers, by the lanes that share a row.
+    A block has rows enough for a thread to wait for a few loads. With `plain` all rows are loaded to registers.
     """
     singly = widest == 8 and vector == 1  # 16-bit elements: eight for each lane, of one row
-    if _is_plain(kernel, 16 // widest, masked):
+    if plain:
         lanes = min(WARP, 1 << max(1, (cols // (4 if singly else vector)).bit_length() - 1))
     else:
         lanes = min(_shared_by(cols, widest), key=lambda lanes: (max(4, lanes) * _share(cols, widest, lanes), -lanes))
