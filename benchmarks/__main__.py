@@ -6,8 +6,8 @@ python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
-python -m benchmarks --check               hold the newest run to bars.toml; needs no GPU
-python -m benchmarks --plot                draw the newest run; needs no GPU, but matplotlib
+python -m benchmarks --check               hold what was measured last of each cell to bars.toml; needs no GPU
+python -m benchmarks --plot                draw what was measured last; needs no GPU, but matplotlib
 """
 
 import argparse
@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", nargs="?", choices=SUITES, help="what to measure; with --check and --plot, all by default")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--list", action="store_true", help="print the cells, and measure nothing")
-    modes.add_argument("--check", action="store_true", help="hold the newest run of each result file to bars.toml")
-    modes.add_argument("--plot", action="store_true", help="draw the newest run of each result file")
+    modes.add_argument("--check", action="store_true", help="hold what was measured last of each cell to bars.toml")
+    modes.add_argument("--plot", action="store_true", help="draw what was measured last of each cell")
     modes.add_argument("--self-test", action="store_true", help="compare the two ways to time, on a copy of 1 GiB")
     parser.add_argument(
         "--only", type=_pattern, metavar="REGEX", help="a part of the cells: matched in 'op pass dtype shape options'"
@@ -149,9 +149,10 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
 def _check(options: argparse.Namespace) -> int:
     status = 0
     for suite, path in _files(options):
-        run = results.newest(results.read(path))
+        run = results.newest_of_each_cell(results.read(path))
         count, found = bars.misses(bars.load(suite), SUITES[suite](), run)
-        print(f"{path}: run {run[0].run if run else 'none'}, {len(found)} of {count} bars missed")
+        runs = ", ".join(dict.fromkeys(f"run {row.run} of {row.commit}" for row in run))
+        print(f"{path}: {runs or 'no run'}, {len(found)} of {count} bars missed")
         if found:
             status = 1
             print(bars.table(found))
@@ -164,7 +165,7 @@ def _check(options: argparse.Namespace) -> int:
 def _plot(options: argparse.Namespace) -> int:
     for suite, path in _files(options):
         draw = plot.draw_sweep if suite == "softmax_sweep" else plot.draw
-        for figure in draw(results.newest(results.read(path)), path.parent):
+        for figure in draw(results.newest_of_each_cell(results.read(path)), path.parent):
             print(figure)
     return 0
 

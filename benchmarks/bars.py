@@ -1,4 +1,4 @@
-"""The bars that the newest run must clear, from `bars.toml`.
+"""The bars that what was measured last of each cell must clear, from `bars.toml`.
 
 Each entry names the cells that it holds for, by `op`, `pass`, `dtype`, `shape` and `options`, each a string or a list of them,
 or left out for any; and one limit:

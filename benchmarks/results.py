@@ -137,6 +137,12 @@ def newest[R: Origin](rows: list[R]) -> list[R]:
     return [row for row in rows if row.run == rows[-1].run]
 
 
+def newest_of_each_cell(rows: list[Row]) -> list[Row]:
+    """Of each cell the rows of the run that measured it last: a run may have been of a part."""
+    last = {row.cell: row.run for row in rows}
+    return [row for row in rows if row.run == last[row.cell]]
+
+
 def check(path: Path, columns: Sequence[str]) -> bool:
     """Whether there is anything in the file; raises if it is no result file of these columns."""
     text = path.read_text()

@@ -366,13 +366,15 @@ def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
         assert file in line
 
 
-def test_check_takes_the_newest_run_alone(tmp_path, capsys):
-    written(tmp_path, [*a_full_run(), a_row(CELLS["softmax forward float32 32768x4096"], run="2")])
+def test_check_takes_what_was_measured_last_of_each_cell(tmp_path, capsys):
+    cell = CELLS["softmax forward float32 32768x4096"]
+    written(tmp_path, [*a_full_run(), a_row(cell, run="2", us=9e9)])
     assert main(["--check", "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "run 2" in out
-    assert "copy not measured" in out
-    assert "log_softmax forward float32 32768x4096" in out
+    assert "run 1 of abc1234, run 2 of abc1234" in out
+    assert [line.split("  ")[0] for line in out.splitlines()[2:]] == [cell.name]
+    rows = results.newest_of_each_cell(results.read(tmp_path / "h200" / "softmax.csv"))
+    assert [row.implementation for row in rows if row.cell == rows[-1].cell] == ["mosaic"]  # no peer of the older run
 
 
 def test_check_without_results(tmp_path, capsys):

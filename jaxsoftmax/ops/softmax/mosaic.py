@@ -1,10 +1,11 @@
-"""The softmax family on Hopper, for rows that fit into a block, or a cluster of up to 16.
+"""The softmax family on Hopper, for rows of any length.
 
-Each element is read once and written once:
+Each element is read once and written once, but of rows that the whole GPU cannot hold:
 
 1. A block loads its rows, or its one row, into registers or shared memory.
 2. Each warp lifts its share of a row to a state `(m, d)`: the maximum, and the sum of `exp(s - m)`.
-3. Where warps share a row, their states merge through shared memory; those of a cluster write to each other's.
+3. Where warps share a row, their states merge through shared memory; those of a cluster write to each other's, and those of
+   blocks that share longer rows go through global memory.
 4. The results are computed from the elements that are held and the state, and stored.
 
 Of the elements of each row, softmax and log_softmax read one array and write one; logsumexp reads one; the derivatives read two
@@ -99,9 +100,9 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
 
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
     thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
-    where rows do not start with a line of the cache, rows are in shared memory, about 64 elements for each thread, so that a
-    multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster.
-    What is read once and not written is held nowhere.
+    where rows do not start with a line of the cache, rows are in shared memory, 64 to 160 elements for each thread, so that a
+    multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster,
+    longer ones by those of the grid. What is read once and not written is held nowhere where that is long.
 
     `masked` is for a mask along the columns, and for a scale, which must know what is beyond the end. The number of rows does
     not matter, so the bits of a row do not depend on it. The measurements are in `benchmarks/results/h200/softmax.csv`.
