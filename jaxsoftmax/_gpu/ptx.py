@@ -347,18 +347,21 @@ def _is_first_thread():
 
 
 def load_line(ref, row: int, first, count: int, fill: float) -> jax.Array:
-    """`ref[row, first : first + count]`, float32 in global memory, and `fill` up to a power of two: `replicated`."""
+    """`ref[row, first : first + count]`, float32 in global memory, and `fill` up to a power of two: `replicated`.
+
+    They are in another order where a lane has several: neighbouring lanes load neighbours, so that a warp touches few lines.
+    """
     size = 1 << (count - 1).bit_length()
     each = max(1, size // WARP)
 
     def load(ref, first):
         kind = replicated(size).to_mgpu().registers_element_type(ref.type.element_type)
-        lane = arith.muli(arith.remui(utils.thread_idx(), constant(min(size, WARP))), constant(each))
+        lane = arith.remui(utils.thread_idx(), constant(min(size, WARP)))
         place = arith.addi(arith.addi(i64(first), i64(row * ref.type.shape[1])), i64(lane))
         address = arith.addi(address_of(ref), arith.muli(place, i64(4)))
-        inside = [compare("ult", arith.addi(lane, constant(q)), constant(count)) for q in range(each)]
+        inside = [compare("ult", arith.addi(lane, constant(q * WARP)), constant(count)) for q in range(each)]
         bits = int.from_bytes(np.float32(fill).tobytes(), "little")
-        return [gather(kind, 4, [address] * each, [4 * q for q in range(each)], inside, bits)]
+        return [gather(kind, 4, [address] * each, [4 * q * WARP for q in range(each)], inside, bits)]
 
     return emit(load, ref, [first], results=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=replicated(size)))
 

@@ -124,8 +124,9 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
         threads = 256 if itemsize == 4 and cols > 2**18 else 128
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
     size = itemsize, 2 if kernel in _TWO_OPERANDS else 1
-    in_registers = 8192 if masked else _IN_REGISTERS[size]
-    if cols <= in_registers and (cols % (8 * widest) == 0 or itemsize == 4 or masked):
+    whole_lines = cols % (8 * widest) == 0
+    in_registers = 8192 if masked else 131072 if size == (4, 1) and whole_lines else _IN_REGISTERS[size]
+    if cols <= in_registers and (whole_lines or itemsize == 4 or masked):
         each = 128 // itemsize  # elements of a thread
         threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
         return Config(widest, threads, blocks=_power(cols / (each * threads)))
@@ -135,6 +136,8 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
             return Config(widest, 2048 // widest, blocks=most, unroll=4)
         return _of_the_grid(target, cols, *size)
     blocks = min(most, _power(cols / share))
+    if size == (2, 1) and whole_lines and cols > 65536:  # as fast, and faster where rows are few
+        blocks = most
     if size == (2, 2) and cols > 8192:
         return Config(widest, 256, blocks=blocks, parked=True, unroll=1)
     return Config(widest, 256 if itemsize == 4 and cols > 8192 else 128, blocks=blocks, parked=True, unroll=2)
