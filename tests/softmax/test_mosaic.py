@@ -76,7 +76,10 @@ def lower(kernel, shape, dtype, *, mask=None, scale=None, result=None, wide="x",
 # Lowered for CUDA: every way to spread rows over threads.
 
 # Columns for which each kernel is lowered, by bytes of an element, and some for which one kernel in six is.
-EACH = {4: [64, 2048, 12288, 20000, 128003, 131072, 2**20], 2: [64, 1001, 2048, 6007, 10001, 12288, 24576, 100277, 131072, 2**20]}
+EACH = {
+    4: [64, 2048, 12288, 20000, 128003, 131072, 2**20],
+    2: [64, 1001, 2048, 6007, 10001, 12288, 24576, 100277, 131072, 2**20],
+}
 SOME = [1, 1001, 32767, 1000, 3, 129, 49152, 127, 7, 4097, 100, 10001, 8192, 65536, 50257, 16384, 200019, 32768, 262144, 400000]
 MASKED_EACH = {4: [2048, 12288, 50257, 2**20 + 1], 2: [2048, 12288, 50257, 2**20 + 1]}
 MASKED_SOME = [3, 100, 4097, 20000, 64, 8192, 16384, 24576, 131072, 200019, 262144]
