@@ -128,7 +128,7 @@ def _is_number(value: Any) -> bool:
 
 
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
-    """How many bars there are, and those that the rows of one run miss.
+    """How many bars there are, and those that rows miss, of which only those of one run are compared.
 
     An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype.
     """
@@ -169,7 +169,7 @@ def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...
         return "no error" if ours.error is None else ours.error
     if bar.than is not None:
         other = _ours(run, bar.other(cell))
-        if other is None:
+        if other is None or other.run != ours.run:
             return "the other not measured"
         found = ours.us / other.us
         return found * blocks[bar.other(cell)] / blocks[key] if bar.limit == "time_per_block_at_most" else found
@@ -208,10 +208,12 @@ def _ours(run: Sequence[Row], cell: tuple[str, ...]) -> Row | None:
 def _peer(bar: Bar, cell: Cell, run: Sequence[Row]) -> Row | None:
     """The row of a bar's peer that a cell is compared with."""
     key = tuple(_named(cell).values())
+    ours = _ours(run, key)
     rows = [
         row
         for row in run
         if row.implementation == bar.peer
+        and (ours is None or row.run == ours.run)
         and (row.cell == key or (bar.peer == "copy" and (row.op, row.dtype) == ("copy", cell.dtype)))
     ]
     return rows[-1] if rows else None

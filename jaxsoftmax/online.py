@@ -105,7 +105,7 @@ def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, sc
       scores: `[*rows, block]`, float32 or float64, or several such arrays of one shape. Scores of `-inf` are scores that are
         not there. The block may lie along other axes, or several, when no values ride along.
       values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows; for one array of scores.
-      axis: the axis or axes of `scores` that are the block; the last, if there are values.
+      axis: the axis or axes of `scores` that are the block; the last, if there are values. `()` where several arrays are it.
       scale: None, a scalar or `[*rows]`, not negative, in the dtype of the scores.
 
     Returns:

@@ -79,6 +79,8 @@ LOWERED = {
     **INTERPRETED,
     "parked": ((3, 1024), Config(4, 128, parked=True)),
     "parked rows that are not aligned, in a cluster": ((3, 9001), Config(4, 128, blocks=2, parked=True, unroll=2)),
+    "read in a loop, not aligned": ((3, 9001), Config(4, 128, unroll=2)),
+    "read in a loop, in a cluster": ((3, 40002), Config(4, 128, blocks=2, unroll=4)),
     "ragged rows": ((3, 100), Config(4, 32)),
     "in one piece": ((131, 69), Config(4, 2, 2, parked=True)),
     "in pieces that start anywhere": ((7, 1001), Config(8, 32, parked=True)),

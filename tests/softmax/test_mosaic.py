@@ -1027,6 +1027,18 @@ def test_native_kernels_take_masks_of_wide_rows(name, dtype, cols):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPS)
+def test_native_rows_that_are_read_twice_take_masks_and_scales(name, dtype):
+    shape = (3, 2**23 + 3)  # the second and the third row start inside of a line of the cache
+    for mask in (shape, (1, shape[1])):
+        check(name, shape, dtype, ("normal",), mask=mask)
+    if name != "logsumexp":
+        check(name, shape, dtype, ("offset of 1e4",), scale="one", scales=(0.125,))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("name", "nothing"), [("softmax", 0.0), ("log_softmax", -np.inf), ("logsumexp", -np.inf)])
 def test_native_rows_with_nothing_to_see(name, nothing):
     f = jax.jit(lambda x, where: OPS[name](x, where=where, implementation="mosaic"))
@@ -1086,7 +1098,11 @@ BITS = [
     ("bfloat16", 1490, 33),
     *(("float32", cols, rows) for cols, rows in [(7, 130), (64, 130), (1001, 33), (2048, 3), (12288, 3), (20000, 3)]),
     *(("bfloat16", cols, rows) for cols, rows in [(100, 33), (2048, 3), (12288, 3), (16384, 3), (20000, 3), (24576, 3)]),
-    *((dtype, cols, 3) for dtype in ("float32", "bfloat16") for cols in (9001, 12500, 50257, 131072, 262144, 439349)),
+    *(
+        (dtype, cols, 3)
+        for dtype in ("float32", "bfloat16")
+        for cols in (9001, 12500, 50257, 131072, 262144, 439349, 2**23 + 3)
+    ),
 ]
 
 

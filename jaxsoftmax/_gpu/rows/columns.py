@@ -135,7 +135,7 @@ class ColumnMemory(Memory):
         base = i64(0) if ref is None else ptx.address_of(ref)
         yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside
 
-    def _vector(self, step, start, itemsize, whole=False, apart=False):
+    def _vector(self, step, start, itemsize, whole=False, singly=False):
         layout = self.layout
         address, along, inside = start
         further, offset = layout.height * layout.inner * itemsize, 0  # bytes of a step

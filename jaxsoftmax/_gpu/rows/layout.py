@@ -11,8 +11,8 @@ class Config:
     """How the rows of an array are spread over threads, and held there.
 
     Attributes:
-      vector: consecutive elements that a thread loads at once, a power of two. One row a block, or a divisor of the columns.
-        Where a block has many rows, parked, what a thread has of one in a step.
+      vector: consecutive elements that a thread loads at once, a power of two. Where a block has many rows it is a divisor of
+        the columns, or if they are parked, what a thread has of one in a step.
       threads: threads of a block that share a row, a power of two to 32, or a multiple of 128.
       repeats: rows of a block for each group of threads; 1 where the block has one row.
       blocks: blocks that share a row; 1 where a block has many rows. Up to 16 are a cluster.
@@ -56,7 +56,7 @@ class RowLayout:
       whole_block: whether all of the block shares one row.
       branches: whether results may be `Either`: the block has one row, and code of its own for each case is worth its length.
       warpgroups: of a block.
-      is_read_twice: whether a row has more blocks than a cluster.
+      is_read_twice: whether a row has more blocks than a cluster, which are not those of a grid.
       lanes: of a warp that share a row.
       cluster: blocks of a cluster.
       warps: that share a row of a whole block, in all blocks of the cluster.
@@ -80,7 +80,7 @@ class RowLayout:
         None where the order is that of the row.
       scratch_size: bytes of both.
       places: in shared memory where a block may hold rows.
-      slot_elements: of a row that a block holds in shared memory, and what fills its last step.
+      slot_elements: of rows that a block holds in shared memory, and what fills their last steps.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
       layout: where the elements of `shape` are: in vectors, a row in lanes of one warp.
       row_layout: of a value for each of the rows, or warps, in every lane that shares it.

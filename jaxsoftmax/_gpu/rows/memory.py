@@ -1,7 +1,7 @@
 """How a block loads and stores its rows: with Pallas where they end with its steps, else in PTX.
 
 Pallas loads and stores whole tiles of an array. Rows may have any length and number, and any alignment that follows from them.
-Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside is touched.
+Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside of the array is touched.
 """
 
 import functools
@@ -224,8 +224,7 @@ class Memory:
     def _load(self, ref, dtype, fill, source_row=None, step=None) -> list[jax.Array]:
         """An array for each step from `ref`, `[*, cols]` in global memory, or without `ref` of which elements are of a row.
 
-        `dtype` is int8 for bool. With `step` one array: an int, or a scalar int32 in a loop, which goes over whole steps unless
-        rows are parked.
+        `dtype` is int8 for bool. With `step`, an int or in a loop a scalar int32, one array.
         """
         layout = self.layout
         fill = filled(fill, dtype)
@@ -239,12 +238,12 @@ class Memory:
                 asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
                 policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
 
-            apart = (
+            singly = (
                 source_row is not None and not layout.whole_vectors
             )  # rows that repeat are not aligned as those of the scores
 
             def held(step, start, whole=False):
-                held = self._vector(step, start, dtype.itemsize, whole, apart)
+                held = self._vector(step, start, dtype.itemsize, whole, singly)
                 return held.load(register, fill, policy) if refs else held.touched(register)
 
             if step is None:
@@ -323,10 +322,10 @@ class Memory:
         line = self.layout.line  # a power of two, so what overflows does not matter
         return arith.remui(arith.muli(row, constant(self.layout.cols % line)), constant(line))
 
-    def _vector(self, step, start, itemsize, whole=False, apart=False):
+    def _vector(self, step, start, itemsize, whole=False, singly=False):
         """The vector that a thread has in a step: an int, or int32 in a loop.
 
-        `whole` says that all threads have whole vectors then, `apart` that elements are touched one by one.
+        `whole` says that all threads have whole vectors then, `singly` that elements are touched one by one.
         """
         layout = self.layout
         address, first, inside, length = start
@@ -343,7 +342,7 @@ class Memory:
         def own():
             return [compare("ult", arith.addi(first, constant(q)), length) for q in range(layout.vector)]
 
-        if apart:
+        if singly:
             return made(None, utils.c(1, ptx.integer(1)), own)
         if whole:
             return made(inside)

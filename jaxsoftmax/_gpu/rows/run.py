@@ -192,8 +192,8 @@ def run(
 
     def first_pass(*refs):
         *refs, states, _, exchange, _, order, _ = refs
-        refs, layout = dict(zip([*held, *others], refs, strict=True)), RowLayout(cols, chosen, stored=False)
-        split.first_pass(layout, count, states, exchange, order, lambda tile: body(tile, **values(tile, refs, {})))
+        refs = dict(zip([*held, *others], refs, strict=True))
+        split.first_pass(first_layout, count, states, exchange, order, lambda tile: body(tile, **values(tile, refs, {})))
 
     def second_pass(*refs):
         *refs, _, exchange, _, order, _ = refs
@@ -201,6 +201,9 @@ def run(
         refs = dict(zip([*held, *others], refs, strict=False))
         run = lambda tile: body(tile, **values(tile, refs, {}))  # noqa: E731
         split.second_pass(layout, count, states, exchange, order, run, lambda *given: store(given[0], out_refs, given[1]))
+
+    # Of rows that are read twice. Masks are not joined as scores are, where threads join vectors of two steps.
+    first_layout = split.unheld(layout) if layout.is_read_twice and masked else RowLayout(cols, chosen, stored=False)
 
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
     over = next((key for key, array in held.items() if is_flat and dtypes == [array.dtype]), None)
@@ -238,7 +241,7 @@ def run(
 
         def call(*arrays):
             states = split.states(layout, count)
-            (found,) = launched(first_pass, RowLayout(cols, chosen, stored=False), [states], states.shape[1])(*arrays)
+            (found,) = launched(first_pass, first_layout, [states], states.shape[1])(*arrays)
             return launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
     else:
         states = [split.states(layout, count)] if chosen.grid else []

@@ -7,12 +7,12 @@ A row is cut into slices, a ticket each, in the order of rows. A block
 3. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, and
    computes its part of the results from what it holds; meanwhile the second slice arrives, and its state is published.
 
-Each element is read once. Nothing says that all blocks run at a time: others may use the GPU, a second one of these kernels
-too. So a block never waits while it holds a ticket that it has not published: where the row of the first one is not complete,
-it publishes the second one, and only then waits. And it waits only for tickets that are taken: their blocks run, and publish
-without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and publishes its state
-without holding the slice, which it reads again when that row is complete. Both compute the state alike, so the bits of a row do
-not depend on who held what. One block alone would do all the work so.
+Each element is read once, but of slices that a block helped with. Nothing says that all blocks run at a time: others may use
+the GPU, a second one of these kernels too. So a block never waits while it holds a ticket that it has not published: where the
+row of the first one is not complete, it publishes the second one, and only then waits. And it waits only for tickets that are
+taken: their blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the
+next one, and publishes its state without holding the slice, which it reads again when that row is complete. Both compute the
+state alike, so the bits of a row do not depend on who held what. One block alone would do all the work so.
 
 A row of which the blocks of the grid cannot hold all slices is read twice, by two kernels: the first one leaves states.
 """
@@ -39,7 +39,7 @@ _PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
 
 
 def memory(layout: RowLayout) -> dict[str, Any]:
-    """What a block needs of shared memory, beside its slice: an answer of one thread, and the tickets that it helped with."""
+    """What a block needs of shared memory, beside its slices: an answer of one thread, and the tickets that it helped with."""
     return {"told": plgpu.SMEM((1,), jnp.int32), "helped": plgpu.SMEM((_room(layout),), jnp.int32)}
 
 
@@ -178,10 +178,12 @@ class Rows:
         lax.while_loop(lambda carry: carry[1] < tickets, one, (yes, none, no, none, no, yes, no, no, no))
 
     def _memory(self, ticket, is_held, slot) -> Memory:
-        layout = self.layout
-        if not is_held:
-            layout = RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1))
-        return _slice(layout, self.count, ticket, slot)
+        return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, slot)
+
+
+def unheld(layout: RowLayout) -> RowLayout:
+    """That of slices that are held nowhere, but read in order each time, as those are that blocks help with."""
+    return RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1, grid=max(1, layout.config.grid)))
 
 
 def _slice(layout, count, number, slot=0) -> Memory:

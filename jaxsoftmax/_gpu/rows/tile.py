@@ -64,15 +64,16 @@ class Tile:
         layout = self.memory.layout
         shares, width = layout.shape
         column = plgpu.broadcasted_iota(jnp.int32, layout.shape, 1, layout=layout.layout)
-        first = jnp.int32(step)
+        first, size = jnp.int32(step), width  # of a step
         if layout.whole_block:
             share = plgpu.broadcasted_iota(jnp.int32, layout.shape, 0, layout=layout.layout)
-            column += share * jnp.int32(width)
-            first = (first * layout.warpgroups + self.memory.group()) * shares
-        first *= width
+            column += share * jnp.int32(width) + self.memory.group() * (shares * width)
+            size = layout.threads * layout.vector
         if layout.shifted:  # what overflows here does not matter below the size of a line
-            first -= (self.memory.row * layout.cols) & (layout.line - 1)
-        column += first
+            column -= (self.memory.row * layout.cols) & (layout.line - 1)
+        if layout.joined:
+            column = jnp.where(column >= 0, column, column + size)
+        column += first * size
         if layout.blocks == 1:
             return column
         rank = self.memory.rank

@@ -2,7 +2,8 @@
 
 Each element is read once and written once, but of rows that the whole GPU cannot hold:
 
-1. A block loads its rows, or its one row, into registers or shared memory.
+1. A block loads its rows, its one row or its part of one into registers or shared memory; of what it reads once only, nothing
+   is held.
 2. Each warp lifts its share of a row to a state `(m, d)`: the maximum, and the sum of `exp(s - m)`.
 3. Where warps share a row, their states merge through shared memory; those of a cluster write to each other's, and those of
    blocks that share longer rows go through global memory.
@@ -100,7 +101,7 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
 
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
     thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
-    where rows do not start with a line of the cache, rows are in shared memory, 64 to 160 elements for each thread, so that a
+    where rows do not start with a line of the cache, rows are in shared memory, up to 200 elements for each thread, so that a
     multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster,
     longer ones by those of the grid. What is read once and not written is held nowhere where that is long.
 
