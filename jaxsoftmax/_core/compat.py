@@ -117,7 +117,7 @@ def tiled_layout(tiling: Any, warp_dims: Any, lane_dims: Any, vector_dim: int) -
 
 
 def store(ref: Any, values: Any) -> None:
-    """Stores to global memory in any layout: since 0.12 JAX refuses one that splits cache lines, unless told by `store`."""
+    """Stores in any layout: since 0.12 JAX refuses what splits cache lines or meets in banks, unless told by `store`."""
     pallas: Any = importlib.import_module(_PALLAS)
     if hasattr(pallas, "store"):
         pallas.store(ref, values, optimized=False)

@@ -19,6 +19,7 @@ from jax import lax
 from jaxlib.mlir.dialects import arith, vector
 
 from jaxsoftmax import online
+from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import Config
@@ -189,7 +190,7 @@ class Columns(Tile):
         slots = [self.exchange.at[round_ % 2 * 2 + i] for i in range(len(parts))]
         own = ptx.WARPS * layout.width
         for slot, part in zip(slots, parts, strict=True):
-            slot[pl.ds(self.memory.group() * own, own)] = part
+            compat.store(slot.at[pl.ds(self.memory.group() * own, own)], part)
         ptx.block_barrier()
         parts = function(layout.warps, *(functools.partial(self._of, slot, 0, layout.warps) for slot in slots))
         if layout.cluster == 1:
