@@ -164,9 +164,9 @@ class FlatMemory(Memory):
         layout, each = self.layout, constant(self.layout.apart)
         group = arith.divui(arith.remui(utils.thread_idx(), constant(WARP)), constant(layout.lanes))
         for i in range(layout.repeats):
-            turn = arith.addi(arith.divui(utils.thread_idx(), constant(WARP)), constant(i * WARPS))
-            group_here = arith.addi(group, arith.muli(arith.divui(turn, each), constant(layout.groups)))
-            yield arith.addi(arith.remui(turn, each), arith.muli(group_here, each))
+            number = arith.addi(arith.divui(utils.thread_idx(), constant(WARP)), constant(i * WARPS))
+            group_here = arith.addi(group, arith.muli(arith.divui(number, each), constant(layout.groups)))
+            yield arith.addi(arith.remui(number, each), arith.muli(group_here, each))
 
     def _own_rows(self, row):
         for local in self._local_rows():
