@@ -122,14 +122,14 @@ def push(
     parts, m = _parts_and_max(scores, axis)
     m = jnp.maximum(state.m, m)
     d, o = _sums(parts, values, m, axis, scale)
-    old = _rescale(state, m, scale)
+    old = rescale(state, m, scale=scale)
     return State(m, old.d + d, _added(old.o, o))
 
 
 def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
     """The state of the scores of both: associative, commutative, and with `identity` as its neutral element."""
     m = jnp.maximum(a.m, b.m)
-    a, b = _rescale(a, m, scale), _rescale(b, m, scale)
+    a, b = rescale(a, m, scale=scale), rescale(b, m, scale=scale)
     return State(m, a.d + b.d, _added(a.o, b.o))
 
 
@@ -235,9 +235,9 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
     return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)
 
 
-def _rescale(state: State, m: jax.Array, scale: jax.Array | None) -> State:
-    """The same scores, relative to a maximum `m` that is at least their own."""
-    factor = weights(state.m, m, axis=(), scale=scale)
+def rescale(state: State, m: jax.Array, *, axis: Axis = (), scale: jax.Array | None = None) -> State:
+    """The same scores, relative to a maximum `m` that is at least their own; one for all states along `axis`."""
+    factor = weights(state.m, m, axis=axis, scale=scale)
     return State(m, state.d * factor, None if state.o is None else state.o * _over_values(factor, state.o))
 
 

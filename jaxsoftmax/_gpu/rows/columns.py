@@ -148,9 +148,8 @@ class ColumnMemory(Memory):
             whole = whole or step in layout.whole_steps
             step = constant(step)
         if not whole:
-            inside = both(
-                inside, compare("slt", arith.addi(along, arith.muli(step, constant(layout.height))), constant(layout.cols))
-            )
+            along = arith.addi(along, arith.muli(step, constant(layout.height)))
+            inside = both(inside, compare("slt", along, constant(layout.cols)))
         return Vector(address, offset, itemsize, inside)
 
 
@@ -159,13 +158,18 @@ class Columns(Tile):
     """The rows of a block: `merge` and `sum` give a value for each of them, once for each warp of a warpgroup."""
 
     def column(self, step) -> jax.Array:
+        # No op of the library needs it along another axis.
         raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
 
     def merge(self, state: State, scale=None) -> State:
         def merged(count, maxima, sums):
             m = jnp.max(self._over(count, jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
-            weighted = self._over(count, jnp.add, lambda k: sums(k, 0) * online.weights(maxima(k, -jnp.inf), m, scale=scale), 0)
-            return m, jnp.sum(weighted, 1)
+
+            def rescaled(k):
+                d = sums(k, 0)
+                return online.rescale(State(maxima(k, -jnp.inf), d), m, axis=1, scale=scale).d
+
+            return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
 
         return State(*self._together(merged, state.m, state.d))
 
@@ -176,7 +180,7 @@ class Columns(Tile):
         return self._together(added, self._sum(values))[0]
 
     def _over(self, count, function, of, start) -> jax.Array:
-        """Folds what so many warps or blocks have: each place of the layout what some of them have."""
+        """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""
         iterations = ptx.unknown(-(-count * self.memory.layout.lanes // WARP))
         return lax.fori_loop(0, iterations, lambda k, total: function(total, of(k)), self._accumulator(start))
 

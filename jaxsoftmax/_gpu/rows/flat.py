@@ -126,6 +126,8 @@ class FlatMemory(Memory):
         scalars = [self.row] if isinstance(step, int) else [self.row, step]
         ptx.emit(store, ref, scalars, [(values, layout.layout)])
 
+    # `config_for` does not choose this layout for masks along the columns, nor for scales, which ask for `inside`.
+
     def load_mask(self, ref, source_row):
         raise NotImplementedError("flat: masks along the columns are not read this way yet")
 

@@ -50,9 +50,10 @@ class Memory:
     def sums_in_order(self, scratch, values: jax.Array) -> jax.Array:
         """Of the accumulators of a step's elements, `values`, the sums of as many as a vector has: `[4, 32]`, one a thread.
 
-        Accumulators are counted from the first element of the slice, which vectors in memory need not start with. So the part
-        of a thread's vector before that boundary goes on with the sum of the thread before; and then sums move, through
-        `scratch` of `RowLayout.order_shape`, to where they are counted. Whose steps are one behind come last.
+        Sums are of vectors that are counted from the first element of the slice, while a thread's vectors start where memory is
+        aligned, up to a line before it. A thread's vector so has the end of one such sum and the start of the next. The thread
+        before hands on what it has of the first one, and that goes on from there. Then each sum moves to the thread of its
+        number, both through `scratch` of `RowLayout.order_shape`. In the threads before the slice's start are the last sums.
         """
         layout = self.layout
 
@@ -130,9 +131,7 @@ class Memory:
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
         if slot is not None:
-            return lambda step: load(slot.at[(self.slot * layout.steps + step) * layout.warpgroups + self.group()]).astype(
-                dtype
-            )
+            return lambda step: load(slot.at[self._entry(step)]).astype(dtype)
         if not layout.config.unroll:
             steps = range(layout.steps)
             held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
@@ -142,6 +141,10 @@ class Memory:
         if layout.joined:
             return lambda step: self._load_joined(ref, fill, step).astype(dtype)
         return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
+
+    def _entry(self, step):
+        """The number of what the warpgroup has in a step, in a slot."""
+        return (self.slot * self.layout.steps + step) * self.layout.warpgroups + self.group()
 
     def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
         """A mask as a function of a step: bool.
@@ -238,9 +241,8 @@ class Memory:
                 asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
                 policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
 
-            singly = (
-                source_row is not None and not layout.whole_vectors
-            )  # rows that repeat are not aligned as those of the scores
+            # Rows that repeat are not aligned as those of the scores.
+            singly = source_row is not None and not layout.whole_vectors
 
             def held(step, start, whole=False):
                 held = self._vector(step, start, dtype.itemsize, whole, singly)
@@ -257,9 +259,10 @@ class Memory:
         return ptx.emit(load, ref, scalars, results=[kind] * (layout.steps if step is None else 1))
 
     def _load_joined(self, ref, fill, step) -> jax.Array:
-        """What threads have of a step, but of the next one where the slice has not started: these are of the same step of it.
+        """What threads have of a step, where elements before the slice's start are those of the next step, at the same place.
 
-        In a loop what is read before the slice is of the array, too: at its start nothing is.
+        So each step has as many elements of the slice. In a loop a vector before the slice is loaded as it is: it lies in the
+        array, which starts with a line.
         """
         layout, bits, itemsize = self.layout, filled(fill, ref.dtype), ref.dtype.itemsize
 

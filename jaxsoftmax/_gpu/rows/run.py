@@ -190,21 +190,6 @@ def run(
         if layout.cluster > 1 and next(tile.rounds) == 0:  # nothing was pushed, which waits
             ptx.cluster_wait()
 
-    def first_pass(*refs):
-        *refs, states, _, exchange, _, order, _ = refs
-        refs = dict(zip([*held, *others], refs, strict=True))
-        split.first_pass(first_layout, count, states, exchange, order, lambda tile: body(tile, **values(tile, refs, {})))
-
-    def second_pass(*refs):
-        *refs, _, exchange, _, order, _ = refs
-        states, out_refs = refs[len(arrays)], refs[len(arrays) + 1 :]
-        refs = dict(zip([*held, *others], refs, strict=False))
-        run = lambda tile: body(tile, **values(tile, refs, {}))  # noqa: E731
-        split.second_pass(layout, count, states, exchange, order, run, lambda *given: store(given[0], out_refs, given[1]))
-
-    # Of rows that are read twice. Masks are not joined as scores are, where threads join vectors of two steps.
-    first_layout = split.unheld(layout) if layout.is_read_twice and masked else RowLayout(cols, chosen, stored=False)
-
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
     over = next((key for key, array in held.items() if is_flat and dtypes == [array.dtype]), None)
 
@@ -238,6 +223,25 @@ def run(
     outs += [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
 
     if layout.is_read_twice:
+        # Masks are not joined as scores are, where threads join vectors of two steps.
+        first_layout = split.unheld(layout) if masked else RowLayout(cols, chosen, stored=False)
+
+        def computed(refs):
+            refs = dict(zip([*held, *others], refs, strict=True))
+            return lambda tile: body(tile, **values(tile, refs, {}))
+
+        def first_pass(*refs):
+            *refs, states, _, exchange, _, order, _ = refs
+            split.first_pass(first_layout, count, states, exchange, order, computed(refs))
+
+        def second_pass(*refs):
+            *refs, _, exchange, _, order, _ = refs
+            states, out_refs = refs[len(arrays)], refs[len(arrays) + 1 :]
+
+            def stored(tile, results):
+                store(tile, out_refs, results)
+
+            split.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
 
         def call(*arrays):
             states = split.states(layout, count)

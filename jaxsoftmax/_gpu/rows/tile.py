@@ -97,7 +97,7 @@ class Tile:
 
         top, sums = self._fold(push, [lowest, zeros])
         m = self._maximum(top)
-        sums *= online.weights(top, m, scale=scale)
+        sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
         return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
 
     def merge(self, state: State, scale=None) -> State:
@@ -115,8 +115,8 @@ class Tile:
         """The sums of what a warp holds of each row."""
         layout = self.memory.layout
         if layout.config.unroll:
-            add = lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)]  # noqa: E731
-            (total,) = self._fold(add, [self._accumulator(0)])
+            zeros = self._accumulator(0)
+            (total,) = self._fold(lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)], [zeros])
         else:
             total = functools.reduce(jnp.add, map(values, range(layout.steps)))
         return self._in_order(total) if layout.shifted else jnp.sum(total, 1)
@@ -127,9 +127,9 @@ class Tile:
         return plgpu.layout_cast(jnp.full(layout.shape, value, jnp.float32), layout.layout)
 
     def _in_order(self, sums: jax.Array) -> jax.Array:
-        """The sums over the lanes of each warp, of those of each element of a step, where rows start inside of a line.
+        """The sums over the lanes of each warp of `sums`, one for each element of a step, where rows start inside of a line.
 
-        Where a row starts there depends on which row it is: they are put in the order of the row, so that its bits do not.
+        Where in a line a row starts depends on which row it is. Its bits must not, so `sums` are put in the order of the row.
         """
         in_order = self.memory.sums_in_order(self.order, sums)
         return plgpu.layout_cast(jnp.sum(in_order, 1), self.memory.layout.row_layout)
@@ -137,7 +137,7 @@ class Tile:
     def _maximum(self, top: jax.Array) -> jax.Array:
         """What all weights of a warp are relative to: its own maximum, or the block's where rows start inside of a line.
 
-        Which elements a warp has depends on where the row starts then, but not which the block has.
+        There the elements of a warp depend on where in the line the row starts; those of the block do not.
         """
         layout = self.memory.layout
         m = jnp.max(top, 1)
