@@ -63,9 +63,14 @@ def keep_loop() -> None:
     _barrier('.pragma "nounroll";')
 
 
-def await_copies() -> None:
-    """Waits for what this thread has copied with `Vector.copy`."""
-    _barrier("cp.async.wait_all;")
+def end_copies() -> None:
+    """Ends a group of what this thread has copied with `Vector.copy` since the last one; it may be empty."""
+    _barrier("cp.async.commit_group;")
+
+
+def await_copies(but: int = 0) -> None:
+    """Waits for what this thread has copied with `Vector.copy`, `but` for so many groups that it ended last."""
+    _barrier(f"cp.async.wait_group {but};" if but else "cp.async.wait_all;")
 
 
 def block_barrier() -> None:
@@ -249,20 +254,24 @@ def take_ticket(counter) -> jax.Array:
     return emit(take, counter, results=_SCALAR)
 
 
-def take_ticket_of_block(counters, told) -> jax.Array:
-    """Adds 1 to the first of `counters`, int32 in global memory, for the whole block.
+def add_one_of_block(counters, index, told, *, meaning: str = "relaxed") -> jax.Array:
+    """Adds 1 to `counters[index]`, int32 in global memory, for the whole block: a ticket, if that is all that it means.
+
+    With `meaning` "acq_rel" whoever adds later sees what the block has stored before.
 
     Returns:
       What it was, in all threads. `told` is an int32 in shared memory, which says it.
     """
 
-    def take(counters, told):
+    def add(counters, told, index):
         with utils.when(_is_first_thread()):
-            ptx = "atom.global.add.u32 $0, [$1], 1;"
-            ticket = utils.inline_ptx(ptx, address_of(counters), result_types=integer(32), has_side_effects=True)
-            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), ticket, has_side_effects=True)
+            ptx = f"atom.{meaning}.gpu.global.add.u32 $0, [$1], 1;"
+            found = utils.inline_ptx(ptx, _entry(counters, index), result_types=integer(32), has_side_effects=True)
+            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), found, has_side_effects=True)
 
-    emit(take, (counters, told))
+    if meaning != "relaxed":
+        block_barrier()
+    emit(add, (counters, told), [index])
     return _told(told)
 
 
@@ -307,10 +316,10 @@ def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
     emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
 
 
-def is_complete(counters, row, count: int, may_wait, patience: int, told) -> jax.Array:
+def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int, told) -> jax.Array:
     """Whether `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
 
-    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless `count` tickets
+    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless all `tickets`
     of each row up to this one are taken by then: whoever took one adds to the counter without waiting.
 
     Returns:
@@ -326,7 +335,7 @@ def is_complete(counters, row, count: int, may_wait, patience: int, told) -> jax
 
     def wait(counters, told, row, may_wait):
         with utils.when(_is_first_thread()):
-            end = arith.muli(arith.addi(row, constant(1)), constant(count))
+            end = arith.muli(arith.addi(row, constant(1)), constant(tickets))
             operands = _entry(counters, row), address_of(counters), end, may_wait
             answer = utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)
             utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), answer, has_side_effects=True)

@@ -317,6 +317,36 @@ def test_rows_along_other_axes_lower_for_cuda(kernel):
         lower(kernel, shape, dtype, axes=axes, wide="xt", scale=(1,) * len(shape))
 
 
+# Rows along another axis that blocks of the grid share, or those of a cluster that need not hold them.
+LONG_ALONG = [(8, 131072, 128), (8, 50257, 320)]
+UNHELD = ("logsumexp_forward", "logsumexp_jvp", "logsumexp_vjp")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long_rows_along_another_axis_lower_for_cuda(kernel):
+    turn = list(KERNELS).index(kernel) % 2
+    for shape, dtype in zip(LONG_ALONG, ["float32", "bfloat16"][:: 1 - 2 * turn], strict=True):
+        config = mosaic.config_for(HOPPER, kernel, shape[1], jnp.dtype(dtype).itemsize, False, shape[2])
+        assert (config.grid == 0) == (config.parked is False) == (kernel in UNHELD)
+        assert config.lanes * config.vector * jnp.dtype(dtype).itemsize >= 64
+        option = {"scale": (1, 1, 1)} if kernel not in MASKABLE or shape is LONG_ALONG[turn] else {"mask": shape}
+        lower(kernel, shape, dtype, axes=(1,), wide="xt", **option)
+    if kernel in MASKABLE:
+        lower(kernel, (8, 131072, 6), "bfloat16", axes=(1,), wide="xt", scale=(8, 1, 6))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", cases.OPS)
+def test_long_rows_along_another_axis_run_on_kernels(name, dtype):
+    op = functools.partial(getattr(jaxsoftmax, name), axis=1)
+    for shape in LONG_ALONG:
+        x, where = shaped(*shape, dtype=dtype), shaped(*shape, dtype=bool)
+        c = shaped(8, shape[2], dtype=dtype) if name == "logsumexp" else x
+        kernels.assert_ran(explain(lambda x, c: jax.vjp(op, x)[1](c), x, c, platform="cuda"), "mosaic")
+        kernels.assert_ran(explain(lambda x, t: jax.jvp(op, [x], [t]), x, x, platform="cuda"), "mosaic")
+        kernels.assert_ran(explain(lambda x, where: op(x, where=where), x, where, platform="cuda"), "mosaic")
+
+
 OPS = {name: functools.partial(getattr(jaxsoftmax, name), axis=-1) for name in cases.OPS}
 NAMES = {
     "softmax": ["softmax_forward_mosaic", "softmax_jacobian_mosaic", "softmax_jacobian_mosaic"],
@@ -394,8 +424,8 @@ REFUSALS = {
     "outer axes": (lambda x: OPS["logsumexp"](x, axis=(0, 2)), [shaped(2, 3, 4)], r"be neighbours, got axes \(0, 2\)"),
     "many rows side by side": (
         lambda x: OPS["softmax"](x, axis=0),
-        [shaped(2**18, 64)],
-        "rows of 262144 entries need .* bytes",
+        [shaped(2**19, 64)],
+        "rows of 524288 entries side by side are 1024 slices, of which the grid holds 792",
     ),
     "no rows": (OPS["softmax"], [shaped(0, 64)], "from 1 to 2147483647 rows, got 0"),
     "no columns": (OPS["softmax"], [shaped(4, 0)], "from 1 to 1073741823 entries, got 0"),
@@ -892,7 +922,9 @@ def test_native_kernels_are_right_for_any_number_of_rows(name, dtype, cols, rows
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("shape", "axes"), ALONG)
+@pytest.mark.parametrize(
+    ("shape", "axes"), [*ALONG, *((shape, (1,)) for shape in ((2, 50257, 24), (1, 70001, 40), (1, 131072, 32), (1, 400003, 3)))]
+)
 @pytest.mark.parametrize("name", OPS)
 def test_native_kernels_are_right_along_other_axes(name, shape, axes, dtype, masked):
     c_shape = tuple(size for axis, size in enumerate(shape) if axis not in axes) if name == "logsumexp" else shape
@@ -958,19 +990,65 @@ def test_native_blocks_of_the_grid_never_wait_for_one_that_does_not_run(forced, 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cols", [131072, 2**18, 2**20])
-def test_native_bits_of_shared_rows_repeat_while_the_gpu_is_busy(dtype, cols):
+@pytest.mark.parametrize("name", OPS)
+def test_native_blocks_of_the_grid_share_tiles_as_they_share_rows(forced, name, dtype):
+    """Tiles of 40 slices in three groups, the last slices with less or nothing, and every other tile with eight rows."""
+    shape = (2, 4837, 40)
+    x = cases.inputs(shape, dtype)["some -inf"]
+    t = some(shape, dtype)
+    c = some((2, 40) if name == "logsumexp" else shape, dtype, seed=2)
+    where = np.random.default_rng(3).random(shape) < 0.7
+    scales = {} if name == "logsumexp" else {"scale": np.linspace(-1, 1, 80, dtype=np.float32).reshape(2, 1, 40)}
+    op = functools.partial(getattr(jaxsoftmax, name), axis=1, implementation="mosaic")
+
+    def run(x, t, c, where):
+        y, vjp = jax.vjp(op, x)
+        return y, jax.jvp(op, [x], [t])[1], vjp(c)[0], op(x, where=where, **scales)
+
+    results = []
+    vector = 16 // jnp.dtype(dtype).itemsize
+    for blocks in GRIDS:
+        forced(Config(math.gcd(vector, 40), 128, blocks=40, parked=True, unroll=2, lanes=32 // vector, grid=blocks))
+        results.append(on_host(jax.jit(run)(x, t, c, where)))
+        assert_same_bits(results[-1], results[0])
+    if name == "softmax":
+        maps = [oracle.softmax_derivative(x, v, (1,), saved=dtype) for v in (t, c)]
+    else:
+        maps = [getattr(oracle, f"{name}_{part}")(x, v, (1,)) for part, v in (("tangent", t), ("cotangent", c))]
+    for result, truth in zip(results[0], [getattr(oracle, name)(x, (1,)), *maps], strict=False):
+        assert oracle.error(result, truth) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", OPS)
+def test_native_bits_of_shared_tiles_do_not_depend_on_other_rows(name):
+    """Nor on which tile of the array it is."""
+    op = jax.jit(functools.partial(getattr(jaxsoftmax, name), axis=1, implementation="mosaic"))
+    x = some((1, 70001, 32), "float32")
+    alone = np.asarray(op(x))
+    many = np.asarray(op(np.concatenate([np.roll(x, 5, axis=2), some((2, 70001, 32), "float32", seed=2), x])))
+    assert many[-1:].tobytes() == alone.tobytes()
+    assert np.roll(many[:1], -5, axis=many.ndim - 1).tobytes() == alone.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 131072), (3, 2**18), (3, 2**20), (1, 131072, 64)])
+def test_native_bits_of_shared_rows_repeat_while_the_gpu_is_busy(dtype, shape):
     """Ten thousand launches, beside products of torch's on a stream of their own."""
     torch = pytest.importorskip("torch")
-    x = jnp.asarray(some((3, cols), dtype))
+    x = jnp.asarray(some(shape, dtype))
+    softmax = functools.partial(jaxsoftmax.softmax, axis=1, implementation="mosaic")
 
     @jax.jit
     def differing(x):
-        first = jaxsoftmax.softmax(x, implementation="mosaic")
+        first = softmax(x)
 
         def again(i, count):
             same, x_again = lax.optimization_barrier((first, x))
-            return count + jnp.any(jaxsoftmax.softmax(x_again, implementation="mosaic") != same).astype(jnp.int32)
+            return count + jnp.any(softmax(x_again) != same).astype(jnp.int32)
 
         return lax.fori_loop(0, 10_000, again, jnp.int32(0))
 

@@ -2,7 +2,7 @@
 
 They are as many as a line of the cache holds, so that a warp reads whole lines of several elements of its rows. Each thread has
 the states of its vector's rows. They merge over the lanes of a warp by shuffles, over warps through shared memory, and over the
-blocks of a cluster, as those of rows along the last axis do. Nothing is transposed.
+blocks of a cluster, or of the grid, as those of rows along the last axis do. Nothing is transposed.
 """
 
 import functools
@@ -31,14 +31,17 @@ from jaxsoftmax.online import State
 class ColumnLayout:
     """How the threads of a block, or of a cluster of blocks, hold rows along `cols` of an array `[outer, cols, inner]`.
 
-    In a step a thread has a vector of `inner` in one of `height` places along the rows, which all threads share.
+    In a step a thread has a vector of `inner` in one of `height` places along the rows, which all threads share. Blocks of the
+    grid share them in slices, one below another, as what they hold at a time should be close together.
 
     Attributes:
       cols, inner, config, vector, threads, blocks, cluster, warpgroups: as the array and the `Config` say.
       width: rows of a block.
       tiles: blocks, or clusters, for all of `inner`.
       warps: of a block.
-      steps, whole_steps, looped_steps, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
+      apart: places along the rows between those of a block and of the next one.
+      group, groups: blocks of the grid whose states are merged first, a power of two, and such groups of a tile.
+      steps, whole_steps, looped_steps, places, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
       shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
       layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
     """
@@ -48,25 +51,30 @@ class ColumnLayout:
     is_exact = False
     shifted = False
     order_shape = None
-    places = 1
     is_read_twice = False
     rows = 1  # tiles of a block
 
     def __init__(self, cols: int, inner: int, config: Config):
         self.cols, self.inner, self.config = cols, inner, config
-        self.vector, self.threads, self.blocks, self.cluster = config.vector, config.threads, config.blocks, config.blocks
+        self.vector, self.threads, self.blocks = config.vector, config.threads, config.blocks
+        self.cluster = 1 if config.grid else self.blocks
         self.lanes = config.lanes
         self.warpgroups = self.threads // (WARP * WARPS)
         self.width = self.lanes * self.vector
         self.tiles = -(-inner // self.width)
         self.warps = WARPS * self.warpgroups
-        self.exchange_shape = (4, (self.warps + (self.blocks if self.blocks > 1 else 0)) * self.width)
+        self.exchange_shape = (4, (self.warps + (self.cluster if self.cluster > 1 else 0)) * self.width)
         self.scratch_size = 4 * math.prod(self.exchange_shape)
-        self.height = self.threads * self.blocks // self.lanes
-        self.steps = -(-cols // self.height)
-        self.whole_steps = range(cols // self.height)
+        height = self.threads // self.lanes
+        self.steps = -(-cols // (height * self.blocks))
+        self.height, self.apart = (height, height * self.steps) if config.grid else (height * self.blocks, height)
+        whole = cols // (height * self.blocks)
+        self.whole_steps = range(whole) if cols == whole * height * self.blocks or not config.grid else range(0)
         self.looped_steps = range(self.steps)
-        self.slot_elements = self.steps * self.threads * self.vector
+        self.places = 2 if config.grid else 1
+        self.slot_elements = self.places * self.steps * self.threads * self.vector
+        self.group = 1 << max(4, self.blocks.bit_length() // 2)
+        self.groups = -(-self.blocks // self.group)
         self.shape = (WARPS * self.width, WARP // self.lanes)
         tiles = (self.shape, (self.width, self.shape[1]), (self.vector, 1))
         self.layout = ptx.tiled(tiles, (-6,), (-3, -4), -2)
@@ -79,6 +87,8 @@ class ColumnMemory(Memory):
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         layout, itemsize = self.layout, ref.dtype.itemsize
+        if slot is None:
+            return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
 
         def load(slot, step):
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
@@ -87,7 +97,7 @@ class ColumnMemory(Memory):
             return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        return lambda step: ptx.emit(load, slot, [step], results=kind).astype(dtype)
+        return lambda step: ptx.emit(load, slot, [self.slot * layout.steps + step], results=kind).astype(dtype)
 
     def load_row(self, ref) -> jax.Array:
         layout = self.layout
@@ -118,9 +128,8 @@ class ColumnMemory(Memory):
         """Of this thread: the entry of `outer`, the first of `inner`, the place along the rows, whether it is there at all."""
         layout, (row, rank) = self.layout, place
         lane = arith.remui(utils.thread_idx(), constant(WARP))
-        warp = arith.divui(utils.thread_idx(), constant(WARP))
-        warp = arith.addi(warp, arith.muli(rank, constant(layout.threads // WARP)))
-        along = arith.addi(arith.muli(warp, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
+        along = arith.divui(utils.thread_idx(), constant(layout.lanes))
+        along = arith.addi(along, arith.muli(rank, constant(layout.apart)))
         col = arith.addi(
             arith.muli(arith.remui(row, constant(layout.tiles)), constant(layout.width)),
             arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector)),
@@ -162,22 +171,22 @@ class Columns(Tile):
         raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
 
     def merge(self, state: State, scale=None) -> State:
-        def merged(count, maxima, sums):
-            m = jnp.max(self._over(count, jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
-
-            def rescaled(k):
-                d = sums(k, 0)
-                return online.rescale(State(maxima(k, -jnp.inf), d), m, axis=1, scale=scale).d
-
-            return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
-
-        return State(*self._together(merged, state.m, state.d))
+        return State(*self._together(functools.partial(self._merged, scale), state.m, state.d))
 
     def sum(self, values) -> jax.Array:
-        def added(count, sums):
-            return [jnp.sum(self._over(count, jnp.add, lambda k: sums(k, 0), 0), 1)]
+        return self._together(self._added, self._sum(values))[0]
 
-        return self._together(added, self._sum(values))[0]
+    def _merged(self, scale, count, maxima, sums):
+        m = jnp.max(self._over(count, jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
+
+        def rescaled(k):
+            d = sums(k, 0)
+            return online.rescale(State(maxima(k, -jnp.inf), d), m, axis=1, scale=scale).d
+
+        return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
+
+    def _added(self, count, sums, _=None):
+        return [jnp.sum(self._over(count, jnp.add, lambda k: sums(k, 0), 0), 1)]
 
     def _over(self, count, function, of, start) -> jax.Array:
         """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""
@@ -206,20 +215,48 @@ class Columns(Tile):
         ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.blocks * layout.width)
         return function(layout.blocks, *(functools.partial(self._of, slot, layout.warps, layout.blocks) for slot in slots))
 
-    def _of(self, slot, start, count, k, fill):
-        """What the k-th of each place has, of `count` in `slot` from the `start`-th on."""
+    def _of(self, slot, start, count, k, fill, space="shared"):
+        """What the k-th of each place has, of `count` in `slot` from the `start`-th on; it may be in global memory."""
         layout = self.memory.layout
 
-        def load(slot, k):
+        def load(slot, start, count, k):
             lane = arith.remui(utils.thread_idx(), constant(WARP))
             index = arith.addi(arith.muli(k, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
             own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
-            place = arith.addi(arith.muli(index, constant(layout.width)), own)
-            address = ptx.shared_address(slot, arith.muli(place, constant(4)))
+            inside, bits = compare("ult", index, count), filled(fill, jnp.dtype(jnp.float32))
+            index = arith.addi(start, index)
+            if space == "shared":
+                place = arith.addi(arith.muli(index, constant(layout.width)), own)
+                address = ptx.shared_address(slot, arith.muli(place, constant(4)))
+            else:
+                address = self._address_of_state(slot, index, own)
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
-            inside, bits = compare("ult", index, constant(count)), filled(fill, jnp.dtype(jnp.float32))
-            words, offset = ptx.words_of(register), 4 * start * layout.width
-            return [vector.bitcast(register, ptx.load_words(address, offset, inside, words, bits, space="shared"))]
+            words = ptx.words_of(register)
+            return [vector.bitcast(register, ptx.load_words(address, 0, inside, words, bits, space=space))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
-        return ptx.emit(load, slot, [k], results=kind)
+        return ptx.emit(load, slot, [start, count, k], results=kind)
+
+    def of_states(self, function, states, first, count, most):
+        """`function`, as `_together` takes it, of so many states in global memory from the `first` on; `count` is an int32."""
+        return function(most, *(functools.partial(self._of, part, first, count, space="global") for part in _parts(states)))
+
+    def store_state(self, states, number, values) -> None:
+        """Stores `values` for the rows of the block, those of a state, to global memory."""
+
+        def store(*given):
+            *refs, number = given[: len(values) + 1]
+            own = arith.muli(utils.thread_idx(), constant(self.memory.layout.vector))
+            first = compare("ult", utils.thread_idx(), constant(self.memory.layout.lanes))
+            for ref, value in zip(refs, given[len(refs) + 1 :], strict=True):
+                Vector(self._address_of_state(ref, number, own), 0, 4, first).store(value.registers.flat[0])
+
+        ptx.emit(store, tuple(_parts(states)[: len(values)]), [number], [(v, self.memory.layout.row_layout) for v in values])
+
+    def _address_of_state(self, ref, number, own):
+        place = arith.addi(arith.muli(i64(number), i64(self.memory.layout.width)), i64(own))
+        return arith.addi(ptx.address_of(ref), arith.muli(place, i64(4)))
+
+
+def _parts(states):
+    return [states.at[k] for k in range(states.shape[0])]

@@ -21,8 +21,8 @@ class Config:
       unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows that are not
         parked are read from global memory with each pass.
       lanes: of a warp along the last axis where rows lie along another one (see `columns`), a power of two; else 0.
-      grid: so many blocks run, any of which share a row (see `split`). With 0 those of a cluster do, and where a row has more
-        than 16 it is read twice, by a block for each.
+      grid: so many blocks run, any of which share a row, or rows side by side (see `split`). With 0 those of a cluster do, and
+        where a row has more than 16 it is read twice, by a block for each.
     """
 
     vector: int

@@ -165,8 +165,8 @@ def run(
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
             *out_refs, states = out_refs
-            rows = split.Rows(layout, count, states, exchange, order, shared)
-            rows.work(
+            shared_rows = split.Tiles if inner > 1 else split.Rows
+            shared_rows(layout, count, states, exchange, order, shared).work(
                 lambda memory: copy_in(memory, refs, slots),
                 lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),
                 lambda tile, results: store(tile, out_refs, results),

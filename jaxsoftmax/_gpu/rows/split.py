@@ -11,12 +11,18 @@ Each element is read once, but of slices that a block helped with. Nothing says 
 the GPU, a second one of these kernels too. So a block never waits while it holds a ticket that it has not published: where the
 row of the first one is not complete, it publishes the second one, and only then waits. And it waits only for tickets that are
 taken: their blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the
-next one, and publishes its state without holding the slice, which it reads again when that row is complete. Both compute the
-state alike, so the bits of a row do not depend on who held what. One block alone would do all the work so.
+next one, and publishes its state without holding the slice, which it copies later, when a place is free. Both compute the state
+alike, so the bits of a row do not depend on who held what. One block alone would do all the work so.
 
-A row of which the blocks of the grid cannot hold all slices is read twice, by two kernels: the first one leaves states.
+Rows along another axis are shared in tiles of neighbours (see `columns`), which may have hundreds of slices. Whoever publishes
+the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
+nothing, as they are there. So each block reads the states of groups alone.
+
+A row of which the blocks of the grid cannot hold all slices is read twice, by two kernels: the first one leaves states. Tiles
+of longer rows are refused.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +35,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory
 from jaxsoftmax._gpu.rows.tile import Tile
@@ -38,14 +45,15 @@ _PARTS = 2  # float32 numbers of a state
 _PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
 
 
-def memory(layout: RowLayout) -> dict[str, Any]:
+def memory(layout: RowLayout | ColumnLayout) -> dict[str, Any]:
     """What a block needs of shared memory, beside its slices: an answer of one thread, and the tickets that it helped with."""
     return {"told": plgpu.SMEM((1,), jnp.int32), "helped": plgpu.SMEM((_room(layout),), jnp.int32)}
 
 
-def states(layout: RowLayout, count: int) -> jax.ShapeDtypeStruct:
-    """The states of all slices, in global memory."""
-    return jax.ShapeDtypeStruct((_PARTS, count * layout.blocks), jnp.float32)
+def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct:
+    """The states of all slices, in global memory, and those of groups of them where rows lie along another axis."""
+    each = layout.blocks if isinstance(layout, RowLayout) else (layout.blocks + layout.groups) * layout.width
+    return jax.ShapeDtypeStruct((_PARTS, count * each), jnp.float32)
 
 
 def _room(layout):
@@ -66,8 +74,7 @@ class First(Tile):
         return self._publish(super().sum(values))[0]
 
     def _publish(self, *parts):
-        if self.found:
-            raise NotImplementedError("split: a body may merge or sum once, as what follows would wait for other blocks")
+        _once(self.found)
         self.found.extend(parts)
         return parts
 
@@ -88,6 +95,44 @@ class Second(Tile):
         return jnp.sum(self.parts(0, 0))
 
 
+def _once(found):
+    if found:
+        raise NotImplementedError("split: a body may merge or sum once, as what follows would wait for other blocks")
+
+
+@dataclass(frozen=True)
+class FirstOfColumns(Columns):
+    """`First` of rows along another axis: it finds a function that merges states, and the state."""
+
+    found: list[Any] = field(default_factory=list)
+
+    def _together(self, function, *parts):
+        _once(self.found)
+        self.found.extend([function, super()._together(function, *parts)])
+        return self.found[1]
+
+
+@dataclass(frozen=True)
+class SecondOfColumns(Columns):
+    """`Second` of rows along another axis: `states` of all groups, from the `first` on."""
+
+    states: Any = field(kw_only=True)
+    first: Any = field(kw_only=True)
+
+    def lift(self, scores, scale=None) -> State:
+        return State(*self._of_groups(functools.partial(self._merged, scale)))
+
+    def merge(self, state: State, scale=None) -> State:
+        return state
+
+    def sum(self, values) -> jax.Array:
+        return self._of_groups(self._added)[0]
+
+    def _of_groups(self, function):
+        groups = self.memory.layout.groups
+        return self.of_states(function, self.states, self.first, jnp.int32(groups), groups)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of arrays, as the blocks of the grid share them.
@@ -100,7 +145,7 @@ class Rows:
       shared: what `memory` describes.
     """
 
-    layout: RowLayout
+    layout: Any
     count: int
     states: Any
     exchange: Any
@@ -109,24 +154,26 @@ class Rows:
 
     def work(self, copy_in, body, store) -> None:
         """Does tickets until none is left: `copy_in(memory)`, `body(tile, is_held)` and `store(tile, results)`."""
-        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count,)))
-        tickets, room = jnp.int32(self.count * self.layout.blocks), jnp.int32(_room(self.layout))
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count * (1 + self._groups),)))
+        blocks = self.layout.blocks
+        arrivals = self._groups or blocks
+        tickets, room = jnp.int32(self.count * blocks), jnp.int32(_room(self.layout))
 
         def publish(ticket, is_held, slot):
-            tile = First(self._memory(ticket, is_held, slot), self.exchange, None, self.order)
+            tile = self._first(self._memory(ticket, slot, is_held))
             if is_held:
                 ptx.await_copies()
             body(tile, is_held)
-            ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
+            self._announce(counters, ticket, tile)
 
-        def finish(ticket, is_held, slot):
-            memory = self._memory(ticket, is_held, slot)
-            tile = Second(memory, self.exchange, None, self.order, parts=_of_row(self.states, memory))
-            store(tile, body(tile, is_held))
+        def finish(ticket, slot):
+            tile = self._second(self._memory(ticket, slot))
+            ptx.await_copies(but=1)  # those of the following ticket
+            store(tile, body(tile, True))
 
         def help_out(last):
             """Publishes one more ticket, which waits in line until it is finished."""
-            ticket = ptx.take_ticket_of_block(counters, self.shared["told"])
+            ticket = ptx.add_one_of_block(counters, 0, self.shared["told"])
 
             @pl.when(ticket < tickets)
             def _():
@@ -136,59 +183,107 @@ class Rows:
             return last + (ticket < tickets).astype(jnp.int32)
 
         def renewed(carry):
-            """The ticket after the one at hand: one that the block has helped with, else a new one, which it starts to copy."""
-            *own, _, _, _, first, last, slot = carry
+            """Copies the slice of the following ticket: one that the block has helped with, else a new one."""
+            ticket, _, _, first, last, slot = carry
 
             def helped():
-                return self.shared["helped"][lax.rem(first, room)], jnp.int32(0), jnp.int32(1), first + 1
+                return self.shared["helped"][lax.rem(first, room)], jnp.int32(1), first + 1
 
             def taken():
-                ticket = ptx.take_ticket_of_block(counters, self.shared["told"])
-                pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, True, slot)))
-                return ticket, jnp.int32(1), (ticket >= tickets).astype(jnp.int32), first
+                ticket = ptx.add_one_of_block(counters, 0, self.shared["told"])
+                return ticket, (ticket >= tickets).astype(jnp.int32), first
 
-            ticket, is_held, is_published, first = lax.cond(first < last, helped, taken)
-            return *own, ticket, is_held, is_published, first, last, slot
+            following, is_published, first = lax.cond(first < last, helped, taken)
+            pl.when(following < tickets)(lambda: copy_in(self._memory(following, slot)))
+            ptx.end_copies()  # where no ticket is left, too: `finish` counts
+            return ticket, following, is_published, first, last, slot
 
         def one(carry):
             """Looks whether the row of the ticket at hand is complete. While its results are stored the next slice arrives."""
             is_new, *carry = carry
             carry = lax.cond(is_new == 1, renewed, lambda carry: carry, tuple(carry))
-            ticket, is_held, following, following_is_held, is_published, first, last, slot = carry
-            row = lax.div(ticket, jnp.int32(self.layout.blocks))
+            ticket, following, is_published, first, last, slot = carry
+            row = lax.div(ticket, jnp.int32(blocks))
 
             def look():
-                return ptx.is_complete(counters, row, self.layout.blocks, is_published, _PATIENCE, self.shared["told"])
+                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, self.shared["told"])
 
             is_complete = lax.cond(ticket < 0, lambda: jnp.int32(1), look)
-            to_finish = jnp.logical_and(ticket >= 0, is_complete == 1)
-            pl.when(jnp.logical_and(to_finish, is_held == 1))(lambda: finish(ticket, True, 1 - slot))
-            pl.when(jnp.logical_and(to_finish, is_held == 0))(lambda: finish(ticket, False, 0))
+            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
             pl.when(is_published == 0)(lambda: publish(following, True, slot))
             waits = jnp.logical_and(is_complete == 0, is_published == 1)
             last = lax.cond(waits, help_out, lambda last: last, last)
-
-            def passed():
-                return following, following_is_held, 1 - slot
-
-            ticket, is_held, slot = lax.cond(is_complete == 1, passed, lambda: (ticket, is_held, slot))
-            return is_complete, ticket, is_held, following, following_is_held, jnp.int32(1), first, last, slot
+            ticket, slot = lax.cond(is_complete == 1, lambda: (following, 1 - slot), lambda: (ticket, slot))
+            return is_complete, ticket, following, jnp.int32(1), first, last, slot
 
         no, none, yes = jnp.int32(0), jnp.int32(-1), jnp.int32(1)
-        lax.while_loop(lambda carry: carry[1] < tickets, one, (yes, none, no, none, no, yes, no, no, no))
+        lax.while_loop(lambda carry: carry[1] < tickets, one, (yes, none, none, yes, no, no, no))
 
-    def _memory(self, ticket, is_held, slot) -> Memory:
+    def _memory(self, ticket, slot, is_held=True) -> Memory:
         return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, slot)
 
+    # How states are merged: of a row at once, with no groups of slices, or of those first.
 
-def unheld(layout: RowLayout) -> RowLayout:
+    @property
+    def _groups(self):
+        return 0
+
+    def _first(self, memory) -> Any:
+        return First(memory, self.exchange, None, self.order)
+
+    def _second(self, memory) -> Any:
+        return Second(memory, self.exchange, None, self.order, parts=_of_row(self.states, memory))
+
+    def _announce(self, counters, ticket, tile) -> None:
+        ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
+
+
+@dataclass(frozen=True)
+class Tiles(Rows):
+    """`Rows` along another axis: a tile of neighbours takes the place of a row, and groups of slices arrive."""
+
+    @property
+    def _groups(self):
+        return self.layout.groups
+
+    def _first(self, memory) -> FirstOfColumns:
+        return FirstOfColumns(memory, self.exchange, None, None)
+
+    def _second(self, memory) -> SecondOfColumns:
+        first = self._group_of(memory.row, jnp.int32(0))
+        return SecondOfColumns(memory, self.exchange, None, None, states=self.states, first=first)
+
+    def _group_of(self, row, group):
+        """The place of the state of a group: after those of all slices."""
+        return self.count * self.layout.blocks + row * self.layout.groups + group
+
+    def _announce(self, counters, ticket, tile) -> None:
+        layout, row, rank, told = self.layout, tile.memory.row, tile.memory.rank, self.shared["told"]
+        function, found = tile.found or (None, [])
+        tile.store_state(self.states, ticket, found)
+        group = lax.div(rank, jnp.int32(layout.group))
+        start = group * layout.group
+        size = jnp.minimum(layout.group, layout.blocks - start)
+        place = 1 + self.count + row * layout.groups + group
+        arrived = ptx.add_one_of_block(counters, place, told, meaning="acq_rel")
+
+        @pl.when(arrived == size - 1)
+        def _():
+            if found:
+                merged = tile.of_states(function, self.states, ticket - rank + start, size, layout.group)
+                tile.store_state(self.states, self._group_of(row, group), merged)
+            ptx.add_one_of_block(counters, 1 + row, told, meaning="acq_rel")
+
+
+def unheld(layout: Any) -> Any:
     """That of slices that are held nowhere, but read in order each time, as those are that blocks help with."""
-    return RowLayout(layout.cols, replace(layout.config, parked=False, unroll=1, grid=max(1, layout.config.grid)))
+    config = replace(layout.config, parked=False, unroll=1, grid=max(1, layout.config.grid))
+    return RowLayout(layout.cols, config) if isinstance(layout, RowLayout) else ColumnLayout(layout.cols, layout.inner, config)
 
 
 def _slice(layout, count, number, slot=0) -> Memory:
-    blocks = jnp.int32(layout.blocks)
-    return Memory(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), slot)
+    blocks, kind = jnp.int32(layout.blocks), Memory if isinstance(layout, RowLayout) else ColumnMemory
+    return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), slot)
 
 
 def _of_row(states, memory) -> Callable[[int, float], jax.Array]:

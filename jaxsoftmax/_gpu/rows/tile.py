@@ -93,7 +93,8 @@ class Tile:
             return State(m, self._sum(each(lambda s: online.weights(s, m, scale=scale), scores)))
 
         def push(steps, *state):
-            return online.push(State(*state), map(scores, steps), axis=(), scale=scale)[:2]
+            size = None if scale is None else self.along(scale)
+            return online.push(State(*state), map(scores, steps), axis=(), scale=size)[:2]
 
         top, sums = self._fold(push, [lowest, zeros])
         m = self._maximum(top)

@@ -70,6 +70,9 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
+        most = layout.places * _resident(target, _PLACE[widest], layout.blocks)
+        if config.grid and layout.blocks > most:
+            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {most}"
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
             return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
@@ -112,7 +115,7 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     clusters = _CLUSTERS[target.compute_capability[0]]
     most = next(blocks for multiprocessors, blocks in clusters if target.multiprocessors >= multiprocessors)
     if inner > 1:
-        return _along_another_axis(kernel, cols, itemsize, inner, most)
+        return _along_another_axis(target, kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
     # Where short rows reach the bandwidth as they are, in registers, small arrays of them are fastest so, too.
     plain = masked or (itemsize == 4 and kernel != "logsumexp_forward")
@@ -144,32 +147,51 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     return Config(widest, 256 if itemsize == 4 and cols > 8192 else 128, blocks=blocks, parked=True, unroll=2)
 
 
-def _along_another_axis(kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
-    """Rows side by side that fill a line of the cache, or half of one, and 32 KiB of them a block; of the longest fewer."""
+def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
+    """Rows side by side that fill a line of the cache, or half of one, and 32 KiB of them a block; of longer ones fewer.
+
+    Where a cluster would hold less than half a line of them, blocks of the grid share them.
+    """
     vector = math.gcd(inner, 16 // itemsize)
     size = vector * itemsize * (2 if kernel in _TWO_OPERANDS else 1)  # of what a lane holds of an element of its rows
     touched = 128 if itemsize == 4 and kernel not in _STREAMED else 64
-    lanes = min(WARP // 2, touched // (vector * itemsize), _power(inner / vector))
-    while lanes * vector * itemsize > 32 and cols * lanes * size > most * 102400:
+    lanes = widest = min(WARP // 2, touched // (vector * itemsize), _power(inner / vector))
+    while lanes * vector * itemsize > 64 and cols * lanes * size > most * 102400:
         lanes //= 2
-    blocks = min(most, _power(cols * lanes * size / 32768))
-    threads = 128 if cols * lanes * size <= blocks * 65536 else 256
-    return Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=lanes)
+    if cols * lanes * size <= most * 102400:
+        blocks = min(most, _power(cols * lanes * size / 32768))
+        threads = 128 if cols * lanes * size <= blocks * 65536 else 256
+        return Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=lanes)
+    if kernel in _STREAMED or kernel == "logsumexp_vjp":  # read once, or of which blocks need nothing of each other
+        return Config(vector, 128, blocks=most, unroll=4, lanes=widest)
+    place = _PLACE[itemsize]
+    threads = 128 if place <= 32 * 128 * size else 256
+    found = []  # wide tiles, unless they have more slices than blocks run at a time
+    for width in (widest, lanes):
+        blocks = -(-cols // (place // (threads * size) * (threads // width)))
+        grid = _resident(target, place, blocks)
+        found.append(Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=width, grid=grid))
+    return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     """Slices which the blocks of the grid hold in turns; of rows of which they cannot hold all, slices that are read twice."""
-    vector, threads, place = 16 // itemsize, 128, 32768 if itemsize == 4 else 24576
+    vector, threads, place = 16 // itemsize, 128, _PLACE[itemsize]
     step, line = threads * vector, 8 * vector  # slices may start inside of a line
     held = place // (step * itemsize * operands) * step
     blocks = -(-cols // (held - line))
-    resident = target.shared_memory // (2 * place + _RESERVED)
-    grid = target.multiprocessors * max(1, resident)
+    grid = _resident(target, place, 0)
     if blocks > grid:
         return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 131072))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
+def _resident(target, place: int, blocks: int) -> int:
+    """How many blocks run at a time that have two places in shared memory, and of the grid's tickets four bytes each."""
+    return target.multiprocessors * max(1, target.shared_memory // (2 * place + 4 * blocks + _RESERVED))
+
+
+_PLACE = {4: 32768, 2: 24576}  # bytes of what a block of the grid holds in a place, by bytes of an element
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
 # By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block.
