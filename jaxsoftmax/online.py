@@ -111,16 +111,26 @@ def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, sc
     Returns:
       A `State` with the scores' shape without `axis`.
     """
-    parts, m = _parts_and_max(scores, axis)
+    parts = _parts(scores)
+    m = _max(parts, axis)
     return State(m, *_sums(parts, values, m, axis, scale))
 
 
 def push(
-    state: State, scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, scale: jax.Array | None = None
+    state: State,
+    scores: Scores,
+    values: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    scale: jax.Array | None = None,
+    top: jax.Array | None = None,
 ) -> State:
-    """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop."""
-    parts, m = _parts_and_max(scores, axis)
-    m = jnp.maximum(state.m, m)
+    """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop.
+
+    `top` is the scores' maximum where that is known.
+    """
+    parts = _parts(scores)
+    m = jnp.maximum(state.m, _max(parts, axis) if top is None else top)
     d, o = _sums(parts, values, m, axis, scale)
     old = rescale(state, m, scale=scale)
     return State(m, old.d + d, _added(old.o, o))
@@ -216,11 +226,15 @@ def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
     return lax.broadcast_in_dim(row, like.shape, rows if row.ndim else ())
 
 
-def _parts_and_max(scores: Scores, axis: Axis) -> tuple[list[jax.Array], jax.Array]:
-    """The arrays of the scores, and the maximum of each row over all of them."""
-    parts = [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+def _parts(scores: Scores) -> list[jax.Array]:
+    """The arrays of the scores."""
+    return [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+
+
+def _max(parts: list[jax.Array], axis: Axis) -> jax.Array:
+    """The maximum of each row over all of its parts."""
     m = functools.reduce(jnp.maximum, parts)
-    return parts, m if axis == () else jnp.max(m, axis, initial=-jnp.inf)
+    return m if axis == () else jnp.max(m, axis, initial=-jnp.inf)
 
 
 def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: Axis, scale: jax.Array | None):

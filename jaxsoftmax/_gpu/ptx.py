@@ -78,6 +78,44 @@ def block_barrier() -> None:
     _barrier("bar.sync 0;")
 
 
+def widened(values: jax.Array, layout: Any) -> jax.Array:
+    """bfloat16 values as float32, in one operation for each element, of which there are two in a word: `arith.extf` takes two."""
+
+    def widen(values):
+        kind = ptx_layout.registers_element_type(ir.F32Type.get())
+        registers = []
+        for register in values.registers.flat:
+            words = vector.bitcast(words_of(register.type), register)
+            bits = llvm.mlir_undef(ir.VectorType.get((2 * words.type.shape[0],), integer(32)))
+            for k in range(words.type.shape[0]):
+                word = llvm.extractelement(words, constant(k))
+                for q, half in enumerate((arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))):
+                    bits = llvm.insertelement(bits, half, constant(2 * k + q))
+            registers.append(vector.bitcast(kind, bits))
+        return registers
+
+    ptx_layout = layout.to_mgpu()
+    return emit(widen, None, (), [(values, layout)], plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout))
+
+
+def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
+    """The larger ones of 16-bit floats, or NaN, two in an operation."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[a.dtype.name]
+
+    def larger(a, b):
+        registers = []
+        for pair in zip(a.registers.flat, b.registers.flat, strict=True):
+            own, other = (vector.bitcast(words_of(register.type), register) for register in pair)
+            for k in range(own.type.shape[0]):
+                words = [llvm.extractelement(part, constant(k)) for part in (own, other)]
+                word = utils.inline_ptx(f"max.NaN.{kind} $0, $1, $2;", *words, result_types=integer(32))
+                own = llvm.insertelement(own, word, constant(k))
+            registers.append(vector.bitcast(pair[0].type, own))
+        return registers
+
+    return emit(larger, None, (), [(a, layout), (b, layout)], plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout))
+
+
 def prepare_pushes(barriers) -> None:
     """Says that this block has started and that its `barriers`, `[2, 2]` int32 in shared memory, are ready, without waiting."""
 

@@ -23,7 +23,7 @@ from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.memory import Memory, filled
+from jaxsoftmax._gpu.rows.memory import Held, Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
@@ -87,8 +87,9 @@ class ColumnMemory(Memory):
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         layout, itemsize = self.layout, ref.dtype.itemsize
+        held = functools.partial(Held, of=ref.dtype, dtype=dtype, layout=layout)
         if slot is None:
-            return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
+            return held(lambda step: self._load(ref, ref.dtype, fill, step=step)[0])
 
         def load(slot, step):
             register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
@@ -97,7 +98,7 @@ class ColumnMemory(Memory):
             return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        return lambda step: ptx.emit(load, slot, [self.slot * layout.steps + step], results=kind).astype(dtype)
+        return held(lambda step: ptx.emit(load, slot, [self.slot * layout.steps + step], results=kind))
 
     def load_row(self, ref) -> jax.Array:
         layout = self.layout

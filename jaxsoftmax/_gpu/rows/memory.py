@@ -5,7 +5,7 @@ Loads give `fill` beyond the end, and stores leave out what lies there: nothing 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,40 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is as large as the rows, as a function of a step to its elements in `dtype`.
+
+    Attributes:
+      load: the elements of a step as they are in memory.
+      of: dtype in memory.
+      dtype: of the elements.
+      layout: of a step.
+    """
+
+    load: Callable[[Any], jax.Array]
+    of: Any
+    dtype: Any
+    layout: Any
+
+    def __call__(self, step) -> jax.Array:
+        return self.converted(self.load(step))
+
+    def converted(self, found: jax.Array) -> jax.Array:
+        if self.of == jnp.bfloat16 and self.dtype == jnp.float32 and self.in_words:
+            return ptx.widened(found, self.layout.layout)
+        return found.astype(self.dtype)
+
+    @property
+    def in_words(self) -> bool:
+        """Whether a thread has two elements in each word."""
+        return self.of.itemsize == 2 and self.layout.vector % 2 == 0
+
+    def maximum(self, found: Iterable[jax.Array]) -> jax.Array:
+        """The maximum at each place of several steps, all in the dtype of memory, which must be `in_words`."""
+        return functools.reduce(functools.partial(ptx.maximum, layout=self.layout.layout), found)
 
 
 @dataclass(frozen=True)
@@ -130,17 +164,19 @@ class Memory:
         """
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
+        held = functools.partial(Held, of=ref.dtype, dtype=dtype, layout=layout)
         if slot is not None:
-            return lambda step: load(slot.at[self._entry(step)]).astype(dtype)
-        if not layout.config.unroll:
-            steps = range(layout.steps)
-            held = [load(self._at(ref, step)) for step in steps] if self.exact else self._load(ref, ref.dtype, fill)
-            return lambda step: held[step].astype(dtype)
+            return held(lambda step: load(slot.at[self._entry(step)]))
         if self.exact:
-            return lambda step: load(self._at(ref, step)).astype(dtype)
+            if layout.config.unroll:
+                return lambda step: load(self._at(ref, step)).astype(dtype)
+            exact = [load(self._at(ref, step)) for step in range(layout.steps)]
+            return lambda step: exact[step].astype(dtype)
+        if not layout.config.unroll:
+            return held(self._load(ref, ref.dtype, fill).__getitem__)
         if layout.joined:
-            return lambda step: self._load_joined(ref, fill, step).astype(dtype)
-        return lambda step: self._load(ref, ref.dtype, fill, step=step)[0].astype(dtype)
+            return held(lambda step: self._load_joined(ref, fill, step))
+        return held(lambda step: self._load(ref, ref.dtype, fill, step=step)[0])
 
     def _entry(self, step):
         """The number of what the warpgroup has in a step, in a slot."""

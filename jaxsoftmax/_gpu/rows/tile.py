@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.memory import Memory
+from jaxsoftmax._gpu.rows.memory import Held, Memory
 from jaxsoftmax.online import State
 
 # What is as large as the rows, as a function of a step (see `RowLayout`) to its elements: what is computed twice need not be
@@ -86,20 +86,32 @@ class Tile:
         layout = self.memory.layout
         if not layout.config.unroll and not layout.shifted:
             return online.lift(map(scores, range(layout.steps)), scale=scale)
-        lowest, zeros = (self._accumulator(value) for value in (-jnp.inf, 0))
         if layout.config.parked or layout.config.grid or not layout.config.unroll:  # rows are held, and cheap to read twice
-            (top,) = self._fold(lambda steps, top: [functools.reduce(jnp.maximum, map(scores, steps), top)], [lowest])
-            m = self._maximum(top)
+            m = self._maximum(self._top(scores))
             return State(m, self._sum(each(lambda s: online.weights(s, m, scale=scale), scores)))
 
         def push(steps, *state):
             size = None if scale is None else self.along(scale)
-            return online.push(State(*state), map(scores, steps), axis=(), scale=size)[:2]
+            if not (isinstance(scores, Held) and scores.in_words):
+                return online.push(State(*state), map(scores, steps), axis=(), scale=size)[:2]
+            found = list(map(scores.load, steps))
+            top = scores.maximum(found).astype(jnp.float32)
+            return online.push(State(*state), map(scores.converted, found), axis=(), scale=size, top=top)[:2]
 
-        top, sums = self._fold(push, [lowest, zeros])
+        top, sums = self._fold(push, [self._accumulator(-jnp.inf), self._accumulator(0)])
         m = self._maximum(top)
         sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
         return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
+
+    def _top(self, scores: Steps) -> jax.Array:
+        """The maximum at each place of a step."""
+        if isinstance(scores, Held) and scores.in_words:
+            lowest = self._accumulator(-jnp.inf, scores.of)
+            (top,) = self._fold(lambda steps, top: [scores.maximum([top, *map(scores.load, steps)])], [lowest])
+            return top.astype(jnp.float32)
+        lowest = self._accumulator(-jnp.inf)
+        (top,) = self._fold(lambda steps, top: [functools.reduce(jnp.maximum, map(scores, steps), top)], [lowest])
+        return top
 
     def merge(self, state: State, scale=None) -> State:
         """The states of the rows from those of what a warp holds."""
@@ -122,10 +134,10 @@ class Tile:
             total = functools.reduce(jnp.add, map(values, range(layout.steps)))
         return self._in_order(total) if layout.shifted else jnp.sum(total, 1)
 
-    def _accumulator(self, value) -> jax.Array:
+    def _accumulator(self, value, dtype=jnp.float32) -> jax.Array:
         """A value for each element of a step, which a loop may carry."""
         layout = self.memory.layout
-        return plgpu.layout_cast(jnp.full(layout.shape, value, jnp.float32), layout.layout)
+        return plgpu.layout_cast(jnp.full(layout.shape, value, dtype), layout.layout)
 
     def _in_order(self, sums: jax.Array) -> jax.Array:
         """The sums over the lanes of each warp of `sums`, one for each element of a step, where rows start inside of a line.
