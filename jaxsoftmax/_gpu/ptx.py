@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -278,39 +278,49 @@ def _entry(ref, index):
     return arith.addi(address_of(ref), arith.muli(i64(index), i64(4)))
 
 
-def take_ticket(counter) -> jax.Array:
-    """Adds 1 to the first entry of `counter`, int32 in global memory, by the first thread of the warpgroup.
+def take_ticket(counter, of_block: bool = False) -> jax.Array:
+    """Adds 1 to the first entry of `counter`, int32 in global memory, by the first thread of the warpgroup, or of the block.
 
     Returns:
-      What the entry was, in that thread alone; others hold 0. `store_scalars` tells them.
+      What the entry was, in that thread alone; others hold 0. `store_scalars` tells them, or `tell`.
     """
     ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.global.add.u32 $0, [$1], 1; }"
 
     def take(counter):
-        return [utils.inline_ptx(ptx, address_of(counter), thread(), result_types=integer(32), has_side_effects=True)]
+        operands = address_of(counter), utils.thread_idx() if of_block else thread()
+        return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
     return emit(take, counter, results=_SCALAR)
 
 
-def add_one_of_block(counters, index, told, *, meaning: str = "relaxed") -> jax.Array:
-    """Adds 1 to `counters[index]`, int32 in global memory, for the whole block: a ticket, if that is all that it means.
-
-    With `meaning` "acq_rel" whoever adds later sees what the block has stored before.
+def add_one_of_block(counters, index, told) -> jax.Array:
+    """Adds 1 to `counters[index]`, int32 in global memory; whoever adds later sees what the block has stored before.
 
     Returns:
       What it was, in all threads. `told` is an int32 in shared memory, which says it.
     """
 
-    def add(counters, told, index):
-        with utils.when(_is_first_thread()):
-            ptx = f"atom.{meaning}.gpu.global.add.u32 $0, [$1], 1;"
-            found = utils.inline_ptx(ptx, _entry(counters, index), result_types=integer(32), has_side_effects=True)
-            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), found, has_side_effects=True)
+    def add(counters, index):
+        ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.acq_rel.gpu.global.add.u32 $0, [$1], 1; }"
+        operands = _entry(counters, index), utils.thread_idx()
+        return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
-    if meaning != "relaxed":
-        block_barrier()
-    emit(add, (counters, told), [index])
-    return _told(told)
+    block_barrier()
+    return tell(emit(add, counters, [index], results=_SCALAR), told)
+
+
+def tell(value, told) -> jax.Array:
+    """An int32 scalar of the first thread of the block, in all threads. `told` is one in shared memory, which says it."""
+
+    def store(told, value):
+        with utils.when(_is_first_thread()):
+            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), value, has_side_effects=True)
+
+    emit(store, told, [value])
+    block_barrier()
+    value = told[0]
+    block_barrier()
+    return value
 
 
 def store_by_first_thread(ref, index, value: jax.Array) -> None:
@@ -364,29 +374,20 @@ def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int
       1, or 0 if it is not, an int32 in all threads. `told` is one in shared memory, which says it.
     """
     ptx = (
-        "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u64 start, %globaltimer;"
+        "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u32 $0, 0;"
+        " setp.ne.u32 is, $5, 0; @is bra ready; mov.u64 start, %globaltimer;"
         f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
         " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra ready;"
         " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
         f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; ready: }}"
     )
 
-    def wait(counters, told, row, may_wait):
-        with utils.when(_is_first_thread()):
-            end = arith.muli(arith.addi(row, constant(1)), constant(tickets))
-            operands = _entry(counters, row), address_of(counters), end, may_wait
-            answer = utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)
-            utils.inline_ptx("st.shared.u32 [$0], $1;", shared_address(told, constant(0)), answer, has_side_effects=True)
+    def wait(counters, row, may_wait):
+        end = arith.muli(arith.addi(row, constant(1)), constant(tickets))
+        operands = _entry(counters, row), address_of(counters), end, may_wait, utils.thread_idx()
+        return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
-    emit(wait, (counters, told), [row, may_wait])
-    return _told(told)
-
-
-def _told(told):
-    block_barrier()
-    value = told[0]
-    block_barrier()
-    return value
+    return tell(emit(wait, counters, [row, may_wait], results=_SCALAR), told)
 
 
 def _is_first_thread():
@@ -529,6 +530,27 @@ class Vector:
         with ir.InsertionPoint(branch.else_block):
             scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
         return vector.bitcast(register, branch.results[0])
+
+    def among_others(self, last):
+        """This, touched as a whole where a part is to be touched and it does not start behind `last`, an address."""
+        if self.partial is None:
+            return self
+        in_array = compare("ule", arith.addi(self.address, i64(self.offset)), last)
+        complete = arith.ori(self.inside, arith.andi(self.partial, in_array))
+        return replace(self, inside=complete, partial=arith.andi(self.partial, arith.xori(in_array, utils.c(1, integer(1)))))
+
+    def fill_around(self, register, target, offset, bits):
+        """Sets to `bits` what is there and was copied along with a part."""
+        if self.partial is None:
+            return
+        words = words_of(register)
+        with utils.when(self.partial):
+            found = vector.bitcast(register, load_words(target, offset, None, words, space="shared"))
+            fill = vector.bitcast(register, vector.broadcast(words, constant(bits)))
+            for q, own in enumerate(self.own()):
+                value = arith.select(own, *(llvm.extractelement(part, constant(q)) for part in (found, fill)))
+                found = llvm.insertelement(found, value, constant(q))
+            store_words(target, offset, None, vector.bitcast(words, found), "shared")
 
     def copy(self, register, target, offset):
         """Starts a copy to `target + offset` in shared memory, an int32 and a constant, if all of it is to be touched.

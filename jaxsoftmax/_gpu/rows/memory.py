@@ -5,6 +5,7 @@ Loads give `fill` beyond the end, and stores leave out what lies there: nothing 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,10 +135,34 @@ class Memory:
         return lax.axis_index("warpgroup") if self.layout.warpgroups > 1 else jnp.int32(0)
 
     def copy_in(self, refs, slots, fills) -> None:
-        """Starts copies of rows, with their `fills` around them, to `slots` in shared memory: each thread its own vectors."""
+        """Starts copies of rows to `slots` in shared memory, each thread its own vectors, and fills those outside.
+
+        Vectors of which a part is of the row bring their other elements along, until `fill_around`.
+        """
+
+        def copy(copies):
+            for own, *where, _, last in copies:
+                own.among_others(last).copy(*where)
+            for own, *where, last in copies:  # as a thread waits for what it loads of the array's last vector
+                own.among_others(last).copy_rest(*where)
+
+        self._each_copy(copy, refs, slots, fills)
+
+    def fill_around(self, refs, slots, fills) -> None:
+        """Once copies have arrived, sets what they brought along that is not of the row."""
+
+        def fill(copies):
+            for own, *where, _ in copies:
+                own.fill_around(*where)
+
+        if self.layout.shifted and not self.layout.whole_vectors:
+            self._each_copy(fill, refs, slots, fills)
+
+    def _each_copy(self, function, refs, slots, fills):
+        """`function` gets for each of a thread's vectors itself, a register's type, where it goes, the fill, and the end."""
         layout = self.layout
 
-        def copy(*given):
+        def make(*given):
             *given, row, rank, slot_number = given
             copies = []
             for ref, slot, fill in zip(given[: len(refs)], given[len(refs) :], fills, strict=True):
@@ -145,17 +170,16 @@ class Memory:
                 register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
                 (start,) = self._starts(ref, (row, rank), itemsize)
                 size = layout.vector * itemsize
+                last = arith.addi(ptx.address_of(ref), i64(math.prod(ref.type.shape) * itemsize - size))
                 place = arith.addi(utils.thread_idx(), arith.muli(slot_number, constant(layout.steps * layout.threads)))
                 target = ptx.shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(layout.steps):
-                    copies.append((self._vector(step, start, itemsize), register, target, step * layout.threads * size, fill))
-            for own, *where, _ in copies:
-                own.copy(*where)
-            for own, *where in copies:  # last, as a thread waits for what it loads of a part
-                own.copy_rest(*where)
+                    own = self._vector(step, start, itemsize)
+                    copies.append((own, register, target, step * layout.threads * size, fill, last))
+            function(copies)
 
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
-        ptx.emit(copy, (*refs, *slots), [*self.place, self.slot])
+        ptx.emit(make, (*refs, *slots), [*self.place, self.slot])
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         """What is as large as the rows, as a function of a step that converts it to `dtype`.

@@ -156,8 +156,8 @@ def run(
         for ref, result in zip(out_refs[len(dtypes) :], results[len(dtypes) :], strict=True):
             tile.memory.store_row(ref, result.astype(ref.dtype))
 
-    def copy_in(memory, refs, slots):
-        memory.copy_in([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
+    def copy(copying, refs, slots):
+        copying([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
     def kernel(*refs):
         *refs, slots, exchange, pushed, order, shared = refs
@@ -167,7 +167,8 @@ def run(
             *out_refs, states = out_refs
             shared_rows = split.Tiles if inner > 1 else split.Rows
             shared_rows(layout, count, states, exchange, order, shared).work(
-                lambda memory: copy_in(memory, refs, slots),
+                lambda memory: copy(memory.copy_in, refs, slots),
+                lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),
                 lambda tile, results: store(tile, out_refs, results),
             )
@@ -178,9 +179,10 @@ def run(
         if layout.cluster > 1:
             ptx.prepare_pushes(pushed)
         if slots:
-            copy_in(memory, refs, slots)
+            copy(memory.copy_in, refs, slots)
         if slots and not is_flat:
             ptx.await_copies()
+            copy(memory.fill_around, refs, slots)
         landing = list(out_refs)
         if is_flat:
             landing[: len(dtypes)] = [slots[over]] if over else results_slots

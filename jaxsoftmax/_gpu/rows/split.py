@@ -94,6 +94,10 @@ class Second(Tile):
     def sum(self, values) -> jax.Array:
         return jnp.sum(self.parts(0, 0))
 
+    def store(self, results, backwards=True) -> None:
+        """Where rows are read twice the cache holds what each block has read last."""
+        super().store(results, backwards)
+
 
 def _once(found):
     if found:
@@ -152,17 +156,19 @@ class Rows:
     order: Any
     shared: dict[str, Any]
 
-    def work(self, copy_in, body, store) -> None:
-        """Does tickets until none is left: `copy_in(memory)`, `body(tile, is_held)` and `store(tile, results)`."""
+    def work(self, copy_in, fill_around, body, store) -> None:
+        """Does tickets until none is left: `copy_in(memory)`, and so on, `body(tile, is_held)` and `store(tile, results)`."""
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count * (1 + self._groups),)))
         blocks = self.layout.blocks
         arrivals = self._groups or blocks
         tickets, room = jnp.int32(self.count * blocks), jnp.int32(_room(self.layout))
+        told = self.shared["told"]
 
         def publish(ticket, is_held, slot):
             tile = self._first(self._memory(ticket, slot, is_held))
             if is_held:
                 ptx.await_copies()
+                fill_around(tile.memory)  # not needed again where results are computed
             body(tile, is_held)
             self._announce(counters, ticket, tile)
 
@@ -171,9 +177,12 @@ class Rows:
             ptx.await_copies(but=1)  # those of the following ticket
             store(tile, body(tile, True))
 
+        def taken():
+            return ptx.tell(ptx.take_ticket(counters, of_block=True), told)
+
         def help_out(last):
             """Publishes one more ticket, which waits in line until it is finished."""
-            ticket = ptx.add_one_of_block(counters, 0, self.shared["told"])
+            ticket = taken()
 
             @pl.when(ticket < tickets)
             def _():
@@ -182,42 +191,48 @@ class Rows:
 
             return last + (ticket < tickets).astype(jnp.int32)
 
-        def renewed(carry):
-            """Copies the slice of the following ticket: one that the block has helped with, else a new one."""
-            ticket, _, _, first, last, slot = carry
-
-            def helped():
-                return self.shared["helped"][lax.rem(first, room)], jnp.int32(1), first + 1
-
-            def taken():
-                ticket = ptx.add_one_of_block(counters, 0, self.shared["told"])
-                return ticket, (ticket >= tickets).astype(jnp.int32), first
-
-            following, is_published, first = lax.cond(first < last, helped, taken)
-            pl.when(following < tickets)(lambda: copy_in(self._memory(following, slot)))
+        def start(ticket, slot):
+            pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, slot)))
             ptx.end_copies()  # where no ticket is left, too: `finish` counts
-            return ticket, following, is_published, first, last, slot
 
         def one(carry):
-            """Looks whether the row of the ticket at hand is complete. While its results are stored the next slice arrives."""
-            is_new, *carry = carry
-            carry = lax.cond(is_new == 1, renewed, lambda carry: carry, tuple(carry))
+            """Looks whether the row of the ticket at hand is complete. While its results are stored the following one arrives."""
             ticket, following, is_published, first, last, slot = carry
             row = lax.div(ticket, jnp.int32(blocks))
 
             def look():
-                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, self.shared["told"])
+                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
 
-            is_complete = lax.cond(ticket < 0, lambda: jnp.int32(1), look)
+            is_complete = lax.cond(ticket < 0, lambda: yes, look)
+            takes = jnp.logical_and(is_complete == 1, first == last)  # long before it is told, as that takes a while
+            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
             pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
             pl.when(is_published == 0)(lambda: publish(following, True, slot))
-            waits = jnp.logical_and(is_complete == 0, is_published == 1)
-            last = lax.cond(waits, help_out, lambda last: last, last)
-            ticket, slot = lax.cond(is_complete == 1, lambda: (following, 1 - slot), lambda: (ticket, slot))
-            return is_complete, ticket, following, jnp.int32(1), first, last, slot
+
+            def renewed():
+                """What the block has helped with comes first."""
+
+                def helped():
+                    return self.shared["helped"][lax.rem(first, room)], yes, first + 1
+
+                def new():
+                    ticket = ptx.tell(taken_ahead, told)
+                    return ticket, (ticket >= tickets).astype(jnp.int32), first
+
+                ticket, is_published, rest = lax.cond(first < last, helped, new)
+                start(ticket, 1 - slot)
+                return following, ticket, is_published, rest, last, 1 - slot
+
+            def waited():
+                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), slot
+
+            return lax.cond(is_complete == 1, renewed, waited)
 
         no, none, yes = jnp.int32(0), jnp.int32(-1), jnp.int32(1)
-        lax.while_loop(lambda carry: carry[1] < tickets, one, (yes, none, none, yes, no, no, no))
+        first = taken()
+        start(first, no)
+        is_left_out = (first >= tickets).astype(jnp.int32)
+        lax.while_loop(lambda carry: carry[0] < tickets, one, (none, first, is_left_out, no, no, no))
 
     def _memory(self, ticket, slot, is_held=True) -> Memory:
         return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, slot)
@@ -265,14 +280,14 @@ class Tiles(Rows):
         start = group * layout.group
         size = jnp.minimum(layout.group, layout.blocks - start)
         place = 1 + self.count + row * layout.groups + group
-        arrived = ptx.add_one_of_block(counters, place, told, meaning="acq_rel")
+        arrived = ptx.add_one_of_block(counters, place, told)
 
         @pl.when(arrived == size - 1)
         def _():
             if found:
                 merged = tile.of_states(function, self.states, ticket - rank + start, size, layout.group)
                 tile.store_state(self.states, self._group_of(row, group), merged)
-            ptx.add_one_of_block(counters, 1 + row, told, meaning="acq_rel")
+            ptx.add_one_of_block(counters, 1 + row, told)
 
 
 def unheld(layout: Any) -> Any:
@@ -302,7 +317,7 @@ def first_pass(layout, count, states, exchange, order, body) -> None:
 
 
 def second_pass(layout, count, states, exchange, order, body, store) -> None:
-    """Each block computes the results of a slice, from the last one on: the cache still holds what was read last."""
+    """Each block computes the results of a slice, from the last one on, as the cache still holds what was read last."""
     memory = _slice(layout, count, jnp.int32(states.shape[1] - 1) - lax.axis_index("block"))
     tile = Second(memory, exchange, None, order, parts=_of_row(states, memory))
     store(tile, body(tile))

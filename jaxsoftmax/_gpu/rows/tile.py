@@ -163,12 +163,17 @@ class Tile:
         m = jnp.max(plgpu.load(tops, layout=ptx.replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, layout.shape[:1]), layout.row_layout)
 
-    def store(self, results: Sequence[tuple[Any, Steps]]) -> None:
+    def store(self, results: Sequence[tuple[Any, Steps]], backwards: bool = False) -> None:
         """Stores results, each with where it goes, step by step."""
-        stores = self.memory.store
-        self._fold(lambda steps: [stores(ref, i, of(i).astype(ref.dtype)) for i in steps for ref, of in results][:0], [])
 
-    def _fold(self, function, start):
+        def stored(steps):
+            for step, (ref, of) in itertools.product(steps, results):
+                self.memory.store(ref, step, of(step).astype(ref.dtype))
+            return []
+
+        self._fold(stored, [], backwards)
+
+    def _fold(self, function, start, backwards=False):
         """Folds `function(steps, *carry)` over all steps: at once, or in a loop, without those that load a part of a vector."""
         layout = self.memory.layout
         unroll, looped = layout.config.unroll, layout.looped_steps
@@ -179,6 +184,7 @@ class Tile:
         def iteration(i, carry):
             if layout.config.parked:
                 ptx.keep_loop()
+            i = iterations - 1 - i if backwards else i
             return tuple(function([looped.start + i * unroll + k for k in range(unroll)], *carry))
 
         count = ptx.unknown(iterations) if layout.config.parked else iterations

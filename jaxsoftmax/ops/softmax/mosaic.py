@@ -182,7 +182,7 @@ def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     blocks = -(-cols // (held - line))
     grid = _resident(target, place, 0)
     if blocks > grid:
-        return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 131072))), unroll=4)
+        return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 65536))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
