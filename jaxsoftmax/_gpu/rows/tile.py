@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +89,8 @@ class Tile:
             return online.lift(map(scores, range(layout.steps)), scale=scale)
         if layout.config.parked or layout.config.grid or not layout.config.unroll:  # rows are held, and cheap to read twice
             m = self._maximum(self._top(scores))
-            return State(m, self._sum(each(lambda s: online.weights(s, m, scale=scale), scores)))
+            weights, alike = self.weights(m, scale)
+            return State(m, self._sum(each(weights, scores)) * alike)
 
         def push(steps, *state):
             size = None if scale is None else self.along(scale)
@@ -102,6 +104,22 @@ class Tile:
         m = self._maximum(top)
         sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
         return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
+
+    def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
+        """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.
+
+        So the exponent takes one operation, `score * log2(e) - t`, where `t` is `m * log2(e)` as rounded, and the factor is what
+        that is off by. Beyond 2^126, where products overflow, scores that differ do so by far more than any weight can show.
+        """
+        layout = self.memory.layout
+        if scale is not None or not layout.config.parked:
+            return functools.partial(online.weights, m=m, scale=scale), 1
+        m = online.shift(m)
+        unit = jnp.where(jnp.abs(m) < 2.0**126, jnp.float32(math.log2(math.e)), jnp.float32(2**-10))
+        t = m * unit
+        off = ptx.fma(m, unit, -t, layout.row_layout if m.ndim else ptx.SPLAT)
+        unit, t = (plgpu.layout_cast(self.along(row), layout.layout) for row in (unit, -t))
+        return lambda scores: jnp.exp2(ptx.fma(scores, unit, t, layout.layout)), jnp.exp2(-off)
 
     def _top(self, scores: Steps) -> jax.Array:
         """The maximum at each place of a step."""

@@ -254,8 +254,9 @@ def softmax(x, where, scale, *, axes, dtype, target):
         local = tile.lift(scores, size)
         state = tile.merge(local, size)
         d = state.d + (state.m - state.m)  # NaN where the maximum is infinite
-        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) / d)
-        y = each(lambda s: online.weights(s, local.m, scale=size) * factor, scores)
+        weights, alike = tile.weights(local.m, size)
+        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
+        y = each(lambda s: weights(s) * factor, scores)
         if where is None or not tile.memory.layout.branches:
             return [_masked(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
@@ -422,8 +423,9 @@ def _weights(tile, x, m, d, inside, where, scale):
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
     scores, size = _directed(tile, x, inside, where, scale)
-    reciprocal = tile.along(1 / d)
-    return each(lambda s: online.weights(s, m, scale=size) * reciprocal, scores)
+    weights, alike = tile.weights(m, size)
+    reciprocal = tile.along(alike / d)
+    return each(lambda s: weights(s) * reciprocal, scores)
 
 
 def _tangents(t, where, scale):
