@@ -375,9 +375,6 @@ def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
     emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
 
 
-import os
-_BRIEF = int(os.environ.get("JSX_BRIEF", "2000"))
-
 def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int, told) -> jax.Array:
     """Whether `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
 
@@ -388,13 +385,12 @@ def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int
       1, or 0 if it is not, an int32 in all threads. `told` is one in shared memory, which says it.
     """
     ptx = (
-        "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 first; .reg .u64 now; mov.u32 $0, 0;"
-        " setp.ne.u32 is, $5, 0; @is bra ready; mov.u64 start, %globaltimer; mov.u64 first, %clock64;"
+        "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u32 $0, 0;"
+        " setp.ne.u32 is, $5, 0; @is bra ready; mov.u64 start, %globaltimer;"
         f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
-        " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra briefly;"
+        " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra ready;"
         " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
-        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; bra ready;"
-        f" briefly: mov.u64 now, %clock64; sub.u64 now, now, first; setp.lt.u64 is, now, {_BRIEF}; @is bra again; ready: }}"
+        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; ready: }}"
     )
 
     def wait(counters, row, may_wait):

@@ -204,9 +204,9 @@ class Rows:
                 return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
 
             is_complete = lax.cond(ticket < 0, lambda: yes, look)
-            takes = jnp.logical_and(is_complete == 1, first == last)  # long before it is told, as that takes a while
-            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
             pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
+            takes = jnp.logical_and(is_complete == 1, first == last)  # before it publishes, as an answer takes a while
+            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
             pl.when(is_published == 0)(lambda: publish(following, True, slot))
 
             def renewed():

@@ -125,7 +125,7 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     if cols * itemsize <= in_a_warp or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest, plain)
     if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
-        threads = 256 if itemsize == 4 and cols > 2**18 else 128
+        threads = 256 if cols * itemsize > 2**20 else 128
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
     size = itemsize, 2 if kernel in _TWO_OPERANDS else 1
     whole_lines = cols % (8 * widest) == 0
@@ -182,7 +182,8 @@ def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     blocks = -(-cols // (held - line))
     grid = _resident(target, place, 0)
     if blocks > grid:
-        return Config(vector, 256, blocks=max(17, min(1024, -(-cols * itemsize // 65536))), unroll=4)
+        threads = 512 if itemsize == 4 else 256
+        return Config(vector, threads, blocks=max(256, min(1024, -(-cols // (128 * threads)))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
