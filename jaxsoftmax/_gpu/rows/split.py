@@ -196,18 +196,15 @@ class Rows:
             ptx.end_copies()  # where no ticket is left, too: `finish` counts
 
         def one(carry):
-            """Looks whether the row of the ticket at hand is complete. While its results are stored the following one arrives."""
+            """Publishes the following ticket, and then looks whether the row of the one at hand is complete."""
             ticket, following, is_published, first, last, slot = carry
             row = lax.div(ticket, jnp.int32(blocks))
-
-            def look():
-                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
-
-            is_complete = lax.cond(ticket < 0, lambda: yes, look)
-            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
-            takes = jnp.logical_and(is_complete == 1, first == last)  # before it publishes, as an answer takes a while
-            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
             pl.when(is_published == 0)(lambda: publish(following, True, slot))
+            look = functools.partial(ptx.is_complete, counters, row, arrivals, blocks, _PATIENCE, told)
+            is_complete = lax.cond(ticket < 0, lambda: yes, look)
+            takes = jnp.logical_and(is_complete == 1, first == last)  # before it stores results, as an answer takes a while
+            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
+            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
 
             def renewed():
                 """What the block has helped with comes first."""
@@ -224,7 +221,7 @@ class Rows:
                 return following, ticket, is_published, rest, last, 1 - slot
 
             def waited():
-                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), slot
+                return ticket, following, yes, first, help_out(last), slot
 
             return lax.cond(is_complete == 1, renewed, waited)
 

@@ -148,20 +148,23 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
 
 
 def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
-    """Rows side by side that fill a line of the cache, or half of one, and 32 KiB of them a block; of longer ones fewer.
+    """Rows side by side that fill a line of the cache, or half of one, and up to 40 KiB of them a block; of longer ones fewer.
 
-    Where a cluster would hold less than half a line of them, blocks of the grid share them.
+    In 16 bits, and where what is read is not written, a block of half lines has more elements of each row, which is worth more
+    where rows are long. Where a cluster would hold less than half a line of them, blocks of the grid share them.
     """
     vector = math.gcd(inner, 16 // itemsize)
     size = vector * itemsize * (2 if kernel in _TWO_OPERANDS else 1)  # of what a lane holds of an element of its rows
-    touched = 128 if itemsize == 4 and kernel not in _STREAMED else 64
-    lanes = widest = min(WARP // 2, touched // (vector * itemsize), _power(inner / vector))
+    line = 128 // (vector * itemsize)  # lanes
+    fills = itemsize == 4 or (cols * line * size <= 2**18 and (inner % (line * vector) == 0 or inner > 8 * line * vector))
+    touched = line if fills and kernel not in _STREAMED else line // 2
+    lanes = widest = max(1, min(WARP // 2, touched, _power(inner / vector)))
     while lanes * vector * itemsize > 64 and cols * lanes * size > most * 102400:
         lanes //= 2
     if cols * lanes * size <= most * 102400:
-        blocks = min(most, _power(cols * lanes * size / 32768))
+        blocks = min(most, _power(cols * lanes * size / 40960))
         threads = 128 if cols * lanes * size <= blocks * 65536 else 256
-        return Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=lanes)
+        return Config(vector, threads, blocks=blocks, parked=True, unroll=8 // itemsize, lanes=lanes)
     if kernel in _STREAMED or kernel == "logsumexp_vjp":  # read once, or of which blocks need nothing of each other
         return Config(vector, 128, blocks=most, unroll=4, lanes=widest)
     place = _PLACE[itemsize]
