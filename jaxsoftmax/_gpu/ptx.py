@@ -375,29 +375,30 @@ def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
     emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
 
 
-def is_complete(counters, row, count: int, tickets: int, patience: int, told) -> jax.Array:
-    """Waits until `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
+def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int, told) -> jax.Array:
+    """Whether `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
 
-    It gives up after `patience` nanoseconds, unless all `tickets` of each row up to this one are taken by then: whoever took one
-    adds to the counter without waiting.
+    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless all `tickets`
+    of each row up to this one are taken by then: whoever took one adds to the counter without waiting.
 
     Returns:
       1, or 0 if it is not, an int32 in all threads. `told` is one in shared memory, which says it.
     """
     ptx = (
         "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u32 $0, 0;"
-        " setp.ne.u32 is, $4, 0; @is bra ready; mov.u64 start, %globaltimer;"
+        " setp.ne.u32 is, $5, 0; @is bra ready; mov.u64 start, %globaltimer;"
         f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
-        " mov.u32 $0, 0; ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
+        " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra ready;"
+        " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
         f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; ready: }}"
     )
 
-    def wait(counters, row):
+    def wait(counters, row, may_wait):
         end = arith.muli(arith.addi(row, constant(1)), constant(tickets))
-        operands = _entry(counters, row), address_of(counters), end, utils.thread_idx()
+        operands = _entry(counters, row), address_of(counters), end, may_wait, utils.thread_idx()
         return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
-    return tell(emit(wait, counters, [row], results=_SCALAR), told)
+    return tell(emit(wait, counters, [row, may_wait], results=_SCALAR), told)
 
 
 def _is_first_thread():

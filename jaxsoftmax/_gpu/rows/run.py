@@ -166,7 +166,7 @@ def run(
         if layout.config.grid:
             *out_refs, states = out_refs
             shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, states, exchange, order, shared).work(
+            shared_rows(layout, count, states, exchange, order, shared, inner > 1 or len(held) > 1).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),

@@ -147,6 +147,8 @@ class Rows:
       states: what `states` describes, in global memory.
       exchange, order: see `Tile`.
       shared: what `memory` describes.
+      publishes_first: whether a block publishes a slice before it looks at the row of the one before. Rows so are complete
+        earlier. Else it stores results while the slice arrives.
     """
 
     layout: Any
@@ -155,6 +157,7 @@ class Rows:
     exchange: Any
     order: Any
     shared: dict[str, Any]
+    publishes_first: bool
 
     def work(self, copy_in, fill_around, body, store) -> None:
         """Does tickets until none is left: `copy_in(memory)`, and so on, `body(tile, is_held)` and `store(tile, results)`."""
@@ -196,15 +199,25 @@ class Rows:
             ptx.end_copies()  # where no ticket is left, too: `finish` counts
 
         def one(carry):
-            """Publishes the following ticket, and then looks whether the row of the one at hand is complete."""
+            """Stores the results of the ticket at hand if its row is complete, publishes the following one, and copies a third."""
             ticket, following, is_published, first, last, slot = carry
             row = lax.div(ticket, jnp.int32(blocks))
-            pl.when(is_published == 0)(lambda: publish(following, True, slot))
-            look = functools.partial(ptx.is_complete, counters, row, arrivals, blocks, _PATIENCE, told)
+
+            def publish_following(is_published):
+                pl.when(is_published == 0)(lambda: publish(following, True, slot))
+                return yes
+
+            def look():
+                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
+
+            if self.publishes_first:
+                is_published = publish_following(is_published)
             is_complete = lax.cond(ticket < 0, lambda: yes, look)
             takes = jnp.logical_and(is_complete == 1, first == last)  # before it stores results, as an answer takes a while
             taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
             pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
+            if not self.publishes_first:
+                publish_following(is_published)
 
             def renewed():
                 """What the block has helped with comes first."""
@@ -221,7 +234,7 @@ class Rows:
                 return following, ticket, is_published, rest, last, 1 - slot
 
             def waited():
-                return ticket, following, yes, first, help_out(last), slot
+                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), slot
 
             return lax.cond(is_complete == 1, renewed, waited)
 

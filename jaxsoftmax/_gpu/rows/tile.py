@@ -112,7 +112,7 @@ class Tile:
         that is off by. Beyond 2^126, where products overflow, scores that differ do so by far more than any weight can show.
         """
         layout = self.memory.layout
-        if scale is not None or not (layout.config.parked and layout.config.unroll):
+        if scale is not None or not (layout.config.unroll and (layout.config.parked or layout.config.grid)):
             return functools.partial(online.weights, m=m, scale=scale), 1
         m = online.shift(m)
         unit = jnp.where(jnp.abs(m) < 2.0**126, jnp.float32(math.log2(math.e)), jnp.float32(2**-10))
