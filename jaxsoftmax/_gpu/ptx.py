@@ -80,7 +80,7 @@ def block_barrier() -> None:
 
 
 def widened(values: jax.Array, layout: Any) -> jax.Array:
-    """bfloat16 values as float32, in one operation for each element, of which there are two in a word: `arith.extf` takes two."""
+    """bfloat16 values as float32, in one operation for each; where a word has two, `arith.extf` takes two for the second."""
 
     def widen(values):
         kind = ptx_layout.registers_element_type(ir.F32Type.get())
@@ -312,7 +312,8 @@ def add_one_of_block(counters, index, told) -> jax.Array:
     """
 
     def add(counters, index):
-        ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.acq_rel.gpu.global.add.u32 $0, [$1], 1; }"
+        atom = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
+        ptx = f"{{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first {atom} }}"
         operands = _entry(counters, index), utils.thread_idx()
         return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 

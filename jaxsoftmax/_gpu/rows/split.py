@@ -5,11 +5,15 @@ A row is cut into slices, a ticket each, in the order of rows. A block
 1. takes a ticket, copies the slice to shared memory, and publishes its state;
 2. takes the next ticket, and starts to copy that slice to a second place;
 3. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, and
-   computes its part of the results from what it holds; meanwhile the second slice arrives, and its state is published.
+   computes its part of the results from what it holds; meanwhile the second slice arrives;
+4. publishes the state of the second slice, and goes on with 2.
+
+Rows of many slices are complete earlier, and waited for less, where 4 comes before 3 (see `Rows.publishes_first`).
 
 Each element is read once, but of slices that a block helped with. Nothing says that all blocks run at a time: others may use
 the GPU, a second one of these kernels too. So a block never waits while it holds a ticket that it has not published: where the
-row of the first one is not complete, it publishes the second one, and only then waits. And it waits only for tickets that are
+row of the first one is not complete, it publishes the second one, and only then waits; a third one, which it takes ahead of 3,
+as the answer takes a while, is published before it waits again. And it waits only for tickets that are
 taken: their blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the
 next one, and publishes its state without holding the slice, which it copies later, when a place is free. Both compute the state
 alike, so the bits of a row do not depend on who held what. One block alone would do all the work so.
@@ -199,7 +203,7 @@ class Rows:
             ptx.end_copies()  # where no ticket is left, too: `finish` counts
 
         def one(carry):
-            """Stores the results of the ticket at hand if its row is complete, publishes the following one, and copies a third."""
+            """Finishes the ticket at hand if its row is complete, publishes the following one, and copies a third."""
             ticket, following, is_published, first, last, slot = carry
             row = lax.div(ticket, jnp.int32(blocks))
 

@@ -108,8 +108,9 @@ class Tile:
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.
 
-        So the exponent takes one operation, `score * log2(e) - t`, where `t` is `m * log2(e)` as rounded, and the factor is what
-        that is off by. Beyond 2^126, where products overflow, scores that differ do so by far more than any weight can show.
+        So the exponent takes one operation, `score * log2(e) - t`, where `t` is `m * log2(e)` as rounded, and the factor is
+        what that is off by. Beyond 2^126 `t` would overflow; scores that differ do so by more than any weight shows there, in
+        whatever unit.
         """
         layout = self.memory.layout
         if scale is not None or not (layout.config.unroll and (layout.config.parked or layout.config.grid)):
