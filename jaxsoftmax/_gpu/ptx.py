@@ -547,9 +547,10 @@ class Vector:
         """This, touched as a whole where a part is to be touched and it does not start behind `last`, an address."""
         if self.partial is None:
             return self
-        in_array = compare("ule", arith.addi(self.address, i64(self.offset)), last)
-        complete = arith.ori(self.inside, arith.andi(self.partial, in_array))
-        return replace(self, inside=complete, partial=arith.andi(self.partial, arith.xori(in_array, utils.c(1, integer(1)))))
+        whole: Any = self.inside  # which is there, if a part may be to be touched
+        start = arith.addi(self.address, i64(self.offset))
+        whole = arith.ori(whole, arith.andi(self.partial, compare("ule", start, last)))
+        return replace(self, inside=whole, partial=arith.andi(self.partial, compare("ugt", start, last)))
 
     def fill_around(self, register, target, offset, bits):
         """Sets to `bits` what is there and was copied along with a part."""

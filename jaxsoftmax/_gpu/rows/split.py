@@ -37,7 +37,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.layout import RowLayout
@@ -90,7 +89,7 @@ class Second(Tile):
     parts: Callable[[int, float], jax.Array] = field(kw_only=True)
 
     def lift(self, scores, scale=None) -> State:
-        return online.merge_along(State(self.parts(0, -jnp.inf), self.parts(1, 0)), 0, scale=scale)
+        return self.merge_along(State(self.parts(0, -jnp.inf), self.parts(1, 0)), scale)
 
     def merge(self, state: State, scale=None) -> State:
         return state

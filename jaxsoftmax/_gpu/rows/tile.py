@@ -136,7 +136,21 @@ class Tile:
         """The states of the rows from those of what a warp holds."""
         if not self.memory.layout.whole_block:
             return state
-        return online.merge_along(State(*self._exchanged(state.m, state.d)), 0, scale=scale)
+        return self.merge_along(State(*self._exchanged(state.m, state.d)), scale)
+
+    def merge_along(self, states: State, scale=None) -> State:
+        """The state of all `states`, which each warp has in a layout of `ptx.replicated`.
+
+        Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
+        products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.
+        """
+        if not self.memory.layout.shifted:
+            return online.merge_along(states, 0, scale=scale)
+        m = jnp.max(states.m, 0)
+        layout = ptx.replicated(states.d.size)
+        factors = online.weights(states.m, m, axis=0, scale=scale)
+        nothing = plgpu.layout_cast(jnp.zeros(states.d.shape, jnp.float32), layout)
+        return State(m, jnp.sum(ptx.fma(states.d, factors, nothing, layout)))
 
     def sum(self, values: Steps) -> jax.Array:
         """The sums of the rows."""

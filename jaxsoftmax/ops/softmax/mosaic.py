@@ -134,17 +134,17 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
         each = 128 // itemsize  # elements of a thread
         threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
         return Config(widest, threads, blocks=_power(cols / (each * threads)))
-    share = _SHARES[size]
-    if cols > (1.25 if size == (2, 1) else 1) * most * share:
+    share, longest = _SHARES[size]
+    if cols > most * longest:
         if kernel == "logsumexp_vjp":  # whose blocks need nothing of each other
             return Config(widest, 2048 // widest, blocks=most, unroll=4)
         return _of_the_grid(target, cols, *size)
     blocks = min(most, _power(cols / share))
     if size == (2, 1) and whole_lines and cols > 65536:  # as fast, and faster where rows are few
         blocks = most
-    if size == (2, 2) and cols > 8192:
-        return Config(widest, 256, blocks=blocks, parked=True, unroll=1)
-    return Config(widest, 256 if itemsize == 4 and cols > 8192 else 128, blocks=blocks, parked=True, unroll=2)
+    threads = 256 if cols > 8192 and size != (2, 1) else 128
+    unroll = 4 if cols > 200_000 else 1 if size == (2, 2) and cols > 8192 else 2
+    return Config(widest, threads, blocks=blocks, parked=True, unroll=unroll)
 
 
 def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: int, most: int) -> Config:
@@ -198,9 +198,10 @@ def _resident(target, place: int, blocks: int) -> int:
 _PLACE = {4: 32768, 2: 24576}  # bytes of what a block of the grid holds in a place, by bytes of an element
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
-# By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block.
+# By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block, and
+# how many it may have before rows are shared by the blocks of the grid.
 _IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
-_SHARES = {(4, 1): 16384, (4, 2): 12288, (2, 1): 20480, (2, 2): 25600}
+_SHARES = {(4, 1): (16384, 19456), (4, 2): (12288, 12288), (2, 1): (20480, 31744), (2, 2): (25600, 25600)}
 
 
 def _power(least: float) -> int:
