@@ -18,11 +18,11 @@ from examples.worklog.common import (
     HALVES,
     LADDERS,
     LONG_ROW,
+    MEDIUM,
     OF_A_WRITE_UP,
     OF_ONE_VECTOR,
     OF_TOP_K,
     OF_VECTORS,
-    ON_CHIP,
     ROW,
     SIZES,
     SMALL,
@@ -47,7 +47,7 @@ def cells(elements: int = softmax.ELEMENTS) -> list[Cell]:
         *(_cell("float32", shape) for shape in of_rows),
         *(_cell("float32", shape, OF_ONE_VECTOR if shape == VECTOR else OF_VECTORS) for shape in vectors),
         *(_cell("float16", shape) for shape in HALVES),
-        _cell_of_top_k(ON_CHIP),
+        _cell_of_top_k(MEDIUM),
         dataclasses.replace(attention.cell_of(ATTENTION), contenders=tuple(map(_way, WAYS_OF_ATTENTION))),
     ]
 

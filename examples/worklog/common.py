@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]
 
 LONG: Shape = (1024, 131072)  # 512 KB a row: those in flight do not fit the cache, and a second read is one of memory
-ON_CHIP: Shape = (4096, 32768)  # the longest rows that the library keeps on chip
+MEDIUM: Shape = (4096, 32768)  # 128 KB a row, and as many bytes in all
 SHORT: Shape = (131072, 1024)  # rows that the cache still holds when they are read again
-LADDERS = (LONG, ON_CHIP, SHORT)
+LADDERS = (LONG, MEDIUM, SHORT)
 HUGE: Shape = (8, 2**24)
-COUNTED = (HUGE, ON_CHIP, SHORT)
-FROM_MEMORY = (HUGE, ON_CHIP)  # where a second read is one of memory
+COUNTED = (HUGE, MEDIUM, SHORT)
+FROM_MEMORY = (HUGE, MEDIUM)  # where a second read is one of memory
 VECTOR: Shape = (1, 2**24)
 OF_A_WRITE_UP: Shape = (1024, 32768)
 SMALL: Shape = (1024, 512)
@@ -39,7 +39,7 @@ ROW = 1024  # of the figure, whose first rows the cache holds when they are read
 LONG_ROW = 131072
 
 PEERS = ("jax.nn", "torch")
-OF_VECTORS = ("tree", "online_blocks")  # the rungs that spread one row over the whole GPU
+OF_VECTORS = ("tree", "online_blocks", "on_chip")  # the rungs that spread one row over the whole GPU
 OF_ONE_VECTOR = (*OF_VECTORS, "fused", "online_wide")
 REFERENCE = "online_wide"  # with which the other rungs' times and bytes are compared
 NUMBERS_COUNTED = frozenset("2457")  # of the rungs whose bytes are held to their predictions

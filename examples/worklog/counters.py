@@ -21,7 +21,7 @@ from benchmarks import results
 from benchmarks.results import Origin
 from examples.worklog import common
 from examples.worklog.cells import top_k_of
-from examples.worklog.common import ATTENTION, COUNTED, OF_TOP_K, ON_CHIP, WAYS_OF_ATTENTION, size, takes, text
+from examples.worklog.common import ATTENTION, COUNTED, MEDIUM, OF_TOP_K, WAYS_OF_ATTENTION, size, takes, text
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def cases() -> Iterator[Case]:
             if takes(rung, shape):
                 yield Case("softmax", "float32", shape, rung.name, rung.bytes(*shape, "float32"), rung.softmax)
     for rung in rungs:
-        if rung.name in OF_TOP_K and takes(rung, ON_CHIP):
-            predicted = rung.bytes(*ON_CHIP, "float32") + size(ON_CHIP)
-            yield Case("softmax_top_k", "float32", ON_CHIP, rung.name, predicted, top_k_of(rung.softmax))
+        if rung.name in OF_TOP_K and takes(rung, MEDIUM):
+            predicted = rung.bytes(*MEDIUM, "float32") + size(MEDIUM)
+            yield Case("softmax_top_k", "float32", MEDIUM, rung.name, predicted, top_k_of(rung.softmax))
     predictions = common.ladder().attention_bytes(ATTENTION.shape, jnp.dtype(ATTENTION.dtype))
     for name in WAYS_OF_ATTENTION:
         function = getattr(common.ladder(), name)

@@ -29,8 +29,8 @@ _COLOURS = {
 # The panels of the first figure: a title, the shape of so many elements, and the lines, which stand for those that lie on them.
 PANELS: tuple[tuple[str, dict[int, Shape], tuple[str, ...]], ...] = (
     (f"rows of {ROW}", rows_of(ROW), ("separate", "fused", "online_thread", "on_chip", "jax.nn")),
-    (f"rows of {LONG_ROW}", rows_of(LONG_ROW), ("separate", "tree", "fused", "online_wide", "jax.nn")),
-    ("one vector", {count: (1, count) for count in SIZES}, ("tree", "online_blocks", "jax.nn", "torch")),
+    (f"rows of {LONG_ROW}", rows_of(LONG_ROW), ("separate", "tree", "fused", "online_wide", "on_chip", "jax.nn")),
+    ("one vector", {count: (1, count) for count in SIZES}, ("tree", "online_blocks", "on_chip", "jax.nn", "torch")),
 )
 
 

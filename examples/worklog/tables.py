@@ -12,10 +12,10 @@ from examples.worklog.common import (
     HALVES,
     HUGE,
     LONG,
+    MEDIUM,
     OF_A_WRITE_UP,
     OF_ONE_VECTOR,
     OF_TOP_K,
-    ON_CHIP,
     PEERS,
     REFERENCE,
     SHORT,
@@ -85,10 +85,10 @@ def _ladder(shape: Shape, measured: Measured) -> str:
         if (us := measured.time(name, shape)) is None:
             continue
         times = _quotient(us, measured.time(REFERENCE, shape))
-        passes = _quotient(rung.passes, reference and reference.passes)
+        passes, others = rung.passes(shape[1], "float32"), reference and reference.passes(shape[1], "float32")
         speed, share = rung.bytes(*shape, "float32") / us / 1e3, _figure(measured.share(rung, shape))
-        words = f"{rung.number} `{name}`", f"{rung.passes}N"
-        rows.append([*words, _us(us), f"{speed:.0f}", share, _times(passes), _times(times)])
+        words = f"{rung.number} `{name}`", f"{passes}N"
+        rows.append([*words, _us(us), f"{speed:.0f}", share, _times(_quotient(passes, others)), _times(times)])
     for name in PEERS:
         if (us := measured.time(name, shape)) is not None:
             rows.append([name, "-", _us(us), "-", "-", "-", _times(_quotient(us, measured.time(REFERENCE, shape)))])
@@ -177,8 +177,11 @@ _BYTES = ("predicted, MB", "DRAM, MB", "read", "written", "requested, MB", "DRAM
 
 
 def _bytes(shape: Shape, measured: Measured) -> str:
-    found = ((rung, measured.bytes(rung.name, shape)) for rung in common.ladder().RUNGS)
-    rows = [[f"{rung.number} `{rung.name}`", f"{rung.passes}N", *_cells_of_bytes(one)] for rung, one in found if one]
+    rows = []
+    for rung in common.ladder().RUNGS:
+        if one := measured.bytes(rung.name, shape):
+            words = f"{rung.number} `{rung.name}`", f"{rung.passes(shape[1], 'float32')}N"
+            rows.append([*words, *_cells_of_bytes(one)])
     return table(("rung", "passes", *_BYTES), rows)
 
 
@@ -202,7 +205,7 @@ def _table_of_accesses(measured: Measured) -> str:
         if one or us:
             counted = _figure(one.requested / size(HUGE) if one else None)
             others = [of.get(paper, "-") for of in (published.PAPERS_ACCESSES, published.PAPERS_SPEED_UP)]
-            ours = str(rung.passes), counted, _times(_quotient(safe_us, us))
+            ours = str(rung.passes(HUGE[1], "float32")), counted, _times(_quotient(safe_us, us))
             where = "-" if set(others) == {"-"} else published.PAPERS_GPU
             rows.append([f"{paper} (`{rung.name}`)", *ours, *others, where])
     header = "accesses an element", "predicted", "requested, counted", "speed-up over safe"
@@ -211,12 +214,12 @@ def _table_of_accesses(measured: Measured) -> str:
 
 def _table_of_top_k(measured: Measured) -> str:
     rows, op = [], "softmax_top_k"
-    passes = {rung.name: rung.passes for rung in common.ladder().RUNGS}
+    passes = {rung.name: rung.passes(MEDIUM[1], "float32") for rung in common.ladder().RUNGS}
     for name in (*OF_TOP_K, *PEERS):
-        us, one = measured.time(name, ON_CHIP, op=op), measured.bytes(name, ON_CHIP, op)
+        us, one = measured.time(name, MEDIUM, op=op), measured.bytes(name, MEDIUM, op)
         if us or one:
             predicted = str(passes[name] + 1) if name in passes else "-"
-            counted, alone = one.requested / size(ON_CHIP) if one else None, measured.time(name, ON_CHIP)
+            counted, alone = one.requested / size(MEDIUM) if one else None, measured.time(name, MEDIUM)
             ours = predicted, _figure(counted), _us(us), _us(alone)
             rows.append([f"`{name}`, then top {K}", *ours, *_of_the_paper(name)])
     if rows:
@@ -244,7 +247,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "rungs": _table_of_rungs,
     "run": _table_of_run,
     "ladder long": functools.partial(_ladder, LONG),
-    "ladder on chip": functools.partial(_ladder, ON_CHIP),
+    "ladder medium": functools.partial(_ladder, MEDIUM),
     "ladder short": functools.partial(_ladder, SHORT),
     "vector": _table_of_vector,
     "half": _table_of_halves,
@@ -253,7 +256,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "write-up": _table_of_write_up,
     "cpu": _table_of_cpu,
     "bytes huge": functools.partial(_bytes, HUGE),
-    "bytes on chip": functools.partial(_bytes, ON_CHIP),
+    "bytes medium": functools.partial(_bytes, MEDIUM),
     "bytes short": functools.partial(_bytes, SHORT),
     "attention": _table_of_attention,
     "accesses": _table_of_accesses,
