@@ -160,7 +160,8 @@ class Tile:
     def _sum(self, values: Steps) -> jax.Array:
         """The sums of what a warp holds of each row."""
         layout = self.memory.layout
-        if layout.config.unroll:
+        if layout.config.unroll or layout.shifted:
+            # Products are added unrounded. From 0 on the first one is not, wherever the row starts.
             zeros = self._accumulator(0)
             (total,) = self._fold(lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)], [zeros])
         else:
