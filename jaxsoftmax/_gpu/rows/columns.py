@@ -41,7 +41,7 @@ class ColumnLayout:
       warps: of a block.
       apart: places along the rows between those of a block and of the next one.
       group, groups: blocks of the grid whose states are merged first, a power of two, and such groups of a tile.
-      steps, whole_steps, looped_steps, places, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
+      steps, whole_steps, looped_steps, stages, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
       shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
       layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
     """
@@ -71,8 +71,8 @@ class ColumnLayout:
         whole = cols // (height * self.blocks)
         self.whole_steps = range(whole) if cols == whole * height * self.blocks or not config.grid else range(0)
         self.looped_steps = range(self.steps)
-        self.places = 2 if config.grid else 1
-        self.slot_elements = self.places * self.steps * self.threads * self.vector
+        self.stages = 2 if config.grid else 1
+        self.slot_elements = self.stages * self.steps * self.threads * self.vector
         self.group = 1 << max(4, self.blocks.bit_length() // 2)
         self.groups = -(-self.blocks // self.group)
         self.shape = (WARPS * self.width, WARP // self.lanes)
@@ -98,7 +98,7 @@ class ColumnMemory(Memory):
             return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        return held(lambda step: ptx.emit(load, slot, [self.slot * layout.steps + step], results=kind))
+        return held(lambda step: ptx.emit(load, slot, [self.stage * layout.steps + step], results=kind))
 
     def load_row(self, ref) -> jax.Array:
         layout = self.layout

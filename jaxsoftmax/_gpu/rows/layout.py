@@ -79,7 +79,7 @@ class RowLayout:
       order_shape: of float32 in shared memory for `Memory.sums_in_order`: two sums of each thread, and a maximum of each warp;
         None where the order is that of the row.
       scratch_size: bytes of both.
-      places: in shared memory where a block may hold rows.
+      stages: of shared memory, in each of which a block may hold rows.
       slot_elements: of rows that a block holds in shared memory, and what fills their last steps.
       shape: what a warpgroup holds in a step: rows, or warps, by elements.
       layout: where the elements of `shape` are: in vectors, a row in lanes of one warp.
@@ -114,8 +114,8 @@ class RowLayout:
         if self.joined:
             self.looped_steps = range(self.whole_steps.stop - 1)
         self.entries = self.steps * self.blocks * self.warpgroups
-        self.places = 2 if config.grid else 1
-        self.slot_elements = self.places * self.steps * step
+        self.stages = 2 if config.grid else 1
+        self.slot_elements = self.stages * self.steps * step
         self.order_shape = (2 * self.threads + WARPS * self.warpgroups,) if self.shifted else None
         self.scratch_size = 4 * sum(map(math.prod, filter(None, [self.exchange_shape, self.order_shape])))
         ends_with_step = cols == self.steps * step

@@ -68,7 +68,7 @@ class Memory:
       count: rows of the arrays.
       exact: whether arrays of so many rows end where a block's rows do, and rows with a step of all threads.
       rank: the number of the block among those that share the row, a scalar int32.
-      slot: the number of the place in shared memory, of those where a block may hold rows, a scalar int32.
+      stage: the number of the one in which the block holds them, a scalar int32.
     """
 
     layout: Any
@@ -76,7 +76,7 @@ class Memory:
     count: int
     exact: bool
     rank: Any = 0
-    slot: Any = 0
+    stage: Any = 0
 
     @property
     def place(self) -> list[Any]:
@@ -163,7 +163,7 @@ class Memory:
         layout = self.layout
 
         def make(*given):
-            *given, row, rank, slot_number = given
+            *given, row, rank, stage = given
             copies = []
             for ref, slot, fill in zip(given[: len(refs)], given[len(refs) :], fills, strict=True):
                 itemsize = utils.bytewidth(ref.type.element_type)
@@ -171,7 +171,7 @@ class Memory:
                 (start,) = self._starts(ref, (row, rank), itemsize)
                 size = layout.vector * itemsize
                 last = arith.addi(ptx.address_of(ref), i64(math.prod(ref.type.shape) * itemsize - size))
-                place = arith.addi(utils.thread_idx(), arith.muli(slot_number, constant(layout.steps * layout.threads)))
+                place = arith.addi(utils.thread_idx(), arith.muli(stage, constant(layout.steps * layout.threads)))
                 target = ptx.shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(layout.steps):
                     own = self._vector(step, start, itemsize)
@@ -179,7 +179,7 @@ class Memory:
             function(copies)
 
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
-        ptx.emit(make, (*refs, *slots), [*self.place, self.slot])
+        ptx.emit(make, (*refs, *slots), [*self.place, self.stage])
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         """What is as large as the rows, as a function of a step that converts it to `dtype`.
@@ -204,7 +204,7 @@ class Memory:
 
     def _entry(self, step):
         """The number of what the warpgroup has in a step, in a slot."""
-        return (self.slot * self.layout.steps + step) * self.layout.warpgroups + self.group()
+        return (self.stage * self.layout.steps + step) * self.layout.warpgroups + self.group()
 
     def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
         """A mask as a function of a step: bool.

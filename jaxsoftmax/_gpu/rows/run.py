@@ -198,7 +198,7 @@ def run(
     def launched(kernel, layout, results, blocks):
         parked = [array.dtype for array in held.values()] if layout.config.parked else []
         parked += dtypes if is_flat and not over else []
-        steps = layout.places * layout.steps * layout.warpgroups
+        steps = layout.stages * layout.steps * layout.warpgroups
         slots = [plgpu.SMEM((layout.slot_elements,) if is_flat else (steps, *layout.shape), dtype) for dtype in parked]
         exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
         pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None

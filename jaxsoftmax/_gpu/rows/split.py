@@ -3,7 +3,7 @@
 A row is cut into slices, a ticket each, in the order of rows. A block
 
 1. takes a ticket, copies the slice to shared memory, and publishes its state;
-2. takes the next ticket, and starts to copy that slice to a second place;
+2. takes the next ticket, and starts to copy that slice to a second stage of shared memory;
 3. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, and
    computes its part of the results from what it holds; meanwhile the second slice arrives;
 4. publishes the state of the second slice, and goes on with 2.
@@ -12,11 +12,11 @@ Rows of many slices are complete earlier, and waited for less, where 4 comes bef
 
 Each element is read once, but of slices that a block helped with. Nothing says that all blocks run at a time: others may use
 the GPU, a second one of these kernels too. So a block never waits while it holds a ticket that it has not published: where the
-row of the first one is not complete, it publishes the second one, and only then waits; a third one, which it takes ahead of 3,
-as the answer takes a while, is published before it waits again. And it waits only for tickets that are
-taken: their blocks run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the
-next one, and publishes its state without holding the slice, which it copies later, when a place is free. Both compute the state
-alike, so the bits of a row do not depend on who held what. One block alone would do all the work so.
+row of the first one is not complete, it publishes the second one, and only then waits. (It asks for a third one before 3, as
+the answer takes a while, and publishes that before it waits again.) And it waits only for tickets that are taken: their blocks
+run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and
+publishes its state without holding the slice, which it copies later, when a stage is free. Both compute the state alike, so
+the bits of a row do not depend on who held what. One block alone would do all the work so.
 
 Rows along another axis are shared in tiles of neighbours (see `columns`), which may have hundreds of slices. Whoever publishes
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
@@ -170,16 +170,16 @@ class Rows:
         tickets, room = jnp.int32(self.count * blocks), jnp.int32(_room(self.layout))
         told = self.shared["told"]
 
-        def publish(ticket, is_held, slot):
-            tile = self._first(self._memory(ticket, slot, is_held))
+        def publish(ticket, is_held, stage):
+            tile = self._first(self._memory(ticket, stage, is_held))
             if is_held:
                 ptx.await_copies()
                 fill_around(tile.memory)  # not needed again where results are computed
             body(tile, is_held)
             self._announce(counters, ticket, tile)
 
-        def finish(ticket, slot):
-            tile = self._second(self._memory(ticket, slot))
+        def finish(ticket, stage):
+            tile = self._second(self._memory(ticket, stage))
             ptx.await_copies(but=1)  # those of the following ticket
             store(tile, body(tile, True))
 
@@ -197,17 +197,17 @@ class Rows:
 
             return last + (ticket < tickets).astype(jnp.int32)
 
-        def start(ticket, slot):
-            pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, slot)))
+        def start(ticket, stage):
+            pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, stage)))
             ptx.end_copies()  # where no ticket is left, too: `finish` counts
 
         def one(carry):
             """Finishes the ticket at hand if its row is complete, publishes the following one, and copies a third."""
-            ticket, following, is_published, first, last, slot = carry
+            ticket, following, is_published, first, last, stage = carry
             row = lax.div(ticket, jnp.int32(blocks))
 
             def publish_following(is_published):
-                pl.when(is_published == 0)(lambda: publish(following, True, slot))
+                pl.when(is_published == 0)(lambda: publish(following, True, stage))
                 return yes
 
             def look():
@@ -218,7 +218,7 @@ class Rows:
             is_complete = lax.cond(ticket < 0, lambda: yes, look)
             takes = jnp.logical_and(is_complete == 1, first == last)  # before it stores results, as an answer takes a while
             taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
-            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - slot))
+            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - stage))
             if not self.publishes_first:
                 publish_following(is_published)
 
@@ -233,11 +233,11 @@ class Rows:
                     return ticket, (ticket >= tickets).astype(jnp.int32), first
 
                 ticket, is_published, rest = lax.cond(first < last, helped, new)
-                start(ticket, 1 - slot)
-                return following, ticket, is_published, rest, last, 1 - slot
+                start(ticket, 1 - stage)
+                return following, ticket, is_published, rest, last, 1 - stage
 
             def waited():
-                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), slot
+                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), stage
 
             return lax.cond(is_complete == 1, renewed, waited)
 
@@ -247,8 +247,8 @@ class Rows:
         is_left_out = (first >= tickets).astype(jnp.int32)
         lax.while_loop(lambda carry: carry[0] < tickets, one, (none, first, is_left_out, no, no, no))
 
-    def _memory(self, ticket, slot, is_held=True) -> Memory:
-        return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, slot)
+    def _memory(self, ticket, stage, is_held=True) -> Memory:
+        return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, stage)
 
     # How states are merged: of a row at once, with no groups of slices, or of those first.
 
@@ -309,9 +309,9 @@ def unheld(layout: Any) -> Any:
     return RowLayout(layout.cols, config) if isinstance(layout, RowLayout) else ColumnLayout(layout.cols, layout.inner, config)
 
 
-def _slice(layout, count, number, slot=0) -> Memory:
+def _slice(layout, count, number, stage=0) -> Memory:
     blocks, kind = jnp.int32(layout.blocks), Memory if isinstance(layout, RowLayout) else ColumnMemory
-    return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), slot)
+    return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), stage)
 
 
 def _of_row(states, memory) -> Callable[[int, float], jax.Array]:

@@ -70,7 +70,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        most = layout.places * _resident(target, _PLACE[widest], layout.blocks)
+        most = layout.stages * _resident(target, _STAGE[widest], layout.blocks)
         if config.grid and layout.blocks > most:
             return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {most}"
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
@@ -167,35 +167,35 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
         return Config(vector, threads, blocks=blocks, parked=True, unroll=8 // itemsize, lanes=lanes)
     if kernel in _STREAMED or kernel == "logsumexp_vjp":  # read once, or of which blocks need nothing of each other
         return Config(vector, 128, blocks=most, unroll=4, lanes=widest)
-    place = _PLACE[itemsize]
-    threads = 128 if place <= 32 * 128 * size else 256
+    stage = _STAGE[itemsize]
+    threads = 128 if stage <= 32 * 128 * size else 256
     found = []  # wide tiles, unless they have more slices than blocks run at a time
     for width in (widest, lanes):
-        blocks = -(-cols // (place // (threads * size) * (threads // width)))
-        grid = _resident(target, place, blocks)
+        blocks = -(-cols // (stage // (threads * size) * (threads // width)))
+        grid = _resident(target, stage, blocks)
         found.append(Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=width, grid=grid))
     return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     """Slices which the blocks of the grid hold in turns; of rows of which they cannot hold all, slices that are read twice."""
-    vector, threads, place = 16 // itemsize, 128, _PLACE[itemsize]
+    vector, threads, stage = 16 // itemsize, 128, _STAGE[itemsize]
     step, line = threads * vector, 8 * vector  # slices may start inside of a line
-    held = place // (step * itemsize * operands) * step
+    held = stage // (step * itemsize * operands) * step
     blocks = -(-cols // (held - line))
-    grid = _resident(target, place, 0)
+    grid = _resident(target, stage, 0)
     if blocks > grid:
         threads = 512 if itemsize == 4 else 256
         return Config(vector, threads, blocks=max(256, min(1024, -(-cols // (128 * threads)))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
-def _resident(target, place: int, blocks: int) -> int:
-    """How many blocks run at a time that have two places in shared memory, and of the grid's tickets four bytes each."""
-    return target.multiprocessors * max(1, target.shared_memory // (2 * place + 4 * blocks + _RESERVED))
+def _resident(target, stage: int, blocks: int) -> int:
+    """How many blocks run at a time that have two stages of shared memory, and of the grid's tickets four bytes each."""
+    return target.multiprocessors * max(1, target.shared_memory // (2 * stage + 4 * blocks + _RESERVED))
 
 
-_PLACE = {4: 32768, 2: 24576}  # bytes of what a block of the grid holds in a place, by bytes of an element
+_STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by bytes of an element
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
 # By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block, and
