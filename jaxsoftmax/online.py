@@ -127,7 +127,7 @@ def push(
 ) -> State:
     """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop.
 
-    `top` is the scores' maximum where that is known.
+    `top` is the maximum of the block, `[*rows]`, where that is known; it must not be less.
     """
     parts = _parts(scores)
     m = jnp.maximum(state.m, _max(parts, axis) if top is None else top)

@@ -52,6 +52,9 @@ def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
     largest = float(ml_dtypes.finfo(jnp.dtype(dtype)).max)
     far = min(1e6, largest / 2)
     sparse = rng.random(shape) < 0.3
+    beyond = np.zeros(shape, bool)  # the middle, along the last two axes
+    for index, size in list(zip(np.indices(shape, sparse=True), shape, strict=True))[-2:]:
+        beyond = beyond | (index >= size / 2)
     arrays = {
         "normal": normal,
         "wide": 30 * normal,
@@ -63,6 +66,7 @@ def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
         "all -inf": np.full(shape, -np.inf),
         "one +inf": np.where(np.arange(normal.size).reshape(shape) == normal.size // 2, np.inf, normal),
         "one NaN": np.where(np.arange(normal.size).reshape(shape) == normal.size // 3, np.nan, normal),
+        "-1e10 beyond the middle": np.where(beyond, max(-1e10, -largest), normal),
         "extremes": np.where(sparse, -largest, largest),
     }
     return {name: np.asarray(array, dtype=jnp.dtype(dtype)) for name, array in arrays.items()}

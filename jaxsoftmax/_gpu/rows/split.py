@@ -98,7 +98,7 @@ class Second(Tile):
         return jnp.sum(self.parts(0, 0))
 
     def store(self, results, backwards=True) -> None:
-        """Where rows are read twice the cache holds what each block has read last."""
+        """Backwards: the cache holds what a block has read last, where rows are read twice. Else no order matters."""
         super().store(results, backwards)
 
 
@@ -150,8 +150,8 @@ class Rows:
       states: what `states` describes, in global memory.
       exchange, order: see `Tile`.
       shared: what `memory` describes.
-      publishes_first: whether a block publishes a slice before it looks at the row of the one before. Rows so are complete
-        earlier. Else it stores results while the slice arrives.
+      publishes_first: whether a block publishes a slice before it looks at the row of the one before. Rows are complete
+        earlier then. Else it stores results while the slice arrives.
     """
 
     layout: Any
@@ -163,7 +163,10 @@ class Rows:
     publishes_first: bool
 
     def work(self, copy_in, fill_around, body, store) -> None:
-        """Does tickets until none is left: `copy_in(memory)`, and so on, `body(tile, is_held)` and `store(tile, results)`."""
+        """Does tickets until none is left, with `copy_in(memory)` and `fill_around(memory)` of `Memory` for all operands.
+
+        `body(tile, is_held)` gives results, and `store(tile, results)` stores them.
+        """
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count * (1 + self._groups),)))
         blocks = self.layout.blocks
         arrivals = self._groups or blocks

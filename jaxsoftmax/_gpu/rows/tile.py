@@ -102,21 +102,24 @@ class Tile:
 
         top, sums = self._fold(push, [self._accumulator(-jnp.inf), self._accumulator(0)])
         m = self._maximum(top)
-        sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
+        if layout.is_exact:
+            sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
+        else:
+            sums = self._products(sums, online.weights(top, m, axis=1, scale=scale), layout.layout)
         return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.
 
         So the exponent takes one operation, `score * log2(e) - t`, where `t` is `m * log2(e)` as rounded, and the factor is
-        what that is off by. Beyond 2^126 `t` would overflow; scores that differ do so by more than any weight shows there, in
-        whatever unit.
+        2 to what that is off by, at most 64: weights below 2^-62 may count as 0 where `m` is beyond 2^27. Beyond 1.4e9 scores
+        that differ do so by 128 at least, so that their weights are 0, in whatever unit.
         """
         layout = self.memory.layout
         if scale is not None or not (layout.config.unroll and (layout.config.parked or layout.config.grid)):
             return functools.partial(online.weights, m=m, scale=scale), 1
         m = online.shift(m)
-        unit = jnp.where(jnp.abs(m) < 2.0**126, jnp.float32(math.log2(math.e)), jnp.float32(2**-10))
+        unit = jnp.where(jnp.abs(m) < 1.4e9, jnp.float32(math.log2(math.e)), jnp.float32(1))
         t = m * unit
         off = ptx.fma(m, unit, -t, layout.row_layout if m.ndim else ptx.SPLAT)
         unit, t = (plgpu.layout_cast(self.along(row), layout.layout) for row in (unit, -t))
@@ -147,10 +150,12 @@ class Tile:
         if not self.memory.layout.shifted:
             return online.merge_along(states, 0, scale=scale)
         m = jnp.max(states.m, 0)
-        layout = ptx.replicated(states.d.size)
         factors = online.weights(states.m, m, axis=0, scale=scale)
-        nothing = plgpu.layout_cast(jnp.zeros(states.d.shape, jnp.float32), layout)
-        return State(m, jnp.sum(ptx.fma(states.d, factors, nothing, layout)))
+        return State(m, jnp.sum(self._products(states.d, factors, ptx.replicated(states.d.size))))
+
+    def _products(self, a, b, layout) -> jax.Array:
+        """`a * b`, which is rounded even where it is added to something."""
+        return ptx.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)
 
     def sum(self, values: Steps) -> jax.Array:
         """The sums of the rows."""

@@ -104,7 +104,7 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
 
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
     thread holds up to 128 bytes of a row in registers, which is fastest. Where that takes too many threads, or in 16 bits
-    where rows do not start with a line of the cache, rows are in shared memory, up to 200 elements for each thread, so that a
+    where rows do not start with a line of the cache, rows are in shared memory, up to 250 elements for each thread, so that a
     multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster,
     longer ones by those of the grid. What is read once and not written is held nowhere where that is long.
 
@@ -158,7 +158,7 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
     line = 128 // (vector * itemsize)  # lanes
     fills = itemsize == 4 or (cols * line * size <= 2**18 and (inner % (line * vector) == 0 or inner > 8 * line * vector))
     touched = line if fills and kernel not in _STREAMED else line // 2
-    lanes = widest = max(1, min(WARP // 2, touched, _power(inner / vector)))
+    lanes = widest = min(WARP // 2, touched, _power(inner / vector))
     while lanes * vector * itemsize > 64 and cols * lanes * size > most * 102400:
         lanes //= 2
     if cols * lanes * size <= most * 102400:
@@ -191,15 +191,15 @@ def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
 
 
 def _resident(target, stage: int, blocks: int) -> int:
-    """How many blocks run at a time that have two stages of shared memory, and of the grid's tickets four bytes each."""
+    """How many blocks run at a time that have two stages of shared memory, and four bytes for each ticket to help with."""
     return target.multiprocessors * max(1, target.shared_memory // (2 * stage + 4 * blocks + _RESERVED))
 
 
 _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by bytes of an element
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
-# By bytes of an element, and operands that are held: up to how many columns registers hold them, and else those of a block, and
-# how many it may have before rows are shared by the blocks of the grid.
+# By bytes of an element, and operands that are held: up to how many columns registers hold them; else from how many for a
+# block on a cluster has twice as many blocks, and with the most blocks from how many on the grid shares rows.
 _IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
 _SHARES = {(4, 1): (16384, 19456), (4, 2): (12288, 12288), (2, 1): (20480, 31744), (2, 2): (25600, 25600)}
 
