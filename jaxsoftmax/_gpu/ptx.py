@@ -360,70 +360,20 @@ def store_scalar_of_block(ref, index, value) -> None:
     block_barrier()
 
 
-def publish_pair(pairs, index, values: Sequence[jax.Array]) -> None:
-    """Stores two float32 scalars, not both 0, to the int32 `pairs[index : index + 2]` in global memory, at once."""
+def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
+    """Stores float32 scalars to `states[:, index]`, and then adds 1 to `counters[1 + row]`, all in global memory."""
 
-    def store(pairs, index, *values):
-        ptx = (
-            "{ .reg .pred first; .reg .b64 pair; setp.eq.u32 first, $3, 0; mov.b64 pair, {$1, $2};"
-            " @first st.relaxed.gpu.global.b64 [$0], pair; }"
-        )
-        operands = [value.registers.item() for value in values]
-        utils.inline_ptx(ptx, _entry(pairs, index), *operands, utils.thread_idx(), has_side_effects=True)
+    def store(states, counters, index, row, *values):
+        with utils.when(_is_first_thread()):
+            for k, value in enumerate(values):
+                place = arith.addi(i64(index), i64(k * states.type.shape[1]))
+                address = arith.addi(address_of(states), arith.muli(place, i64(4)))
+                ptx = "st.global.f32 [$0], $1;"
+                utils.inline_ptx(ptx, address, value.registers.item(), has_side_effects=True)
+            ptx = "red.release.gpu.global.add.u32 [$0+4], 1;"
+            utils.inline_ptx(ptx, _entry(counters, row), has_side_effects=True)
 
-    emit(store, pairs, [index], [(value, SPLAT) for value in values])
-
-
-def await_pairs(counters, index, count, most: int, fill: float, tickets, may_wait, patience: int) -> list[jax.Array]:
-    """Looks whether all pairs at `counters[index : index + 2 * count]` are stored, int32 in global memory that was 0.
-
-    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless as many as
-    `tickets`, counted in the first of `counters`, are taken by then: whoever took one stores its pair without waiting.
-
-    Returns:
-      1, or 0 if one is missing, an int32 in all threads of the block. If it is 1, the first ones of all pairs, and the second
-      ones, up to a power of two that is no less than `most`, with `fill` and 0 behind them: `replicated`. Neighbouring lanes
-      have neighbours, so that a warp touches few lines.
-    """
-    size = 1 << (most - 1).bit_length()
-    each = max(1, size // WARP)
-    bits = int.from_bytes(np.float32(fill).tobytes(), "little")
-    address, left, counter, end, waits = (f"${1 + 2 * each + k}" for k in range(5))
-    loads = "".join(
-        f" mov.b64 pair{q}, {bits}; setp.gt.s32 is, {left}, {q * WARP};"
-        f" @is ld.relaxed.gpu.global.b64 pair{q}, [{address}+{8 * WARP * q}];"
-        for q in range(each)
-    )
-    tests = "".join(
-        f" setp.ne.and.b64 all, pair{q}, 0, all; mov.b64 {{${1 + 2 * q}, ${2 + 2 * q}}}, pair{q};" for q in range(each)
-    )
-    ptx = (
-        "{ .reg .pred is; .reg .pred all; .reg .u32 found; .reg .u64 start; .reg .u64 now;"
-        + "".join(f" .reg .b64 pair{q};" for q in range(each))
-        + f" mov.u64 start, %globaltimer; again:{loads} setp.eq.u32 all, 0, 0;{tests}"
-        " vote.sync.all.pred all, all, 0xffffffff; @all bra ready;"
-        f" setp.eq.u32 is, {waits}, 0; @is bra ready; ld.relaxed.gpu.global.u32 found, [{counter}];"
-        f" setp.ge.u32 is, found, {end}; vote.sync.any.pred is, is, 0xffffffff; @is bra again; mov.u64 now, %globaltimer;"
-        f" sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; vote.sync.all.pred is, is, 0xffffffff; @is bra again;"
-        " ready: bar.red.and.pred all, 0, all; selp.u32 $0, 1, 0, all; }"
-    )
-
-    def look(counters, index, count, end, may_wait):
-        lane = arith.remui(utils.thread_idx(), constant(min(size, WARP)))
-        place = arith.addi(_entry(counters, index), arith.muli(i64(lane), i64(8)))
-        operands = place, arith.subi(count, lane), address_of(counters), end, may_wait
-        kinds = [integer(32), *[ir.F32Type.get()] * (2 * each)]
-        complete, *found = utils.inline_ptx(ptx, *operands, result_types=kinds, has_side_effects=True, convergent=True)
-        vectors = []
-        for part in range(2):
-            values = llvm.mlir_undef(ir.VectorType.get((each,), ir.F32Type.get()))
-            for q in range(each):
-                values = llvm.insertelement(values, found[2 * q + part], constant(q))
-            vectors.append([values])
-        return [[complete], *vectors]
-
-    kind = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=replicated(size))
-    return emit(look, counters, [index, count, tickets, may_wait], results=[_SCALAR, kind, kind])
+    emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
 
 
 def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int, told) -> jax.Array:

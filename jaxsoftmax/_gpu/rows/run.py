@@ -164,7 +164,7 @@ def run(
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
-            *out_refs, states = out_refs if inner > 1 else (*out_refs, None)
+            *out_refs, states = out_refs
             shared_rows = split.Tiles if inner > 1 else split.Rows
             shared_rows(layout, count, states, exchange, order, shared, inner > 1 or len(held) > 1).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
@@ -250,7 +250,7 @@ def run(
             (found,) = launched(first_pass, first_layout, [states], states.shape[1])(*arrays)
             return launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
     else:
-        states = [split.states(layout, count)] if chosen.grid and inner > 1 else []
+        states = [split.states(layout, count)] if chosen.grid else []
         call = launched(kernel, layout, outs + states, chosen.grid or pl.cdiv(count, layout.rows))
     narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     starts_anywhere = is_flat or layout.shifted

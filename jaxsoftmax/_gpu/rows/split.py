@@ -27,6 +27,7 @@ of longer rows are refused.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class First(Tile):
         return State(*self._publish(*super().merge(state, scale)[:2]))
 
     def sum(self, values) -> jax.Array:
-        return self._publish(super().sum(values), jnp.float32(1))[0]  # 1 for a sum that is there
+        return self._publish(super().sum(values))[0]
 
     def _publish(self, *parts):
         _once(self.found)
@@ -83,18 +84,18 @@ class First(Tile):
 
 @dataclass(frozen=True)
 class Second(Tile):
-    """A slice of a row that is complete: `states` are those of all slices, and of none where there are no more."""
+    """A slice of a row that is complete: `parts` gives those of the states of all slices."""
 
-    states: State = field(kw_only=True)
+    parts: Callable[[int, float], jax.Array] = field(kw_only=True)
 
     def lift(self, scores, scale=None) -> State:
-        return self.merge_along(self.states, scale)
+        return self.merge_along(State(self.parts(0, -jnp.inf), self.parts(1, 0)), scale)
 
     def merge(self, state: State, scale=None) -> State:
         return state
 
     def sum(self, values) -> jax.Array:
-        return jnp.sum(jnp.where(self.states.d != 0, self.states.m, 0))
+        return jnp.sum(self.parts(0, 0))
 
     def store(self, results, backwards=True) -> None:
         """Backwards: the cache holds what a block has read last, where rows are read twice. Else no order matters."""
@@ -166,8 +167,9 @@ class Rows:
 
         `body(tile, is_held)` gives results, and `store(tile, results)` stores them.
         """
-        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((self._counters,)))
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count * (1 + self._groups),)))
         blocks = self.layout.blocks
+        arrivals = self._groups or blocks
         tickets, room = jnp.int32(self.count * blocks), jnp.int32(_room(self.layout))
         told = self.shared["told"]
 
@@ -179,8 +181,8 @@ class Rows:
             body(tile, is_held)
             self._announce(counters, ticket, tile)
 
-        def finish(ticket, stage, states):
-            tile = self._second(self._memory(ticket, stage), states)
+        def finish(ticket, stage):
+            tile = self._second(self._memory(ticket, stage))
             ptx.await_copies(but=1)  # those of the following ticket
             store(tile, body(tile, True))
 
@@ -205,17 +207,21 @@ class Rows:
         def one(carry):
             """Finishes the ticket at hand if its row is complete, publishes the following one, and copies a third."""
             ticket, following, is_published, first, last, stage = carry
+            row = lax.div(ticket, jnp.int32(blocks))
 
             def publish_following(is_published):
                 pl.when(is_published == 0)(lambda: publish(following, True, stage))
                 return yes
 
+            def look():
+                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
+
             if self.publishes_first:
                 is_published = publish_following(is_published)
-            is_complete, states = self._look(counters, ticket, is_published)
+            is_complete = lax.cond(ticket < 0, lambda: yes, look)
             takes = jnp.logical_and(is_complete == 1, first == last)  # before it stores results, as an answer takes a while
             taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
-            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - stage, states))
+            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - stage))
             if not self.publishes_first:
                 publish_following(is_published)
 
@@ -247,29 +253,20 @@ class Rows:
     def _memory(self, ticket, stage, is_held=True) -> Memory:
         return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, stage)
 
-    # How blocks tell each other the states: of a row at once, in pairs that are 0 before, or of groups of slices first.
+    # How states are merged: of a row at once, with no groups of slices, or of those first.
 
     @property
-    def _counters(self):
-        return 2 + 2 * self.count * self.layout.blocks
-
-    def _look(self, counters, ticket, may_wait) -> tuple[jax.Array, Any]:
-        """Whether the row of a ticket is complete, or there is none yet, and its states if it is."""
-        blocks = self.layout.blocks
-        row, count = lax.div(ticket, jnp.int32(blocks)), jnp.where(ticket < 0, 0, blocks)
-        end, index = (row + 1) * blocks, 2 + 2 * row * blocks
-        complete, *found = ptx.await_pairs(counters, index, count, blocks, -jnp.inf, end, may_wait, _PATIENCE)
-        return complete, State(*found)
+    def _groups(self):
+        return 0
 
     def _first(self, memory) -> Any:
         return First(memory, self.exchange, None, self.order)
 
-    def _second(self, memory, states) -> Any:
-        return Second(memory, self.exchange, None, self.order, states=states)
+    def _second(self, memory) -> Any:
+        return Second(memory, self.exchange, None, self.order, parts=_of_row(self.states, memory))
 
     def _announce(self, counters, ticket, tile) -> None:
-        one = jnp.float32(1)
-        ptx.publish_pair(counters, 2 + 2 * ticket, [*tile.found, one, one][:2])
+        ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
 
 
 @dataclass(frozen=True)
@@ -277,21 +274,13 @@ class Tiles(Rows):
     """`Rows` along another axis: a tile of neighbours takes the place of a row, and groups of slices arrive."""
 
     @property
-    def _counters(self):
-        return 1 + self.count * (1 + self.layout.groups)
-
-    def _look(self, counters, ticket, may_wait) -> tuple[jax.Array, Any]:
-        row, told = lax.div(ticket, jnp.int32(self.layout.blocks)), self.shared["told"]
-
-        def look():
-            return ptx.is_complete(counters, row, self.layout.groups, self.layout.blocks, may_wait, _PATIENCE, told)
-
-        return lax.cond(ticket < 0, lambda: jnp.int32(1), look), None
+    def _groups(self):
+        return self.layout.groups
 
     def _first(self, memory) -> FirstOfColumns:
         return FirstOfColumns(memory, self.exchange, None, None)
 
-    def _second(self, memory, states) -> SecondOfColumns:
+    def _second(self, memory) -> SecondOfColumns:
         first = self._group_of(memory.row, jnp.int32(0))
         return SecondOfColumns(memory, self.exchange, None, None, states=self.states, first=first)
 
@@ -328,6 +317,12 @@ def _slice(layout, count, number, stage=0) -> Memory:
     return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), stage)
 
 
+def _of_row(states, memory) -> Callable[[int, float], jax.Array]:
+    """The `parts` of a `Second`."""
+    first, count = memory.row * jnp.int32(memory.layout.blocks), memory.layout.blocks
+    return lambda k, fill: ptx.load_line(states, k, first, count, fill)
+
+
 def first_pass(layout, count, states, exchange, order, body) -> None:
     """Of rows that the grid cannot hold, each block stores the state of a slice; `body(tile)`."""
     number = lax.axis_index("block")
@@ -340,7 +335,5 @@ def first_pass(layout, count, states, exchange, order, body) -> None:
 def second_pass(layout, count, states, exchange, order, body, store) -> None:
     """Each block computes the results of a slice, from the last one on, as the cache still holds what was read last."""
     memory = _slice(layout, count, jnp.int32(states.shape[1] - 1) - lax.axis_index("block"))
-    first, count = memory.row * jnp.int32(layout.blocks), layout.blocks
-    parts = [ptx.load_line(states, k, first, count, fill) for k, fill in enumerate((-jnp.inf, 0))]
-    tile = Second(memory, exchange, None, order, states=State(*parts))
+    tile = Second(memory, exchange, None, order, parts=_of_row(states, memory))
     store(tile, body(tile))
