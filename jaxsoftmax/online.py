@@ -111,8 +111,7 @@ def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, sc
     Returns:
       A `State` with the scores' shape without `axis`.
     """
-    parts = _parts(scores)
-    m = _max(parts, axis)
+    parts, m = _parts_and_max(scores, axis)
     return State(m, *_sums(parts, values, m, axis, scale))
 
 
@@ -129,8 +128,8 @@ def push(
 
     `top` is the maximum of the block, `[*rows]`, where that is known; it must not be less.
     """
-    parts = _parts(scores)
-    m = jnp.maximum(state.m, _max(parts, axis) if top is None else top)
+    parts, m = _parts_and_max(scores, axis, top)
+    m = jnp.maximum(state.m, m)
     d, o = _sums(parts, values, m, axis, scale)
     old = rescale(state, m, scale=scale)
     return State(m, old.d + d, _added(old.o, o))
@@ -226,15 +225,13 @@ def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
     return lax.broadcast_in_dim(row, like.shape, rows if row.ndim else ())
 
 
-def _parts(scores: Scores) -> list[jax.Array]:
-    """The arrays of the scores."""
-    return [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
-
-
-def _max(parts: list[jax.Array], axis: Axis) -> jax.Array:
-    """The maximum of each row over all of its parts."""
+def _parts_and_max(scores: Scores, axis: Axis, top: jax.Array | None = None) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays of the scores, and the maximum of each row over all of them: `top` if that is known."""
+    parts = [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+    if top is not None:
+        return parts, top
     m = functools.reduce(jnp.maximum, parts)
-    return m if axis == () else jnp.max(m, axis, initial=-jnp.inf)
+    return parts, m if axis == () else jnp.max(m, axis, initial=-jnp.inf)
 
 
 def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: Axis, scale: jax.Array | None):

@@ -139,16 +139,15 @@ class Tile:
         """The states of the rows from those of what a warp holds."""
         if not self.memory.layout.whole_block:
             return state
-        return self.merge_along(State(*self._exchanged(state.m, state.d)), scale)
+        states = State(*self._exchanged(state.m, state.d))
+        return self.merge_along(states, scale) if self.memory.layout.shifted else online.merge_along(states, 0, scale=scale)
 
     def merge_along(self, states: State, scale=None) -> State:
-        """The state of all `states`, which each warp has in a layout of `ptx.replicated`.
+        """`online.merge_along` of `states` that each warp has in a layout of `ptx.replicated`, with bits alike in all lanes.
 
         Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
         products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.
         """
-        if not self.memory.layout.shifted:
-            return online.merge_along(states, 0, scale=scale)
         m = jnp.max(states.m, 0)
         factors = online.weights(states.m, m, axis=0, scale=scale)
         return State(m, jnp.sum(self._products(states.d, factors, ptx.replicated(states.d.size))))
@@ -204,13 +203,10 @@ class Tile:
 
     def store(self, results: Sequence[tuple[Any, Steps]], backwards: bool = False) -> None:
         """Stores results, each with where it goes, step by step."""
-
-        def stored(steps):
-            for step, (ref, of) in itertools.product(steps, results):
-                self.memory.store(ref, step, of(step).astype(ref.dtype))
-            return []
-
-        self._fold(stored, [], backwards)
+        put = self.memory.store
+        self._fold(
+            lambda steps: [put(ref, i, of(i).astype(ref.dtype)) for i in steps for ref, of in results][:0], [], backwards
+        )
 
     def _fold(self, function, start, backwards=False):
         """Folds `function(steps, *carry)` over all steps: at once, or in a loop, without those that load a part of a vector."""

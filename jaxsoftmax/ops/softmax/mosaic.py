@@ -307,7 +307,11 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
         total = tile.along(tile.sum(each(lambda pair: jnp.multiply(*pair), pairs)))
         return [each(lambda pair: _select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
 
-    operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": _factor(scale)}
+    operands = {
+        "y": Whole(y, 0, jnp.float32),
+        "t": Whole(t, 0, jnp.float32),
+        "scale": None if scale is None else _factor(scale),
+    }
     config = functools.partial(config_for, target, "softmax_jacobian")
     return rows.run("softmax_jacobian_mosaic", body, operands, axes, config, whole=[dtype])[0]
 
@@ -404,13 +408,11 @@ def _run(kernel, body, axes, target, x, where, scale, given=None, **results):
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
     operands["inside"] = None if scale is None else Inside()
     operands["where"] = None if where is None else Mask(where)
-    operands["scale"] = _factor(scale)
+    operands["scale"] = None if scale is None else _factor(scale)
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(config_for, target, kernel), **results)
 
 
 def _factor(scale):
-    if scale is None:
-        return None
     return Scalar(scale) if scale.size == 1 else PerRow(scale.astype(jnp.float32))
 
 
