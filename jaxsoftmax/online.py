@@ -51,7 +51,7 @@ Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 import jax
@@ -74,6 +74,7 @@ __all__ = [
 
 Scores = jax.Array | Iterable[jax.Array]
 Axis = int | tuple[int, ...]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LOG2E = math.log2(math.e)
 
@@ -190,12 +191,15 @@ def lse_log2(state: State, *, unit: float = 1) -> jax.Array:
     return unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
 
 
-def merge_along(states: State, axis: int, *, scale: jax.Array | None = None) -> State:
-    """The state of all scores of the states that are stacked along `axis` of the rows; no values may ride along."""
+def merge_along(states: State, axis: int, *, scale: jax.Array | None = None, product: Product = operator.mul) -> State:
+    """The state of all scores of the states that are stacked along `axis` of the rows; no values may ride along.
+
+    `product` is that of `rescale`.
+    """
     if states.o is not None:
         raise ValueError("online: merge_along takes states without values")
     m = jnp.max(states.m, axis, initial=-jnp.inf)
-    return State(m, jnp.sum(states.d * weights(states.m, m, axis=axis, scale=scale), axis))
+    return State(m, jnp.sum(product(states.d, weights(states.m, m, axis=axis, scale=scale)), axis))
 
 
 def finish(state: State) -> State:
@@ -246,10 +250,15 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
     return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)
 
 
-def rescale(state: State, m: jax.Array, *, axis: Axis = (), scale: jax.Array | None = None) -> State:
-    """The same scores, relative to a maximum `m` that is at least their own; one for all states along `axis`."""
+def rescale(
+    state: State, m: jax.Array, *, axis: Axis = (), scale: jax.Array | None = None, product: Product = operator.mul
+) -> State:
+    """The same scores, relative to a maximum `m` that is at least their own; one for all states along `axis`.
+
+    `product` multiplies two arrays of the shape of `d`, for kernels that must say how it is rounded.
+    """
     factor = weights(state.m, m, axis=axis, scale=scale)
-    return State(m, state.d * factor, None if state.o is None else state.o * _over_values(factor, state.o))
+    return State(m, product(state.d, factor), None if state.o is None else state.o * _over_values(factor, state.o))
 
 
 def _added(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

@@ -23,7 +23,7 @@ from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.memory import Held, Memory, filled
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
@@ -87,7 +87,7 @@ class ColumnMemory(Memory):
 
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         layout, itemsize = self.layout, ref.dtype.itemsize
-        held = functools.partial(Held, of=ref.dtype, dtype=dtype, layout=layout)
+        held = functools.partial(Elements, of=ref.dtype, dtype=dtype, layout=layout)
         if slot is None:
             return held(lambda step: self._load(ref, ref.dtype, fill, step=step)[0])
 

@@ -25,7 +25,7 @@ from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i6
 
 
 @dataclass(frozen=True)
-class Held:
+class Elements:
     """What is as large as the rows, as a function of a step to its elements in `dtype`.
 
     Attributes:
@@ -188,7 +188,7 @@ class Memory:
         """
         layout = self.layout
         load = functools.partial(plgpu.load, layout=layout.layout, optimized=False)
-        held = functools.partial(Held, of=ref.dtype, dtype=dtype, layout=layout)
+        held = functools.partial(Elements, of=ref.dtype, dtype=dtype, layout=layout)
         if slot is not None:
             return held(lambda step: load(slot.at[self._entry(step)]))
         if self.exact:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.memory import Held, Memory
+from jaxsoftmax._gpu.rows.memory import Elements, Memory
 from jaxsoftmax.online import State
 
 # What is as large as the rows, as a function of a step (see `RowLayout`) to its elements: what is computed twice need not be
@@ -94,7 +95,7 @@ class Tile:
 
         def push(steps, *state):
             size = None if scale is None else self.along(scale)
-            if not (isinstance(scores, Held) and scores.in_words):
+            if not (isinstance(scores, Elements) and scores.in_words):
                 return online.push(State(*state), map(scores, steps), axis=(), scale=size)[:2]
             found = list(map(scores.load, steps))
             top = scores.maximum(found).astype(jnp.float32)
@@ -102,10 +103,8 @@ class Tile:
 
         top, sums = self._fold(push, [self._accumulator(-jnp.inf), self._accumulator(0)])
         m = self._maximum(top)
-        if layout.is_exact:
-            sums = online.rescale(State(top, sums), m, axis=1, scale=scale).d
-        else:
-            sums = self._products(sums, online.weights(top, m, axis=1, scale=scale), layout.layout)
+        product = operator.mul if layout.is_exact else _rounded(layout.layout)
+        sums = online.rescale(State(top, sums), m, axis=1, scale=scale, product=product).d
         return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
@@ -127,7 +126,7 @@ class Tile:
 
     def _top(self, scores: Steps) -> jax.Array:
         """The maximum at each place of a step."""
-        if isinstance(scores, Held) and scores.in_words:
+        if isinstance(scores, Elements) and scores.in_words:
             lowest = self._accumulator(-jnp.inf, scores.of)
             (top,) = self._fold(lambda steps, top: [scores.maximum([top, *map(scores.load, steps)])], [lowest])
             return top.astype(jnp.float32)
@@ -148,13 +147,7 @@ class Tile:
         Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
         products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.
         """
-        m = jnp.max(states.m, 0)
-        factors = online.weights(states.m, m, axis=0, scale=scale)
-        return State(m, jnp.sum(self._products(states.d, factors, ptx.replicated(states.d.size))))
-
-    def _products(self, a, b, layout) -> jax.Array:
-        """`a * b`, which is rounded even where it is added to something."""
-        return ptx.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)
+        return online.merge_along(states, 0, scale=scale, product=_rounded(ptx.replicated(states.d.size)))
 
     def sum(self, values: Steps) -> jax.Array:
         """The sums of the rows."""
@@ -249,3 +242,8 @@ class Tile:
                 plgpu.commit_smem()
         everywhere = ptx.replicated(layout.warps)
         return [plgpu.load(slot, layout=everywhere, optimized=False) for slot in slots]
+
+
+def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The product of arrays of this layout, which is rounded even where it is added to something."""
+    return lambda a, b: ptx.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)
