@@ -47,7 +47,7 @@ REGISTERS = 40  # for those and for a state of each place in a vector; of the 64
 AHEAD = 8  # elements of a row that a thread with a row of its own loads before it uses the first: 32 bytes of float32
 KEPT = 128  # elements that a thread keeps, where it keeps all of its row
 SHARE = 16384  # elements of a row for each block, at most, where many share a row
-ON_CHIP = {4: 3231232, 2: 6454272}  # by bytes of an element: the longest rows that the library holds in all blocks of an H200
+ON_CHIP = {4: 4325376, 2: 8650752}  # by bytes of an element: the longest rows that the library holds on an H200
 LOWEST = float(np.finfo(np.float32).min)  # in place of -inf: what is subtracted from it gives no NaN
 
 

@@ -348,82 +348,117 @@ def store_by_first_thread(ref, index, value: jax.Array) -> None:
     emit(store, ref, [index], [(value, SPLAT)])
 
 
-def store_scalar_of_block(ref, index, value) -> None:
-    """Stores an int32 scalar to `ref[index]` in shared memory, for all threads of the block."""
+def store_link(counters, index, value) -> None:
+    """Stores an int32 scalar to `counters[index]` in global memory, for the block itself after its next barrier."""
 
-    def store(ref, index, value):
+    def store(counters, index, value):
         with utils.when(_is_first_thread()):
-            address = shared_address(ref, arith.muli(index, constant(4)))
-            utils.inline_ptx("st.shared.u32 [$0], $1;", address, value, has_side_effects=True)
+            utils.inline_ptx("st.relaxed.gpu.global.u32 [$0], $1;", _entry(counters, index), value, has_side_effects=True)
 
-    emit(store, ref, [index, value])
-    block_barrier()
+    emit(store, counters, [index, value])
 
 
-def publish(states, counters, index, row, values: Sequence[jax.Array]) -> None:
-    """Stores float32 scalars to `states[:, index]`, and then adds 1 to `counters[1 + row]`, all in global memory."""
+def load_link(counters, index) -> jax.Array:
+    """What `store_link` has stored, in all threads of the block."""
 
-    def store(states, counters, index, row, *values):
-        with utils.when(_is_first_thread()):
-            for k, value in enumerate(values):
-                place = arith.addi(i64(index), i64(k * states.type.shape[1]))
-                address = arith.addi(address_of(states), arith.muli(place, i64(4)))
-                ptx = "st.global.f32 [$0], $1;"
-                utils.inline_ptx(ptx, address, value.registers.item(), has_side_effects=True)
-            ptx = "red.release.gpu.global.add.u32 [$0+4], 1;"
-            utils.inline_ptx(ptx, _entry(counters, row), has_side_effects=True)
+    def load(counters, index):
+        asm, kind = "ld.relaxed.gpu.global.u32 $0, [$1];", integer(32)
+        return [utils.inline_ptx(asm, _entry(counters, index), result_types=kind, has_side_effects=True)]
 
-    emit(store, (states, counters), [index, row], [(value, SPLAT) for value in values])
+    return emit(load, counters, [index], results=_SCALAR)
 
 
-def is_complete(counters, row, count: int, tickets: int, may_wait, patience: int, told) -> jax.Array:
-    """Whether `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
+def publish_pair(pairs, index, values: Sequence[jax.Array]) -> None:
+    """Stores two float32 scalars, not both 0, to the int32 `pairs[index : index + 2]` in global memory, at once."""
 
-    Where `may_wait` is 1, an int32, it waits until that is so. It gives up after `patience` nanoseconds, unless all `tickets`
-    of each row up to this one are taken by then: whoever took one adds to the counter without waiting.
+    def store(pairs, index, *values):
+        ptx = (
+            "{ .reg .pred first; .reg .b64 pair; setp.eq.u32 first, $3, 0; mov.b64 pair, {$1, $2};"
+            " @first st.relaxed.gpu.global.b64 [$0], pair; }"
+        )
+        operands = [value.registers.item() for value in values]
+        utils.inline_ptx(ptx, _entry(pairs, index), *operands, utils.thread_idx(), has_side_effects=True)
+
+    emit(store, pairs, [index], [(value, SPLAT) for value in values])
+
+
+def await_pairs(pairs, index, count, most: int, threads: int, fill: float, tickets, patience: int) -> list[jax.Array]:
+    """Waits until all pairs at `pairs[index : index + 2 * count]` are stored, int32 in global memory that was 0.
+
+    It gives up after `patience` nanoseconds, unless as many as `tickets`, counted in the first entry, are taken by then:
+    whoever took one stores its pair without waiting.
+
+    Returns:
+      1, or 0 if one is missing, an int32 in all threads of the block. If it is 1, the first ones of all pairs, and the second
+      ones, `of_warps`: a thread of the `threads` of the block has as many as it had of `most`, with `fill` and 0 for those
+      that are none. Neighbouring lanes have neighbours, so that a warp touches few lines.
+    """
+    each = max(1, (1 << (most - 1).bit_length()) // threads)
+    bits = int.from_bytes(np.float32(fill).tobytes(), "little")
+    places = range(each)
+    address, left, counter, end = (f"${1 + 2 * each + k}" for k in range(4))
+    names = "".join(f" .reg .b64 pair{q};" for q in places)
+    starts = "".join(f" setp.gt.s32 is, {left}, {q * threads}; selp.b64 pair{q}, 0, {bits}, is;" for q in places)
+    loads = "".join(  # what is there is not loaded again: all blocks of a row load the same lines
+        f" setp.eq.b64 is, pair{q}, 0; @is ld.relaxed.gpu.global.b64 pair{q}, [{address}+{8 * threads * q}];" for q in places
+    )
+    tests = "".join(f" setp.ne.and.b64 all, pair{q}, 0, all;" for q in places)
+    parts = "".join(f" mov.b64 {{${1 + 2 * q}, ${2 + 2 * q}}}, pair{q};" for q in places)
+    ptx = (
+        f"{{ .reg .pred is; .reg .pred all; .reg .u32 found; .reg .u64 start; .reg .u64 now;{names}{starts}"
+        f" mov.u64 start, %globaltimer; again:{loads} setp.eq.u32 all, 0, 0;{tests}"
+        " vote.sync.all.pred all, all, 0xffffffff; @all bra ready; mov.u64 now, %globaltimer; sub.u64 now, now, start;"
+        f" setp.lt.u64 is, now, {patience}; vote.sync.all.pred is, is, 0xffffffff; @is bra again;"
+        f" ld.relaxed.gpu.global.u32 found, [{counter}]; setp.ge.u32 is, found, {end};"
+        f" vote.sync.any.pred is, is, 0xffffffff; @is bra again;"
+        f" ready:{parts} bar.red.and.pred all, 0, all; selp.u32 $0, 1, 0, all; }}"
+    )
+
+    def wait(pairs, index, count, tickets):
+        thread = utils.thread_idx()
+        place = arith.addi(_entry(pairs, index), arith.muli(i64(thread), i64(8)))
+        operands = place, arith.subi(count, thread), address_of(pairs), tickets
+        kinds = [integer(32), *[ir.F32Type.get()] * (2 * each)]
+        complete, *found = utils.inline_ptx(ptx, *operands, result_types=kinds, has_side_effects=True, convergent=True)
+        vectors = []
+        for part in range(2):
+            values = llvm.mlir_undef(ir.VectorType.get((each,), ir.F32Type.get()))
+            for q in places:
+                values = llvm.insertelement(values, found[2 * q + part], constant(q))
+            vectors.append([values])
+        return [[complete], *vectors]
+
+    kind = plgpu.ShapeDtypeStruct((WARPS, each * WARP), jnp.float32, layout=of_warps(each))
+    return emit(wait, pairs, [index, count, tickets], results=[_SCALAR, kind, kind])
+
+
+def await_row(counters, row, count: int, tickets: int, patience: int, told) -> jax.Array:
+    """Waits until `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
+
+    It gives up after `patience` nanoseconds, unless all `tickets` of each row up to this one are taken by then: whoever took
+    one adds to the counter without waiting.
 
     Returns:
       1, or 0 if it is not, an int32 in all threads. `told` is one in shared memory, which says it.
     """
     ptx = (
         "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u32 $0, 0;"
-        " setp.ne.u32 is, $5, 0; @is bra ready; mov.u64 start, %globaltimer;"
+        " setp.ne.u32 is, $4, 0; @is bra ready; mov.u64 start, %globaltimer;"
         f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
-        " mov.u32 $0, 0; setp.eq.u32 is, $4, 0; @is bra ready;"
-        " ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again;"
-        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again; ready: }}"
+        f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again;"
+        " mov.u32 $0, 0; ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again; ready: }"
     )
 
-    def wait(counters, row, may_wait):
+    def wait(counters, row):
         end = arith.muli(arith.addi(row, constant(1)), constant(tickets))
-        operands = _entry(counters, row), address_of(counters), end, may_wait, utils.thread_idx()
+        operands = _entry(counters, row), address_of(counters), end, utils.thread_idx()
         return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
-    return tell(emit(wait, counters, [row, may_wait], results=_SCALAR), told)
+    return tell(emit(wait, counters, [row], results=_SCALAR), told)
 
 
 def _is_first_thread():
     return compare("eq", utils.thread_idx(), constant(0))
-
-
-def load_line(ref, row: int, first, count: int, fill: float) -> jax.Array:
-    """`ref[row, first : first + count]`, float32 in global memory, and `fill` up to a power of two: `replicated`.
-
-    They are in another order where a lane has several: neighbouring lanes load neighbours, so that a warp touches few lines.
-    """
-    size = 1 << (count - 1).bit_length()
-    each = max(1, size // WARP)
-
-    def load(ref, first):
-        kind = replicated(size).to_mgpu().registers_element_type(ref.type.element_type)
-        lane = arith.remui(utils.thread_idx(), constant(min(size, WARP)))
-        place = arith.addi(arith.addi(i64(first), i64(row * ref.type.shape[1])), i64(lane))
-        address = arith.addi(address_of(ref), arith.muli(place, i64(4)))
-        inside = [compare("ult", arith.addi(lane, constant(q * WARP)), constant(count)) for q in range(each)]
-        bits = int.from_bytes(np.float32(fill).tobytes(), "little")
-        return [gather(kind, 4, [address] * each, [4 * q * WARP for q in range(each)], inside, bits)]
-
-    return emit(load, ref, [first], results=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=replicated(size)))
 
 
 def unknown(value: int) -> jax.Array:
@@ -492,6 +527,11 @@ def replicated(size: int) -> Any:
     copies = max(1, WARP // size)
     lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
     return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
+
+
+def of_warps(each: int) -> Any:
+    """The layout of `[4, 32 * each]` values: each lane of the four warps of a warpgroup has so many of a row."""
+    return tiled(((WARPS, WARP * each), (1, WARP * each), (each,)), (-5,), (-3, -2))
 
 
 @functools.cache

@@ -27,6 +27,8 @@ from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
+_AT_ONCE = 8  # turns of which a thread loads what it takes at once
+
 
 class ColumnLayout:
     """How the threads of a block, or of a cluster of blocks, hold rows along `cols` of an array `[outer, cols, inner]`.
@@ -178,21 +180,32 @@ class Columns(Tile):
         return self._together(self._added, self._sum(values))[0]
 
     def _merged(self, scale, count, maxima, sums):
-        m = jnp.max(self._over(count, jnp.maximum, lambda k: maxima(k, -jnp.inf), -jnp.inf), 1)
+        maxima, sums = self._at_hand(count, maxima, -jnp.inf), self._at_hand(count, sums, 0)
+        m = jnp.max(self._over(count, jnp.maximum, maxima, -jnp.inf), 1)
 
         def rescaled(k):
-            d = sums(k, 0)
-            return online.rescale(State(maxima(k, -jnp.inf), d), m, axis=1, scale=scale).d
+            return online.rescale(State(maxima(k), sums(k)), m, axis=1, scale=scale).d
 
         return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
 
     def _added(self, count, sums, _=None):
-        return [jnp.sum(self._over(count, jnp.add, lambda k: sums(k, 0), 0), 1)]
+        return [jnp.sum(self._over(count, jnp.add, self._at_hand(count, sums, 0), 0), 1)]
+
+    def _iterations(self, count) -> int:
+        """In how many turns each place along the rows takes one of what `count` warps, or blocks, have."""
+        return -(-count * self.memory.layout.lanes // WARP)
+
+    def _at_hand(self, count, of, fill) -> Callable[[Any], jax.Array]:
+        """What a place takes in each turn: where that is little it is all loaded at once, else in each turn."""
+        iterations = self._iterations(count)
+        return [of(k, fill) for k in range(iterations)].__getitem__ if iterations <= _AT_ONCE else lambda k: of(k, fill)
 
     def _over(self, count, function, of, start) -> jax.Array:
         """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""
-        iterations = ptx.unknown(-(-count * self.memory.layout.lanes // WARP))
-        return lax.fori_loop(0, iterations, lambda k, total: function(total, of(k)), self._accumulator(start))
+        iterations = self._iterations(count)
+        if iterations <= _AT_ONCE:
+            return functools.reduce(function, map(of, range(iterations)), self._accumulator(start))
+        return lax.fori_loop(0, ptx.unknown(iterations), lambda k, total: function(total, of(k)), self._accumulator(start))
 
     def _together(self, function, *parts):
         """`function` of what all warps of the block have, and then of what it gives in all blocks of the cluster.

@@ -159,17 +159,19 @@ def run(
     def copy(copying, refs, slots):
         copying([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
+    blocks = min(chosen.grid, count * layout.blocks) if chosen.grid else pl.cdiv(count, layout.rows)
+
     def kernel(*refs):
-        *refs, slots, exchange, pushed, order, shared = refs
+        *refs, slots, exchange, pushed, order, told = refs
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
-            *out_refs, states = out_refs
+            *out_refs, states = out_refs if inner > 1 else (*out_refs, None)
             shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, states, exchange, order, shared, inner > 1 or len(held) > 1).work(
+            shared_rows(layout, count, blocks, states, exchange, order, told).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
-                lambda tile, is_held: body(tile, **values(tile, refs, slots if is_held else {})),
+                lambda tile: body(tile, **values(tile, refs, slots)),
                 lambda tile, results: store(tile, out_refs, results),
             )
             return
@@ -203,7 +205,7 @@ def run(
         exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32) if layout.whole_block else None
         pushed = plgpu.SMEM((2, 2), jnp.int32) if layout.cluster > 1 else None
         order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
-        shared = split.memory(layout) if layout.config.grid else None
+        told = plgpu.SMEM((1,), jnp.int32) if layout.config.grid else None
         options: dict[str, Any] = {}
         if layout.warpgroups > 1:
             options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
@@ -214,7 +216,7 @@ def run(
             out_type=results,
             grid=(blocks,),
             grid_names=("block",),
-            scratch_types=(slots, exchange, pushed, order, shared),
+            scratch_types=(slots, exchange, pushed, order, told),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             kernel_name=name,
             **options,
@@ -247,11 +249,11 @@ def run(
 
         def call(*arrays):
             states = split.states(layout, count)
-            (found,) = launched(first_pass, first_layout, [states], states.shape[1])(*arrays)
-            return launched(second_pass, layout, outs, states.shape[1])(*arrays, found)
+            (found,) = launched(first_pass, first_layout, [states], count * layout.blocks)(*arrays)
+            return launched(second_pass, layout, outs, count * layout.blocks)(*arrays, found)
     else:
-        states = [split.states(layout, count)] if chosen.grid else []
-        call = launched(kernel, layout, outs + states, chosen.grid or pl.cdiv(count, layout.rows))
+        states = [split.states(layout, count)] if chosen.grid and inner > 1 else []
+        call = launched(kernel, layout, outs + states, blocks)
     narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     starts_anywhere = is_flat or layout.shifted
     if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):

@@ -3,31 +3,33 @@
 A row is cut into slices, a ticket each, in the order of rows. A block
 
 1. takes a ticket, copies the slice to shared memory, and publishes its state;
-2. takes the next ticket, and starts to copy that slice to a second stage of shared memory;
-3. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, and
-   computes its part of the results from what it holds; meanwhile the second slice arrives;
-4. publishes the state of the second slice, and goes on with 2.
+2. takes the next ticket, and copies that slice to a second stage of shared memory;
+3. publishes the state of the second slice, so that its row is complete early;
+4. when all slices of the first ticket's row have published their states, merges them, all blocks in the same order, computes
+   its part of the results from what it holds, and goes on with 2.
 
-Rows of many slices are complete earlier, and waited for less, where 4 comes before 3 (see `Rows.publishes_first`).
+Each element is read once then. Nothing says that all blocks run at a time: others may use the GPU, a second one of these
+kernels too. So a block never waits while it holds a ticket that it has not published. (It asks for a third one before it
+computes results, as the answer takes a while, and publishes that before it waits again.) And it waits only for tickets that
+are taken: their blocks run, and publish without waiting. Where tickets of the row are left after a while, it puts back the
+ticket at hand, whose state is published, and takes a new one in its place; what it has put back it copies again when the row
+is complete. So one block alone would do all the work. States do not depend on who computes them, nor when, and so the bits of
+a row do not.
 
-Each element is read once, but of slices that a block helped with. Nothing says that all blocks run at a time: others may use
-the GPU, a second one of these kernels too. So a block never waits while it holds a ticket that it has not published: where the
-row of the first one is not complete, it publishes the second one, and only then waits. (It asks for a third one before 3, as
-the answer takes a while, and publishes that before it waits again.) And it waits only for tickets that are taken: their blocks
-run, and publish without waiting. Where tickets of its row are left, it helps after a while: it takes the next one, and
-publishes its state without holding the slice, which it copies later, when a stage is free. Both compute the state alike, so
-the bits of a row do not depend on who held what. One block alone would do all the work so.
+The states of a row's slices are pairs of numbers in memory that was 0, each stored and loaded at once: whoever sees a pair has
+it, with no counter and no fence between. Each thread of a block looks for some of them, and loads again what was not there.
 
 Rows along another axis are shared in tiles of neighbours (see `columns`), which may have hundreds of slices. Whoever publishes
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
-nothing, as they are there. So each block reads the states of groups alone.
+nothing, as they are there. So each block reads the states of groups alone. Tiles of which the blocks cannot hold all slices
+put them back at once.
 
-A row of which the blocks of the grid cannot hold all slices is read twice, by two kernels: the first one leaves states. Tiles
-of longer rows are refused.
+A row of which the blocks cannot hold enough is read twice, by two kernels: the first one leaves states.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,20 +50,11 @@ _PARTS = 2  # float32 numbers of a state
 _PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
 
 
-def memory(layout: RowLayout | ColumnLayout) -> dict[str, Any]:
-    """What a block needs of shared memory, beside its slices: an answer of one thread, and the tickets that it helped with."""
-    return {"told": plgpu.SMEM((1,), jnp.int32), "helped": plgpu.SMEM((_room(layout),), jnp.int32)}
-
-
 def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct:
     """The states of all slices, in global memory, and those of groups of them where rows lie along another axis."""
-    each = layout.blocks if isinstance(layout, RowLayout) else (layout.blocks + layout.groups) * layout.width
-    return jax.ShapeDtypeStruct((_PARTS, count * each), jnp.float32)
-
-
-def _room(layout):
-    """For tickets that a block has helped with: those of a row, and one of the next, which it could not know to be of it."""
-    return layout.blocks + 1
+    if isinstance(layout, RowLayout):
+        return jax.ShapeDtypeStruct((_PARTS * count * layout.blocks,), jnp.int32)
+    return jax.ShapeDtypeStruct((_PARTS, count * (layout.blocks + layout.groups) * layout.width), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class First(Tile):
         return State(*self._publish(*super().merge(state, scale)[:2]))
 
     def sum(self, values) -> jax.Array:
-        return self._publish(super().sum(values))[0]
+        return self._publish(super().sum(values), jnp.float32(1))[0]  # 1, as a pair of 0 is not there
 
     def _publish(self, *parts):
         _once(self.found)
@@ -84,22 +77,29 @@ class First(Tile):
 
 @dataclass(frozen=True)
 class Second(Tile):
-    """A slice of a row that is complete: `parts` gives those of the states of all slices."""
+    """A slice of a row that is complete: `states` are those of all slices, of which each thread of the block has some."""
 
-    parts: Callable[[int, float], jax.Array] = field(kw_only=True)
+    states: State = field(kw_only=True)
+    rounds: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # after that of a `First`
 
     def lift(self, scores, scale=None) -> State:
-        return self.merge_along(State(self.parts(0, -jnp.inf), self.parts(1, 0)), scale)
+        return super().merge(self.merge_along(self.states, scale), scale)
 
     def merge(self, state: State, scale=None) -> State:
         return state
 
     def sum(self, values) -> jax.Array:
-        return jnp.sum(self.parts(0, 0))
+        sums = jnp.sum(jnp.where(self.states.d != 0, self.states.m, 0), 1)
+        return jnp.sum(self._exchanged(sums)[0])
 
     def store(self, results, backwards=True) -> None:
         """Backwards: the cache holds what a block has read last, where rows are read twice. Else no order matters."""
         super().store(results, backwards)
+
+
+def _found(tile: First) -> list[jax.Array]:
+    """The pair that a slice publishes: of a body that merges and sums nothing, that it is there."""
+    return tile.found or [jnp.float32(1)] * 2
 
 
 def _once(found):
@@ -147,126 +147,130 @@ class Rows:
     Attributes:
       layout: of a slice, and how many share a row.
       count: of rows.
+      grid: how many blocks run, or wait until others have ended.
       states: what `states` describes, in global memory.
       exchange, order: see `Tile`.
-      shared: what `memory` describes.
-      publishes_first: whether a block publishes a slice before it looks at the row of the one before. Rows are complete
-        earlier then. Else it stores results while the slice arrives.
+      told: an int32 in shared memory, an answer that one thread got.
     """
 
     layout: Any
     count: int
+    grid: int
     states: Any
     exchange: Any
     order: Any
-    shared: dict[str, Any]
-    publishes_first: bool
+    told: Any
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all blocks together can hold a row."""
+        return self.layout.blocks <= self.layout.stages * self.grid
 
     def work(self, copy_in, fill_around, body, store) -> None:
         """Does tickets until none is left, with `copy_in(memory)` and `fill_around(memory)` of `Memory` for all operands.
 
-        `body(tile, is_held)` gives results, and `store(tile, results)` stores them.
+        `body(tile)` gives results, and `store(tile, results)` stores them.
         """
-        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + self.count * (1 + self._groups),)))
-        blocks = self.layout.blocks
-        arrivals = self._groups or blocks
-        tickets, room = jnp.int32(self.count * blocks), jnp.int32(_room(self.layout))
-        told = self.shared["told"]
+        blocks = jnp.int32(self.layout.blocks)
+        tickets = jnp.int32(self.count) * blocks
+        links = self._counters  # of each ticket that is put back, to the one that was before
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((links + self.count * self.layout.blocks,)))
 
-        def publish(ticket, is_held, stage):
-            tile = self._first(self._memory(ticket, stage, is_held))
-            if is_held:
-                ptx.await_copies()
-                fill_around(tile.memory)  # not needed again where results are computed
-            body(tile, is_held)
+        def publish(ticket, stage):
+            tile = self._first(self._memory(ticket, stage))
+            ptx.await_copies(but=1)  # those that may have started since
+            fill_around(tile.memory)  # not needed again where results are computed
+            body(tile)
             self._announce(counters, ticket, tile)
 
-        def finish(ticket, stage):
-            tile = self._second(self._memory(ticket, stage))
-            ptx.await_copies(but=1)  # those of the following ticket
-            store(tile, body(tile, True))
+        def finish(ticket, stage, states):
+            tile = self._second(self._memory(ticket, stage), states)
+            ptx.await_copies(but=2)  # those of the following ticket, and those that may have started since
+            store(tile, body(tile))
 
         def taken():
-            return ptx.tell(ptx.take_ticket(counters, of_block=True), told)
+            return ptx.tell(ptx.take_ticket(counters, of_block=True), self.told)
 
-        def help_out(last):
-            """Publishes one more ticket, which waits in line until it is finished."""
-            ticket = taken()
-
-            @pl.when(ticket < tickets)
-            def _():
-                publish(ticket, False, 0)
-                ptx.store_scalar_of_block(self.shared["helped"], lax.rem(last, room), ticket)
-
-            return last + (ticket < tickets).astype(jnp.int32)
+        def replacing():
+            ptx.await_copies(but=1)  # those of the ticket at hand, which may have been put back before, and copied again
+            return taken()
 
         def start(ticket, stage):
             pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, stage)))
-            ptx.end_copies()  # where no ticket is left, too: `finish` counts
+            ptx.end_copies()  # where nothing is copied, too, as they are counted
 
         def one(carry):
-            """Finishes the ticket at hand if its row is complete, publishes the following one, and copies a third."""
-            ticket, following, is_published, first, last, stage = carry
-            row = lax.div(ticket, jnp.int32(blocks))
+            """Publishes the following ticket. Finishes the one at hand, if its row is complete, or puts it back."""
+            ticket, following, is_published, is_late, last, stage = carry
+            new = lax.cond(is_late, replacing, lambda: tickets)
+            start(new, 1 - stage)
+            pl.when(jnp.logical_not(is_published))(lambda: publish(following, stage))
 
-            def publish_following(is_published):
-                pl.when(is_published == 0)(lambda: publish(following, True, stage))
-                return yes
+            def put_back():
+                ptx.block_barrier()  # as what follows may publish again
+                ptx.store_link(counters, links + ticket, last)
+                goes_on = no if self.is_held else lax.div(new, blocks) == lax.div(following, blocks)
+                return following, new, no, goes_on, ticket, 1 - stage
 
             def look():
-                return ptx.is_complete(counters, row, arrivals, blocks, is_published, _PATIENCE, told)
+                is_complete, states = self._look(counters, ticket)
+                # A new ticket is taken before results are stored, as an answer takes a while.
+                takes = jnp.logical_and(is_complete, last < 0)
+                taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: jnp.int32(0))
+                finishes = jnp.logical_and(ticket >= 0, is_complete)
+                pl.when(finishes)(lambda: finish(ticket, 1 - stage, states))
 
-            if self.publishes_first:
-                is_published = publish_following(is_published)
-            is_complete = lax.cond(ticket < 0, lambda: yes, look)
-            takes = jnp.logical_and(is_complete == 1, first == last)  # before it stores results, as an answer takes a while
-            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: no)
-            pl.when(jnp.logical_and(ticket >= 0, is_complete == 1))(lambda: finish(ticket, 1 - stage))
-            if not self.publishes_first:
-                publish_following(is_published)
+                def renewed():
+                    def again():
+                        return last, yes, ptx.load_link(counters, links + last)
 
-            def renewed():
-                """What the block has helped with comes first."""
+                    def fresh():
+                        ticket = ptx.tell(taken_ahead, self.told)
+                        return ticket, ticket >= tickets, none
 
-                def helped():
-                    return self.shared["helped"][lax.rem(first, room)], yes, first + 1
+                    ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
+                    start(ticket, 1 - stage)
+                    return following, ticket, is_published, no, rest, 1 - stage
 
-                def new():
-                    ticket = ptx.tell(taken_ahead, told)
-                    return ticket, (ticket >= tickets).astype(jnp.int32), first
+                return lax.cond(is_complete, renewed, lambda: (ticket, following, yes, yes, last, stage))
 
-                ticket, is_published, rest = lax.cond(first < last, helped, new)
-                start(ticket, 1 - stage)
-                return following, ticket, is_published, rest, last, 1 - stage
+            return lax.cond(new < tickets, put_back, look)
 
-            def waited():
-                return ticket, following, yes, first, lax.cond(is_published == 1, help_out, lambda last: last, last), stage
+        none, no, yes = jnp.int32(-1), jnp.bool_(False), jnp.bool_(True)
+        first, stage = taken(), jnp.int32(0)
+        start(first, stage)
+        lax.while_loop(lambda carry: carry[0] < tickets, one, (none, first, first >= tickets, no, none, stage))
 
-            return lax.cond(is_complete == 1, renewed, waited)
-
-        no, none, yes = jnp.int32(0), jnp.int32(-1), jnp.int32(1)
-        first = taken()
-        start(first, no)
-        is_left_out = (first >= tickets).astype(jnp.int32)
-        lax.while_loop(lambda carry: carry[0] < tickets, one, (none, first, is_left_out, no, no, no))
-
-    def _memory(self, ticket, stage, is_held=True) -> Memory:
-        return _slice(self.layout if is_held else unheld(self.layout), self.count, ticket, stage)
-
-    # How states are merged: of a row at once, with no groups of slices, or of those first.
+    def _memory(self, ticket, stage) -> Memory:
+        return _slice(self.layout, self.count, ticket, stage)
 
     @property
-    def _groups(self):
-        return 0
+    def _patience(self):
+        return _PATIENCE if self.is_held else 0
+
+    # How blocks tell each other the states: of a row at once, in pairs that are 0 before, or of groups of slices first.
+
+    @property
+    def _counters(self):
+        return 2 + 2 * self.count * self.layout.blocks
+
+    def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
+        """Waits for the row of a ticket. Whether it is complete, or there is no ticket yet, and its states if it is."""
+        blocks, threads = self.layout.blocks, self.layout.threads
+        row = lax.div(ticket, jnp.int32(blocks))
+        count = jnp.where(ticket < 0, 0, blocks)
+        end, index = (row + 1) * blocks, 2 + 2 * row * blocks
+        complete, *found = ptx.await_pairs(counters, index, count, blocks, threads, -jnp.inf, end, self._patience)
+        return complete == 1, State(*found)
 
     def _first(self, memory) -> Any:
         return First(memory, self.exchange, None, self.order)
 
-    def _second(self, memory) -> Any:
-        return Second(memory, self.exchange, None, self.order, parts=_of_row(self.states, memory))
+    def _second(self, memory, states) -> Any:
+        return Second(memory, self.exchange, None, self.order, states=states)
 
     def _announce(self, counters, ticket, tile) -> None:
-        ptx.publish(self.states, counters, ticket, tile.memory.row, tile.found)
+        ptx.publish_pair(counters, 2 + 2 * ticket, _found(tile))
 
 
 @dataclass(frozen=True)
@@ -274,13 +278,22 @@ class Tiles(Rows):
     """`Rows` along another axis: a tile of neighbours takes the place of a row, and groups of slices arrive."""
 
     @property
-    def _groups(self):
-        return self.layout.groups
+    def _counters(self):
+        return 1 + self.count * (1 + self.layout.groups)
+
+    def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
+        layout = self.layout
+        row = lax.div(ticket, jnp.int32(layout.blocks))
+
+        def look():
+            return ptx.await_row(counters, row, layout.groups, layout.blocks, self._patience, self.told)
+
+        return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, None
 
     def _first(self, memory) -> FirstOfColumns:
         return FirstOfColumns(memory, self.exchange, None, None)
 
-    def _second(self, memory) -> SecondOfColumns:
+    def _second(self, memory, states) -> SecondOfColumns:
         first = self._group_of(memory.row, jnp.int32(0))
         return SecondOfColumns(memory, self.exchange, None, None, states=self.states, first=first)
 
@@ -289,27 +302,26 @@ class Tiles(Rows):
         return self.count * self.layout.blocks + row * self.layout.groups + group
 
     def _announce(self, counters, ticket, tile) -> None:
-        layout, row, rank, told = self.layout, tile.memory.row, tile.memory.rank, self.shared["told"]
+        layout, row, rank = self.layout, tile.memory.row, tile.memory.rank
         function, found = tile.found or (None, [])
         tile.store_state(self.states, ticket, found)
         group = lax.div(rank, jnp.int32(layout.group))
         start = group * layout.group
         size = jnp.minimum(layout.group, layout.blocks - start)
         place = 1 + self.count + row * layout.groups + group
-        arrived = ptx.add_one_of_block(counters, place, told)
+        arrived = ptx.add_one_of_block(counters, place, self.told)
 
         @pl.when(arrived == size - 1)
         def _():
             if found:
                 merged = tile.of_states(function, self.states, ticket - rank + start, size, layout.group)
                 tile.store_state(self.states, self._group_of(row, group), merged)
-            ptx.add_one_of_block(counters, 1 + row, told)
+            ptx.add_one_of_block(counters, 1 + row, self.told)
 
 
-def unheld(layout: Any) -> Any:
-    """That of slices that are held nowhere, but read in order each time, as those are that blocks help with."""
-    config = replace(layout.config, parked=False, unroll=1, grid=max(1, layout.config.grid))
-    return RowLayout(layout.cols, config) if isinstance(layout, RowLayout) else ColumnLayout(layout.cols, layout.inner, config)
+def unheld(layout: RowLayout) -> RowLayout:
+    """That of slices that are held nowhere, but read in order each time."""
+    return RowLayout(layout.cols, replace(layout.config, unroll=1, grid=1))
 
 
 def _slice(layout, count, number, stage=0) -> Memory:
@@ -317,23 +329,18 @@ def _slice(layout, count, number, stage=0) -> Memory:
     return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), stage)
 
 
-def _of_row(states, memory) -> Callable[[int, float], jax.Array]:
-    """The `parts` of a `Second`."""
-    first, count = memory.row * jnp.int32(memory.layout.blocks), memory.layout.blocks
-    return lambda k, fill: ptx.load_line(states, k, first, count, fill)
-
-
 def first_pass(layout, count, states, exchange, order, body) -> None:
     """Of rows that the grid cannot hold, each block stores the state of a slice; `body(tile)`."""
     number = lax.axis_index("block")
     tile = First(_slice(layout, count, number), exchange, None, order)
     body(tile)
-    for k, part in enumerate(tile.found):
-        ptx.store_by_first_thread(states, k * states.shape[1] + number, part)
+    ptx.publish_pair(states, 2 * number, _found(tile))
 
 
 def second_pass(layout, count, states, exchange, order, body, store) -> None:
     """Each block computes the results of a slice, from the last one on, as the cache still holds what was read last."""
-    memory = _slice(layout, count, jnp.int32(states.shape[1] - 1) - lax.axis_index("block"))
-    tile = Second(memory, exchange, None, order, parts=_of_row(states, memory))
+    memory = _slice(layout, count, jnp.int32(count * layout.blocks - 1) - lax.axis_index("block"))
+    index, blocks = 2 * memory.row * jnp.int32(layout.blocks), layout.blocks
+    _, *parts = ptx.await_pairs(states, index, blocks, blocks, layout.threads, -jnp.inf, 0, 0)  # they are all there
+    tile = Second(memory, exchange, None, order, states=State(*parts))
     store(tile, body(tile))

@@ -142,12 +142,14 @@ class Tile:
         return self.merge_along(states, scale) if self.memory.layout.shifted else online.merge_along(states, 0, scale=scale)
 
     def merge_along(self, states: State, scale=None) -> State:
-        """`online.merge_along` of `states` that each warp has in a layout of `ptx.replicated`, with bits alike in all lanes.
+        """`online.merge_along` of `states` that each warp has, or a row of, with bits alike in all lanes of a warp.
 
         Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
         products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.
         """
-        return online.merge_along(states, 0, scale=scale, product=_rounded(ptx.replicated(states.d.size)))
+        size = states.d.shape[-1]
+        layout = ptx.replicated(size) if states.d.ndim == 1 else ptx.of_warps(size // ptx.WARP)
+        return online.merge_along(states, -1, scale=scale, product=_rounded(layout))
 
     def sum(self, values: Steps) -> jax.Array:
         """The sums of the rows."""

@@ -70,9 +70,8 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        most = layout.stages * _resident(target, _STAGE[widest], layout.blocks)
-        if config.grid and layout.blocks > most:
-            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {most}"
+        if config.grid and layout.blocks > _MOST_SLICES:
+            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which {_MOST_SLICES} may share a row"
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
             return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
@@ -172,36 +171,36 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
     found = []  # wide tiles, unless they have more slices than blocks run at a time
     for width in (widest, lanes):
         blocks = -(-cols // (stage // (threads * size) * (threads // width)))
-        grid = _resident(target, stage, blocks)
-        found.append(Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=width, grid=grid))
+        found.append(Config(vector, threads, blocks=blocks, parked=True, unroll=2, lanes=width, grid=_resident(target, stage)))
     return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
-    """Slices which the blocks of the grid hold in turns; of rows of which they cannot hold all, slices that are read twice."""
+    """Slices which the blocks of the grid hold in turns, or of rows that fill two thirds of them, larger ones read twice."""
     vector, threads, stage = 16 // itemsize, 128, _STAGE[itemsize]
-    step, line = threads * vector, 8 * vector  # slices may start inside of a line
+    step, line = threads * vector, 8 * vector
     held = stage // (step * itemsize * operands) * step
-    blocks = -(-cols // (held - line))
-    grid = _resident(target, stage, 0)
-    if blocks > grid:
+    blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside of a line
+    grid = _resident(target, stage)
+    if 3 * blocks > 4 * grid:
         threads = 512 if itemsize == 4 else 256
         return Config(vector, threads, blocks=max(256, min(1024, -(-cols // (128 * threads)))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
 
 
-def _resident(target, stage: int, blocks: int) -> int:
-    """How many blocks run at a time that have two stages of shared memory, and four bytes for each ticket to help with."""
-    return target.multiprocessors * max(1, target.shared_memory // (2 * stage + 4 * blocks + _RESERVED))
+def _resident(target, stage: int) -> int:
+    """How many blocks run at a time that have two stages of shared memory."""
+    return target.multiprocessors * max(1, target.shared_memory // (2 * stage + _RESERVED))
 
 
 _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by bytes of an element
+_MOST_SLICES = 4096  # of rows side by side
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
 # By bytes of an element, and operands that are held: up to how many columns registers hold them; else from how many for a
 # block on a cluster has twice as many blocks, and with the most blocks from how many on the grid shares rows.
 _IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
-_SHARES = {(4, 1): (16384, 19456), (4, 2): (12288, 12288), (2, 1): (20480, 31744), (2, 2): (25600, 25600)}
+_SHARES = {(4, 1): (16384, 11264), (4, 2): (12288, 8192), (2, 1): (20480, 24576), (2, 2): (25600, 25600)}
 
 
 def _power(least: float) -> int:
