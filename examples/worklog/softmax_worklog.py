@@ -461,7 +461,8 @@ def online_blocks(x: jax.Array) -> jax.Array:
 def on_chip(x: jax.Array) -> jax.Array:
     """The library: the row stays in registers or shared memory from its one read to its one write.
 
-    One block holds a short row, those of a cluster a longer one, and then all that run. What they cannot hold is read twice.
+    One block holds a short row, those of a cluster a longer one, and then all that run. What fills more than two thirds of
+    these is read twice.
     """
     return jaxsoftmax.softmax(x)
 

@@ -382,19 +382,19 @@ def publish_pair(pairs, index, values: Sequence[jax.Array]) -> None:
     emit(store, pairs, [index], [(value, SPLAT) for value in values])
 
 
-def await_pairs(pairs, index, count, most: int, threads: int, fill: float, tickets, patience: int) -> list[jax.Array]:
+def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience: int) -> list[jax.Array]:
     """Waits until all pairs at `pairs[index : index + 2 * count]` are stored, int32 in global memory that was 0.
 
     It gives up after `patience` nanoseconds, unless as many as `tickets`, counted in the first entry, are taken by then:
-    whoever took one stores its pair without waiting.
+    whoever took one stores its pair without waiting. With 0 it never does.
 
     Returns:
       1, or 0 if one is missing, an int32 in all threads of the block. If it is 1, the first ones of all pairs, and the second
-      ones, `of_warps`: a thread of the `threads` of the block has as many as it had of `most`, with `fill` and 0 for those
+      ones, `of_warps`: a thread of the `threads` of the block has as many as it had of `most`, with -inf and 0 for those
       that are none. Neighbouring lanes have neighbours, so that a warp touches few lines.
     """
-    each = max(1, (1 << (most - 1).bit_length()) // threads)
-    bits = int.from_bytes(np.float32(fill).tobytes(), "little")
+    each = 1 << (-(-most // threads) - 1).bit_length()
+    bits = int.from_bytes(np.float32(-np.inf).tobytes(), "little")
     places = range(each)
     address, left, counter, end = (f"${1 + 2 * each + k}" for k in range(4))
     names = "".join(f" .reg .b64 pair{q};" for q in places)

@@ -27,7 +27,7 @@ from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
-_AT_ONCE = 8  # turns of which a thread loads what it takes at once
+_AT_ONCE = 8  # turns
 
 
 class ColumnLayout:
@@ -180,7 +180,7 @@ class Columns(Tile):
         return self._together(self._added, self._sum(values))[0]
 
     def _merged(self, scale, count, maxima, sums):
-        maxima, sums = self._at_hand(count, maxima, -jnp.inf), self._at_hand(count, sums, 0)
+        maxima, sums = self._loaded(count, maxima, -jnp.inf), self._loaded(count, sums, 0)
         m = jnp.max(self._over(count, jnp.maximum, maxima, -jnp.inf), 1)
 
         def rescaled(k):
@@ -189,14 +189,14 @@ class Columns(Tile):
         return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
 
     def _added(self, count, sums, _=None):
-        return [jnp.sum(self._over(count, jnp.add, self._at_hand(count, sums, 0), 0), 1)]
+        return [jnp.sum(self._over(count, jnp.add, self._loaded(count, sums, 0), 0), 1)]
 
     def _iterations(self, count) -> int:
         """In how many turns each place along the rows takes one of what `count` warps, or blocks, have."""
         return -(-count * self.memory.layout.lanes // WARP)
 
-    def _at_hand(self, count, of, fill) -> Callable[[Any], jax.Array]:
-        """What a place takes in each turn: where that is little it is all loaded at once, else in each turn."""
+    def _loaded(self, count, of, fill) -> Callable[[Any], jax.Array]:
+        """What a place takes in each turn, as a function of the turn. Where turns are few, all is loaded before it is used."""
         iterations = self._iterations(count)
         return [of(k, fill) for k in range(iterations)].__getitem__ if iterations <= _AT_ONCE else lambda k: of(k, fill)
 

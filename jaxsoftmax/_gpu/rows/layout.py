@@ -21,8 +21,8 @@ class Config:
       unroll: steps of a thread in an iteration of a loop; 0 for no loop but code for each step. With a loop rows that are not
         parked are read from global memory with each pass.
       lanes: of a warp along the last axis where rows lie along another one (see `columns`), a power of two; else 0.
-      grid: so many blocks run, any of which share a row, or rows side by side (see `split`). With 0 those of a cluster do, and
-        where a row has more than 16 it is read twice, by a block for each.
+      grid: at most so many blocks run, any of which share a row, or rows side by side (see `split`). With 0 those of a cluster
+        do, and where a row has more than 16 it is read twice, by a block for each.
     """
 
     vector: int
@@ -72,7 +72,7 @@ class RowLayout:
       steps: vectors of a slice that a thread holds, the last of which may lie beyond the end.
       whole_steps: those in which all threads have whole vectors of any slice.
       looped_steps: those that a loop goes over. The others are left to code of their own where what is not parked is loaded in
-        part, as a branch in a loop makes it slow; but not in a grid, where that is done seldom.
+        part, as a branch in a loop makes it slow; but not with `grid`.
       entries: of a row of a whole block: each is what a warpgroup holds in a step.
       is_exact: whether Pallas can load and store rows: they end with a step of all threads, and are in registers of one block.
       exchange_shape: of float32 in shared memory for values that warps exchange, two for each of two rounds.

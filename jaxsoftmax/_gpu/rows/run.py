@@ -159,8 +159,6 @@ def run(
     def copy(copying, refs, slots):
         copying([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
-    blocks = min(chosen.grid, count * layout.blocks) if chosen.grid else pl.cdiv(count, layout.rows)
-
     def kernel(*refs):
         *refs, slots, exchange, pushed, order, told = refs
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
@@ -168,7 +166,7 @@ def run(
         if layout.config.grid:
             *out_refs, states = out_refs if inner > 1 else (*out_refs, None)
             shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, blocks, states, exchange, order, told).work(
+            shared_rows(layout, count, states, exchange, order, told).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile: body(tile, **values(tile, refs, slots)),
@@ -253,6 +251,7 @@ def run(
             return launched(second_pass, layout, outs, count * layout.blocks)(*arrays, found)
     else:
         states = [split.states(layout, count)] if chosen.grid and inner > 1 else []
+        blocks = min(chosen.grid, count * layout.blocks) if chosen.grid else pl.cdiv(count, layout.rows)
         call = launched(kernel, layout, outs + states, blocks)
     narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     starts_anywhere = is_flat or layout.shifted

@@ -12,19 +12,19 @@ Each element is read once then. Nothing says that all blocks run at a time: othe
 kernels too. So a block never waits while it holds a ticket that it has not published. (It asks for a third one before it
 computes results, as the answer takes a while, and publishes that before it waits again.) And it waits only for tickets that
 are taken: their blocks run, and publish without waiting. Where tickets of the row are left after a while, it puts back the
-ticket at hand, whose state is published, and takes a new one in its place; what it has put back it copies again when the row
-is complete. So one block alone would do all the work. States do not depend on who computes them, nor when, and so the bits of
-a row do not.
+ticket at hand, whose state is published, and takes a new one in its place. When it has finished a ticket it copies again what
+it has put back, the last one first, before it takes new ones. So one block alone would do all the work. States do not depend
+on who computes them, nor when, and so the bits of a row do not.
 
 The states of a row's slices are pairs of numbers in memory that was 0, each stored and loaded at once: whoever sees a pair has
 it, with no counter and no fence between. Each thread of a block looks for some of them, and loads again what was not there.
 
 Rows along another axis are shared in tiles of neighbours (see `columns`), which may have hundreds of slices. Whoever publishes
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
-nothing, as they are there. So each block reads the states of groups alone. Tiles of which the blocks cannot hold all slices
-put them back at once.
+nothing, as they are there. So each block reads the states of groups alone.
 
-A row of which the blocks cannot hold enough is read twice, by two kernels: the first one leaves states.
+A row that fills more than two thirds of what the blocks can hold is read twice, by two kernels: the first one leaves states.
+Tiles that they cannot hold are refused.
 """
 
 import functools
@@ -59,7 +59,10 @@ def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class First(Tile):
-    """A slice whose state is not published yet: what a body computes of the row with it does not matter."""
+    """A slice whose state is not published yet: what a body computes of the row with it does not matter.
+
+    A pair of 0 is not there. No state is one: its sum is 0 only where its maximum is -inf.
+    """
 
     found: list[jax.Array] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ class First(Tile):
         return State(*self._publish(*super().merge(state, scale)[:2]))
 
     def sum(self, values) -> jax.Array:
-        return self._publish(super().sum(values), jnp.float32(1))[0]  # 1, as a pair of 0 is not there
+        return self._publish(super().sum(values), jnp.float32(1))[0]  # 1, as a sum may be 0
 
     def _publish(self, *parts):
         _once(self.found)
@@ -147,94 +150,87 @@ class Rows:
     Attributes:
       layout: of a slice, and how many share a row.
       count: of rows.
-      grid: how many blocks run, or wait until others have ended.
-      states: what `states` describes, in global memory.
+      states: of `Tiles`, what `states` describes, in global memory; else None.
       exchange, order: see `Tile`.
       told: an int32 in shared memory, an answer that one thread got.
     """
 
     layout: Any
     count: int
-    grid: int
     states: Any
     exchange: Any
     order: Any
     told: Any
-
-    @property
-    def is_held(self) -> bool:
-        """Whether all blocks together can hold a row."""
-        return self.layout.blocks <= self.layout.stages * self.grid
 
     def work(self, copy_in, fill_around, body, store) -> None:
         """Does tickets until none is left, with `copy_in(memory)` and `fill_around(memory)` of `Memory` for all operands.
 
         `body(tile)` gives results, and `store(tile, results)` stores them.
         """
-        blocks = jnp.int32(self.layout.blocks)
-        tickets = jnp.int32(self.count) * blocks
+        tickets = jnp.int32(self.count * self.layout.blocks)
         links = self._counters  # of each ticket that is put back, to the one that was before
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((links + self.count * self.layout.blocks,)))
 
         def publish(ticket, stage):
             tile = self._first(self._memory(ticket, stage))
-            ptx.await_copies(but=1)  # those that may have started since
+            ptx.await_copies()
             fill_around(tile.memory)  # not needed again where results are computed
             body(tile)
             self._announce(counters, ticket, tile)
 
         def finish(ticket, stage, states):
             tile = self._second(self._memory(ticket, stage), states)
-            ptx.await_copies(but=2)  # those of the following ticket, and those that may have started since
+            ptx.await_copies(but=1)  # those of the following ticket
             store(tile, body(tile))
 
         def taken():
             return ptx.tell(ptx.take_ticket(counters, of_block=True), self.told)
 
-        def replacing():
-            ptx.await_copies(but=1)  # those of the ticket at hand, which may have been put back before, and copied again
-            return taken()
-
         def start(ticket, stage):
             pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, stage)))
-            ptx.end_copies()  # where nothing is copied, too, as they are counted
+            ptx.end_copies()  # where no ticket is left, too, as they are counted
+
+        def put_back(ticket, following, last, stage):
+            """Puts back the ticket at hand, which is published as the following one is, if there is another to take."""
+            ptx.await_copies(but=1)  # it may have been put back before, and copied again
+            new = taken()
+            start(new, 1 - stage)
+
+            def replaced():
+                ptx.store_link(counters, links + ticket, last)
+                return following, new, no, no, ticket, 1 - stage
+
+            return lax.cond(new < tickets, replaced, lambda: (ticket, following, yes, no, last, stage))
+
+        def go_on(ticket, following, is_published, last, stage):
+            """Publishes the following ticket, and finishes the one at hand if its row is complete."""
+            pl.when(jnp.logical_not(is_published))(lambda: publish(following, stage))
+            is_complete, states = self._look(counters, ticket)
+            # A new ticket is taken before results are stored, as an answer takes a while.
+            takes = jnp.logical_and(is_complete, last < 0)
+            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: jnp.int32(0))
+            pl.when(jnp.logical_and(ticket >= 0, is_complete))(lambda: finish(ticket, 1 - stage, states))
+
+            def finished():
+                def again():
+                    return last, yes, ptx.load_link(counters, links + last)
+
+                def fresh():
+                    ticket = ptx.tell(taken_ahead, self.told)
+                    return ticket, ticket >= tickets, none
+
+                ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
+                start(ticket, 1 - stage)
+                return following, ticket, is_published, no, rest, 1 - stage
+
+            return lax.cond(is_complete, finished, lambda: (ticket, following, yes, yes, last, stage))
 
         def one(carry):
-            """Publishes the following ticket. Finishes the one at hand, if its row is complete, or puts it back."""
+            # The ticket at hand, published, in stage `1 - stage`, or -1; the following one, in `stage`, and whether that is
+            # published; whether the row of the one at hand is late; the ticket that was put back last, or -1.
             ticket, following, is_published, is_late, last, stage = carry
-            new = lax.cond(is_late, replacing, lambda: tickets)
-            start(new, 1 - stage)
-            pl.when(jnp.logical_not(is_published))(lambda: publish(following, stage))
-
-            def put_back():
-                ptx.block_barrier()  # as what follows may publish again
-                ptx.store_link(counters, links + ticket, last)
-                goes_on = no if self.is_held else lax.div(new, blocks) == lax.div(following, blocks)
-                return following, new, no, goes_on, ticket, 1 - stage
-
-            def look():
-                is_complete, states = self._look(counters, ticket)
-                # A new ticket is taken before results are stored, as an answer takes a while.
-                takes = jnp.logical_and(is_complete, last < 0)
-                taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: jnp.int32(0))
-                finishes = jnp.logical_and(ticket >= 0, is_complete)
-                pl.when(finishes)(lambda: finish(ticket, 1 - stage, states))
-
-                def renewed():
-                    def again():
-                        return last, yes, ptx.load_link(counters, links + last)
-
-                    def fresh():
-                        ticket = ptx.tell(taken_ahead, self.told)
-                        return ticket, ticket >= tickets, none
-
-                    ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
-                    start(ticket, 1 - stage)
-                    return following, ticket, is_published, no, rest, 1 - stage
-
-                return lax.cond(is_complete, renewed, lambda: (ticket, following, yes, yes, last, stage))
-
-            return lax.cond(new < tickets, put_back, look)
+            late = functools.partial(put_back, ticket, following, last, stage)
+            return lax.cond(is_late, late, lambda: go_on(ticket, following, is_published, last, stage))
 
         none, no, yes = jnp.int32(-1), jnp.bool_(False), jnp.bool_(True)
         first, stage = taken(), jnp.int32(0)
@@ -243,10 +239,6 @@ class Rows:
 
     def _memory(self, ticket, stage) -> Memory:
         return _slice(self.layout, self.count, ticket, stage)
-
-    @property
-    def _patience(self):
-        return _PATIENCE if self.is_held else 0
 
     # How blocks tell each other the states: of a row at once, in pairs that are 0 before, or of groups of slices first.
 
@@ -260,7 +252,7 @@ class Rows:
         row = lax.div(ticket, jnp.int32(blocks))
         count = jnp.where(ticket < 0, 0, blocks)
         end, index = (row + 1) * blocks, 2 + 2 * row * blocks
-        complete, *found = ptx.await_pairs(counters, index, count, blocks, threads, -jnp.inf, end, self._patience)
+        complete, *found = ptx.await_pairs(counters, index, count, blocks, threads, end, _PATIENCE)
         return complete == 1, State(*found)
 
     def _first(self, memory) -> Any:
@@ -286,7 +278,7 @@ class Tiles(Rows):
         row = lax.div(ticket, jnp.int32(layout.blocks))
 
         def look():
-            return ptx.await_row(counters, row, layout.groups, layout.blocks, self._patience, self.told)
+            return ptx.await_row(counters, row, layout.groups, layout.blocks, _PATIENCE, self.told)
 
         return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, None
 
@@ -320,7 +312,10 @@ class Tiles(Rows):
 
 
 def unheld(layout: RowLayout) -> RowLayout:
-    """That of slices that are held nowhere, but read in order each time."""
+    """That of slices that are held nowhere, but read in order each time: with `grid` their maximum is found before the sum.
+
+    So no bit depends on where in a line a row starts.
+    """
     return RowLayout(layout.cols, replace(layout.config, unroll=1, grid=1))
 
 
@@ -341,6 +336,6 @@ def second_pass(layout, count, states, exchange, order, body, store) -> None:
     """Each block computes the results of a slice, from the last one on, as the cache still holds what was read last."""
     memory = _slice(layout, count, jnp.int32(count * layout.blocks - 1) - lax.axis_index("block"))
     index, blocks = 2 * memory.row * jnp.int32(layout.blocks), layout.blocks
-    _, *parts = ptx.await_pairs(states, index, blocks, blocks, layout.threads, -jnp.inf, 0, 0)  # they are all there
+    _, *parts = ptx.await_pairs(states, index, blocks, blocks, layout.threads, 0, 0)  # they are all there
     tile = Second(memory, exchange, None, order, states=State(*parts))
     store(tile, body(tile))

@@ -88,7 +88,7 @@ class Tile:
         layout = self.memory.layout
         if not layout.config.unroll and not layout.shifted:
             return online.lift(map(scores, range(layout.steps)), scale=scale)
-        if layout.config.parked or layout.config.grid or not layout.config.unroll:  # rows are held, and cheap to read twice
+        if layout.config.parked or layout.config.grid or not layout.config.unroll:  # cheap to read twice, or see `split.unheld`
             m = self._maximum(self._top(scores))
             weights, alike = self.weights(m, scale)
             return State(m, self._sum(each(weights, scores)) * alike)
@@ -142,7 +142,7 @@ class Tile:
         return self.merge_along(states, scale) if self.memory.layout.shifted else online.merge_along(states, 0, scale=scale)
 
     def merge_along(self, states: State, scale=None) -> State:
-        """`online.merge_along` of `states` that each warp has, or a row of, with bits alike in all lanes of a warp.
+        """`online.merge_along` of states, `[n]` that each warp has, or `[4, n]`, a row for each, with bits alike in all lanes.
 
         Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
         products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.

@@ -1,6 +1,6 @@
 """The softmax family on Hopper, for rows of any length.
 
-Each element is read once and written once, but of rows that the whole GPU cannot hold:
+Each element is read once and written once, but of rows that fill more than two thirds of what the whole GPU can hold:
 
 1. A block loads its rows, its one row or its part of one into registers or shared memory; of what it reads once only, nothing
    is held.
@@ -70,8 +70,9 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        if config.grid and layout.blocks > _MOST_SLICES:
-            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which {_MOST_SLICES} may share a row"
+        if config.grid and layout.blocks > layout.stages * config.grid:
+            held = layout.stages * config.grid
+            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {held}"
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
             return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
@@ -176,7 +177,7 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
-    """Slices which the blocks of the grid hold in turns, or of rows that fill two thirds of them, larger ones read twice."""
+    """Slices that the blocks of the grid hold; larger ones, read twice, where a row would be more than two thirds of all."""
     vector, threads, stage = 16 // itemsize, 128, _STAGE[itemsize]
     step, line = threads * vector, 8 * vector
     held = stage // (step * itemsize * operands) * step
@@ -194,7 +195,6 @@ def _resident(target, stage: int) -> int:
 
 
 _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by bytes of an element
-_MOST_SLICES = 4096  # of rows side by side
 _STREAMED = ("logsumexp_forward", "logsumexp_jvp")
 _RESERVED = 6144  # bytes of shared memory for what is neither rows nor their states
 # By bytes of an element, and operands that are held: up to how many columns registers hold them; else from how many for a
