@@ -191,8 +191,11 @@ class Rows:
             ptx.end_copies()  # where no ticket is left, too, as they are counted
 
         def put_back(ticket, following, last, stage):
-            """Puts back the ticket at hand, which is published as the following one is, if there is another to take."""
-            ptx.await_copies(but=1)  # it may have been put back before, and copied again
+            """Puts back the ticket at hand, if there is another to take.
+
+            Both are published. No copy to its stage is under way: where tickets of its row are left, a new one was published
+            since, which waits for all copies.
+            """
             new = taken()
             start(new, 1 - stage)
 

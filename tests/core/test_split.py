@@ -1,0 +1,301 @@
+"""Blocks that share long rows, in any interleaving: the loop of `split.Rows` itself, on memory of Python's.
+
+Each block is a thread, of which one runs at a time. All that blocks do to memory that others see, or that takes a while, hands
+over to another one at random: tickets, states, copies to shared memory. Only so many run at a time, as on a GPU that has other
+work, and the others start when one has ended. A block that waits sees its patience end at random.
+"""
+
+import random
+import threading
+import types
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from jaxsoftmax._gpu.rows import split
+from jaxsoftmax._gpu.rows.columns import ColumnLayout
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+
+brute_force = settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.generate])
+
+
+class HangError(Exception):
+    """Blocks went on for longer than any run takes that ends."""
+
+
+class Block:
+    """A block: what it has started to copy, in groups, and what the stages of its shared memory hold."""
+
+    def __init__(self, run):
+        self.run, self.stages, self.groups, self.open = run, [None, None], [], []
+        self.turn, self.ended = threading.Semaphore(0), False
+
+    def land(self, keep=0):
+        """Lets copies arrive, of all groups but the last ones."""
+        while len(self.groups) > keep:
+            for stage, ticket in self.groups.pop(0):
+                self.stages[stage] = ticket
+
+
+class Run:
+    """`count` rows of so many slices, done by some blocks, of which `resident` run at a time; `along` another axis, tiles."""
+
+    def __init__(self, seed, count, slices, blocks, resident, along):
+        self.random, self.count, self.slices = random.Random(seed), count, slices
+        self.resident, self.along = resident, along
+        self.impatience = self.random.choice([0.1, 0.4, 1])
+        self.memory = np.zeros(0, np.int64)
+        self.states, self.groups = {}, {}  # of slices, and of groups of them, by ticket, and by number
+        self.finished = []
+        self.local = threading.local()
+        self.blocks = [Block(self) for _ in range(blocks)]
+        self.failure, self.steps, self.main = None, 0, threading.Semaphore(0)
+
+    # The scheduler.
+
+    def go(self):
+        waiting, live = list(self.blocks), []
+        for block in self.blocks:
+            threading.Thread(target=self.work, args=(block,), daemon=True).start()
+        while (waiting or live) and self.failure is None:
+            while waiting and len(live) < self.resident:
+                live.append(waiting.pop(0))
+            block = self.random.choice(live)
+            block.turn.release()
+            self.main.acquire()
+            if block.ended:
+                live.remove(block)
+        if self.failure is not None:
+            raise self.failure
+
+    def work(self, block):
+        block.turn.acquire()
+        self.local.block = block
+        try:
+            self.rows().work(self.copy_in, self.fill_around, self.body, self.store)
+        except BaseException as failure:
+            self.failure = failure
+        block.ended = True
+        self.main.release()
+
+    def others(self):
+        """Others go on for a while. Copies that are under way may arrive."""
+        self.steps += 1
+        if self.steps > 50_000:
+            raise HangError
+        block = self.local.block
+        if self.random.random() < 0.3:
+            block.land(self.random.randrange(len(block.groups) + 1))
+        if self.random.random() < 0.7:
+            self.main.release()
+            block.turn.acquire()
+
+    # What `split` is used with.
+
+    def rows(self):
+        vector = 4
+        if self.along:
+            config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, lanes=8, grid=len(self.blocks))
+            return split.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
+        config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, grid=len(self.blocks))
+        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None)
+
+    def ticket(self, memory):
+        return int(memory.row) * self.slices + int(memory.rank)
+
+    def copy_in(self, memory):
+        block = self.local.block
+        block.stages[int(memory.stage)] = "under way"
+        block.open.append((int(memory.stage), self.ticket(memory)))
+        self.others()
+
+    def fill_around(self, memory):
+        """Sets what a copy has brought along: were that under way, it would be overwritten."""
+        block, ticket = self.local.block, self.ticket(memory)
+        assert block.stages[int(memory.stage)] == ticket
+        assert not any(stage == int(memory.stage) for group in block.groups for stage, _ in group)
+
+    def body(self, tile):
+        """The state of a slice tells its ticket."""
+        block, ticket = self.local.block, self.ticket(tile.memory)
+        if isinstance(tile, (split.First, split.FirstOfColumns)):
+            assert block.stages[int(tile.memory.stage)] == ticket
+            assert ticket not in self.states
+            tile.found.extend([merge, [ticket]] if self.along else [np.float32(1 + ticket), np.float32(1)])
+            self.others()
+            return None
+        row = range(int(tile.memory.row) * self.slices, (int(tile.memory.row) + 1) * self.slices)
+        if self.along:
+            groups = tile.memory.layout.groups
+            found = [ticket for k in range(groups) for ticket in self.groups[int(tile.first) + k]]
+        else:
+            found = [int(value) - 1 for value in tile.states.m]
+        assert found == list(row)
+        return ticket
+
+    def store(self, tile, ticket):
+        assert self.local.block.stages[int(tile.memory.stage)] == ticket
+        self.others()
+        assert self.local.block.stages[int(tile.memory.stage)] == ticket
+        self.finished.append(ticket)
+
+
+def merge(*_):
+    raise AssertionError("the states of groups are merged below")
+
+
+def fakes(run):
+    """The modules that `split` calls, in terms of a run."""
+
+    def entry(counters, index):
+        run.others()
+        return counters, int(index)
+
+    def add(counters, index):
+        counters, index = entry(counters, index)
+        counters[index] += 1
+        return np.int32(counters[index] - 1)
+
+    def wait(is_there, counters, tickets):
+        while not is_there():
+            run.others()
+            if run.random.random() < run.impatience and counters[0] < tickets:
+                return np.int32(0)
+        return np.int32(1)
+
+    def await_pairs(pairs, index, count, most, threads, tickets, patience):
+        index, count = int(index), int(count)
+        there = wait(lambda: pairs[index : index + 2 * count].all(), pairs, tickets)
+        values = pairs[index : index + 2 * count].astype(np.float32)
+        return [there, values[::2], values[1::2]]
+
+    def publish_pair(pairs, index, values):
+        pairs, index = entry(pairs, index)
+        assert not pairs[index : index + 2].any()
+        pairs[index : index + 2] = values
+        run.states[(index - 2) // 2] = values
+
+    def await_row(counters, row, count, tickets, patience, told):
+        return wait(lambda: counters[1 + int(row)] == count, counters, (int(row) + 1) * tickets)
+
+    def await_copies(but=0):
+        run.local.block.land(but)
+
+    def end_copies():
+        block = run.local.block
+        block.groups.append(block.open)
+        block.open = []
+
+    def store_link(counters, index, value):
+        counters, index = entry(counters, index)
+        counters[index] = value
+
+    def load_link(counters, index):
+        counters, index = entry(counters, index)
+        return np.int32(counters[index])
+
+    ptx = types.SimpleNamespace(
+        await_copies=await_copies,
+        await_pairs=await_pairs,
+        await_row=await_row,
+        add_one_of_block=lambda counters, index, told: add(counters, index),
+        end_copies=end_copies,
+        load_link=load_link,
+        publish_pair=publish_pair,
+        store_link=store_link,
+        take_ticket=lambda counters, of_block: add(counters, 0),
+        tell=lambda value, told: value,
+    )
+    lax = types.SimpleNamespace(
+        cond=lambda is_true, then, otherwise: then() if is_true else otherwise(),
+        div=lambda a, b: np.int32(int(a) // int(b)),
+        rem=lambda a, b: np.int32(int(a) % int(b)),
+        while_loop=while_loop,
+    )
+
+    def get_global(semaphores):
+        size = semaphores.shape[0]
+        if not len(run.memory):
+            run.memory = np.zeros(size, np.int64)
+        return run.memory
+
+    pl = types.SimpleNamespace(get_global=get_global, when=lambda is_true: lambda f: f() if is_true else None)
+    return {"ptx": ptx, "lax": lax, "pl": pl, "jnp": np}
+
+
+def while_loop(goes_on, step, carry):
+    while goes_on(carry):
+        carry = step(carry)
+    return carry
+
+
+class FirstOfColumns(split.FirstOfColumns):
+    """With states that are the tickets of slices."""
+
+    run = None
+
+    def store_state(self, states, number, values):
+        self.run.others()
+        number = int(number)
+        if number < self.run.count * self.run.slices:
+            self.run.states[number] = values
+        else:
+            assert number not in self.run.groups
+            self.run.groups[number] = values
+
+    def of_states(self, function, states, first, count, most):
+        assert function is merge
+        assert int(count) <= most
+        self.run.others()
+        return [ticket for k in range(int(count)) for ticket in self.run.states[int(first) + k]]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(*args):
+        found = Run(*args)
+        for name, fake in fakes(found).items():
+            monkeypatch.setattr(split, name, fake)
+        monkeypatch.setattr(FirstOfColumns, "run", found)
+        monkeypatch.setattr(split, "FirstOfColumns", FirstOfColumns)
+        found.go()
+        return found
+
+    return run
+
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 6), st.integers(1, 6))
+
+
+@pytest.mark.parametrize("along", [False, True], ids=["rows", "tiles"])
+def test_each_slice_is_published_and_finished_once_whatever_runs(run, along):
+    @brute_force
+    @given(st.integers(0, 2**31), SHAPES)
+    def check(seed, shape):
+        count, slices, blocks, resident = shape
+        slices *= 1 + 4 * along  # several groups
+        found = run(seed, count, slices, blocks, min(blocks, resident), along)
+        assert sorted(found.finished) == sorted(found.states) == list(range(count * slices))
+
+    check()
+
+
+def test_a_slice_that_nobody_publishes_is_noticed(run, monkeypatch):
+    monkeypatch.setattr(split, "_found", lambda tile: [np.float32(0)] * 2)
+    with pytest.raises(HangError):
+        run(0, 2, 3, 2, 2, False)
+
+
+def test_a_copy_that_has_not_arrived_is_noticed(run, monkeypatch):
+    in_order = fakes
+
+    def too_early(found):
+        changed = in_order(found)
+        changed["ptx"].await_copies = lambda but=0, wait=changed["ptx"].await_copies: wait(but + 1)
+        return changed
+
+    monkeypatch.setitem(globals(), "fakes", too_early)
+    with pytest.raises(AssertionError):
+        run(0, 2, 5, 2, 2, False)
