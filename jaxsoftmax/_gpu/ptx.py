@@ -305,17 +305,19 @@ def take_ticket(counter, of_block: bool = False) -> jax.Array:
 
 
 def add_one_of_block(counters, index, told) -> jax.Array:
-    """Adds 1 to `counters[index]`, int32 in global memory. It orders nothing that the block stores or loads.
+    """Adds 1 to `counters[index]`, int32 in global memory; whoever adds later sees what the block has stored before.
 
     Returns:
       What it was, in all threads. `told` is an int32 in shared memory, which says it.
     """
-    ptx = "{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
 
     def add(counters, index):
+        atom = "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;"
+        ptx = f"{{ .reg .pred first; setp.eq.u32 first, $2, 0; mov.b32 $0, 0; @first {atom} }}"
         operands = _entry(counters, index), utils.thread_idx()
         return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True)]
 
+    block_barrier()
     return tell(emit(add, counters, [index], results=_SCALAR), told)
 
 
@@ -431,7 +433,7 @@ def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience:
 
 
 def await_row(counters, row, count: int, tickets: int, patience: int, told) -> jax.Array:
-    """Waits until `counters[1 + row]`, int32 in global memory, is `count`.
+    """Waits until `counters[1 + row]` is `count`; all that came before what added to it is then visible to the block.
 
     It gives up after `patience` nanoseconds, unless all `tickets` of each row up to this one are taken by then: whoever took
     one adds to the counter without waiting.
@@ -442,7 +444,7 @@ def await_row(counters, row, count: int, tickets: int, patience: int, told) -> j
     ptx = (
         "{ .reg .pred is; .reg .u32 found; .reg .u64 start; .reg .u64 now; mov.u32 $0, 0;"
         " setp.ne.u32 is, $4, 0; @is bra ready; mov.u64 start, %globaltimer;"
-        f" again: ld.relaxed.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
+        f" again: ld.acquire.gpu.global.u32 found, [$1+4]; setp.eq.u32 is, found, {count}; mov.u32 $0, 1; @is bra ready;"
         f" mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 is, now, {patience}; @is bra again;"
         " mov.u32 $0, 0; ld.relaxed.gpu.global.u32 found, [$2]; setp.ge.u32 is, found, $3; @is bra again; ready: }"
     )
@@ -686,32 +688,6 @@ def store_words(address, offset, inside, words, space="global"):
         kind, names = _list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
         ptx = f"st.{space}.{kind} [$0+{offset + first * word.width // 8}], {names};"
         utils.inline_ptx(ptx, address, *values, predicate=inside, has_side_effects=True)
-
-
-_NEVER = 0x7FEDCBA9  # bits that no result of arithmetic has: those of a NaN, but not those of the one that GPUs make
-
-
-def store_awaited_words(address, inside, words) -> None:
-    """Stores a vector of words of 32 bits to global memory that was 0, for `await_words`."""
-    words = arith.xori(words, vector.broadcast(words.type, constant(_NEVER)))
-    store_words(address, 0, inside, words, "relaxed.gpu.global")
-
-
-def await_words(address, inside, words, bits):
-    """A vector `words` that somebody stores with `store_awaited_words`, as soon as each of them is there, or `bits`."""
-    loaded = llvm.mlir_undef(words)
-    for first in range(0, words.shape[0], 4):
-        count = min(4, words.shape[0] - first)
-        names = [f"${k}" for k in range(count)]
-        fills = " ".join(f"mov.b32 {name}, {bits ^ _NEVER};" for name in names)
-        load = f"@${count + 1} ld.relaxed.gpu.global.{_list(words.element_type, names)}, [${count}+{4 * first}];"
-        tests = " ".join(f"setp.eq.or.u32 is, {name}, 0, is;" for name in names)
-        ptx = f"{{ .reg .pred is; {fills} again: {load} setp.ne.u32 is, 0, 0; {tests} @is bra again; }}"
-        kinds = [words.element_type] * count
-        found = utils.inline_ptx(ptx, address, inside, result_types=kinds, has_side_effects=True)
-        for k, value in enumerate(found if count > 1 else [found], first):
-            loaded = llvm.insertelement(loaded, value, constant(k))
-    return arith.xori(loaded, vector.broadcast(words, constant(_NEVER)))
 
 
 def words_of(register):

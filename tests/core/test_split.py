@@ -48,7 +48,6 @@ class Run:
         self.impatience = self.random.choice([0.1, 0.4, 1])
         self.memory = np.zeros(0, np.int64)
         self.states, self.groups = {}, {}  # of slices, and of groups of them, by ticket, and by number
-        self.under_way = []  # states that are stored, but nowhere yet
         self.finished = []
         self.local = threading.local()
         self.blocks = [Block(self) for _ in range(blocks)]
@@ -70,7 +69,6 @@ class Run:
                 live.remove(block)
         if self.failure is not None:
             raise self.failure
-        self.arrive()
 
     def work(self, block):
         block.turn.acquire()
@@ -90,23 +88,9 @@ class Run:
         block = self.local.block
         if self.random.random() < 0.3:
             block.land(self.random.randrange(len(block.groups) + 1))
-        if self.random.random() < 0.2:
-            self.arrive()
         if self.random.random() < 0.7:
             self.main.release()
             block.turn.acquire()
-
-    def arrive(self):
-        for states, number, values in self.under_way:
-            assert number not in states
-            states[number] = values
-        self.under_way = []
-
-    def state(self, states, number):
-        """One that somebody has stored, once it arrives."""
-        while number not in states:
-            self.others()
-        return states[number]
 
     # What `split` is used with.
 
@@ -114,9 +98,9 @@ class Run:
         vector = 4
         if self.along:
             config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, lanes=8, grid=len(self.blocks))
-            return split.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None)
+            return split.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
         config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, grid=len(self.blocks))
-        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None)
+        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None)
 
     def ticket(self, memory):
         return int(memory.row) * self.slices + int(memory.rank)
@@ -145,7 +129,7 @@ class Run:
         row = range(int(tile.memory.row) * self.slices, (int(tile.memory.row) + 1) * self.slices)
         if self.along:
             groups = tile.memory.layout.groups
-            found = [ticket for k in range(groups) for ticket in self.state(self.groups, int(tile.first) + k)]
+            found = [ticket for k in range(groups) for ticket in self.groups[int(tile.first) + k]]
         else:
             found = [int(value) - 1 for value in tile.states.m]
         assert found == list(row)
@@ -252,16 +236,20 @@ class FirstOfColumns(split.FirstOfColumns):
 
     run = None
 
-    def store_state(self, parts, number, values):
+    def store_state(self, states, number, values):
         self.run.others()
         number = int(number)
-        states = self.run.states if number < self.run.count * self.run.slices else self.run.groups
-        self.run.under_way.append((states, number, values))
+        if number < self.run.count * self.run.slices:
+            self.run.states[number] = values
+        else:
+            assert number not in self.run.groups
+            self.run.groups[number] = values
 
-    def of_states(self, function, parts, first, count, most):
+    def of_states(self, function, states, first, count, most):
         assert function is merge
         assert int(count) <= most
-        return [ticket for k in range(int(count)) for ticket in self.run.state(self.run.states, int(first) + k)]
+        self.run.others()
+        return [ticket for k in range(int(count)) for ticket in self.run.states[int(first) + k]]
 
 
 @pytest.fixture

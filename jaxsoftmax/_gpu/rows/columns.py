@@ -7,7 +7,7 @@ blocks of a cluster, or of the grid, as those of rows along the last axis do. No
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from jaxsoftmax import online
@@ -230,10 +229,9 @@ class Columns(Tile):
         ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.blocks * layout.width)
         return function(layout.blocks, *(functools.partial(self._of, slot, layout.warps, layout.blocks) for slot in slots))
 
-    def _of(self, slot, start, count, k, fill):
-        """What the k-th of each place has, of `count` in `slot` from the `start`-th on; `States` are waited for."""
+    def _of(self, slot, start, count, k, fill, space="shared"):
+        """What the k-th of each place has, of `count` in `slot` from the `start`-th on; it may be in global memory."""
         layout = self.memory.layout
-        states = slot if isinstance(slot, States) else None
 
         def load(slot, start, count, k):
             lane = arith.remui(utils.thread_idx(), constant(WARP))
@@ -241,45 +239,38 @@ class Columns(Tile):
             own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
             inside, bits = compare("ult", index, count), filled(fill, jnp.dtype(jnp.float32))
             index = arith.addi(start, index)
-            register = layout.layout.to_mgpu().registers_element_type(ir.F32Type.get())
+            if space == "shared":
+                place = arith.addi(arith.muli(index, constant(layout.width)), own)
+                address = ptx.shared_address(slot, arith.muli(place, constant(4)))
+            else:
+                address = self._address_of_state(slot, index, own)
+            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
             words = ptx.words_of(register)
-            if states is not None:
-                address = self._address_of_state(slot, states.start, index, own)
-                return [vector.bitcast(register, ptx.await_words(address, inside, words, bits))]
-            place = arith.addi(arith.muli(index, constant(layout.width)), own)
-            address = ptx.shared_address(slot, arith.muli(place, constant(4)))
-            return [vector.bitcast(register, ptx.load_words(address, 0, inside, words, bits, space="shared"))]
+            return [vector.bitcast(register, ptx.load_words(address, 0, inside, words, bits, space=space))]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
-        return ptx.emit(load, slot if states is None else states.ref, [start, count, k], results=kind)
+        return ptx.emit(load, slot, [start, count, k], results=kind)
 
-    def of_states(self, function, parts: Sequence["States"], first, count, most):
+    def of_states(self, function, states, first, count, most):
         """`function`, as `_together` takes it, of so many states in global memory from the `first` on; `count` is an int32."""
-        return function(most, *(functools.partial(self._of, part, first, count) for part in parts))
+        return function(most, *(functools.partial(self._of, part, first, count, space="global") for part in _parts(states)))
 
-    def store_state(self, parts: Sequence["States"], number, values) -> None:
-        """Stores `values` for the rows of the block, those of a state, to global memory, for `of_states`."""
+    def store_state(self, states, number, values) -> None:
+        """Stores `values` for the rows of the block, those of a state, to global memory."""
 
         def store(*given):
             *refs, number = given[: len(values) + 1]
             own = arith.muli(utils.thread_idx(), constant(self.memory.layout.vector))
             first = compare("ult", utils.thread_idx(), constant(self.memory.layout.lanes))
-            for ref, part, value in zip(refs, parts, given[len(refs) + 1 :], strict=False):
-                register = value.registers.flat[0]
-                words = vector.bitcast(ptx.words_of(register.type), register)
-                ptx.store_awaited_words(self._address_of_state(ref, part.start, number, own), first, words)
+            for ref, value in zip(refs, given[len(refs) + 1 :], strict=True):
+                Vector(self._address_of_state(ref, number, own), 0, 4, first).store(value.registers.flat[0])
 
-        refs = tuple(part.ref for part in parts[: len(values)])
-        ptx.emit(store, refs, [number], [(v, self.memory.layout.row_layout) for v in values])
+        ptx.emit(store, tuple(_parts(states)[: len(values)]), [number], [(v, self.memory.layout.row_layout) for v in values])
 
-    def _address_of_state(self, ref, start, number, own):
+    def _address_of_state(self, ref, number, own):
         place = arith.addi(arith.muli(i64(number), i64(self.memory.layout.width)), i64(own))
-        return arith.addi(ptx.address_of(ref), arith.muli(arith.addi(place, i64(start)), i64(4)))
+        return arith.addi(ptx.address_of(ref), arith.muli(place, i64(4)))
 
 
-@dataclass(frozen=True)
-class States:
-    """A part of states in global memory that was 0, from entry `start` of an int32 `ref` on."""
-
-    ref: Any
-    start: int
+def _parts(states):
+    return [states.at[k] for k in range(states.shape[0])]

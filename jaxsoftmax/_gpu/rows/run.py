@@ -164,8 +164,9 @@ def run(
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
+            *out_refs, states = out_refs if inner > 1 else (*out_refs, None)
             shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, exchange, order, told).work(
+            shared_rows(layout, count, states, exchange, order, told).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile: body(tile, **values(tile, refs, slots)),
@@ -245,12 +246,13 @@ def run(
             split.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
 
         def call(*arrays):
-            states = jax.ShapeDtypeStruct((2 * count * layout.blocks,), jnp.int32)
+            states = split.states(layout, count)
             (found,) = launched(first_pass, first_layout, [states], count * layout.blocks)(*arrays)
             return launched(second_pass, layout, outs, count * layout.blocks)(*arrays, found)
     else:
+        states = [split.states(layout, count)] if chosen.grid and inner > 1 else []
         blocks = min(chosen.grid, count * layout.blocks) if chosen.grid else pl.cdiv(count, layout.rows)
-        call = launched(kernel, layout, outs, blocks)
+        call = launched(kernel, layout, outs + states, blocks)
     narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     starts_anywhere = is_flat or layout.shifted
     if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):

@@ -21,7 +21,7 @@ it, with no counter and no fence between. Each thread of a block looks for some 
 
 Rows along another axis are shared in tiles of neighbours (see `columns`), which may have hundreds of slices. Whoever publishes
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
-none but what is under way. So each block reads the states of groups alone. Each number of a state, as stored, is not 0.
+nothing, as they are there. So each block reads the states of groups alone.
 
 A row that fills more than two thirds of what the blocks can hold is read twice, by two kernels: the first one leaves states.
 Tiles that they cannot hold are refused.
@@ -29,7 +29,7 @@ Tiles that they cannot hold are refused.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.columns import ColumnMemory, Columns, States
+from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory
 from jaxsoftmax._gpu.rows.tile import Tile
@@ -48,6 +48,13 @@ from jaxsoftmax.online import State
 
 _PARTS = 2  # float32 numbers of a state
 _PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
+
+
+def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct:
+    """The states of all slices, in global memory, and those of groups of them where rows lie along another axis."""
+    if isinstance(layout, RowLayout):
+        return jax.ShapeDtypeStruct((_PARTS * count * layout.blocks,), jnp.int32)
+    return jax.ShapeDtypeStruct((_PARTS, count * (layout.blocks + layout.groups) * layout.width), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,9 @@ class FirstOfColumns(Columns):
 
 @dataclass(frozen=True)
 class SecondOfColumns(Columns):
-    """`Second` of rows along another axis: of the parts of all groups' states, from the `first` on."""
+    """`Second` of rows along another axis: `states` of all groups, from the `first` on."""
 
-    parts: Sequence[States] = field(kw_only=True)
+    states: Any = field(kw_only=True)
     first: Any = field(kw_only=True)
 
     def lift(self, scores, scale=None) -> State:
@@ -133,7 +140,7 @@ class SecondOfColumns(Columns):
 
     def _of_groups(self, function):
         groups = self.memory.layout.groups
-        return self.of_states(function, self.parts, self.first, jnp.int32(groups), groups)
+        return self.of_states(function, self.states, self.first, jnp.int32(groups), groups)
 
 
 @dataclass(frozen=True)
@@ -143,12 +150,14 @@ class Rows:
     Attributes:
       layout: of a slice, and how many share a row.
       count: of rows.
+      states: of `Tiles`, what `states` describes, in global memory; else None.
       exchange, order: see `Tile`.
       told: an int32 in shared memory, an answer that one thread got.
     """
 
     layout: Any
     count: int
+    states: Any
     exchange: Any
     order: Any
     told: Any
@@ -264,21 +273,8 @@ class Tiles(Rows):
     """`Rows` along another axis: a tile of neighbours takes the place of a row, and groups of slices arrive."""
 
     @property
-    def _first_state(self):
-        """The first entry after the ticket, and counters of tiles and groups."""
-        return -(-(1 + self.count * (1 + self.layout.groups)) // 4) * 4
-
-    @property
-    def _size(self):
-        """Of a part of all states, those of slices and then those of groups."""
-        return self.count * (self.layout.blocks + self.layout.groups) * self.layout.width
-
-    @property
     def _counters(self):
-        return self._first_state + _PARTS * self._size
-
-    def _parts(self, counters):
-        return [States(counters, self._first_state + part * self._size) for part in range(_PARTS)]
+        return 1 + self.count * (1 + self.layout.groups)
 
     def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
         layout = self.layout
@@ -287,24 +283,23 @@ class Tiles(Rows):
         def look():
             return ptx.await_row(counters, row, layout.groups, layout.blocks, _PATIENCE, self.told)
 
-        return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, counters
+        return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, None
 
     def _first(self, memory) -> FirstOfColumns:
         return FirstOfColumns(memory, self.exchange, None, None)
 
     def _second(self, memory, states) -> SecondOfColumns:
         first = self._group_of(memory.row, jnp.int32(0))
-        return SecondOfColumns(memory, self.exchange, None, None, parts=self._parts(states), first=first)
+        return SecondOfColumns(memory, self.exchange, None, None, states=self.states, first=first)
 
     def _group_of(self, row, group):
-        """The number of the state of a group: after those of all slices."""
+        """The place of the state of a group: after those of all slices."""
         return self.count * self.layout.blocks + row * self.layout.groups + group
 
     def _announce(self, counters, ticket, tile) -> None:
         layout, row, rank = self.layout, tile.memory.row, tile.memory.rank
         function, found = tile.found or (None, [])
-        parts = self._parts(counters)
-        tile.store_state(parts, ticket, found)
+        tile.store_state(self.states, ticket, found)
         group = lax.div(rank, jnp.int32(layout.group))
         start = group * layout.group
         size = jnp.minimum(layout.group, layout.blocks - start)
@@ -314,8 +309,8 @@ class Tiles(Rows):
         @pl.when(arrived == size - 1)
         def _():
             if found:
-                merged = tile.of_states(function, parts, ticket - rank + start, size, layout.group)
-                tile.store_state(parts, self._group_of(row, group), merged)
+                merged = tile.of_states(function, self.states, ticket - rank + start, size, layout.group)
+                tile.store_state(self.states, self._group_of(row, group), merged)
             ptx.add_one_of_block(counters, 1 + row, self.told)
 
 
