@@ -348,18 +348,8 @@ def store_by_first_thread(ref, index, value: jax.Array) -> None:
     emit(store, ref, [index], [(value, SPLAT)])
 
 
-def store_link(counters, index, value) -> None:
-    """Stores an int32 scalar to `counters[index]` in global memory, for the block itself after its next barrier."""
-
-    def store(counters, index, value):
-        with utils.when(_is_first_thread()):
-            utils.inline_ptx("st.relaxed.gpu.global.u32 [$0], $1;", _entry(counters, index), value, has_side_effects=True)
-
-    emit(store, counters, [index, value])
-
-
-def load_link(counters, index) -> jax.Array:
-    """What `store_link` has stored, in all threads of the block."""
+def load_int(counters, index) -> jax.Array:
+    """`counters[index]`, int32 in global memory that the block has stored before its last barrier, in all of its threads."""
 
     def load(counters, index):
         asm, kind = "ld.relaxed.gpu.global.u32 $0, [$1];", integer(32)
@@ -386,7 +376,7 @@ def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience:
     """Waits until all pairs at `pairs[index : index + 2 * count]` are stored, int32 in global memory that was 0.
 
     It gives up after `patience` nanoseconds, unless as many as `tickets`, counted in the first entry, are taken by then:
-    whoever took one stores its pair without waiting. With 0 it never does.
+    whoever took one stores its pair without waiting. Where `tickets` is 0 it never gives up.
 
     Returns:
       1, or 0 if one is missing, an int32 in all threads of the block. If it is 1, the first ones of all pairs, and the second
@@ -410,7 +400,7 @@ def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience:
         " vote.sync.all.pred all, all, 0xffffffff; @all bra ready; mov.u64 now, %globaltimer; sub.u64 now, now, start;"
         f" setp.lt.u64 is, now, {patience}; vote.sync.all.pred is, is, 0xffffffff; @is bra again;"
         f" ld.relaxed.gpu.global.u32 found, [{counter}]; setp.ge.u32 is, found, {end};"
-        f" vote.sync.any.pred is, is, 0xffffffff; @is bra again;"
+        " vote.sync.any.pred is, is, 0xffffffff; @is bra again;"
         f" ready:{parts} bar.red.and.pred all, 0, all; selp.u32 $0, 1, 0, all; }}"
     )
 

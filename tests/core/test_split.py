@@ -188,11 +188,11 @@ def fakes(run):
         block.groups.append(block.open)
         block.open = []
 
-    def store_link(counters, index, value):
+    def store_by_first_thread(counters, index, value):
         counters, index = entry(counters, index)
         counters[index] = value
 
-    def load_link(counters, index):
+    def load_int(counters, index):
         counters, index = entry(counters, index)
         return np.int32(counters[index])
 
@@ -202,9 +202,9 @@ def fakes(run):
         await_row=await_row,
         add_one_of_block=lambda counters, index, told: add(counters, index),
         end_copies=end_copies,
-        load_link=load_link,
+        load_int=load_int,
         publish_pair=publish_pair,
-        store_link=store_link,
+        store_by_first_thread=store_by_first_thread,
         take_ticket=lambda counters, of_block: add(counters, 0),
         tell=lambda value, told: value,
     )

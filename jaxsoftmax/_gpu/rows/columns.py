@@ -27,7 +27,7 @@ from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
-_AT_ONCE = 8  # turns
+_AT_ONCE = 8  # the most turns of `Columns._over` that are no loop
 
 
 class ColumnLayout:
@@ -196,9 +196,11 @@ class Columns(Tile):
         return -(-count * self.memory.layout.lanes // WARP)
 
     def _loaded(self, count, of, fill) -> Callable[[Any], jax.Array]:
-        """What a place takes in each turn, as a function of the turn. Where turns are few, all is loaded before it is used."""
+        """What a place takes in each turn, as a function of the turn. Of few turns it is loaded here, at once."""
         iterations = self._iterations(count)
-        return [of(k, fill) for k in range(iterations)].__getitem__ if iterations <= _AT_ONCE else lambda k: of(k, fill)
+        if iterations > _AT_ONCE:
+            return lambda k: of(k, fill)
+        return [of(k, fill) for k in range(iterations)].__getitem__
 
     def _over(self, count, function, of, start) -> jax.Array:
         """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""

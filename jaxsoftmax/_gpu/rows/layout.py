@@ -72,7 +72,7 @@ class RowLayout:
       steps: vectors of a slice that a thread holds, the last of which may lie beyond the end.
       whole_steps: those in which all threads have whole vectors of any slice.
       looped_steps: those that a loop goes over. The others are left to code of their own where what is not parked is loaded in
-        part, as a branch in a loop makes it slow; but not with `grid`.
+        part, as a branch in a loop makes it slow. With `grid` the loop goes over all.
       entries: of a row of a whole block: each is what a warpgroup holds in a step.
       is_exact: whether Pallas can load and store rows: they end with a step of all threads, and are in registers of one block.
       exchange_shape: of float32 in shared memory for values that warps exchange, two for each of two rounds.

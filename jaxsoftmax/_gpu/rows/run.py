@@ -164,7 +164,7 @@ def run(
         refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
-            *out_refs, states = out_refs if inner > 1 else (*out_refs, None)
+            states = out_refs.pop() if inner > 1 else None
             shared_rows = split.Tiles if inner > 1 else split.Rows
             shared_rows(layout, count, states, exchange, order, told).work(
                 lambda memory: copy(memory.copy_in, refs, slots),

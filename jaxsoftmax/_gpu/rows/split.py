@@ -61,7 +61,7 @@ def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct
 class First(Tile):
     """A slice whose state is not published yet: what a body computes of the row with it does not matter.
 
-    A pair of 0 is not there. No state is one: its sum is 0 only where its maximum is -inf.
+    Two zeros would stand for a state that is not there yet. No state is that: its sum is 0 only where its maximum is -inf.
     """
 
     found: list[jax.Array] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Rows:
             start(new, 1 - stage)
 
             def replaced():
-                ptx.store_link(counters, links + ticket, last)
+                ptx.store_by_first_thread(counters, links + ticket, last)
                 return following, new, no, no, ticket, 1 - stage
 
             return lax.cond(new < tickets, replaced, lambda: (ticket, following, yes, no, last, stage))
@@ -216,7 +216,7 @@ class Rows:
 
             def finished():
                 def again():
-                    return last, yes, ptx.load_link(counters, links + last)
+                    return last, yes, ptx.load_int(counters, links + last)
 
                 def fresh():
                     ticket = ptx.tell(taken_ahead, self.told)
@@ -315,9 +315,9 @@ class Tiles(Rows):
 
 
 def unheld(layout: RowLayout) -> RowLayout:
-    """That of slices that are held nowhere, but read in order each time: with `grid` their maximum is found before the sum.
+    """That of slices that are held nowhere. With `grid` they are read once for the maximum, and then for the sum.
 
-    So no bit depends on where in a line a row starts.
+    So no bit of the sum depends on where in a line a row starts, which decides what a thread reads first.
     """
     return RowLayout(layout.cols, replace(layout.config, unroll=1, grid=1))
 

@@ -88,7 +88,8 @@ class Tile:
         layout = self.memory.layout
         if not layout.config.unroll and not layout.shifted:
             return online.lift(map(scores, range(layout.steps)), scale=scale)
-        if layout.config.parked or layout.config.grid or not layout.config.unroll:  # cheap to read twice, or see `split.unheld`
+        if layout.config.parked or layout.config.grid or not layout.config.unroll:
+            # What is held is cheap to read twice; what has a `grid` and is not held is `split.unheld`.
             m = self._maximum(self._top(scores))
             weights, alike = self.weights(m, scale)
             return State(m, self._sum(each(weights, scores)) * alike)
@@ -199,8 +200,9 @@ class Tile:
     def store(self, results: Sequence[tuple[Any, Steps]], backwards: bool = False) -> None:
         """Stores results, each with where it goes, step by step."""
         put = self.memory.store
+        # A fold that carries nothing from step to step.
         self._fold(
-            lambda steps: [put(ref, i, of(i).astype(ref.dtype)) for i in steps for ref, of in results][:0], [], backwards
+            lambda steps: [put(ref, i, of(i).astype(ref.dtype)) for i in steps for ref, of in results] and [], [], backwards
         )
 
     def _fold(self, function, start, backwards=False):

@@ -70,8 +70,8 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     config = config_for(target, kernel, cols, widest, masked, inner)
     if config.parked and config.threads > WARP:
         layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        if config.grid and layout.blocks > layout.stages * config.grid:
-            held = layout.stages * config.grid
+        held = layout.stages * config.grid
+        if config.grid and layout.blocks > held:
             return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {held}"
         needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
         if needed > target.shared_memory - _RESERVED:
@@ -183,7 +183,7 @@ def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     held = stage // (step * itemsize * operands) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside of a line
     grid = _resident(target, stage)
-    if 3 * blocks > 4 * grid:
+    if 3 * blocks > 2 * (2 * grid):  # stages
         threads = 512 if itemsize == 4 else 256
         return Config(vector, threads, blocks=max(256, min(1024, -(-cols // (128 * threads)))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
