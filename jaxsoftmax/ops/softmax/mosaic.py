@@ -167,7 +167,7 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
         return Config(vector, threads, blocks=blocks, parked=True, unroll=8 // itemsize, lanes=lanes)
     if kernel in _STREAMED or kernel == "logsumexp_vjp":  # read once, or of which blocks need nothing of each other
         return Config(vector, 128, blocks=most, unroll=4, lanes=widest)
-    stage = _STAGE[itemsize]
+    stage = 49152 if kernel in _TWO_OPERANDS else 32768  # bytes
     threads = 128 if stage <= 32 * 128 * size else 256
     found = []  # wide tiles, unless they have more slices than blocks run at a time
     for width in (widest, lanes):
