@@ -129,7 +129,9 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
     size = itemsize, 2 if kernel in _TWO_OPERANDS else 1
     whole_lines = cols % (8 * widest) == 0
-    in_registers = 8192 if masked else 131072 if size == (4, 1) and whole_lines else _IN_REGISTERS[size]
+    # What log_softmax holds of a row it needs once more, with an exponent for each: then a thread has too many registers.
+    few = masked or kernel == "log_softmax_forward"
+    in_registers = 8192 if few else 131072 if size == (4, 1) and whole_lines else _IN_REGISTERS[size]
     if cols <= in_registers and (whole_lines or itemsize == 4 or masked):
         each = 128 // itemsize  # elements of a thread
         threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
