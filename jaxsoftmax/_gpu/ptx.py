@@ -127,6 +127,43 @@ def fma(a: jax.Array, b: jax.Array, c: jax.Array, layout: Any) -> jax.Array:
     return emit(multiply_add, None, (), [(a, layout), (b, layout), (c, layout)], kind)
 
 
+def tanh(x: jax.Array, reciprocal: Callable[[jax.Array], jax.Array] = lambda x: 1 / x) -> jax.Array:
+    """`tanh` to float32's rounding, which the hardware's is not.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
+    large = 1 - 2 * reciprocal(1 + jnp.exp2(x * (2 * math.log2(math.e))))
+    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+
+
+def plus_where(register, places, place, addend):
+    """An MLIR vector of float32 with `addend` more where `places`, for each element an int32 plus a number, are `place`.
+
+    `place` and `addend` are one for all, or one for each element. An addition with a predicate is one instruction,
+    where a selection would be another.
+    """
+    total = llvm.mlir_undef(register.type)
+    for q, (first, offset) in enumerate(places):
+        at, more = (_element(value, q) for value in (place, addend))
+        value = llvm.extractelement(register, constant(q))
+        asm = f"{{ .reg .pred here; setp.eq.s32 here, $2, {offset}; mov.b32 $0, $1; @here add.f32 $0, $1, $3; }}"
+        value = utils.inline_ptx(asm, value, arith.subi(at, first), more, result_types=value.type)
+        total = llvm.insertelement(total, value, constant(q))
+    return total
+
+
+def _element(value, q: int):
+    """Of a vector the q-th element, or the only one; else the value itself."""
+    if not isinstance(value.type, ir.VectorType):
+        return value
+    return llvm.extractelement(value, constant(q if value.type.shape[0] > 1 else 0))
+
+
 def prepare_pushes(barriers) -> None:
     """Says that this block has started and that its `barriers`, `[2, 2]` int32 in shared memory, are ready, without waiting."""
 

@@ -127,6 +127,11 @@ class ColumnMemory(Memory):
         address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
         return Vector(address, 0, itemsize, inside), compare("eq", place_along, constant(0))
 
+    def _columns(self, place, step):
+        _, _, along, _ = self._own(place)
+        further = arith.muli(constant(step) if isinstance(step, int) else step, constant(self.layout.height))
+        yield [(arith.addi(along, further), 0)] * self.layout.vector
+
     def _own(self, place):
         """Of this thread: the entry of `outer`, the first of `inner`, the place along the rows, whether it is there at all."""
         layout, (row, rank) = self.layout, place
@@ -170,8 +175,7 @@ class Columns(Tile):
     """The rows of a block: `merge` and `sum` give a value for each of them, once for each warp of a warpgroup."""
 
     def column(self, step) -> jax.Array:
-        # No op of the library needs it along another axis.
-        raise NotImplementedError("columns: rows along an axis that is not the last have no index of their elements yet")
+        return self.memory.columns(step)
 
     def merge(self, state: State, scale=None) -> State:
         return State(*self._together(functools.partial(self._merged, scale), state.m, state.d))

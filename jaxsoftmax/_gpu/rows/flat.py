@@ -153,6 +153,14 @@ class FlatMemory(Memory):
             address = ptx.shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 
+    def _columns(self, place, step):
+        layout = self.layout
+        lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
+        word = arith.addi(lane, arith.muli(constant(step) if isinstance(step, int) else step, constant(layout.words * layout.lanes)))
+        first = arith.muli(word, constant(layout.word))
+        for _ in range(layout.repeats):
+            yield [(first, q // layout.word * layout.lanes * layout.word + q % layout.word) for q in range(layout.vector)]
+
     def before(self, row, itemsize):
         """Elements between the vector that is copied first and the first row."""
         width = _COPIED // itemsize
@@ -181,21 +189,7 @@ class Flat(Tile):
     """The rows of a block."""
 
     def column(self, step) -> jax.Array:
-        layout = self.memory.layout
-
-        def columns(step):
-            kind = ir.VectorType.get((layout.vector,), integer(32))
-            columns = llvm.mlir_undef(kind)
-            lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
-            word = arith.addi(lane, arith.muli(step, constant(layout.words * layout.lanes)))
-            for q in range(layout.vector):
-                here = arith.addi(word, constant(q // layout.word * layout.lanes))
-                here = arith.addi(arith.muli(here, constant(layout.word)), constant(q % layout.word))
-                columns = llvm.insertelement(columns, here, constant(q))
-            return [columns] * layout.repeats
-
-        kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.int32, layout=layout.layout)
-        return ptx.emit(columns, None, [step], results=kind)
+        return self.memory.columns(step)
 
 
 class _Piece:

@@ -276,6 +276,51 @@ class Memory:
 
         ptx.emit(store, ref, [self.row], [(values, layout.row_layout)])
 
+    def plus_at(self, step, values: jax.Array, columns: jax.Array, addends: jax.Array) -> jax.Array:
+        """`values` of a step with an addend more at one column of each row, an int32; none, if it is no column of the row."""
+        layout = self.layout
+
+        def add(row, rank, *given):
+            *at, values, columns, addends = given
+            places = self._columns((row, rank), at[0] if at else step)
+            registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
+            return [ptx.plus_where(register, *own) for register, *own in registers]
+
+        of_rows = layout.row_layout if columns.ndim else ptx.SPLAT
+        given = [(values, layout.layout), (columns, of_rows), (addends, of_rows)]
+        kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
+        return ptx.emit(add, None, [*self.place, *([] if isinstance(step, int) else [step])], given, results=kind)
+
+    def columns(self, step) -> jax.Array:
+        """The columns of the elements of a step, int32."""
+
+        def make(row, rank, step):
+            kind, vectors = ir.VectorType.get((self.layout.vector,), ptx.integer(32)), []
+            for places in self._columns((row, rank), step):
+                found = llvm.mlir_undef(kind)
+                for q, (first, offset) in enumerate(places):
+                    found = llvm.insertelement(found, arith.addi(first, constant(offset)), constant(q))
+                vectors.append(found)
+            return vectors
+
+        kind = plgpu.ShapeDtypeStruct(self.layout.shape, jnp.int32, layout=self.layout.layout)
+        return ptx.emit(make, None, [*self.place, step], results=kind)
+
+    def _columns(self, place, step) -> Iterator[list[tuple[Any, int]]]:
+        """For each of this thread's rows the columns of its elements, each the sum of an int32 and a number."""
+        layout = self.layout
+        for _, first, *_ in self._starts(None, place, 1):
+            if layout.blocks > 1:
+                first = arith.addi(first, self._slice_start(place[1]))
+            further = arith.muli(constant(step) if isinstance(step, int) else step, constant(layout.threads * layout.vector))
+            first = arith.addi(first, further)
+            yield [(first, q) for q in range(layout.vector)]
+
+    def _slice_start(self, rank):
+        layout = self.layout
+        lines = arith.addi(arith.muli(rank, constant(layout.slice_lines)), arith.minsi(rank, constant(layout.longer_slices)))
+        return arith.muli(lines, constant(layout.line))
+
     def _at(self, ref, step):
         """What the warpgroup has in a step of an array."""
         layout = self.layout
@@ -362,9 +407,7 @@ class Memory:
         element = first = arith.muli(position, constant(layout.vector))
         length = constant(layout.cols)
         if layout.blocks > 1:
-            lines = arith.muli(place[1], constant(layout.slice_lines))
-            lines = arith.addi(lines, arith.minsi(place[1], constant(layout.longer_slices)))
-            slice_start = arith.muli(lines, constant(layout.line))
+            slice_start = self._slice_start(place[1])
             is_longer = arith.extui(length.type, compare("slt", place[1], constant(layout.longer_slices)))
             own_lines = arith.addi(is_longer, constant(layout.slice_lines))
             first = arith.addi(first, slice_start)

@@ -83,6 +83,10 @@ class Tile:
         length = (layout.slice_lines + (rank < layout.longer_slices).astype(jnp.int32)) * layout.line
         return jnp.where(jnp.logical_and(column >= 0, column < length), column + start, -1)
 
+    def plus_at(self, values: Steps, columns: jax.Array, addends: jax.Array) -> Steps:
+        """`values` with an addend more at one column of each row; at none, if the number is no column of the row."""
+        return lambda step: self.memory.plus_at(step, values(step), columns, addends)
+
     def lift(self, scores: Steps, scale=None) -> State:
         """The states of what a warp holds of each row."""
         layout = self.memory.layout

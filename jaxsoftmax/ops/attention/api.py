@@ -203,7 +203,7 @@ def dot_product_attention(
         return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
         window=_window(local_window_size, is_causal, length, keys),
-        soft_cap=None if logits_soft_cap is None else _soft_cap(logits_soft_cap, query.dtype),
+        soft_cap=arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         dropout_rate=rate if drops else 0.0,
         precision=_precision(precision),
         deterministic=deterministic or _xla_is_deterministic(),
@@ -302,13 +302,6 @@ def _scale(value, dtype):
     if not abs(scale) <= float(kind.max):
         raise ValueError(f"{_NAME}: scale must be finite in {kind.dtype}, got {scale}")
     return scale
-
-
-def _soft_cap(value, dtype):
-    cap, kind = arguments.number(_NAME, "logits_soft_cap", value), jnp.finfo(accumulator(dtype))
-    if not float(kind.tiny) <= cap <= float(kind.max):
-        raise ValueError(f"{_NAME}: logits_soft_cap must be positive and finite in {kind.dtype}, got {cap}")
-    return cap
 
 
 _MORE_THAN_THREE_PRODUCTS = {  # of bfloat16

@@ -148,7 +148,7 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     a = arguments.array("logsumexp", "a", a)
     if b is not None:
         b = arguments.array("logsumexp", "b", b)
-        a = _broadcast("logsumexp", "a", a, "b", b)
+        a = broadcast("logsumexp", "a", a, "b", b)
     checked, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
     a, where = checked["x"], checked["where"]
     operands = [a] if b is None else [a, lax.expand_dims(b, range(a.ndim - b.ndim))]
@@ -173,16 +173,16 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if where is not None:
         where = arguments.array(op, "where", where, "boolean")
-        x = _broadcast(op, name, x, "where", where)
+        x = broadcast(op, name, x, "where", where)
         where = lax.expand_dims(where, range(x.ndim - where.ndim))
-    axes = _axes(op, axis, x.ndim)
+    axes = sorted_axes(op, axis, x.ndim)
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
         scale = _scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
     return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
-def _broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
+def broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
     """`x` in the shape to which it and the other array broadcast."""
     try:
         return jnp.broadcast_to(x, lax.broadcast_shapes(x.shape, other.shape))
@@ -190,7 +190,7 @@ def _broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Arr
         raise ValueError(f"{op}: {other_name} must broadcast with {name}, got shapes {other.shape} and {x.shape}") from None
 
 
-def _axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+def sorted_axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     """`axis` as a sorted tuple of axes from 0."""
     if axis is None:
         return tuple(range(ndim))

@@ -264,9 +264,9 @@ def softmax(x, where, scale, *, axes, dtype, target):
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
         if where is None or not tile.memory.layout.branches:
-            return [_masked(where, y, 0)]
+            return [apply_mask(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
-        return [Either(finite, y, _masked(where, y, 0))]
+        return [Either(finite, y, apply_mask(where, y, 0))]
 
     return _run("softmax_forward", body, axes, target, x, where, scale, whole=[dtype])[0]
 
@@ -281,7 +281,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
         out = each(lambda s: _times(s - along_m, size) - log_d, scores)
-        return [_masked(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
+        return [apply_mask(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
     state = [jnp.float32] * (2 * return_state)
     return _run("log_softmax_forward", body, axes, target, x, where, scale, whole=[dtype], per_row=state)
@@ -304,9 +304,9 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
     """`scale * y * (t - sum(y * t))`."""
 
     def body(tile, y, t, scale):
-        pairs = each(lambda y, t: (y, _times(_select(y != 0, t, 0), scale)), y, t)
+        pairs = each(lambda y, t: (y, _times(select(y != 0, t, 0), scale)), y, t)
         total = tile.along(tile.sum(each(lambda pair: jnp.multiply(*pair), pairs)))
-        return [each(lambda pair: _select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
+        return [each(lambda pair: select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
 
     operands = {
         "y": Whole(y, 0, jnp.float32),
@@ -321,10 +321,10 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
     """`t - sum(p * t)`."""
 
     def body(tile, x, t, m, d, inside, where, scale):
-        weights = _weights(tile, x, m, d, inside, where, scale)
+        weights = weights_of_state(tile, x, m, d, inside, where, scale)
         tangents = _tangents(t, where, scale if scale_tangent else None)
-        total = tile.along(tile.sum(each(lambda p, t: p * _select(p != 0, t, 0), weights, tangents)))
-        return [_masked(where, each(lambda t: t - total, tangents), 0)]
+        total = tile.along(tile.sum(each(lambda p, t: p * select(p != 0, t, 0), weights, tangents)))
+        return [apply_mask(where, each(lambda t: t - total, tangents), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
     return _run("log_softmax_jvp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
@@ -336,8 +336,8 @@ def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
     def body(tile, x, t, m, d, inside, where, scale):
         cotangents = _tangents(t, where, scale if scale_tangent else None)
         total = tile.along(tile.sum(cotangents))
-        weights = _weights(tile, x, m, d, inside, where, scale)
-        return [_masked(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
+        weights = weights_of_state(tile, x, m, d, inside, where, scale)
+        return [apply_mask(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
     return _run("log_softmax_vjp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
@@ -347,9 +347,9 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
     """`sum(p * t)`."""
 
     def body(tile, x, t, m, d, inside, where, scale):
-        weights = _weights(tile, x, m, d, inside, where, scale)
+        weights = weights_of_state(tile, x, m, d, inside, where, scale)
         factor = scale if scale_tangent else None
-        return [tile.sum(each(lambda p, t: p * _times(_select(p != 0, t, 0), factor), weights, t))]
+        return [tile.sum(each(lambda p, t: p * _times(select(p != 0, t, 0), factor), weights, t))]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
     return _run("logsumexp_jvp", body, axes, target, x, where, scale, given, per_row=[dtype])[0]
@@ -360,8 +360,8 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
 
     def body(tile, x, m, d, t, inside, where, scale):
         t = tile.along(_times(t, scale if scale_tangent else None))
-        weights = _weights(tile, x, m, d, inside, where, scale)
-        return [_masked(where, each(lambda p: p * t, weights), 0)]
+        weights = weights_of_state(tile, x, m, d, inside, where, scale)
+        return [apply_mask(where, each(lambda p: p * t, weights), 0)]
 
     given = {"m": PerRow(m), "d": PerRow(d), "t": PerRow(t, jnp.float32)}
     return _run("logsumexp_vjp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
@@ -420,13 +420,13 @@ def _factor(scale):
 def _directed(tile, x, inside, where, scale):
     """`x` in the direction in which the scores grow, `-inf` where it is masked, and the size of `scale`."""
     if scale is None:
-        return _masked(where, x, -jnp.inf), None
+        return apply_mask(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
-    directed = _masked(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
-    return _masked(where, directed, -jnp.inf), jnp.abs(scale)
+    directed = apply_mask(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
+    return apply_mask(where, directed, -jnp.inf), jnp.abs(scale)
 
 
-def _weights(tile, x, m, d, inside, where, scale):
+def weights_of_state(tile, x, m, d, inside, where, scale):
     """The softmax weights, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
@@ -437,15 +437,15 @@ def _weights(tile, x, m, d, inside, where, scale):
 
 
 def _tangents(t, where, scale):
-    return each(lambda t: _times(t, scale), _masked(where, t, 0))
+    return each(lambda t: _times(t, scale), apply_mask(where, t, 0))
 
 
-def _masked(where, values, otherwise):
+def apply_mask(where, values, otherwise):
     """`values` where `where` is true, or everywhere if it is None, and `otherwise` elsewhere: functions of a step."""
-    return values if where is None else each(lambda seen, values: _select(seen, values, otherwise), where, values)
+    return values if where is None else each(lambda seen, values: select(seen, values, otherwise), where, values)
 
 
-def _select(seen, values, otherwise):
+def select(seen, values, otherwise):
     return jnp.where(seen, values, jnp.full_like(values, otherwise))
 
 

@@ -20,7 +20,7 @@ def softmax(x, where, scale, *, axes, dtype, axis_name=()):
     directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
     m = _max(directed, axes, axis_name)
     weights = jnp.exp(_exponent(directed - m, where, scale))
-    y = weights / _sum(weights, axes, axis_name)
+    y = weights / sum_along(weights, axes, axis_name)
     return select(where, y, 0).astype(dtype)
 
 
@@ -31,7 +31,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
     if where is not None:  # a row with nothing to see would save d = NaN
         m = select(m != -jnp.inf, m, 0)
     exponent = _exponent(directed - m, where, scale)
-    d = _sum(jnp.exp(exponent), axes, axis_name)
+    d = sum_along(jnp.exp(exponent), axes, axis_name)
     out = select(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
@@ -40,7 +40,7 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
     """`max s + log d`, and the state `(m, d)` if asked for."""
     directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
     m = online.shift(_max(directed, axes, axis_name))
-    d = _sum(jnp.exp(_exponent(directed - m, where, scale)), axes, axis_name)
+    d = sum_along(jnp.exp(_exponent(directed - m, where, scale)), axes, axis_name)
     lse = (_exponent(m, None, scale) + jnp.log(d)).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
@@ -50,31 +50,31 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=()):
     acc = accumulator(y.dtype, t.dtype, dtype)
     y, seen = y.astype(acc), y != 0  # elsewhere the result is 0, whatever t holds
     t = _scaled(select(seen, t.astype(acc), 0), scale)
-    return select(seen, y * (t - _sum(y * t, axes, axis_name)), 0).astype(dtype)
+    return select(seen, y * (t - sum_along(y * t, axes, axis_name)), 0).astype(dtype)
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
-    p, t = _weights(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
-    return select(where, t - _sum(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
+    p, t = weights_of_state(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
+    return select(where, t - sum_along(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`t - p * sum(t)` of a cotangent `t`, the transpose of `log_softmax_jvp`."""
-    p, t = _weights(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
-    return select(where, t - p * _sum(t, axes, axis_name), 0).astype(dtype)
+    p, t = weights_of_state(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
+    return select(where, t - p * sum_along(t, axes, axis_name), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`sum(p * t)`: the tangent of log-sum-exp."""
-    p = _weights(x, m, d, where, scale)
-    return _sum(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
+    p = weights_of_state(x, m, d, where, scale)
+    return sum_along(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
 
 
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`p * t` of a cotangent `t`, the transpose of `logsumexp_jvp`."""
     del axes, axis_name  # the sum over the row is in the state
-    return select(where, _weights(x, m, d, where, scale) * _tangent(t, m, scale, scale_tangent), 0).astype(dtype)
+    return select(where, weights_of_state(x, m, d, where, scale) * _tangent(t, m, scale, scale_tangent), 0).astype(dtype)
 
 
 def scores_tangent(x, scale, dx, dscale):
@@ -115,7 +115,7 @@ def _saved_exponent_jvp(primals, tangents):
     return out, scores_tangent(x, scale, dx, dscale).astype(out.dtype)
 
 
-def _weights(x, m, d, where, scale) -> jax.Array:
+def weights_of_state(x, m, d, where, scale) -> jax.Array:
     """The softmax weights, from the saved state."""
     if where is not None:
         d = select(d != 0, d, 1)  # a row with nothing to see
@@ -136,7 +136,7 @@ def _max(scores, axes, axis_name):
     return lax.pmax(m, axis_name) if axis_name else m
 
 
-def _sum(values, axes, axis_name):
+def sum_along(values, axes, axis_name):
     total = jnp.sum(values, axes, keepdims=True)
     return lax.psum(total, axis_name) if axis_name else total
 

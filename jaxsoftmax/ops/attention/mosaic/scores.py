@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import products
+from jaxsoftmax._gpu import products, ptx
 from jaxsoftmax.ops.attention import _dropout
 
 LOG2E = math.log2(math.e)
@@ -33,15 +33,4 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     return _dropout.keep(first_word, second_word, row, col, rate)
 
 
-def tanh(x):
-    """`tanh` to float32's rounding, which the hardware's is not.
-
-    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
-    """
-    square = x * x
-    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
-    large = 1 - 2 * products.reciprocal(1 + jnp.exp2(x * (2 * LOG2E)))
-    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
-
-
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+tanh = functools.partial(ptx.tanh, reciprocal=products.reciprocal)

@@ -1,0 +1,105 @@
+"""Cross-entropy on Hopper, for rows of any length: softmax's kernels (see `ops/softmax/mosaic`) with labels.
+
+1. Forward, the state of each row is computed as for logsumexp, of capped scores if there is a cap. What belongs to a row, the
+   label's logit among it, is left to XLA, which computes it together with what reads the loss.
+2. Backward, each element gets `(a * p + b * onehot(label) + c) * ds/dx`. Blocks need nothing of each other.
+
+So the logits are read once forward, and read and written once backward; a mask is read as bytes. The sum of the scores, for
+smoothing, is another read.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows import run as rows
+from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
+from jaxsoftmax._gpu.rows.tile import each
+from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.softmax import mosaic as of_softmax
+from jaxsoftmax.ops.softmax.mosaic import apply_mask, select
+
+_LIKE = {"cross_entropy": "logsumexp", "cross_entropy_vjp": "logsumexp_vjp"}  # what is as large, and held or not as there
+
+
+def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
+    """Why it cannot run, in words, or None."""
+    return of_softmax.unsupported(_LIKE[primitive], target, _as_there(operands, **params), axes=axes, dtype=dtype)
+
+
+def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
+    """Why the reference should be faster although the kernels could run, in words, or None."""
+    given = _as_there(operands, **params)
+    return of_softmax.unprofitable(_LIKE[primitive], target, given, fused, cast, axes=axes, dtype=dtype)
+
+
+def _as_there(operands, *, soft_cap, **params):
+    """The operands of softmax's primitives that ask as much of a kernel: a cap must know what is beyond the end, as a scale."""
+    del params
+    scale = None if soft_cap is None else jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32)
+    return {"x": operands["x"], "where": operands["where"], "scale": scale}
+
+
+def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, target):
+    """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
+
+    def body(tile, x, inside, where):
+        state = tile.merge(tile.lift(_scores(x, inside, where, soft_cap)))
+        return [online.shift(state.m), state.d]
+
+    m, d = _run("cross_entropy_forward", body, axes, target, x, where, soft_cap, per_row=[jnp.float32] * 2)
+    log_d = jnp.log(d)
+    results = [log_d - (xla.chosen_score(x, labels, axes, soft_cap, m.dtype) - m), m + log_d]
+    if return_total:
+        scores = xla.capped(x.astype(m.dtype), soft_cap)
+        results.append(jnp.sum(scores, axes, keepdims=True, where=where))
+    results = [result.astype(dtype) for result in results]
+    return [*results, m, d] if return_state else results
+
+
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target):
+    """`(a * p + b * onehot(label) + c) * ds/dx`."""
+
+    def body(tile, x, m, d, a, b, c, labels, inside, where):
+        parts = []
+        if a is not None:
+            if where is not None:
+                d = jnp.where(d != 0, d, 1)  # a row with nothing to see
+            weights, alike = tile.weights(m)
+            factor, counts = tile.along(alike * a / d), tile.along(a) != 0
+            scores = _scores(x, inside, where, soft_cap)
+            parts.append(each(lambda s: select(counts, weights(s) * factor, 0), scores))
+        if c is not None:
+            along_c = tile.along(c)
+            parts.append(apply_mask(where, lambda step: along_c, 0))
+        total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
+        if b is not None:
+            total = tile.plus_at(total, labels, b)
+        return [total if soft_cap is None else each(functools.partial(_sloped, soft_cap), total, x)]
+
+    given = {name: None if value is None else PerRow(value) for name, value in (("m", m), ("d", d), ("a", a), ("b", b), ("c", c))}
+    given["labels"] = None if b is None else PerRow(labels)
+    return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap, given, whole=[dtype])[0]
+
+
+def _run(kernel, body, axes, target, x, where, soft_cap, given=None, **results):
+    operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
+    operands["inside"] = None if soft_cap is None else Inside()
+    operands["where"] = None if where is None else Mask(where)
+    like = "logsumexp_vjp" if "whole" in results else "logsumexp_forward"
+    return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(of_softmax.config_for, target, like), **results)
+
+
+def _scores(x, inside, where, soft_cap):
+    """The scores, and `-inf` where there are none; a cap is finite beyond the end, too."""
+    if soft_cap is not None:
+        x = apply_mask(inside, each(lambda x: soft_cap * ptx.tanh(x / soft_cap), x), -jnp.inf)
+    return apply_mask(where, x, -jnp.inf)
+
+
+def _sloped(soft_cap, total, x):
+    slope = 1 - ptx.tanh(x / soft_cap) ** 2
+    return select(total != 0, total * slope, 0)

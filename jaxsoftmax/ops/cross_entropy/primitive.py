@@ -1,0 +1,82 @@
+"""Cross-entropy with integer labels as a JAX primitive, with its derivatives.
+
+Of the scores `s` of a row, which are `x` or `soft_cap * tanh(x / soft_cap)`, and its label, the primitive gives
+
+    nll = log d - (s[label] - m),   lse = m + log d,   and with `return_total` the sum of the scores,
+
+from the row's state `(m, d)`, which it returns too with `return_state`. Smoothing, z-loss and rows that are ignored are a few
+numbers for each row, which XLA computes and differentiates. The derivatives are linear and transposes of each other:
+
+    cross_entropy_jvp  of the tangent t of x:  sum(p * u), u[label] and the sum of u, with u = t * ds/dx
+    cross_entropy_vjp  of numbers a, b, c of each row:  (a * p + b * onehot(label) + c) * ds/dx
+
+with `p = exp(s - m) / d`. What depends on the state does not depend on how it is split, so `m` counts as a constant.
+
+All operands have the same axes: `labels`, int32 from -1 (none of the row) on, and what belongs to a row have size 1 along
+`axes`, which is a single one. `where` may have size 1 anywhere. Parameters of all are `axes`, `dtype` (of the results),
+`soft_cap`, None or a number, and `implementation`; `return_total` is one of the primitive and of its tangent.
+"""
+
+import jax
+
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+
+_X = Operand("x", is_scores=True, may_be_one=False)
+_M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
+_WHERE = Operand("where")
+
+
+def _whole(operands, *, dtype, **params):
+    del params
+    return [jax.ShapeDtypeStruct(operands["x"].shape, dtype)]
+
+
+def _of_rows(operands, *, dtype, return_total, return_state=False, **params):
+    del params
+    return [jax.ShapeDtypeStruct(operands["labels"].shape, dtype)] * (2 + return_total + 2 * return_state)
+
+
+CROSS_ENTROPY = define(Map("cross_entropy", "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
+CROSS_ENTROPY_JVP = define(
+    Map("cross_entropy", "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
+)
+CROSS_ENTROPY_VJP = define(
+    Map(
+        "cross_entropy",
+        "cross_entropy_vjp",
+        (_X, _M, _D, *map(_M.called, "abc"), _LABELS, _WHERE),
+        _whole,
+        linear=("a", "b", "c"),
+    )
+)
+
+
+def _jvp(operands, tangents, *, return_state, **params):
+    """The jvp rule. What varies is `x` alone: labels and masks are no floating numbers."""
+    *found, m, d = bind(CROSS_ENTROPY, operands, return_state=True, **params)
+    given = operands | {"m": m, "d": d, "t": tangents["x"]}
+    mean, chosen, *total = bind(CROSS_ENTROPY_JVP, given, **params)
+    results, tangents_out = found, [mean - chosen, mean, *total]
+    if return_state:
+        results, tangents_out = [*results, m, d], [*tangents_out, None, d * mean]
+    return results, tangents_out
+
+
+def _transpose_of_jvp(cotangents, operands, types, *, dtype, return_total, **params):
+    del dtype, return_total
+    given = operands | dict(zip("abc", cotangents, strict=False))
+    (t,) = bind(CROSS_ENTROPY_VJP, given, dtype=types["t"].dtype, **params)
+    return {"t": t}
+
+
+def _transpose_of_vjp(cotangents, operands, types, *, dtype, **params):
+    kind = accumulator(operands["x"].dtype, dtype)
+    found = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, dtype=kind, return_total="c" in types, **params)
+    return {name: value for name, value in zip("abc", found, strict=False) if name in types}
+
+
+set_jvp(CROSS_ENTROPY, _jvp)
+set_transpose(CROSS_ENTROPY_JVP, _transpose_of_jvp)
+set_transpose(CROSS_ENTROPY_VJP, _transpose_of_vjp)

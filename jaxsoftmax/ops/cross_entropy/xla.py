@@ -1,0 +1,86 @@
+"""The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform. `primitive.py` says what they are.
+
+`axis_name` names the mesh axes over which the row is sharded, inside a `shard_map` or its like.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.softmax import xla as softmax_xla
+from jaxsoftmax.ops.softmax.xla import select, sum_along, weights_of_state
+
+
+def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, axis_name=()):
+    """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
+    scores = capped(x.astype(accumulator(x.dtype, dtype)), soft_cap)
+    options = {"axes": axes, "dtype": dtype, "return_state": True, "axis_name": axis_name}
+    lse, m, d = softmax_xla.logsumexp(scores, where, None, **options)
+    results = [jnp.log(d) - (chosen_score(x, labels, axes, soft_cap, m.dtype, axis_name) - m), lse]
+    if return_total:
+        results.append(sum_along(select(where, scores, 0), axes, axis_name))
+    return [*results, m, d] if return_state else results
+
+
+def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total, axis_name=()):
+    """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
+    x, u = x.astype(m.dtype), t.astype(m.dtype) * slope(x.astype(m.dtype), soft_cap)
+    p = weights_of_state(capped(x, soft_cap), m, d, where, None)
+    results = [sum_along(p * select(p != 0, u, 0), axes, axis_name), _at(u, labels, axes, 0, axis_name)]
+    if return_total:
+        results.append(sum_along(select(where, u, 0), axes, axis_name))
+    return [result.astype(dtype) for result in results]
+
+
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, axis_name=()):
+    """`(a * p + b * onehot(label) + c) * ds/dx`. In rows of which all three are 0, what `x` holds has no effect."""
+    kind, x = m.dtype, x.astype(m.dtype)
+    total = jnp.zeros(x.shape, kind)
+    if a is not None:
+        p = weights_of_state(capped(x, soft_cap), m, d, where, None)
+        total = select(a != 0, a.astype(kind) * p, 0)
+    if b is not None:
+        places = lax.broadcasted_iota(jnp.int32, x.shape, axes[0])
+        total += select(places == _local(labels, x.shape[axes[0]], axis_name), b.astype(kind), 0)
+    if c is not None:
+        total += select(where, c.astype(kind), 0)
+    if soft_cap is not None:
+        total = select(total != 0, total * slope(x, soft_cap), 0)
+    return total.astype(dtype)
+
+
+def chosen_score(x, labels, axes, soft_cap, dtype, axis_name=()):
+    """The scores of the labels, `[*rows, 1]` in `dtype`, and NaN where a label is none of the row."""
+    return capped(_at(x, labels, axes, jnp.nan, axis_name).astype(dtype), soft_cap)
+
+
+def capped(x, soft_cap):
+    """The scores."""
+    return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+
+
+def slope(x, soft_cap):
+    """`ds/dx`."""
+    return jnp.ones((), x.dtype) if soft_cap is None else 1 - jnp.tanh(x / soft_cap) ** 2
+
+
+def _at(values, labels, axes, otherwise, axis_name):
+    """The values at the labels, and `otherwise` where a label is none of the row."""
+    (axis,) = axes
+    size = values.shape[axis]
+    place = _local(labels, size, axis_name)
+    here = (place >= 0) & (place < size)
+    if size == 0:
+        return jnp.full(labels.shape, otherwise, values.dtype)
+    found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
+    if not axis_name:
+        return jnp.where(here, found, otherwise)
+    anywhere = lax.psum(here.astype(jnp.int32), axis_name) > 0
+    return jnp.where(anywhere, lax.psum(jnp.where(here, found, 0), axis_name), otherwise)
+
+
+def _local(labels, size, axis_name):
+    """The labels from the first element on that this device has of the row, of which each has `size`."""
+    return labels - lax.axis_index(axis_name) * size if axis_name else labels
+

@@ -1,0 +1,340 @@
+"""Values, gradients and edge cases of cross-entropy, against float64 and against optax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+from jaxsoftmax import explain
+
+from .. import cases, oracle
+from .oracle import cross_entropy as truth_of
+
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "cap": {"logits_soft_cap": 5.0},
+    "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logits_soft_cap": 30.0, "ignore_index": 3},
+}
+FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal")
+
+
+def truth(x, labels, axis=-1, where=None, **options):
+    names = {"label_smoothing": "smoothing", "logits_soft_cap": "cap", "ignore_index": "ignored"}
+    return truth_of(x, labels, axis, where, **{names.get(name, name): value for name, value in options.items()})
+
+
+def labelled(shape, axis=-1, seed=1):
+    """Labels of rows along an axis, the first and the last class among them."""
+    rng = np.random.default_rng(seed)
+    n = shape[axis]
+    labels = rng.integers(0, n, np.delete(shape, axis)).astype(np.int32)
+    labels.flat[:2] = (0, n - 1)[: labels.size]
+    return labels
+
+
+def with_gradient(implementation=None, **options):
+    """Losses, log-sum-exps, and the gradient for cotangents of the losses."""
+
+    def run(x, labels, c):
+        f = functools.partial(jaxsoftmax.cross_entropy, labels=labels, implementation=implementation, **options)
+        loss, vjp = jax.vjp(f, x)
+        return loss, f(x, return_lse=True)[1], vjp(c)[0]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (5, 7), (4, 128), (6, 1000), (2, 4099)], ids=cases.ident)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_losses_and_gradients_are_within_the_budget(implementation, dtype, options, shape):
+    options = OPTIONS[options]
+    f, labels = with_gradient(implementation, **options), labelled(shape)
+    c = np.random.default_rng(2).standard_normal(shape[:1]).astype(np.float32)
+    arrays = cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"], labels, c)
+    for kind in (*FINITE, "some -inf"):
+        expected = truth(arrays[kind], labels, **options)
+        loss, lse, gradient = f(arrays[kind], labels, c)
+        assert (loss.dtype, lse.dtype, gradient.dtype) == (jnp.float32, jnp.float32, jnp.dtype(dtype))
+        assert oracle.error(loss, expected.loss) <= 1, kind
+        assert oracle.error(lse, expected.lse) <= 1, kind
+        if kind != "some -inf" or not options.get("label_smoothing"):  # the mean of -inf has no derivative
+            assert oracle.error(gradient, expected.gradient(c)) <= 1, kind
+    for kind in ("all -inf", "one +inf", "one NaN"):
+        loss = f(arrays[kind], labels, c)[0]
+        assert oracle.error(loss, truth(arrays[kind], labels, **options).loss) <= 1, kind
+
+
+@pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 3, 1), (4, 3), (33,)], ids=cases.ident)
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_where(implementation, dtype, options, mask):
+    shape, options = (4, 3, 33), OPTIONS[options]
+    where = np.random.default_rng(0).random(mask) < 0.6
+    if len(mask) == 3 and mask[0] > 1:
+        where[1] = False  # rows with nothing to see
+    seen = where[..., None] if mask == shape[:2] else where
+    labels, x = labelled(shape), cases.inputs(shape, dtype)["wide"]
+    c = np.random.default_rng(2).standard_normal(shape[:2]).astype(np.float32)
+    f = with_gradient(implementation, where=where, **options)
+    cases.assert_ran(implementation, f, x, labels, c)
+    expected = truth(x, labels, -1, np.broadcast_to(seen, shape), **options)
+    loss, _, gradient = f(x, labels, c)
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5, 70, 6), 1), ((70, 4), 0), ((2, 3, 4, 35), -2)], ids=cases.ident)
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_other_axes(implementation, dtype, options, shape, axis):
+    options, labels = OPTIONS[options], labelled(shape, axis)
+    x = cases.inputs(shape, dtype)["wide"]
+    c = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
+    f = with_gradient(implementation, axis=axis, **options)
+    cases.assert_ran(implementation, f, x, labels, c)
+    expected = truth(x, labels, axis, **options)
+    loss, _, gradient = f(x, labels, c)
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_rows_that_do_not_count_may_hold_anything(implementation):
+    x = np.array([[1, 2, 3], [np.nan, np.inf, 0], [np.inf, np.inf, np.inf], [-np.inf] * 3], np.float32)
+    labels, c = np.array([2, -100, -100, -100]), np.ones(4, np.float32)
+    options = {"ignore_index": -100, "z_loss": 0.1, "label_smoothing": 0.1, "logits_soft_cap": 4.0}
+    f = with_gradient(implementation, **options)
+    cases.assert_ran(implementation, f, x, labels, c)
+    loss, _, gradient = f(x, labels, c)
+    np.testing.assert_array_equal(loss[1:], 0)
+    np.testing.assert_array_equal(gradient[1:], 0)
+    assert oracle.error(loss[:1], truth(x[:1], labels[:1], **options).loss) <= 1
+    loss, _, gradient = f(x, np.full(4, -100), c)  # all of them
+    np.testing.assert_array_equal(loss, 0)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_labels_that_are_no_class_give_nan_and_the_gradient_of_the_log_sum_exp(implementation, dtype):
+    x = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
+    labels = np.array([0, 39, 40, 127, 5], dtype)
+    if np.dtype(dtype).kind == "i":
+        labels[4] = -1
+    c = np.ones(5, np.float32)
+    f = with_gradient(implementation)
+    cases.assert_ran(implementation, f, x, labels, c)
+    loss, lse, gradient = f(x, labels, c)
+    expected = truth(x, labels.astype(np.int64))
+    np.testing.assert_array_equal(np.isnan(loss), np.isnan(expected.loss.value))
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(lse, expected.lse) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+def test_wide_labels_do_not_wrap():
+    with jax.enable_x64(True):
+        loss = jaxsoftmax.cross_entropy(np.zeros((2, 4), np.float32), np.array([2**32 + 1, 1]))
+    np.testing.assert_array_equal(np.isnan(loss), [True, False])
+
+
+@pytest.mark.parametrize("ignored", [-1, 300, 2])
+def test_ignored_labels_need_not_fit_the_dtype(ignored):
+    x, labels = np.zeros((3, 4), np.float32), np.array([0, 1, 2], np.uint8)
+    loss = jaxsoftmax.cross_entropy(x, labels, ignore_index=ignored)
+    np.testing.assert_array_equal(loss == 0, [False, False, ignored == 2])
+
+
+# Beside optax.
+
+
+def of_optax(x, labels, **options):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels, **options)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (2, 1), (0, 2)], ids=cases.ident)
+def test_axes_are_those_of_optax(axis):
+    shape = (4, 5, 6)
+    axes = axis if isinstance(axis, tuple) else (axis % 3,)
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    classes = np.prod([shape[a] for a in axes])
+    labels = np.random.default_rng(1).integers(0, classes, [shape[a] for a in range(3) if a not in axes])
+    where = np.random.default_rng(2).random(shape) < 0.7
+    for mask in (None, where):
+        actual = jaxsoftmax.cross_entropy(x, labels, axis=axis, where=mask)
+        expected = of_optax(x, labels, axis=axis, where=mask)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * oracle.EPS)
+
+
+EDGES = {
+    "all -inf": [[-np.inf, -np.inf, -np.inf]],
+    "+inf at the label": [[0.0, np.inf, 1.0]],
+    "+inf elsewhere": [[np.inf, 0.0, 1.0]],
+    "-inf at the label": [[0.0, -np.inf, 1.0]],
+    "-inf elsewhere": [[-np.inf, 0.0, 1.0]],
+    "NaN": [[np.nan, 0.0, 1.0]],
+    "large": [[3e38, -3e38, 3e38]],
+    "no rows": np.zeros((0, 3)),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_edge_cases_are_those_of_optax(edge):
+    x = np.asarray(EDGES[edge], np.float32)
+    labels = np.ones(x.shape[:1], np.int32)
+    np.testing.assert_array_equal(jaxsoftmax.cross_entropy(x, labels), of_optax(x, labels))
+    for where in (np.array([False] * 3), np.array([True, True, False]), np.array([True, False, True])):
+        mask = np.broadcast_to(where, x.shape)
+        actual, expected = jaxsoftmax.cross_entropy(x, labels, where=mask), of_optax(x, labels, where=jnp.asarray(mask))
+        np.testing.assert_allclose(actual, expected, rtol=4 * oracle.EPS, atol=4 * oracle.EPS)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("where", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_probabilities_as_labels_are_those_of_optax(smoothing, where):
+    rng = np.random.default_rng(0)
+    x, labels = 3 * rng.standard_normal((4, 6, 33)), rng.random((4, 6, 33))
+    mask = rng.random(x.shape) < 0.7 if where and not smoothing else None
+
+    def ours(x, labels):
+        return jaxsoftmax.cross_entropy(x, labels, label_smoothing=smoothing, where=mask)
+
+    def theirs(x, labels):
+        labels = labels if not smoothing else (1 - smoothing) * labels + smoothing / 33
+        return optax.softmax_cross_entropy(x, labels, where=mask)
+
+    oracle.assert_same_in_float64(ours(x, labels), theirs(x, labels))
+    for f in (ours, theirs):
+        assert f(x, labels).shape == (4, 6)
+    wanted = (0, 1) if mask is None else 0  # optax's of what is masked is NaN
+    gradients = [jax.grad(lambda x, q, f=f: jnp.sum(jnp.sin(f(x, q))), wanted)(x, labels) for f in (ours, theirs)]
+    oracle.assert_same_in_float64(*gradients)
+
+
+def test_probabilities_of_zero_add_nothing():
+    x = np.array([[0.0, -np.inf, 1.0]], np.float32)
+    loss = jaxsoftmax.cross_entropy(x, np.array([[0.25, 0, 0.75]], np.float32))
+    expected = np.log1p(np.exp(-1)) + 0.25
+    np.testing.assert_allclose(loss, [expected], rtol=8 * oracle.EPS)
+
+
+def test_no_classes():
+    x = np.zeros((2, 0), np.float32)
+    np.testing.assert_array_equal(jaxsoftmax.cross_entropy(x, np.zeros(2, np.int32)), [np.nan] * 2)
+    loss, lse = jaxsoftmax.cross_entropy(np.zeros((0,), np.float32), 0, return_lse=True)
+    assert np.isnan(loss)
+    assert lse == -np.inf
+
+
+@st.composite
+def calls(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    axis = draw(st.integers(0, len(shape) - 1))
+    mask = draw(st.none() | st.just([size if draw(st.booleans()) else 1 for size in shape]))
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
+        "logits_soft_cap": draw(st.sampled_from([None, 3.0])),
+        "ignore_index": draw(st.sampled_from([None, 0, -100])),
+    }
+    return shape, axis, mask, options, draw(st.sampled_from(cases.DTYPES))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(call=calls(), seed=st.integers(0, 2**16))
+def test_random_combinations_of_features(call, seed):
+    shape, axis, mask, options, dtype = call
+    rng = np.random.default_rng(seed)
+    x = (3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+    where = None if mask is None else rng.random(mask) < 0.6
+    labels = rng.integers(-1, shape[axis] + 1, np.delete(shape, axis))
+    c = rng.standard_normal(labels.shape).astype(np.float32)
+    expected = truth(x, labels, axis, where, **options)
+    loss, _, gradient = with_gradient(axis=axis, where=where, **options)(x, labels, c)
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+# What comes in.
+
+X, LABELS = np.zeros((4, 5), np.float32), np.zeros(4, np.int32)
+WRONG = {
+    "logits int": (lambda: jaxsoftmax.cross_entropy(X.astype(int), LABELS), TypeError, "logits must be floating, got int"),
+    "labels bool": (lambda: jaxsoftmax.cross_entropy(X, LABELS == 0), TypeError, "labels must be integers or floating, got bool"),
+    "labels shape": (lambda: jaxsoftmax.cross_entropy(X, LABELS[:3]), ValueError, r"labels must broadcast to shape \(4,\), got \(3,\)"),
+    "probabilities": (
+        lambda: jaxsoftmax.cross_entropy(X, X[:3]),
+        ValueError,
+        r"labels must broadcast to shape \(4, 5\), got \(3, 5\)",
+    ),
+    "where shape": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, where=np.ones((4, 4), bool)),
+        ValueError,
+        r"where must broadcast to shape \(4, 5\), got \(4, 4\)",
+    ),
+    "where int": (lambda: jaxsoftmax.cross_entropy(X, LABELS, where=LABELS), TypeError, "where must be boolean, got int32"),
+    "axis": (lambda: jaxsoftmax.cross_entropy(X, LABELS, axis=2), ValueError, "axis 2 is out of range for 2 dimensions"),
+    "axes": (lambda: jaxsoftmax.cross_entropy(X, LABELS, axis=()), ValueError, r"axis must name an axis of logits, got \(\)"),
+    "no axis": (lambda: jaxsoftmax.cross_entropy(np.float32(1), 0), ValueError, "axis -1 is out of range for 0 dimensions"),
+    "smoothing": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, label_smoothing=1.5),
+        ValueError,
+        r"label_smoothing must be from 0 to 1, got 1\.5",
+    ),
+    "smoothing NaN": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, label_smoothing=float("nan")),
+        ValueError,
+        "label_smoothing must be from 0 to 1, got nan",
+    ),
+    "z_loss": (lambda: jaxsoftmax.cross_entropy(X, LABELS, z_loss=float("inf")), ValueError, "z_loss must be finite, got inf"),
+    "cap": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, logits_soft_cap=0),
+        ValueError,
+        "logits_soft_cap must be positive and finite in float32, got 0",
+    ),
+    "ignore_index": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, ignore_index=0.5),
+        TypeError,
+        "ignore_index must be a concrete integer or None, got 0.5",
+    ),
+    "ignored probabilities": (
+        lambda: jaxsoftmax.cross_entropy(X, X, ignore_index=0),
+        ValueError,
+        "ignore_index must be None where labels are floating, got 0",
+    ),
+    "return_lse": (lambda: jaxsoftmax.cross_entropy(X, LABELS, return_lse=1), TypeError, "return_lse must be True or False, got 1"),
+    "implementation": (
+        lambda: jaxsoftmax.cross_entropy(X, LABELS, implementation="triton"),
+        ValueError,
+        "implementation must be None or one of 'mosaic', 'xla', got 'triton'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_said(kind):
+    call, error, words = WRONG[kind]
+    with pytest.raises(error, match=f"cross_entropy: {words}"):
+        call()
+
+
+def test_explained():
+    def loss(x):
+        return jnp.sum(jaxsoftmax.cross_entropy(x, np.zeros(8, np.int32)))
+
+    explanation = explain(jax.grad(loss), jax.ShapeDtypeStruct((8, 5000), jnp.bfloat16), platform="cuda")
+    assert [d.primitive for d in explanation] == ["cross_entropy", "cross_entropy_vjp"]
+    cases.assert_all_run_on("mosaic", explanation)
