@@ -51,9 +51,9 @@ def with_gradient(implementation=None, **options):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (5, 7), (4, 128), (6, 1000), (2, 4099)], ids=cases.ident)
+@pytest.mark.parametrize("shape", [pytest.param((3, 1), marks=pytest.mark.slow), (5, 7), (4, 1001)], ids=cases.ident)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_losses_and_gradients_are_within_the_budget(implementation, dtype, options, shape):
     options = OPTIONS[options]
@@ -253,7 +253,7 @@ def calls(draw):
     return shape, axis, mask, options, draw(st.sampled_from(cases.DTYPES))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(call=calls(), seed=st.integers(0, 2**16))
 def test_random_combinations_of_features(call, seed):
     shape, axis, mask, options, dtype = call
@@ -271,53 +271,54 @@ def test_random_combinations_of_features(call, seed):
 # What comes in.
 
 X, LABELS = np.zeros((4, 5), np.float32), np.zeros(4, np.int32)
+loss = jaxsoftmax.cross_entropy
 WRONG = {
-    "logits int": (lambda: jaxsoftmax.cross_entropy(X.astype(int), LABELS), TypeError, "logits must be floating, got int"),
-    "labels bool": (lambda: jaxsoftmax.cross_entropy(X, LABELS == 0), TypeError, "labels must be integers or floating, got bool"),
-    "labels shape": (lambda: jaxsoftmax.cross_entropy(X, LABELS[:3]), ValueError, r"labels must broadcast to shape \(4,\), got \(3,\)"),
+    "logits int": (lambda: loss(X.astype(int), LABELS), TypeError, "logits must be floating, got int"),
+    "labels bool": (lambda: loss(X, LABELS == 0), TypeError, "labels must be integers or floating, got bool"),
+    "labels shape": (lambda: loss(X, LABELS[:3]), ValueError, r"labels must broadcast to shape \(4,\), got \(3,\)"),
     "probabilities": (
-        lambda: jaxsoftmax.cross_entropy(X, X[:3]),
+        lambda: loss(X, X[:3]),
         ValueError,
         r"labels must broadcast to shape \(4, 5\), got \(3, 5\)",
     ),
     "where shape": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, where=np.ones((4, 4), bool)),
+        lambda: loss(X, LABELS, where=np.ones((4, 4), bool)),
         ValueError,
         r"where must broadcast to shape \(4, 5\), got \(4, 4\)",
     ),
-    "where int": (lambda: jaxsoftmax.cross_entropy(X, LABELS, where=LABELS), TypeError, "where must be boolean, got int32"),
-    "axis": (lambda: jaxsoftmax.cross_entropy(X, LABELS, axis=2), ValueError, "axis 2 is out of range for 2 dimensions"),
-    "axes": (lambda: jaxsoftmax.cross_entropy(X, LABELS, axis=()), ValueError, r"axis must name an axis of logits, got \(\)"),
-    "no axis": (lambda: jaxsoftmax.cross_entropy(np.float32(1), 0), ValueError, "axis -1 is out of range for 0 dimensions"),
+    "where int": (lambda: loss(X, LABELS, where=LABELS), TypeError, "where must be boolean, got int32"),
+    "axis": (lambda: loss(X, LABELS, axis=2), ValueError, "axis 2 is out of range for 2 dimensions"),
+    "axes": (lambda: loss(X, LABELS, axis=()), ValueError, r"axis must name an axis of logits, got \(\)"),
+    "no axis": (lambda: loss(np.float32(1), 0), ValueError, "axis -1 is out of range for 0 dimensions"),
     "smoothing": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, label_smoothing=1.5),
+        lambda: loss(X, LABELS, label_smoothing=1.5),
         ValueError,
         r"label_smoothing must be from 0 to 1, got 1\.5",
     ),
     "smoothing NaN": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, label_smoothing=float("nan")),
+        lambda: loss(X, LABELS, label_smoothing=float("nan")),
         ValueError,
         "label_smoothing must be from 0 to 1, got nan",
     ),
-    "z_loss": (lambda: jaxsoftmax.cross_entropy(X, LABELS, z_loss=float("inf")), ValueError, "z_loss must be finite, got inf"),
+    "z_loss": (lambda: loss(X, LABELS, z_loss=float("inf")), ValueError, "z_loss must be finite, got inf"),
     "cap": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, logits_soft_cap=0),
+        lambda: loss(X, LABELS, logits_soft_cap=0),
         ValueError,
         "logits_soft_cap must be positive and finite in float32, got 0",
     ),
     "ignore_index": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, ignore_index=0.5),
+        lambda: loss(X, LABELS, ignore_index=0.5),
         TypeError,
         "ignore_index must be a concrete integer or None, got 0.5",
     ),
     "ignored probabilities": (
-        lambda: jaxsoftmax.cross_entropy(X, X, ignore_index=0),
+        lambda: loss(X, X, ignore_index=0),
         ValueError,
         "ignore_index must be None where labels are floating, got 0",
     ),
-    "return_lse": (lambda: jaxsoftmax.cross_entropy(X, LABELS, return_lse=1), TypeError, "return_lse must be True or False, got 1"),
+    "return_lse": (lambda: loss(X, LABELS, return_lse=1), TypeError, "return_lse must be True or False, got 1"),
     "implementation": (
-        lambda: jaxsoftmax.cross_entropy(X, LABELS, implementation="triton"),
+        lambda: loss(X, LABELS, implementation="triton"),
         ValueError,
         "implementation must be None or one of 'mosaic', 'xla', got 'triton'",
     ),
@@ -332,9 +333,9 @@ def test_what_does_not_fit_is_said(kind):
 
 
 def test_explained():
-    def loss(x):
-        return jnp.sum(jaxsoftmax.cross_entropy(x, np.zeros(8, np.int32)))
+    def total(x):
+        return jnp.sum(loss(x, np.zeros(8, np.int32)))
 
-    explanation = explain(jax.grad(loss), jax.ShapeDtypeStruct((8, 5000), jnp.bfloat16), platform="cuda")
+    explanation = explain(jax.grad(total), jax.ShapeDtypeStruct((8, 5000), jnp.bfloat16), platform="cuda")
     assert [d.primitive for d in explanation] == ["cross_entropy", "cross_entropy_vjp"]
     cases.assert_all_run_on("mosaic", explanation)

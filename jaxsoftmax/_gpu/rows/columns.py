@@ -129,8 +129,8 @@ class ColumnMemory(Memory):
 
     def _columns(self, place, step):
         _, _, along, _ = self._own(place)
-        further = arith.muli(constant(step) if isinstance(step, int) else step, constant(self.layout.height))
-        yield [(arith.addi(along, further), 0)] * self.layout.vector
+        along = arith.addi(along, arith.muli(step, constant(self.layout.height)))
+        yield [(along, 0)] * self.layout.vector
 
     def _own(self, place):
         """Of this thread: the entry of `outer`, the first of `inner`, the place along the rows, whether it is there at all."""

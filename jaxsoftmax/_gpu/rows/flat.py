@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -156,7 +155,7 @@ class FlatMemory(Memory):
     def _columns(self, place, step):
         layout = self.layout
         lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
-        word = arith.addi(lane, arith.muli(constant(step) if isinstance(step, int) else step, constant(layout.words * layout.lanes)))
+        word = arith.addi(lane, arith.muli(step, constant(layout.words * layout.lanes)))
         first = arith.muli(word, constant(layout.word))
         for _ in range(layout.repeats):
             yield [(first, q // layout.word * layout.lanes * layout.word + q % layout.word) for q in range(layout.vector)]

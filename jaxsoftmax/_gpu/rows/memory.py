@@ -280,16 +280,15 @@ class Memory:
         """`values` of a step with an addend more at one column of each row, an int32; none, if it is no column of the row."""
         layout = self.layout
 
-        def add(row, rank, *given):
-            *at, values, columns, addends = given
-            places = self._columns((row, rank), at[0] if at else step)
+        def add(row, rank, step, values, columns, addends):
+            places = self._columns((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
             return [ptx.plus_where(register, *own) for register, *own in registers]
 
         of_rows = layout.row_layout if columns.ndim else ptx.SPLAT
         given = [(values, layout.layout), (columns, of_rows), (addends, of_rows)]
         kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
-        return ptx.emit(add, None, [*self.place, *([] if isinstance(step, int) else [step])], given, results=kind)
+        return ptx.emit(add, None, [*self.place, step], given, results=kind)
 
     def columns(self, step) -> jax.Array:
         """The columns of the elements of a step, int32."""
@@ -307,13 +306,12 @@ class Memory:
         return ptx.emit(make, None, [*self.place, step], results=kind)
 
     def _columns(self, place, step) -> Iterator[list[tuple[Any, int]]]:
-        """For each of this thread's rows the columns of its elements, each the sum of an int32 and a number."""
+        """For each of this thread's rows the columns of its elements in a step, each the sum of an int32 and a number."""
         layout = self.layout
         for _, first, *_ in self._starts(None, place, 1):
             if layout.blocks > 1:
                 first = arith.addi(first, self._slice_start(place[1]))
-            further = arith.muli(constant(step) if isinstance(step, int) else step, constant(layout.threads * layout.vector))
-            first = arith.addi(first, further)
+            first = arith.addi(first, arith.muli(step, constant(layout.threads * layout.vector)))
             yield [(first, q) for q in range(layout.vector)]
 
     def _slice_start(self, rank):

@@ -80,8 +80,8 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
             total = tile.plus_at(total, labels, b)
         return [total if soft_cap is None else each(functools.partial(_sloped, soft_cap), total, x)]
 
-    given = {name: None if value is None else PerRow(value) for name, value in (("m", m), ("d", d), ("a", a), ("b", b), ("c", c))}
-    given["labels"] = None if b is None else PerRow(labels)
+    given = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
+    given = {name: None if array is None else PerRow(array) for name, array in given.items()}
     return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap, given, whole=[dtype])[0]
 
 

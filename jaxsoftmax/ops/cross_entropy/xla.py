@@ -35,16 +35,16 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, axis_name=()):
     """`(a * p + b * onehot(label) + c) * ds/dx`. In rows of which all three are 0, what `x` holds has no effect."""
-    kind, x = m.dtype, x.astype(m.dtype)
-    total = jnp.zeros(x.shape, kind)
+    x = x.astype(m.dtype)
+    total = jnp.zeros_like(x)
+    a, b, c = (None if part is None else part.astype(x.dtype) + total for part in (a, b, c))  # sharded as x
     if a is not None:
         p = weights_of_state(capped(x, soft_cap), m, d, where, None)
-        total = select(a != 0, a.astype(kind) * p, 0)
+        total += select(a != 0, a * p, 0)
     if b is not None:
-        places = lax.broadcasted_iota(jnp.int32, x.shape, axes[0])
-        total += select(places == _local(labels, x.shape[axes[0]], axis_name), b.astype(kind), 0)
+        total += select(_is_at(x, _local(labels, x.shape[axes[0]], axis_name), axes), b, 0)
     if c is not None:
-        total += select(where, c.astype(kind), 0)
+        total += select(where, c, 0)
     if soft_cap is not None:
         total = select(total != 0, total * slope(x, soft_cap), 0)
     return total.astype(dtype)
@@ -70,17 +70,25 @@ def _at(values, labels, axes, otherwise, axis_name):
     (axis,) = axes
     size = values.shape[axis]
     place = _local(labels, size, axis_name)
-    here = (place >= 0) & (place < size)
-    if size == 0:
-        return jnp.full(labels.shape, otherwise, values.dtype)
-    found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
-    if not axis_name:
-        return jnp.where(here, found, otherwise)
-    anywhere = lax.psum(here.astype(jnp.int32), axis_name) > 0
-    return jnp.where(anywhere, lax.psum(jnp.where(here, found, 0), axis_name), otherwise)
+    spec = jax.typeof(values).sharding.spec
+    if size == 0 or spec[axis : axis + 1] != (None,) * len(spec[axis : axis + 1]):  # explicit axes refuse to gather
+        here = _is_at(values, place, axes)
+        found, here = sum_along(select(here, values, 0), axes, ()), jnp.any(here, axes, keepdims=True)
+    else:
+        here = (place >= 0) & (place < size)
+        found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
+        found = select(here, found, 0)
+    here = here.astype(jnp.int32)
+    if axis_name:
+        found, here = lax.psum((found, here), axis_name)
+    return jnp.where(here > 0, found, otherwise)
+
+
+def _is_at(values, place, axes):
+    """Which element of each row is at that place, sharded as the values are."""
+    return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == place
 
 
 def _local(labels, size, axis_name):
     """The labels from the first element on that this device has of the row, of which each has `size`."""
     return labels - lax.axis_index(axis_name) * size if axis_name else labels
-

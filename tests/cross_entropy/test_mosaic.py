@@ -1,0 +1,119 @@
+"""The kernels of cross-entropy on Hopper: lowered here, and held against float64 where there is such a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+
+from .. import cases, kernels, oracle
+from .test_values import OPTIONS, labelled, truth, with_gradient
+
+# Columns by how a row is held: inside a warp, through shared memory, by a block, by clusters, by the grid, in two passes.
+WIDTHS = [1, 37, 100, 1000, 1024, 2049, 5001, 8192, 12500, 32768, 50257, 128256, 128003, 200019, 400003, 2**20 + 1]
+LONGEST = 2**23 + 3
+NAMES = ["cross_entropy_forward_mosaic", "cross_entropy_vjp_mosaic"]
+
+
+def mosaic(**options):
+    return functools.partial(jaxsoftmax.cross_entropy, implementation="mosaic", **options)
+
+
+@pytest.mark.parametrize("options", ["plain", "all", "where"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((64, 37), -1), ((8, 1024), -1), ((3, 50257), -1), ((2, 400003), -1), ((2, 701, 40), 1)],
+    ids=cases.ident,
+)
+def test_kernels_are_lowered(shape, axis, dtype, options):
+    x, labels = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(np.delete(shape, axis), jnp.int32)
+    where = np.ones(shape, bool) if options == "where" else None
+    f = mosaic(axis=axis, where=where, **OPTIONS.get(options, {}))
+    both = jax.value_and_grad(lambda x, labels: jnp.sum(f(x, labels)))
+    kernels.lowered_for_cuda(both, x, labels, kernels=NAMES)
+
+
+def test_tangents_run_on_the_reference():
+    def tangent(x, t, labels):
+        return jax.jvp(lambda x: mosaic()(x, labels), (x,), (t,))[1]
+
+    x = jax.ShapeDtypeStruct((4, 100), jnp.float32)
+    labels = jax.ShapeDtypeStruct((4,), jnp.int32)
+    explanation = jaxsoftmax.explain(tangent, x, x, labels, platform="cuda")
+    cases.assert_all_run_on("mosaic", explanation, without=["cross_entropy_jvp"])
+
+
+def test_a_fused_operand_is_left_to_the_reference():
+    def loss(x, labels):
+        return jnp.sum(jaxsoftmax.cross_entropy(2 * x + 1, labels))
+
+    x, labels = jax.ShapeDtypeStruct((64, 4096), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    cases.assert_all_run_on("xla", jaxsoftmax.explain(loss, x, labels, platform="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("options", [*OPTIONS, "where"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("cols", [*WIDTHS, LONGEST])
+def test_native_losses_and_gradients(cols, dtype, options):
+    """Rows start at any place of a line of the cache where their width is odd; all kinds of input are rows of one array."""
+    kinds = ("normal", "wide", "outliers", "offset of 1e4", "equal") if cols < LONGEST else ("wide",)
+    x = np.concatenate([cases.inputs((2, cols), dtype)[kind] for kind in kinds])
+    labels, c = labelled(x.shape), np.random.default_rng(2).standard_normal(len(x)).astype(np.float32)
+    where = np.random.default_rng(3).random(x.shape) < 0.7 if options == "where" else None
+    chosen = OPTIONS.get(options, {})
+    loss, lse, gradient = with_gradient("mosaic", where=where, **chosen)(x, labels, c)
+    expected = truth(x, labels, -1, where, **chosen)
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(lse, expected.lse) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("options", [*OPTIONS, "where"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 7, 33), (3, 1000, 40), (2, 4837, 40), (2, 70001, 24), (1, 131072, 64)], ids=cases.ident)
+def test_native_losses_and_gradients_along_other_axes(shape, dtype, options):
+    x, labels = cases.inputs(shape, dtype)["wide"], labelled(shape, 1)
+    c = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
+    where = np.random.default_rng(3).random(shape) < 0.7 if options == "where" else None
+    chosen = OPTIONS.get(options, {})
+    loss, lse, gradient = with_gradient("mosaic", axis=1, where=where, **chosen)(x, labels, c)
+    expected = truth(x, labels, 1, where, **chosen)
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(lse, expected.lse) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [100, 1001, 50257, 400003])
+def test_native_bits_do_not_depend_on_other_rows(cols, dtype):
+    x = cases.inputs((9, cols), dtype)["wide"]
+    labels, c = labelled(x.shape), np.ones(9, np.float32)
+    f = with_gradient("mosaic")
+    whole, part = f(x, labels, c), f(x[4:6], labels[4:6], c[4:6])
+    again = f(x, labels, c)
+    for a, b, d in zip(whole, again, part, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert np.asarray(a)[4:6].tobytes() == np.asarray(d).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_labels_that_are_no_class_touch_nothing(dtype):
+    """Their rows get the gradient of the log-sum-exp, and those before and after them theirs."""
+    x = cases.inputs((6, 5001), dtype)["wide"]
+    labels, c = np.array([5000, -1, 0, 5001, 2**31 - 1, 7]), np.ones(6, np.float32)
+    loss, _, gradient = with_gradient("mosaic")(x, labels, c)
+    expected = truth(x, labels)
+    np.testing.assert_array_equal(np.isnan(loss), [False, True, False, True, True, False])
+    assert oracle.error(gradient, expected.gradient(c)) <= 1

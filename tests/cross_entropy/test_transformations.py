@@ -1,0 +1,157 @@
+"""Transformations of JAX, and sharded arrays, against the same of a loss in plain `jax.numpy`, in float64."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+
+from .. import oracle
+from ..core.test_sharding import array, make_mesh, spec_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+
+SHAPE = (3, 7)
+LABELS = np.array([0, 6, 2])
+ALL = {"label_smoothing": 0.2, "z_loss": 0.05, "logits_soft_cap": 2.0}
+OPTIONS = pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+
+
+def x64(shape=SHAPE, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def plain(x, labels, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None):
+    """The loss as its formula says it."""
+    x = x if logits_soft_cap is None else logits_soft_cap * jnp.tanh(x / logits_soft_cap)
+    weights = (1 - label_smoothing) * jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) + label_smoothing / x.shape[-1]
+    return -jnp.sum(weights * jax.nn.log_softmax(x), -1) + z_loss * jax.nn.logsumexp(x, -1) ** 2
+
+
+def pair(options, labels=LABELS):
+    """Our loss and the plain one, with a nonlinear function on top."""
+    return [lambda x, f=f: jnp.sin(f(x, labels, **options)) for f in (jaxsoftmax.cross_entropy, plain)]
+
+
+def total(f):
+    return lambda x: jnp.sum(f(x))
+
+
+def pushforward(f):
+    return lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1]
+
+
+STEPS = {
+    "grad": lambda f: jax.grad(total(f)),
+    "jvp": pushforward,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jnp.cos(x)),
+}
+
+
+@OPTIONS
+@pytest.mark.parametrize("steps", list(itertools.product(STEPS, STEPS)), ids="-".join)
+def test_two_transformations(steps, options):
+    if steps[0] == "grad" and steps[1] == "vmap":
+        pytest.skip("the gradient of a batch of which the function takes one")
+    results = []
+    for f in pair(options):
+        for step in reversed(steps):
+            f = STEPS[step](f)
+        results.append(f(x64()))
+    oracle.assert_same_in_float64(*results)
+
+
+@OPTIONS
+def test_hessian(options):
+    results = [jax.hessian(total(f))(x64()) for f in pair(options)]
+    oracle.assert_same_in_float64(*results)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 1), (0, 0)], ids=str)
+def test_vmap_of_logits_and_labels(in_axes):
+    x = x64((4, 4, 5)) if in_axes[0] is not None else x64((4, 5))
+    labels = np.random.default_rng(0).integers(0, 5, (4, 4) if in_axes[1] is not None else (4,))
+    results = []
+    for f in (jaxsoftmax.cross_entropy, plain):
+        both = jax.vmap(lambda x, labels, f=f: (f(x, labels), jax.grad(total(lambda x: f(x, labels)))(x)), in_axes)
+        results.append(both(x, labels))
+    oracle.assert_same_in_float64(*results)
+
+
+def test_scan():
+    def run(f):
+        def body(x, labels):
+            loss, gradient = jax.value_and_grad(lambda x: jnp.sum(f(x, labels)))(x)
+            return x - 0.3 * gradient, loss
+
+        return jax.lax.scan(body, x64(), np.stack([LABELS, LABELS[::-1]]))
+
+    oracle.assert_same_in_float64(run(jaxsoftmax.cross_entropy), run(plain))
+
+
+def test_the_log_sum_exp_may_be_differentiated():
+    def ours(x):
+        loss, lse = jaxsoftmax.cross_entropy(x, LABELS, return_lse=True)
+        return jnp.sum(loss * jnp.sin(lse))
+
+    def theirs(x):
+        return jnp.sum(plain(x, LABELS) * jnp.sin(jax.nn.logsumexp(x, -1)))
+
+    results = [(jax.grad(f)(x64()), jax.hessian(f)(x64())) for f in (ours, theirs)]
+    oracle.assert_same_in_float64(*results)
+
+
+def test_symbolic_shapes_are_exported():
+    rows, classes = export.symbolic_shape("rows, classes")
+    f = jax.jit(lambda x, labels: jax.value_and_grad(lambda x: jnp.sum(jaxsoftmax.cross_entropy(x, labels)))(x))
+    given = jax.ShapeDtypeStruct((rows, classes), np.float64), jax.ShapeDtypeStruct((rows,), np.int64)
+    exported = export.export(f, platforms=("cpu",))(*given)
+    expected = jax.value_and_grad(lambda x: jnp.sum(plain(x, LABELS)))(x64())
+    oracle.assert_same_in_float64(exported.call(x64(), LABELS), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, "model"), P(None, ("data", "model"))], ids=str)
+@OPTIONS
+def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        x, sharded = array((8, 64), spec, mesh)
+        labels = np.random.default_rng(0).integers(-1, 65, 8)
+        labels[:2] = 0, 63
+        ours = functools.partial(jaxsoftmax.cross_entropy, **options)
+
+        def both(x, labels):
+            return ours(x, labels), jax.grad(lambda x: jnp.nansum(jnp.sin(ours(x, labels))))(x)
+
+        compiled = jax.jit(both).lower(sharded, labels).compile()
+        assert "all-gather" not in compiled.as_text()
+        loss, gradient = compiled(sharded, labels)
+        assert spec_of(gradient, 2) == (*spec, *(None,) * (2 - len(spec)))
+    expected = [ours(x, labels), jax.grad(lambda x: jnp.nansum(jnp.sin(ours(x, labels))))(x)]
+    np.testing.assert_array_equal(np.isnan(loss), (labels < 0) | (labels > 63))
+    oracle.assert_same_in_float64(list(map(jnp.nan_to_num, (loss, gradient))), list(map(jnp.nan_to_num, expected)))
+
+
+def test_inside_shard_map():
+    mesh = make_mesh(AxisType.Auto, (8,), ("data",))
+    x, labels = x64((16, 7)), np.random.default_rng(0).integers(0, 7, 16)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")))
+    def step(x, labels):
+        loss, gradient = jax.value_and_grad(lambda x: jnp.sum(jaxsoftmax.cross_entropy(x, labels, **ALL)))(x)
+        return jax.lax.psum(loss, "data"), gradient
+
+    expected = jax.value_and_grad(lambda x: jnp.sum(plain(x, labels, **ALL)))(x)
+    oracle.assert_same_in_float64(step(x, labels), expected)
