@@ -51,8 +51,9 @@ def shape(op: str) -> tuple[int, ...]:
 
 
 def call(op: str, x, **options):
-    """A public function, of one array or of the same one as often as it takes some."""
-    return getattr(jaxsoftmax, op)(*[x] * (3 if folder(op) == "attention" else 1), **options)
+    """A public function, of one array and labels, or of the same one as often as it takes some."""
+    others = {"attention": [x, x], "cross_entropy": [jnp.zeros(x.shape[:1], jnp.int32)]}
+    return getattr(jaxsoftmax, op)(x, *others.get(folder(op), []), **options)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
@@ -82,8 +83,8 @@ def test_every_dtype_of_the_support_matrix_runs(row):
     for dtype in dtypes:
         x = jnp.ones(shape(op), dtype)
         y = call(op, x, **({} if folder(op) == "attention" else {"axis": -1}))
-        assert y.shape == (SHAPE[:1] if op == "logsumexp" else x.shape), dtype
-        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        assert y.shape == (SHAPE[:1] if op in ("logsumexp", "cross_entropy") else x.shape), dtype
+        inexact = jnp.issubdtype(dtype, jnp.inexact) and op != "cross_entropy"
         assert y.dtype == (x.dtype if inexact else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32), dtype
         assert jnp.isfinite(y.astype(jnp.complex64)).all(), dtype
 
