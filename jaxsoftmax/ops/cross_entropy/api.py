@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, dispatch
+from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.cross_entropy import _linear
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY
 from jaxsoftmax.ops.cross_entropy.xla import capped
 from jaxsoftmax.ops.softmax.api import logsumexp, sorted_axes
@@ -143,22 +145,120 @@ def cross_entropy(
     return (loss, found[1]) if return_lse else loss
 
 
-def _number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    number = arguments.number(_NAME, name, value)
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    class_axis: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    ignore_index: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
+
+    Logits are made for a part of the rows, 256 MiB of them, in the dtype of `hidden`, as sums in float32 that are rounded once.
+    Of a mean or a sum the gradients are made with the losses, part by part, and take three products of matrices in all; with
+    `reduction="none"` they take a fourth. It may be differentiated once, in reverse mode, in all operands but `labels`.
+
+    Args:
+      hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
+      weight: `[H, classes]`, as the kernel of a dense layer of Flax, or with `class_axis=0` `[classes, H]`, as an embedding. It
+        is cast to the dtype of `hidden`; its gradient, a sum over parts, has the dtype of `weight`.
+      labels: `[*rows]`, integers: the class of each row.
+      bias: `[classes]`, or None.
+      weights: `[*rows]`, real: how much each row counts. One of 0 may hold anything; its loss is 0 and has no derivative.
+      reduction: "mean" for the sum of the losses times `weights` over the sum of `weights`, both without rows of
+        `ignore_index`, and 0 where nothing counts; "sum"; or "none" for `[*rows]` losses times `weights`.
+      class_axis: the axis of `weight` that has the classes.
+      label_smoothing: as for `cross_entropy`, and so are those that follow.
+      z_loss: a number.
+      logits_soft_cap: a concrete positive number, or None.
+      ignore_index: a label, or None.
+      implementation: a name, or None.
+
+    Returns:
+      The loss, or losses, in float32, or float64 where `hidden` is.
+
+    Raises what `cross_entropy` does, and ValueError where shapes do not fit each other or `reduction` is none of the three.
+    """
+    name = "linear_cross_entropy"
+    dispatch.check_implementation(_NAME, name, implementation)
+    hidden, weight = (arguments.array(name, *given, "floating") for given in (("hidden", hidden), ("weight", weight)))
+    if hidden.dtype.itemsize < 2:
+        raise TypeError(f"{name}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
+    labels = arguments.array(name, "labels", labels, "integers")
+    (axis,) = sorted_axes(name, (class_axis,), 2)
+    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
+        shape = "[H, classes]" if axis else "[classes, H]"
+        raise ValueError(f"{name}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
+    rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
+    soft_cap = arguments.soft_cap(name, logits_soft_cap, kind)
+    options = _number("label_smoothing", label_smoothing, 0, 1, name), _number("z_loss", z_loss, function=name), soft_cap
+    labels = _broadcast("labels", labels, rows, name)
+    if bias is not None:
+        bias = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
+    factors = jnp.ones(rows, kind)
+    index = jnp.where((labels >= 0) & (labels < classes), labels, classes).astype(jnp.int32)
+    if weights is not None:
+        factors = _broadcast("weights", arguments.array(name, "weights", weights), rows, name).astype(kind)
+    if ignore_index is not None:
+        factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
+    if ignore_index is not None or weights is not None:
+        index = jnp.where(factors != 0, index, _OF_NO_ROW)
+        hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
+    if reduction == "mean":
+        total = jnp.sum(factors)
+        factors = factors / jnp.where(total != 0, total, 1)
+    given = [hidden.reshape(-1, hidden.shape[-1]), weight, index.reshape(-1), factors.reshape(-1)]
+    hidden, weight, index, factors, *biases = sharding.vary_alike(given if bias is None else [*given, bias])
+    head, bias = _Head(axis, *options, implementation), biases[0] if biases else None
+    if reduction == "none":
+        return (factors * _linear.losses(head, hidden, weight, bias, index)).reshape(rows)
+    return _linear.weighted_sum(head, hidden, weight, bias, index, factors)
+
+
+_OF_NO_ROW = -1  # the label of rows that do not count, whose losses and gradients are 0
+
+
+@dataclass(frozen=True)
+class _Head:
+    """See `_linear.Head`."""
+
+    class_axis: int
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: float | None
+    implementation: str | None
+
+    def losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "logits_soft_cap": self.logits_soft_cap}
+        return cross_entropy(logits, labels, **options, ignore_index=_OF_NO_ROW, implementation=self.implementation)
+
+
+def _number(name: str, value: Any, least: float = -math.inf, most: float = math.inf, function: str = _NAME) -> float:
+    number = arguments.number(function, name, value)
     if not (least <= number <= most and math.isfinite(number)):
         allowed = "finite" if least == -math.inf else f"from {least} to {most}"
-        raise ValueError(f"{_NAME}: {name} must be {allowed}, got {number}")
+        raise ValueError(f"{function}: {name} must be {allowed}, got {number}")
     return number
 
 
-def _differs(labels: jax.Array, ignore_index: Any) -> jax.Array:
+def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
     try:
         if isinstance(ignore_index, bool):
             raise TypeError
         index = operator.index(ignore_index)
     except TypeError:
         what = arguments.shown(ignore_index)
-        raise TypeError(f"{_NAME}: ignore_index must be a concrete integer or None, got {what}") from None
+        raise TypeError(f"{function}: ignore_index must be a concrete integer or None, got {what}") from None
     limits = jnp.iinfo(labels.dtype)
     return labels != index if limits.min <= index <= limits.max else jnp.full(labels.shape, True)
 
@@ -180,11 +280,11 @@ def _in_order(axis: Any, ndim: int) -> tuple[int, ...]:
     return axes if len(axes) == 1 or axis is None else tuple([operator.index(a) % ndim for a in axis])
 
 
-def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: str = _NAME) -> jax.Array:
     try:
         return jnp.broadcast_to(array, shape)
     except ValueError:
-        raise ValueError(f"{_NAME}: {name} must broadcast to shape {shape}, got {array.shape}") from None
+        raise ValueError(f"{function}: {name} must broadcast to shape {shape}, got {array.shape}") from None
 
 
 def _flat(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,291 @@
+"""Cross-entropy of a linear layer, whose logits are made part by part, against the same with whole logits in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax.ops.cross_entropy import _linear
+
+from .. import cases, oracle
+from ..core.test_sharding import make_mesh
+from .test_transformations import ALL
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+X64 = pytest.mark.usefixtures("x64")
+ROWS, HIDDEN, CLASSES = (3, 70), 16, 33
+WRT = ("hidden", "weight", "bias", "weights")
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Several parts, of 128 rows at most, of which the last rows are of no array."""
+    monkeypatch.setattr(_linear, "_MOST", 128 * CLASSES * 8)
+
+
+def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "hidden": rng.standard_normal((*rows, hidden)),
+        "weight": rng.standard_normal((hidden, classes)),
+        "bias": rng.standard_normal(classes),
+        "weights": rng.random(rows),
+    }
+    arrays = {name: array.astype(jnp.dtype(dtype) if name != "weights" else array.dtype) for name, array in arrays.items()}
+    return arrays | {"labels": rng.integers(0, classes, rows)}
+
+
+def whole(arrays, reduction="mean", class_axis=-1, ignore_index=None, **options):
+    """With all logits."""
+    weight = arrays["weight"] if class_axis else arrays["weight"].T
+    logits = arrays["hidden"] @ weight
+    logits += jnp.broadcast_to(arrays.get("bias", 0.0), logits.shape).astype(logits.dtype)
+    loss = jaxsoftmax.cross_entropy(logits, arrays["labels"], ignore_index=ignore_index, **options)
+    factors = jnp.asarray(arrays.get("weights", np.ones(loss.shape)), loss.dtype)
+    if ignore_index is not None:
+        factors = jnp.where(arrays["labels"] == ignore_index, 0, factors)
+    return {"none": factors * loss, "sum": jnp.sum(factors * loss), "mean": jnp.sum(factors * loss) / jnp.sum(factors)}[
+        reduction
+    ]
+
+
+def by_parts(arrays, **options):
+    arrays = dict(arrays)
+    operands = [arrays.pop(name) for name in ("hidden", "weight", "labels")]
+    return jaxsoftmax.linear_cross_entropy(*operands, **arrays, **options)
+
+
+def with_gradients(f, arrays, **options):
+    """Losses, and gradients of a function of them that is not linear."""
+    labels, wrt = arrays["labels"], {name: array for name, array in arrays.items() if name in WRT}
+    loss = f(arrays, **options)
+    return loss, jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}, **options))))(wrt)
+
+
+@X64
+@pytest.mark.parametrize("without", [(), ("bias", "weights")], ids=str)
+@pytest.mark.parametrize("class_axis", [-1, 0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, ALL | {"ignore_index": 5}], ids=["plain", "all"])
+@pytest.mark.usefixtures("parts")
+def test_losses_and_gradients_are_those_of_whole_logits(options, reduction, class_axis, without):
+    arrays = {name: array for name, array in given().items() if name not in without}
+    if class_axis == 0:
+        arrays["weight"] = arrays["weight"].T
+    options = options | {"reduction": reduction, "class_axis": class_axis}
+    actual, expected = (jax.jit(lambda arrays, f=f: with_gradients(f, arrays, **options))(arrays) for f in (by_parts, whole))
+    oracle.assert_same_in_float64(actual, expected)
+
+
+@X64
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_that_do_not_count_may_hold_anything(reduction):
+    arrays = given()
+    few = {name: array[1:] if name in ("hidden", "labels", "weights") else array for name, array in arrays.items()}
+    arrays["hidden"][0], arrays["weights"][0, :40], arrays["labels"][0, 40:] = np.nan, 0, -100
+    arrays["labels"][0, :40] = 10**6
+    options = {"ignore_index": -100, "reduction": reduction, "z_loss": 0.1}
+    (loss, gradients), (expected, of_few) = (with_gradients(by_parts, given, **options) for given in (arrays, few))
+    if reduction == "none":
+        np.testing.assert_array_equal(loss[0], 0)
+        loss = loss[1:]
+    for name in ("hidden", "weights"):
+        np.testing.assert_array_equal(gradients[name][0] if name == "hidden" else 0, 0)
+        gradients[name] = gradients[name][1:]
+    oracle.assert_same_in_float64((loss, gradients), (expected, of_few))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_where_nothing_counts_the_loss_is_0(reduction):
+    arrays = given(dtype=np.float32) | {"labels": np.full(ROWS, 7)}
+    loss, gradients = with_gradients(by_parts, arrays, ignore_index=7, reduction=reduction)
+    assert loss == 0
+    jax.tree.map(lambda gradient: np.testing.assert_array_equal(gradient, 0), gradients)
+
+
+def test_a_label_that_is_no_class_gives_nan():
+    arrays = given(dtype=np.float32)
+    for label in (-1, CLASSES):
+        arrays["labels"][1, 2] = label
+        assert np.isnan(by_parts(arrays))
+        assert np.flatnonzero(np.isnan(by_parts(arrays, reduction="none"))).tolist() == [72]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("weight_dtype", ["float32", None])
+@pytest.mark.usefixtures("parts")
+def test_errors_are_no_larger_than_those_of_whole_logits_of_that_dtype(dtype, weight_dtype):
+    """Those have float32 products, and logits and their gradient rounded once."""
+    arrays = given(rows=(300,), hidden=64, classes=500, dtype=dtype)
+    arrays.pop("weights")
+
+    def rounded(arrays):
+        wide = {name: array.astype(np.float32) for name, array in arrays.items() if name != "labels"}
+        logits = (wide["hidden"] @ wide["weight"] + wide["bias"][None]).astype(jnp.dtype(dtype))
+        loss, of_logit = jax.value_and_grad(lambda x: jnp.mean(jaxsoftmax.cross_entropy(x, arrays["labels"])))(logits)
+        of_logit = of_logit.astype(np.float32)
+        gradients = {"hidden": of_logit @ wide["weight"].T, "weight": wide["hidden"].T @ of_logit, "bias": of_logit.sum(0)}
+        return loss, {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
+
+    given_here = arrays | ({"weight": arrays["weight"].astype(weight_dtype)} if weight_dtype else {})
+    labels = arrays["labels"]
+    wrt = {name: array for name, array in given_here.items() if name != "labels"}
+    actual = jax.value_and_grad(lambda wrt: by_parts(wrt | {"labels": labels}))(wrt)
+    assert actual[1]["weight"].dtype == given_here["weight"].dtype
+    with jax.enable_x64(True):
+        exact = {name: np.asarray(array, np.float64) for name, array in wrt.items()}
+        truth = jax.tree.map(np.asarray, jax.value_and_grad(lambda wrt: whole(wrt | {"labels": labels}))(exact))
+
+    def error(found, true):
+        return float(np.max(np.abs(np.asarray(found, np.float64) - true)) / np.max(np.abs(true)))
+
+    # A few more roundings to the dtype: sums over parts, of which there are three here.
+    few = jax.tree.map(lambda true: 4 * float(jnp.finfo(dtype).eps), truth)
+    jax.tree.map(
+        lambda found, beside, true, more: np.testing.assert_array_less(error(found, true), error(beside, true) + more),
+        actual,
+        rounded(arrays),
+        truth,
+        few,
+    )
+
+
+@X64
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_transformations(reduction):
+    arrays = given()
+    labels, wrt = arrays.pop("labels"), arrays
+
+    def gradients(f):
+        return jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}, reduction=reduction))))
+
+    def scanned(f):
+        def body(wrt, factor):
+            found = f(wrt)
+            return jax.tree.map(lambda a, g: a - 0.1 * factor * g, wrt, found), None
+
+        return lambda wrt: jax.lax.scan(body, wrt, np.arange(2.0))[0]
+
+    steps = {
+        "vmap": lambda f: lambda wrt: jax.vmap(f)(jax.tree.map(lambda a: jnp.stack([a, 2 * a]), wrt)),
+        "scan": scanned,
+        "checkpoint": jax.checkpoint,
+    }
+    for name, step in steps.items():
+        actual, expected = (jax.jit(step(gradients(f)))(wrt) for f in (by_parts, whole))
+        oracle.assert_same_in_float64(actual, expected)
+        del name
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_logits_are_never_whole(is_differentiated):
+    arrays = given(rows=(4096,), hidden=8, classes=50000, dtype=np.float32)
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, np.float32) for name, array in arrays.items()}
+    shapes["labels"] = jax.ShapeDtypeStruct((4096,), np.int32)
+    f = by_parts
+
+    def run(arrays):
+        labels = arrays.pop("labels")
+        if not is_differentiated:
+            return f(arrays | {"labels": labels})
+        return jax.grad(lambda wrt: f(wrt | {"labels": labels}))(arrays)
+
+    compiled = jax.jit(run).lower(shapes).compile()
+    logits = 4096 * 50000 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < (3 if is_differentiated else 2) * _linear._MOST < logits
+
+
+@X64
+@pytest.mark.parametrize("kind", [AxisType.Auto], ids=["auto"])
+@pytest.mark.parametrize(
+    ("of_hidden", "of_weight"),
+    [(P("data"), P()), (P(("data", "model")), P()), (P("data"), P(None, "model")), (P(), P(None, "model"))],
+    ids=str,
+)
+@pytest.mark.usefixtures("parts")
+def test_sharded_rows_and_classes(kind, of_hidden, of_weight):
+    mesh = make_mesh(kind)
+    arrays = given(rows=(1024,), classes=64)
+    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "weights": of_hidden, "labels": of_hidden}
+    with jax.set_mesh(mesh):
+        sharded = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
+        compiled = jax.jit(functools.partial(with_gradients, by_parts)).lower(sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        actual = compiled(sharded)
+    oracle.assert_same_in_float64(actual, with_gradients(whole, arrays))
+
+
+@X64
+def test_inside_shard_map():
+    mesh = make_mesh(AxisType.Auto, (8,), ("data",))
+    arrays = given(rows=(64,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=(P(), P()))
+    def step(hidden, weight, labels):
+        weight = jax.lax.pcast(weight, "data", to="varying")
+
+        def loss(weight):
+            return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, reduction="sum")
+
+        return jax.lax.psum(jax.value_and_grad(loss)(weight), "data")
+
+    actual = step(arrays["hidden"], arrays["weight"], arrays["labels"])
+    few = {name: arrays[name] for name in ("hidden", "weight", "labels")}
+    expected = jax.value_and_grad(lambda weight: whole(few | {"weight": weight}, reduction="sum"))(few["weight"])
+    oracle.assert_same_in_float64(actual, expected)
+
+
+def test_explained():
+    arrays = {name: jax.ShapeDtypeStruct(array.shape, jnp.bfloat16) for name, array in given(classes=5000).items()}
+    arrays.pop("labels")
+    labels = jax.ShapeDtypeStruct(ROWS, jnp.int32)
+
+    def loss(wrt, labels):
+        return by_parts(wrt | {"labels": labels})
+
+    explanation = jaxsoftmax.explain(jax.grad(loss), arrays, labels, platform="cuda")
+    assert {d.primitive for d in explanation} == {"cross_entropy", "cross_entropy_vjp"}
+    cases.assert_all_run_on("mosaic", explanation)
+
+
+F = given(dtype=np.float32)
+WRONG = {
+    "hidden": (F | {"hidden": F["labels"]}, {}, TypeError, "hidden must be floating, got int64"),
+    "float8": (
+        F | {"hidden": F["hidden"].astype("float8_e5m2")},
+        {},
+        TypeError,
+        "hidden must have 16 bits or more, .* got float8_e5m2",
+    ),
+    "labels": (F | {"labels": F["weights"]}, {}, TypeError, "labels must be integers, got float64"),
+    "weight": (
+        F | {"weight": F["weight"].T},
+        {},
+        ValueError,
+        r"weight must be \[H, classes\] for hidden \[\*rows, H\], got shapes \(33, 16\) and \(3, 70, 16\)",
+    ),
+    "class_axis": (F, {"class_axis": 2}, ValueError, "axis 2 is out of range for 2 dimensions"),
+    "bias": (F | {"bias": np.zeros(3)}, {}, ValueError, r"bias must broadcast to shape \(33,\), got \(3,\)"),
+    "weights": (F | {"weights": np.zeros(3)}, {}, ValueError, r"weights must broadcast to shape \(3, 70\), got \(3,\)"),
+    "reduction": (F, {"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
+    "smoothing": (F, {"label_smoothing": -1}, ValueError, r"label_smoothing must be from 0 to 1, got -1\.0"),
+    "cap": (F, {"logits_soft_cap": -1}, ValueError, "logits_soft_cap must be positive"),
+    "ignored": (F, {"ignore_index": 0.5}, TypeError, "ignore_index must be a concrete integer or None"),
+    "implementation": (F, {"implementation": "cublas"}, ValueError, "implementation must be None or one of"),
+}
+
+
+@X64
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_said(kind):
+    arrays, options, error, words = WRONG[kind]
+    with pytest.raises(error, match=f"linear_cross_entropy: {words}"):
+        by_parts(arrays, **options)
