@@ -12,6 +12,10 @@ the same training part. The loss curve, the results and the checkpoint go to --o
 
 Three attentions compute the same from the same parameters: `flash` is jaxsoftmax.dot_product_attention, which never holds
 all scores, `softmax` and `jax` hold them, and make weights of them with jaxsoftmax.softmax and jax.nn.softmax.
+
+Three losses are the same, too: `cross_entropy` is jaxsoftmax.cross_entropy, `linear` is jaxsoftmax.linear_cross_entropy,
+which never holds all logits, and `optax` is optax.softmax_cross_entropy_with_integer_labels. --vocabulary 50257 gives the
+model as many logits as GPT-2 has, of which bytes are the first ones, to measure speed and memory.
 """
 
 import os
@@ -57,14 +61,14 @@ from tqdm import tqdm
 
 import jaxsoftmax
 
-VOCABULARY = 256
+BYTES = 256
 HELD_OUT_SHARE = 0.1
 HELD_OUT_LIMIT = 2**16  # bytes of the held-out part that an evaluation reads: all of it for the default text
 STEPS_PER_CALL = 10
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, about {remaining} left, {rate_fmt}{postfix}]"
 # What a run's numbers follow from, so what a resumed run must share with the run that it continues.
 RECORDED = ("steps", "batch", "context", "width", "heads", "layers", "dtype", "lr", "seed", "attention", "deterministic")
-RECORDED += ("eval_every",)
+RECORDED += ("eval_every", "loss", "vocabulary")
 # What the options are that are not given. `small` has the layers of GPT-2 small and is to measure speed, hence the last one.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -208,22 +212,47 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes (batch, time) in, logits of the next byte (batch, time, 256) out.
+    """Bytes (batch, time) in, logits of the next byte (batch, time, vocabulary) out.
 
     Layers compute in `dtype`. Parameters, what norms sum over, and the logits are float32 in any case.
     """
 
-    def __init__(self, width: int, heads: int, layers: int, attend: Attend, dtype: str, rngs: nnx.Rngs):
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, attend: Attend, dtype: str, rngs: nnx.Rngs):
         self.dtype = dtype
-        self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.embedding = nnx.Embed(vocabulary, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, attend, dtype, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the last layer gets, in float32."""
         x = self.embedding(tokens.astype(jnp.int32)).astype(self.dtype)
         for block in self.blocks:
             x = block(x)
-        return self.embedding.attend(self.norm(x))
+        return self.norm(x)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.embedding.attend(self.hidden(tokens))
+
+
+# The losses of the bytes (batch, time), or with the reduction "mean" their mean.
+
+
+def cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: str) -> jax.Array:
+    losses = jaxsoftmax.cross_entropy(model(tokens), targets)
+    return losses.mean() if reduction == "mean" else losses
+
+
+def linear_cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: Any) -> jax.Array:
+    hidden, weight = model.hidden(tokens).astype(model.dtype), model.embedding.embedding[...]
+    return jaxsoftmax.linear_cross_entropy(hidden, weight, targets, class_axis=0, reduction=reduction)
+
+
+def optax_cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: str) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets.astype(jnp.int32))
+    return losses.mean() if reduction == "mean" else losses
+
+
+LOSSES = {"cross_entropy": cross_entropy, "linear": linear_cross_entropy, "optax": optax_cross_entropy}
 
 
 class Trigram:
@@ -231,8 +260,8 @@ class Trigram:
 
     def __init__(self, text: np.ndarray):
         first, second, third = (text[i : len(text) - 2 + i].astype(np.int64) for i in range(3))
-        codes = (first * VOCABULARY + second) * VOCABULARY + third
-        counts = np.bincount(codes, minlength=VOCABULARY**3).reshape((VOCABULARY,) * 3).astype(np.uint32)
+        codes = (first * BYTES + second) * BYTES + third
+        counts = np.bincount(codes, minlength=BYTES**3).reshape((BYTES,) * 3).astype(np.uint32)
         # The shorter contexts count in how many different surroundings a byte was seen, not how often.
         self.levels = [self._level(c) for c in ((counts > 0).any(0).sum(0), (counts > 0).sum(0), counts)]
 
@@ -244,7 +273,7 @@ class Trigram:
 
     def probability(self, first: np.ndarray, second: np.ndarray, third: np.ndarray) -> np.ndarray:
         """The probability that `third` follows `first` and `second`, element by element."""
-        probability = np.full(np.shape(third), 1 / VOCABULARY)
+        probability = np.full(np.shape(third), 1 / BYTES)
         for (counts, totals, kinds, discount), context in zip(self.levels, [(), (second,), (first, second)], strict=True):
             seen = np.maximum(counts[(*context, third)] - discount, 0.0)
             total = totals[context]
@@ -324,25 +353,18 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
-
-
 def make_run(args: argparse.Namespace) -> Run:
     """Builds the model and compiles nothing yet."""
     init_key, data_key, sample_key = jax.random.split(jax.random.key(args.seed), 3)
     attend = ATTENTIONS[args.attention](args.deterministic)
-    model = LanguageModel(args.width, args.heads, args.layers, attend, args.dtype, nnx.Rngs(init_key))
+    model = LanguageModel(args.vocabulary, args.width, args.heads, args.layers, attend, args.dtype, nnx.Rngs(init_key))
     graph, params = nnx.split(model)
     optimizer = make_optimizer(args)
     # Makes a GPU add in a fixed order, so that a seed fixes the result there too; a CPU always does.
     options = {"xla_gpu_deterministic_ops": args.deterministic}
 
-    def predict(params: nnx.State, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params)(tokens)
-
-    def loss(params: nnx.State, windows: jax.Array) -> jax.Array:
-        return cross_entropy(predict(params, windows[:, :-1]), windows[:, 1:]).mean()
+    def loss(params: nnx.State, windows: jax.Array, reduction: str = "mean") -> jax.Array:
+        return LOSSES[args.loss](nnx.merge(graph, params), windows[:, :-1], windows[:, 1:], reduction)
 
     def step(text: jax.Array, state: TrainState) -> TrainState:
         key = jax.random.fold_in(data_key, state.step)
@@ -363,14 +385,15 @@ def make_run(args: argparse.Namespace) -> Run:
     def evaluate(params: nnx.State, windows: jax.Array, scored: jax.Array) -> jax.Array:
         def batch_loss(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
             windows, scored = batch
-            return jnp.where(scored, cross_entropy(predict(params, windows[:, :-1]), windows[:, 1:]), 0.0).sum()
+            return jnp.where(scored, loss(params, windows, "none"), 0.0).sum()
 
         return jax.lax.map(batch_loss, (windows, scored))
 
     @partial(jax.jit, compiler_options=options)
     def sample(params: nnx.State, prompt: jax.Array) -> jax.Array:
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            token = jax.random.categorical(key, predict(params, window[None])[0, -1]).astype(window.dtype)
+            logits = nnx.merge(graph, params)(window[None])[0, -1, :BYTES]
+            token = jax.random.categorical(key, logits).astype(window.dtype)
             return jnp.append(window[1:], token), token
 
         return jax.lax.scan(next_byte, prompt, jax.random.split(sample_key, args.sample_length))[1]
@@ -594,6 +617,9 @@ def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[s
     sample = np.asarray(run.sample(state.params, jnp.asarray(prompt)))
     speed = tokens_per_second(args, args.steps, record)
     print(f"trained at {speed:,.0f} tokens/s, evaluations and compilation left out")
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if memory is not None:
+        print(f"at most {memory / 1e9:.2f} GB of the device's memory were in use")
     print(f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {data.trigram_bits:.3f} bits/byte")
     print(f"sample, after {args.context} held-out bytes that end in {readable(prompt[-30:])!r}:\n{readable(sample)}")
     results = {
@@ -601,6 +627,7 @@ def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[s
         "held_out_bits_per_byte": bits,
         "trigram_bits_per_byte": data.trigram_bits,
         "tokens_per_second": speed,
+        "peak_bytes_in_use": memory,
         "held_out_history": record["held_out"],
         "training_losses_nats": losses.tolist(),
         "sample": sample.tobytes().decode("utf-8", errors="replace"),
@@ -663,6 +690,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", "fixes the run, from the first parameters to the sample", type=seed, default=0)
     attention_help = "what computes attention (default: flash where kernels run it and its gradients, else softmax)"
     parser.add_argument("--attention", choices=ATTENTIONS, help=attention_help)
+    add("--loss", "what computes the loss", choices=LOSSES, default="cross_entropy")
+    vocabulary_help = "logits of the model, 256 or more, of which the first are those of bytes"
+    add("--vocabulary", vocabulary_help, type=whole, default=BYTES)
     compare_help = "train with each attention, in folders of their own below --out, and compare losses and tokens/s"
     parser.add_argument("--compare", action="store_true", help=compare_help)
     deterministic_help = "have a GPU add in a fixed order, so that the seed fixes the run there too, which costs speed"
@@ -680,6 +710,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.width % args.heads or args.width // args.heads % 2:
         raise InputError(f"--heads {args.heads} does not divide --width {args.width} into equal, even parts")
+    if args.vocabulary < BYTES:
+        raise InputError(f"--vocabulary {args.vocabulary} is less than {BYTES}, the number of bytes")
     if args.compare and args.attention:
         raise InputError(f"--attention {args.attention} cannot be given with --compare, which trains with each")
     if args.out.exists() and not args.out.is_dir():

@@ -144,6 +144,17 @@ def test_labels_that_are_no_class_give_nan_and_the_gradient_of_the_log_sum_exp(i
     assert oracle.error(gradient, expected.gradient(c)) <= 1
 
 
+@pytest.mark.parametrize("classes", [100, 128, 256, 300])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+def test_labels_of_any_integer_dtype(dtype, classes):
+    labels = np.unique(np.clip([0, 1, 99, 100, 127, 128, 255, 256, 299, 300], 0, min(np.iinfo(dtype).max, 300)))
+    x = np.random.default_rng(0).standard_normal((len(labels), classes)).astype(np.float32)
+    loss = jaxsoftmax.cross_entropy(x, labels.astype(dtype))
+    assert oracle.error(loss, truth(x, labels).loss) <= 1
+    linear = functools.partial(jaxsoftmax.linear_cross_entropy, x, np.eye(classes, dtype=np.float32), reduction="none")
+    np.testing.assert_allclose(linear(labels.astype(dtype)), loss, rtol=8 * oracle.EPS)
+
+
 def test_wide_labels_do_not_wrap():
     with jax.enable_x64(True):
         loss = jaxsoftmax.cross_entropy(np.zeros((2, 4), np.float32), np.array([2**32 + 1, 1]))

@@ -184,6 +184,18 @@ def test_the_attentions_agree(compared):
     assert matplotlib.image.imread(out / "comparison.png")[..., :3].std() > 0.05
 
 
+def test_the_losses_agree(example, text, tmp_path):
+    found = {}
+    for loss in example.LOSSES:
+        example.main([*arguments(text, tmp_path / loss, steps=8, loss=loss, vocabulary=300)])
+        found[loss] = results(tmp_path / loss)
+    for loss in ("cross_entropy", "linear"):
+        losses, others = found[loss]["training_losses_nats"], found["optax"]["training_losses_nats"]
+        most = after_steps(len(losses), 64 * oracle.EPS)
+        assert np.all(np.abs(np.divide(losses, others) - 1) <= most)
+        assert found[loss]["held_out_bits_per_byte"] == pytest.approx(found["optax"]["held_out_bits_per_byte"], rel=most[-1])
+
+
 def test_no_run_time_is_promised_and_the_bar_estimates_it(example, compared):
     _, _, shown = compared
     assert not any(word in example.__doc__ for word in ("minute", "second"))
@@ -449,6 +461,8 @@ def test_default_text_is_the_documentation_each_paragraph_once(example):
         ("--seed", "-1", "--seed"),
         ("--seed", str(2**32), "--seed"),
         ("--attention", "exp", "--attention: invalid choice: 'exp'"),
+        ("--loss", "mse", "--loss: invalid choice: 'mse'"),
+        ("--vocabulary", "255", "--vocabulary 255 is less than 256"),
         ("--preset", "large", "--preset: invalid choice: 'large'"),
         ("--dtype", "float16", "--dtype: invalid choice: 'float16'"),
         ("--unknown", "1", "--unknown"),
@@ -514,9 +528,10 @@ def test_resuming_nothing_is_refused(example, text, tmp_path, capfd):
 def test_resuming_another_run_is_refused(example, text, finished, tmp_path, capfd):
     before = snapshot(finished)
     changes = {"steps": 50, "batch": 4, "context": 16, "width": 16, "heads": 4, "layers": 2, "lr": 0.02, "eval_every": 9}
-    changes |= {"seed": 7, "attention": "jax", "dtype": "bfloat16"}
+    changes |= {"seed": 7, "attention": "jax", "dtype": "bfloat16", "loss": "optax", "vocabulary": 300}
     error = refused(example, capfd, *arguments(text, finished, "--resume", "--no-deterministic", **changes))
     before_changes = SMALL | {"--seed": 0, "--attention": results(finished)["settings"]["attention"], "--dtype": "float32"}
+    before_changes |= {"--loss": "cross_entropy", "--vocabulary": 256}
     for name, value in changes.items():
         assert f"{name} was {before_changes['--' + name.replace('_', '-')]}, now {value}" in error
     assert "deterministic was True, now False" in error

@@ -121,7 +121,7 @@ def cross_entropy(
     at = axes[0] if len(axes) == 1 else logits.ndim - 1
 
     if are_classes:
-        index = jnp.where((labels >= 0) & (labels < logits.shape[at]), labels, -1).astype(jnp.int32)
+        index = _index(labels, logits.shape[at], -1)
         operands = {"x": logits, "labels": jnp.expand_dims(index, at), "where": where}
         params = {"axes": (at,), "dtype": kind, "soft_cap": soft_cap, "implementation": implementation}
         found = bind(CROSS_ENTROPY, operands, return_total=smoothing > 0, return_state=False, **params)
@@ -206,7 +206,7 @@ def linear_cross_entropy(
     if bias is not None:
         bias = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
     factors = jnp.ones(rows, kind)
-    index = jnp.where((labels >= 0) & (labels < classes), labels, classes).astype(jnp.int32)
+    index = _index(labels, classes, classes)
     if weights is not None:
         factors = _broadcast("weights", arguments.array(name, "weights", weights), rows, name).astype(kind)
     if ignore_index is not None:
@@ -249,6 +249,14 @@ def _number(name: str, value: Any, least: float = -math.inf, most: float = math.
         allowed = "finite" if least == -math.inf else f"from {least} to {most}"
         raise ValueError(f"{function}: {name} must be {allowed}, got {number}")
     return number
+
+
+def _index(labels: jax.Array, classes: int, otherwise: int) -> jax.Array:
+    """The labels as int32, and `otherwise` for those that are no class."""
+    wide = (
+        labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    )  # their dtype may not hold how many classes there are
+    return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), otherwise)
 
 
 def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
