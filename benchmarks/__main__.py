@@ -4,6 +4,7 @@ python -m benchmarks softmax               measure, print, and append to results
 python -m benchmarks softmax_sweep         likewise, softmax over 64 widths drawn at random
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
+python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold what was measured last of each cell to bars.toml; needs no GPU
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import attention, bars, clock, first_call, harness, plot, results, softmax, sweep
+from benchmarks import attention, bars, clock, cross_entropy, first_call, harness, plot, results, softmax, sweep
 from benchmarks.cells import OURS, Cell
 
 SUITES: dict[str, Callable[[], list[Cell]]] = {
@@ -25,6 +26,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax_sweep": sweep.cells,
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
+    "cross_entropy": cross_entropy.cells,
     "first_call": first_call.cells,
 }
 

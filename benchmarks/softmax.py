@@ -178,6 +178,18 @@ def of_torch(op: str, axis: int = -1) -> Contender:
     return torch_contender("torch", lambda: functools.partial(getattr(torch(), op), dim=axis))
 
 
+def sums() -> tuple[Contender, Contender]:
+    """The fastest way to read an array, which is the first of the inputs."""
+
+    def true_sum(x, *others):
+        return [_exactly(oracle.to64(x).sum(-1))]
+
+    return (
+        Contender("sum", lambda: lambda x, *others: jnp.sum(x, -1, dtype="float32"), truth=true_sum),
+        torch_contender("sum", lambda: lambda x, *others: x.sum(-1, dtype=torch().float32), truth=true_sum),
+    )
+
+
 def _compiled_softmax() -> Callable[..., Any]:
     module = torch()
     module._dynamo.reset()  # a function that was compiled for many shapes is no longer compiled for another
@@ -267,19 +279,6 @@ def forward_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
 
 def logsumexp_cell(dtype: str, shape: tuple[int, int]) -> Cell:
     """It reads once, as sums do."""
-
-    def true_sum(x):
-        return [_exactly(oracle.to64(x).sum(-1))]
-
-    def sum_of_torch():
-        return functools.partial(torch().sum, dim=-1, dtype=torch().float32)
-
-    contenders = (
-        *_ours_and_jax_nn(_plain("logsumexp")),
-        of_torch("logsumexp"),
-        Contender("sum", lambda: functools.partial(jnp.sum, axis=-1, dtype="float32"), truth=true_sum),
-        torch_contender("sum", sum_of_torch, truth=true_sum),
-    )
     return Cell(
         "logsumexp",
         "forward",
@@ -288,7 +287,7 @@ def logsumexp_cell(dtype: str, shape: tuple[int, int]) -> Cell:
         "",
         _size(shape, dtype),
         one_array(shape, dtype),
-        contenders,
+        (*_ours_and_jax_nn(_plain("logsumexp")), of_torch("logsumexp"), *sums()),
         lambda x: [oracle.logsumexp(x, -1)],
     )
 

@@ -50,7 +50,10 @@ class Losses:
         return Truth(value, budget)
 
 
-def cross_entropy(x, labels, axis=-1, where=None, smoothing=0.0, z_loss=0.0, cap=None, ignored=None) -> Losses:
+def cross_entropy(
+    x, labels, axis=-1, where=None, *, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, ignore_index=None
+) -> Losses:
+    smoothing, cap = label_smoothing, logits_soft_cap
     x, axis = to64(x), axis % np.ndim(x)
     labels = np.expand_dims(np.asarray(labels), axis)
     scores = x if cap is None else cap * np.tanh(x / cap)
@@ -58,7 +61,7 @@ def cross_entropy(x, labels, axis=-1, where=None, smoothing=0.0, z_loss=0.0, cap
     n = x.shape[axis]
     onehot = np.arange(n).reshape([-1 if a == axis else 1 for a in range(x.ndim)]) == labels
     counts = np.any(r.where, axis, keepdims=True) if where is not None else np.ones(labels.shape, bool)
-    counts &= np.ones(labels.shape, bool) if ignored is None else labels != ignored
+    counts &= np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     inside = (labels >= 0) & (labels < n)
     with np.errstate(all="ignore"):
         chosen = np.where(inside, np.take_along_axis(scores, np.clip(labels, 0, n - 1).astype(np.int64), axis), np.nan)

@@ -14,7 +14,7 @@ import jaxsoftmax
 from jaxsoftmax import explain
 
 from .. import cases, oracle
-from .oracle import cross_entropy as truth_of
+from .oracle import cross_entropy as truth
 
 OPTIONS = {
     "plain": {},
@@ -24,11 +24,6 @@ OPTIONS = {
     "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logits_soft_cap": 30.0, "ignore_index": 3},
 }
 FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal")
-
-
-def truth(x, labels, axis=-1, where=None, **options):
-    names = {"label_smoothing": "smoothing", "logits_soft_cap": "cap", "ignore_index": "ignored"}
-    return truth_of(x, labels, axis, where, **{names.get(name, name): value for name, value in options.items()})
 
 
 def labelled(shape, axis=-1, seed=1):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import attention, bars, check, first_call, harness, plot, results, softmax, sweep
+from benchmarks import attention, bars, check, cross_entropy, first_call, harness, plot, results, softmax, sweep
 from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
@@ -28,6 +28,7 @@ CELLS = {cell.name: cell for cell in softmax.cells()}
 SWEEP = {cell.name: cell for cell in sweep.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
+LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -57,12 +58,12 @@ def a_row(cell, implementation="mosaic", run="1", us=None, error=0.5):
 
 
 def a_full_run(cells=CELLS):
-    """Rows of every cell and contender that no bar is missed by: `jax.nn` takes twice as long as ours, the others as long."""
+    """Rows of every cell and contender that no bar is missed by: JAX's take twice as long as ours, the others as long."""
     rows = []
     for cell in cells.values():
         for name in dict.fromkeys(contender.name for contender in cell.contenders):
             row = a_row(cell, "mosaic" if name == OURS else name)
-            rows.append(dataclasses.replace(row, us=2 * row.us) if name == "jax.nn" else row)
+            rows.append(dataclasses.replace(row, us=2 * row.us) if name in ("jax.nn", "optax") else row)
     return rows
 
 
@@ -176,6 +177,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("softmax_sweep", SWEEP),
         ("attention", ATTENTION),
         ("attention_gradients", GRADIENTS),
+        ("cross_entropy", LOSSES),
         ("first_call", FIRST_CALLS),
     ],
 )
@@ -231,10 +233,18 @@ def test_bars_that_are_not_valid(tmp_path, entry, match):
         bars.load("softmax", path)
 
 
-def test_check_passes(tmp_path, capsys):
-    written(tmp_path, a_full_run())
-    assert main(["--check", "--out", str(tmp_path)]) == 0
-    assert " 0 of " in capsys.readouterr().out
+def check_of_a_change(folder, capsys, suite, rows, name, change, implementation="mosaic"):
+    """The lines that `--check` prints of rows that miss no bar until those of a cell and implementation are changed."""
+    changed = [
+        dataclasses.replace(row, **change) if (name_of(row), row.implementation) == (name, implementation) else row
+        for row in rows
+    ]
+    for path, held, status in (("right", rows, 0), ("wrong", changed, 1)):
+        written(folder / path, held, suite)
+        assert main([suite, "--check", "--gpu", "h200", "--out", str(folder / path)]) == status
+    passed, *lines = capsys.readouterr().out.splitlines()
+    assert " 0 of " in passed
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -252,15 +262,8 @@ def test_check_passes(tmp_path, capsys):
     ],
 )
 def test_check_fails(tmp_path, capsys, name, change, found):
-    rows = [
-        dataclasses.replace(row, **change)
-        if " ".join(filter(None, row.cell)) == name and row.implementation == "mosaic"
-        else row
-        for row in a_full_run()
-    ]
-    written(tmp_path, rows)
-    assert main(["softmax", "--check", "--gpu", "h200", "--out", str(tmp_path)]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(name + " ")]
+    said = check_of_a_change(tmp_path, capsys, "softmax", a_full_run(), name, change)
+    lines = [line for line in said if line.startswith(name + " ")]
     assert lines
     assert any(line.endswith(f"  {found}") for line in lines), lines
 
@@ -290,15 +293,27 @@ def test_check_of_attention(tmp_path, capsys, name, change, found):
     pass_, shape = name.split(" ", 1) if both else ("forward", name)
     name = f"attention {pass_} bfloat16 {shape}"
     suite, rows = "attention_gradients" if both else "attention", a_full_run_of_attention(GRADIENTS if both else ATTENTION)
-    folders = tmp_path / "right", tmp_path / "wrong"
-    written(folders[0], rows, suite)
-    assert main(["--check", "--out", str(folders[0])]) == 0
-    changed = [
-        dataclasses.replace(row, **change) if name_of(row) == name and row.implementation == "mosaic" else row for row in rows
-    ]
-    written(folders[1], changed, suite)
-    assert main([suite, "--check", "--gpu", "h200", "--out", str(folders[1])]) == 1
-    assert any(line.endswith(f"  {found}") for line in capsys.readouterr().out.splitlines())
+    said = check_of_a_change(tmp_path, capsys, suite, rows, name, change)
+    assert any(line.endswith(f"  {found}") for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "change", "found"),
+    [
+        ("forward bfloat16 8192x128256", "mosaic", {"us": 600.0}, "0.8756"),
+        ("forward float32 8192x256000", "mosaic", {"us": 2300.0}, "0.9118"),
+        (f"{BOTH} bfloat16 8192x151936", "mosaic", {"us": 2100.0}, "0.889"),
+        (f"{BOTH} float32 8192x50257", "mosaic", {"us": 2100.0}, "0.8501"),
+        (f"{BOTH} bfloat16 8192x32000", "quack", {"us": 350.0}, "1.123"),
+        (f"{BOTH} bfloat16 8192x128256 z_loss=0.0001", "liger", {"us": 1500.0}, "1.051"),
+        (f"{BOTH} bfloat16 8192x128256 label_smoothing=0.1", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+        ("forward bfloat16 8192x128003", "mosaic", {"error": 1.5}, "1.5"),
+    ],
+)
+def test_check_of_cross_entropy(tmp_path, capsys, name, implementation, change, found):
+    name = f"cross_entropy {name}"
+    said = check_of_a_change(tmp_path, capsys, "cross_entropy", a_full_run(LOSSES), name, change, implementation)
+    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
 
 
 NARROW = [cell.name for cell in SWEEP.values() if cell.name.startswith("logsumexp forward float32") and cell.shape[1] <= 2**15]
@@ -653,9 +668,65 @@ def test_the_truth_along_another_axis():
     np.testing.assert_allclose(jaxsoftmax.softmax(*fewer, axis=1), part, rtol=1e-5)
 
 
+def test_cells_of_cross_entropy():
+    copies, cells = list(LOSSES.values())[:2], list(LOSSES.values())[2:]
+    assert [cell.name for cell in copies] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
+    assert len(cells) == 2 * (5 + 6) + 4
+    for cell in cells:
+        passes = 3 if cell.pass_ == BOTH else 1
+        assert cell.bytes == passes * 8192 * cell.shape[1] * (4 if cell.dtype == "float32" else 2)
+        names = list(dict.fromkeys(contender.name for contender in cell.contenders))
+        if cell.options:
+            assert names == [OURS, "liger"]  # the only one that has them all
+        else:
+            assert names == [OURS, "optax", "torch", "quack", "liger", *(["sum"] if passes == 1 else [])]
+
+
+def tiny_losses(name):
+    """The cell of cross-entropy on four rows."""
+    return {cell.name.removeprefix("cross_entropy "): cell for cell in cross_entropy.cells(4)}[name]
+
+
+@pytest.mark.parametrize("name", ["forward float32 4x50257", f"{BOTH} float32 4x32000", f"{BOTH} bfloat16 4x50257"])
+def test_cells_of_cross_entropy_run(name):
+    run, rows, _ = measured(tiny_losses(name))
+    assert not run.problems
+    assert {row.implementation for row in rows} >= {"optax", *(["sum"] if "+" not in name else [])}
+    (ours,) = [row for row in rows if bars.is_ours(row)]
+    assert 0 < ours.error <= 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward bfloat16 4x50257",
+        f"{BOTH} float32 4x50257",
+        *(f"{BOTH} bfloat16 4x128256 {options}" for options in ("label_smoothing=0.1", "logits_soft_cap=30", "z_loss=0.0001")),
+    ],
+)
+def test_the_truth_of_cross_entropy(name):
+    cell = tiny_losses(name)
+    (ours, *_), (logits, labels) = cell.contenders, cell.inputs(jax.random.key(0), False)
+    function = jax.jit(ours.build())
+    output = function(logits, labels)
+    assert 0 < check.errors(cell, ours, (logits, labels), output)[0] <= 1
+    assert check.errors(cell, ours, (logits, labels), function(logits, (labels + 1) % cell.shape[1]))[0] > 1
+    leaves, tree = jax.tree.flatten(output)
+    assert [leaf.shape for leaf in leaves] == [labels.shape, logits.shape][: len(leaves)]
+    for wrong in range(len(leaves)):
+        changed = jax.tree.unflatten(tree, [leaf * (1.02 if at == wrong else 1) for at, leaf in enumerate(leaves)])
+        assert check.errors(cell, ours, (logits, labels), changed)[0] > 1
+    torch_ = next(contender for contender in cell.contenders if contender.framework == "torch")
+    assert 0 < check.errors(cell, torch_, (logits, labels), leaves[-1:])[0] <= 1  # the losses, or the gradient alone
+
+
 @pytest.mark.slow
-def test_every_cell_of_attention_runs():
-    cells = [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)]
+@pytest.mark.parametrize(
+    "cells",
+    [[*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)], cross_entropy.cells(4)],
+    ids=["attention", "cross_entropy"],
+)
+def test_every_cell_of_a_suite_runs(cells):
     run, rows, _ = measured(*cells, peers=frozenset())
     assert not run.problems
     assert {row.cell for row in rows} == {(cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options) for cell in cells}
@@ -834,7 +905,13 @@ def test_bytes(name, bytes_per_element):
 
 @pytest.mark.parametrize(
     ("make", "cells"),
-    [(softmax.cells, CELLS), (sweep.cells, SWEEP), (attention.cells, ATTENTION), (attention.gradient_cells, GRADIENTS)],
+    [
+        (softmax.cells, CELLS),
+        (sweep.cells, SWEEP),
+        (attention.cells, ATTENTION),
+        (attention.gradient_cells, GRADIENTS),
+        (cross_entropy.cells, LOSSES),
+    ],
 )
 def test_cells_have_names_of_their_own_and_options_in_order(make, cells):
     assert len(cells) == len(make())
