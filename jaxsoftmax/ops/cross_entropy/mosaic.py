@@ -4,11 +4,11 @@
    label's logit among it, is left to XLA, which computes it together with what reads the loss.
 2. Backward, each element gets `(a * p + b * onehot(label) + c) * ds/dx`. Blocks need nothing of each other.
 
-So the logits are read once forward, and read and written once backward; a mask is read as bytes. The sum of the scores, for
-smoothing, is another read.
+So the logits are read once forward, and read and written once backward; a mask is read as bytes.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as rows
+from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
 from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
@@ -27,7 +28,13 @@ _LIKE = {"cross_entropy": "logsumexp", "cross_entropy_vjp": "logsumexp_vjp"}  # 
 
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    return of_softmax.unsupported(_LIKE[primitive], target, _as_there(operands, **params), axes=axes, dtype=dtype)
+    reason = of_softmax.unsupported(_LIKE[primitive], target, _as_there(operands, **params), axes=axes, dtype=dtype)
+    x, (axis,) = operands["x"], axes
+    if reason is None and params.get("return_total") and math.prod(x.shape[axis + 1 :]) == 1:
+        config = of_softmax.config_for(target, "logsumexp_forward", x.shape[axis], x.dtype.itemsize, True)
+        if config.grid or RowLayout(x.shape[axis], config).is_read_twice:  # whose blocks find one thing of a row
+            return f"the sum of the scores, for smoothing, is not computed of rows of {x.shape[axis]} entries"
+    return reason
 
 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
@@ -36,10 +43,10 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
     return of_softmax.unprofitable(_LIKE[primitive], target, given, fused, cast, axes=axes, dtype=dtype)
 
 
-def _as_there(operands, *, soft_cap, **params):
-    """The operands of softmax's primitives that ask as much of a kernel: a cap must know what is beyond the end, as a scale."""
+def _as_there(operands, *, soft_cap, return_total=False, **params):
+    """The operands of softmax's primitives that ask as much of a kernel: with a scale it must know what is beyond the end."""
     del params
-    scale = None if soft_cap is None else jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32)
+    scale = None if soft_cap is None and not return_total else jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32)
     return {"x": operands["x"], "where": operands["where"], "scale": scale}
 
 
@@ -47,15 +54,18 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
 
     def body(tile, x, inside, where):
-        state = tile.merge(tile.lift(_scores(x, inside, where, soft_cap)))
-        return [online.shift(state.m), state.d]
+        scores = _scores(x, inside, where, soft_cap)
+        state = tile.merge(tile.lift(scores))
+        found = [online.shift(state.m), state.d]
+        if not return_total:
+            return found
+        return [*found, tile.sum(apply_mask(where, apply_mask(inside, scores, 0), 0))]
 
-    m, d = _run("cross_entropy_forward", body, axes, target, x, where, soft_cap, per_row=[jnp.float32] * 2)
+    knows_the_end = soft_cap is not None or return_total
+    per_row = [jnp.float32] * (2 + return_total)
+    m, d, *total = _run("cross_entropy_forward", body, axes, target, x, where, knows_the_end, per_row=per_row)
     log_d = jnp.log(d)
-    results = [log_d - (xla.chosen_score(x, labels, axes, soft_cap, m.dtype) - m), m + log_d]
-    if return_total:
-        scores = xla.capped(x.astype(m.dtype), soft_cap)
-        results.append(jnp.sum(scores, axes, keepdims=True, where=where))
+    results = [log_d - (xla.chosen_score(x, labels, axes, soft_cap, m.dtype) - m), m + log_d, *total]
     results = [result.astype(dtype) for result in results]
     return [*results, m, d] if return_state else results
 
@@ -82,12 +92,12 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
 
     given = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
     given = {name: None if array is None else PerRow(array) for name, array in given.items()}
-    return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap, given, whole=[dtype])[0]
+    return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap is not None, given, whole=[dtype])[0]
 
 
-def _run(kernel, body, axes, target, x, where, soft_cap, given=None, **results):
+def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **results):
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
-    operands["inside"] = None if soft_cap is None else Inside()
+    operands["inside"] = Inside() if knows_the_end else None
     operands["where"] = None if where is None else Mask(where)
     like = "logsumexp_vjp" if "whole" in results else "logsumexp_forward"
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(of_softmax.config_for, target, like), **results)
