@@ -77,10 +77,8 @@ def number(function: str, name: str, value: Any, instead: str = "") -> float:
         raise ValueError(f"{function}: {name} must be finite in float64, got {shown(value)}") from None
 
 
-def soft_cap(function: str, value: Any, kind: np.dtype) -> float | None:
+def soft_cap(function: str, value: Any, kind: np.dtype) -> float:
     """A concrete `logits_soft_cap` for arithmetic of this dtype."""
-    if value is None:
-        return None
     cap, limits = number(function, "logits_soft_cap", value), jnp.finfo(kind)
     if not float(limits.tiny) <= cap <= float(limits.max):
         raise ValueError(f"{function}: logits_soft_cap must be positive and finite in {limits.dtype}, got {cap}")

@@ -203,7 +203,7 @@ def dot_product_attention(
         return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
         window=_window(local_window_size, is_causal, length, keys),
-        soft_cap=arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
+        soft_cap=None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         dropout_rate=rate if drops else 0.0,
         precision=_precision(precision),
         deterministic=deterministic or _xla_is_deterministic(),

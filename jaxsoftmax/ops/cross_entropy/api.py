@@ -108,7 +108,7 @@ def cross_entropy(
     if ignore_index is not None and not are_classes:
         raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating, got {arguments.shown(ignore_index)}")
     smoothing, z_loss = _number("label_smoothing", label_smoothing, 0, 1), _number("z_loss", z_loss)
-    soft_cap = arguments.soft_cap(_NAME, logits_soft_cap, kind)
+    soft_cap = None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, kind)
     axes = _in_order(axis, logits.ndim)
     rows = tuple([size for at, size in enumerate(logits.shape) if at not in axes])
     labels = _broadcast("labels", labels, rows if are_classes else logits.shape)
@@ -200,7 +200,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
-    soft_cap = arguments.soft_cap(name, logits_soft_cap, kind)
+    soft_cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
     options = _number("label_smoothing", label_smoothing, 0, 1, name), _number("z_loss", z_loss, function=name), soft_cap
     labels = _broadcast("labels", labels, rows, name)
     if bias is not None:
