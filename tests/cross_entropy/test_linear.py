@@ -178,10 +178,9 @@ def test_transformations(reduction):
         "scan": scanned,
         "checkpoint": jax.checkpoint,
     }
-    for name, step in steps.items():
+    for step in steps.values():
         actual, expected = (jax.jit(step(gradients(f)))(wrt) for f in (by_parts, whole))
         oracle.assert_same_in_float64(actual, expected)
-        del name
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
@@ -256,6 +255,31 @@ def test_explained():
     cases.assert_all_run_on("mosaic", explanation)
 
 
+def test_gradients_in_float16_keep_what_a_loss_scale_keeps():
+    arrays = given(rows=(2048,), classes=4096, dtype=np.float16)
+    few = {name: arrays[name] for name in ("hidden", "weight", "labels")}
+
+    def gradient(f, arrays):
+        return jax.grad(lambda w: 2.0**13 * f(arrays | {"weight": w}).astype(jnp.float32))(arrays["weight"])
+
+    wide = {name: array.astype(np.float32) if name != "labels" else array for name, array in few.items()}
+    expected, actual = (np.asarray(gradient(*given), np.float64) for given in ((whole, wide), (by_parts, few)))
+    assert np.linalg.norm(actual - expected) <= 4 * float(jnp.finfo(jnp.float16).eps) * np.linalg.norm(expected)
+
+
+def test_few_rows_are_no_more_in_parts():
+    (part,) = _linear._parts(8, 2**24, np.zeros((8, 4), np.float32))
+    assert part.shape == (1, 8, 4)
+
+
+def test_explicit_mesh_axes_are_refused():
+    mesh = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        hidden = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, P("data")))
+        with pytest.raises(NotImplementedError, match="linear_cross_entropy: it takes arrays on automatic mesh axes"):
+            jaxsoftmax.linear_cross_entropy(hidden, np.zeros((4, 5), np.float32), np.zeros(8, np.int32))
+
+
 F = given(dtype=np.float32)
 WRONG = {
     "hidden": (F | {"hidden": F["labels"]}, {}, TypeError, "hidden must be floating, got int64"),
@@ -272,7 +296,7 @@ WRONG = {
         ValueError,
         r"weight must be \[H, classes\] for hidden \[\*rows, H\], got shapes \(33, 16\) and \(3, 70, 16\)",
     ),
-    "class_axis": (F, {"class_axis": 2}, ValueError, "axis 2 is out of range for 2 dimensions"),
+    "class_axis": (F, {"class_axis": 2}, ValueError, "class_axis must be -2, -1, 0 or 1, got 2"),
     "bias": (F | {"bias": np.zeros(3)}, {}, ValueError, r"bias must broadcast to shape \(33,\), got \(3,\)"),
     "weights": (F | {"weights": np.zeros(3)}, {}, ValueError, r"weights must broadcast to shape \(3, 70\), got \(3,\)"),
     "reduction": (F, {"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),

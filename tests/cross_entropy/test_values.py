@@ -156,6 +156,12 @@ def test_wide_labels_do_not_wrap():
     np.testing.assert_array_equal(np.isnan(loss), [True, False])
 
 
+def test_ignored_labels_may_be_the_largest_of_their_dtype():
+    x, labels = np.ones((2, 4), np.float32), np.array([2**32 - 1, 1], np.uint32)
+    loss = jaxsoftmax.cross_entropy(x, labels, ignore_index=2**32 - 1)
+    np.testing.assert_array_equal(loss == 0, [True, False])
+
+
 @pytest.mark.parametrize("ignored", [-1, 300, 2])
 def test_ignored_labels_need_not_fit_the_dtype(ignored):
     x, labels = np.zeros((3, 4), np.float32), np.array([0, 1, 2], np.uint8)
@@ -232,7 +238,9 @@ def test_probabilities_as_labels_are_those_of_optax(smoothing, where):
 
 def test_probabilities_of_zero_add_nothing():
     x = np.array([[0.0, -np.inf, 1.0]], np.float32)
-    loss = jaxsoftmax.cross_entropy(x, np.array([[0.25, 0, 0.75]], np.float32))
+    labels = np.array([[0.25, 0, 0.75]], np.float32)
+    loss = jaxsoftmax.cross_entropy(x, labels)
+    assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(jaxsoftmax.cross_entropy(x, q)))(labels)))
     expected = np.log1p(np.exp(-1)) + 0.25
     np.testing.assert_allclose(loss, [expected], rtol=8 * oracle.EPS)
 
@@ -285,7 +293,7 @@ WRONG = {
     "probabilities": (
         lambda: loss(X, X[:3]),
         ValueError,
-        r"labels must broadcast to shape \(4, 5\), got \(3, 5\)",
+        r"floating labels must have the shape \(4, 5\) of logits, got \(3, 5\)",
     ),
     "where shape": (
         lambda: loss(X, LABELS, where=np.ones((4, 4), bool)),

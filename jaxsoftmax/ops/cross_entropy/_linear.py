@@ -118,7 +118,7 @@ def _parts(rows: int, classes: int, *arrays: Any) -> Any:
     """The rows of the arrays in parts, `[parts, rows of a part, ...]`; the last rows of parts may be zeros."""
     parts = -(-rows * classes * arrays[0].dtype.itemsize // _MOST)
     each = -(-rows // max(1, parts))
-    each = -(-each // 128) * 128 if parts > 1 else each  # what the tensor cores take at a time
+    each = min(rows, -(-each // 128) * 128)  # what the tensor cores take at a time
     parts = -(-rows // max(1, each))
 
     def cut(array):
@@ -131,4 +131,4 @@ def _parts(rows: int, classes: int, *arrays: Any) -> Any:
 def _joined(parts, rows: int):
     """What `_parts` has cut."""
     joined = jnp.moveaxis(parts, 0, 1)
-    return joined.reshape(-1, *joined.shape[2:])[:rows]
+    return joined.reshape(joined.shape[0] * joined.shape[1], *joined.shape[2:])[:rows]

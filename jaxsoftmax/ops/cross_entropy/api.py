@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -77,7 +78,8 @@ def cross_entropy(
       labels: `[*rows]`, integers: the class of each row. Or, floating, in the shape of `logits`: how likely each class is; what
         is 0 adds nothing, whatever the logit.
       axis: that of the classes, or several: then a label counts in `logits[axis]`, flattened in the order of `axis`.
-      where: boolean, broadcast against `logits`: the classes that take part. Or `[*rows]`: the rows that do.
+      where: boolean: the rows that take part, where it has as many axes as there are of rows, as in optax; else, broadcast
+        against `logits`, the classes that do.
       label_smoothing: the share, from 0 to 1, of the labels that is spread evenly over the classes that take part.
       z_loss: a number; `z_loss * logsumexp(s)**2` is added.
       logits_soft_cap: a concrete positive number: the scores are `cap * tanh(logits / cap)`. None for no cap.
@@ -111,9 +113,12 @@ def cross_entropy(
     soft_cap = None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, kind)
     axes = _in_order(axis, logits.ndim)
     rows = tuple([size for at, size in enumerate(logits.shape) if at not in axes])
-    labels = _broadcast("labels", labels, rows if are_classes else logits.shape)
+    if not are_classes and labels.shape != logits.shape:
+        raise ValueError(f"{_NAME}: floating labels must have the shape {logits.shape} of logits, got {labels.shape}")
+    labels = _broadcast("labels", labels, rows) if are_classes else labels
     if where is not None:
-        where = lax.expand_dims(where, sorted(axes)) if where.ndim == len(rows) else where
+        if where.ndim == len(rows):
+            where = lax.expand_dims(_broadcast("where", where, rows), sorted(axes))
         whole = _broadcast("where", where, logits.shape)
         where = whole if len(axes) > 1 else lax.expand_dims(where, range(logits.ndim - where.ndim))
         where = _flat(where, axes)
@@ -130,8 +135,8 @@ def cross_entropy(
         scores = capped(logits.astype(kind), soft_cap)
         lse = logsumexp(scores if soft_cap else logits, at, where=where, implementation=implementation).astype(kind)
         labels = labels if where is None else jnp.where(where, labels, 0)
-        terms = labels.astype(kind) * (jnp.expand_dims(lse, at) - scores)
-        found = [jnp.sum(jnp.where(labels != 0, terms, 0), at), lse, jnp.sum(scores, at, where=where)]
+        terms = labels.astype(kind) * jnp.where(labels != 0, jnp.expand_dims(lse, at) - scores, 0)
+        found = [jnp.sum(terms, at), lse, jnp.sum(scores, at, where=where)]
     counts = None if where is None else jnp.any(where, at)
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
@@ -164,12 +169,13 @@ def linear_cross_entropy(
 
     Logits are made for a part of the rows, 256 MiB of them, in the dtype of `hidden`, as sums in float32 that are rounded once.
     Of a mean or a sum the gradients are made with the losses, part by part, and take three products of matrices in all; with
-    `reduction="none"` they take a fourth. It may be differentiated once, in reverse mode, in all operands but `labels`.
+    `reduction="none"`, and in float16, they take a fourth. There is no forward mode. Under `vmap` each example has parts of its
+    own, all of which are in memory.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
       weight: `[H, classes]`, as the kernel of a dense layer of Flax, or with `class_axis=0` `[classes, H]`, as an embedding. It
-        is cast to the dtype of `hidden`; its gradient, a sum over parts, has the dtype of `weight`.
+        is cast to the dtype of `hidden`; its gradient adds up over parts in its own dtype, of which float32 loses least.
       labels: `[*rows]`, integers: the class of each row.
       bias: `[classes]`, or None.
       weights: `[*rows]`, real: how much each row counts. One of 0 may hold anything; its loss is 0 and has no derivative.
@@ -185,7 +191,8 @@ def linear_cross_entropy(
     Returns:
       The loss, or losses, in float32, or float64 where `hidden` is.
 
-    Raises what `cross_entropy` does, and ValueError where shapes do not fit each other or `reduction` is none of the three.
+    Raises what `cross_entropy` does, ValueError where shapes do not fit each other or `reduction` is none of the three, and
+    NotImplementedError for arrays on explicit mesh axes.
     """
     name = "linear_cross_entropy"
     dispatch.check_implementation(_NAME, name, implementation)
@@ -193,11 +200,13 @@ def linear_cross_entropy(
     if hidden.dtype.itemsize < 2:
         raise TypeError(f"{name}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
     labels = arguments.array(name, "labels", labels, "integers")
-    (axis,) = sorted_axes(name, (class_axis,), 2)
+    if isinstance(class_axis, bool) or not isinstance(class_axis, int) or class_axis not in (-2, -1, 0, 1):
+        raise ValueError(f"{name}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
+    axis = class_axis % 2
     if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
         shape = "[H, classes]" if axis else "[classes, H]"
         raise ValueError(f"{name}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}")
-    if reduction not in ("mean", "sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     soft_cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
@@ -208,7 +217,10 @@ def linear_cross_entropy(
     factors = jnp.ones(rows, kind)
     index = _index(labels, classes, classes)
     if weights is not None:
-        factors = _broadcast("weights", arguments.array(name, "weights", weights), rows, name).astype(kind)
+        weights = arguments.array(name, "weights", weights)
+        if jnp.issubdtype(weights.dtype, jnp.complexfloating):
+            raise TypeError(f"{name}: weights must be real, got {weights.dtype}")
+        factors = _broadcast("weights", weights, rows, name).astype(kind)
     if ignore_index is not None:
         factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
     if ignore_index is not None or weights is not None:
@@ -217,11 +229,15 @@ def linear_cross_entropy(
     if reduction == "mean":
         total = jnp.sum(factors)
         factors = factors / jnp.where(total != 0, total, 1)
-    given = [hidden.reshape(-1, hidden.shape[-1]), weight, index.reshape(-1), factors.reshape(-1)]
+    if any(sharding.has_explicit_axes(jax.typeof(array)) for array in (hidden, weight, labels)):
+        raise NotImplementedError(f"{name}: it takes arrays on automatic mesh axes, or in a shard_map, got explicit axes")
+    given = [hidden.reshape(math.prod(rows), hidden.shape[-1]), weight, index.reshape(-1), factors.reshape(-1)]
     hidden, weight, index, factors, *biases = sharding.vary_alike(given if bias is None else [*given, bias])
     head, bias = _Head(axis, *options, implementation), biases[0] if biases else None
     if reduction == "none":
         return (factors * _linear.losses(head, hidden, weight, bias, index)).reshape(rows)
+    if hidden.dtype == jnp.float16:  # gradients that are made before the cotangent, a loss scale, is known would be 0
+        return jnp.sum(factors * _linear.losses(head, hidden, weight, bias, index))
     return _linear.weighted_sum(head, hidden, weight, bias, index, factors)
 
 
@@ -268,13 +284,15 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
         what = arguments.shown(ignore_index)
         raise TypeError(f"{function}: ignore_index must be a concrete integer or None, got {what}") from None
     limits = jnp.iinfo(labels.dtype)
-    return labels != index if limits.min <= index <= limits.max else jnp.full(labels.shape, True)
+    if not limits.min <= index <= limits.max:
+        return jnp.full(labels.shape, True)
+    return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
-def _classes(logits: jax.Array, where: jax.Array | None, at: int, kind: Any) -> jax.Array | float:
+def _classes(logits: jax.Array, where: jax.Array | None, at: int, kind: Any) -> jax.Array:
     """How many classes of each row take part, and 1 for none."""
     if where is None:
-        return float(max(1, logits.shape[at]))
+        return jnp.maximum(jnp.asarray(logits.shape[at], kind), 1)
     if where.shape[at] == 1:
         return jnp.where(jnp.squeeze(where, at), jnp.asarray(logits.shape[at], kind), 1)
     return jnp.maximum(jnp.sum(where, at, dtype=kind), 1)
