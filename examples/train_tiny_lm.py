@@ -13,9 +13,10 @@ the same training part. The loss curve, the results and the checkpoint go to --o
 Three attentions compute the same from the same parameters: `flash` is jaxsoftmax.dot_product_attention, which never holds
 all scores, `softmax` and `jax` hold them, and make weights of them with jaxsoftmax.softmax and jax.nn.softmax.
 
-Three losses are the same, too: `cross_entropy` is jaxsoftmax.cross_entropy, `linear` is jaxsoftmax.linear_cross_entropy,
-which never holds all logits, and `optax` is optax.softmax_cross_entropy_with_integer_labels. --vocabulary 50257 gives the
-model as many logits as GPT-2 has, of which bytes are the first ones, to measure speed and memory.
+Three losses are the same in float32, too: `cross_entropy` is jaxsoftmax.cross_entropy, `linear` is
+jaxsoftmax.linear_cross_entropy, which never holds all logits, and in bfloat16 rounds them, and `optax` is
+optax.softmax_cross_entropy_with_integer_labels. --vocabulary 50257 gives the model as many logits as GPT-2 has, of which bytes
+are the first ones, to measure speed and memory.
 """
 
 import os
@@ -214,7 +215,7 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes (batch, time) in, logits of the next byte (batch, time, vocabulary) out.
 
-    Layers compute in `dtype`. Parameters, what norms sum over, and the logits are float32 in any case.
+    Layers compute in `dtype`. Parameters, what norms sum over, and these logits are float32 in any case.
     """
 
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int, attend: Attend, dtype: str, rngs: nnx.Rngs):

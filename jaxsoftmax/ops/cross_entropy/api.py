@@ -269,9 +269,8 @@ def _number(name: str, value: Any, least: float = -math.inf, most: float = math.
 
 def _index(labels: jax.Array, classes: int, otherwise: int) -> jax.Array:
     """The labels as int32, and `otherwise` for those that are no class."""
-    wide = (
-        labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
-    )  # their dtype may not hold how many classes there are
+    # A narrow dtype may not hold how many classes there are.
+    wide = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), otherwise)
 
 
