@@ -23,7 +23,7 @@ def mosaic(**options):
 
 
 @pytest.mark.parametrize("options", ["plain", "all", "where"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [((64, 37), -1), ((8, 1024), -1), ((3, 50257), -1), ((2, 400003), -1), ((2, 701, 40), 1)],

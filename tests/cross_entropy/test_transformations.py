@@ -58,7 +58,7 @@ STEPS = {
 }
 
 
-@OPTIONS
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("steps", list(itertools.product(STEPS, STEPS)), ids="-".join)
 def test_two_transformations(steps, options):
     if steps[0] == "grad" and steps[1] == "vmap":
