@@ -235,25 +235,28 @@ class LanguageModel(nnx.Module):
         return self.embedding.attend(self.hidden(tokens))
 
 
-# The losses of the bytes (batch, time), or with the reduction "mean" their mean.
+# What gives the losses of the bytes (batch, time), or with the reduction "mean" their mean.
+Loss = Callable[[LanguageModel, jax.Array, jax.Array, Any], jax.Array]  # of the model, tokens, targets and the reduction
 
 
-def cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: str) -> jax.Array:
-    losses = jaxsoftmax.cross_entropy(model(tokens), targets)
-    return losses.mean() if reduction == "mean" else losses
+def of_logits(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Loss:
+    def losses(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: str) -> jax.Array:
+        found = loss(model(tokens), targets.astype(jnp.int32))
+        return found.mean() if reduction == "mean" else found
+
+    return losses
 
 
-def linear_cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: Any) -> jax.Array:
+def of_hidden(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: Any) -> jax.Array:
     hidden, weight = model.hidden(tokens).astype(model.dtype), model.embedding.embedding[...]
     return jaxsoftmax.linear_cross_entropy(hidden, weight, targets, class_axis=0, reduction=reduction)
 
 
-def optax_cross_entropy(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: str) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets.astype(jnp.int32))
-    return losses.mean() if reduction == "mean" else losses
-
-
-LOSSES = {"cross_entropy": cross_entropy, "linear": linear_cross_entropy, "optax": optax_cross_entropy}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": of_logits(jaxsoftmax.cross_entropy),
+    "linear": of_hidden,
+    "optax": of_logits(optax.softmax_cross_entropy_with_integer_labels),
+}
 
 
 class Trigram:

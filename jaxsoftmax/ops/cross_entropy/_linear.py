@@ -4,10 +4,13 @@ For a sum of losses the gradients are made at once, part by part, and scaled whe
 all, as many as with whole logits. For losses by themselves the logits are made again, which is a fourth product.
 
 A part has every n-th row, and not neighbours: where rows are sharded, each device has some of every part.
+
+A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes, and `losses(logits, labels)`, which gives
+`[rows]` of `[rows, classes]` and `[rows]`. It can be hashed.
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +22,8 @@ from jaxsoftmax._core.dtypes import accumulator
 _MOST = 2**28  # bytes of the logits of a part; its gradient takes as many
 
 
-class Head(Protocol):
-    """What is computed of the weight's products; it can be hashed.
-
-    Attributes:
-      class_axis: of the weight, 0 or 1; the other one is that of `hidden`.
-    """
-
-    @property
-    def class_axis(self) -> int: ...
-
-    def losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """`[rows]`, of logits `[rows, classes]` and labels `[rows]`."""
-        ...
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def losses(head: Head, hidden, weight, bias, labels) -> jax.Array:
+def losses(head, hidden, weight, bias, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, a bias of these or None, and labels `[rows]`."""
 
     def part(_, given):
@@ -57,7 +45,7 @@ def _losses_backward(head, saved, cotangents):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def weighted_sum(head: Head, hidden, weight, bias, labels, factors) -> jax.Array:
+def weighted_sum(head, hidden, weight, bias, labels, factors) -> jax.Array:
     """The sum of `factors` times the losses."""
     return jnp.sum(factors * losses(head, hidden, weight, bias, labels))
 
@@ -82,25 +70,23 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
     """The losses, and the gradients of their sum times `cotangents`."""
 
     def part(carry, given):
-        of_weight, of_bias = carry
+        of_weight, *of_bias = carry  # none or one
         h, own, c = given
         found, pull = jax.vjp(lambda logits: head.losses(logits, own), _logits(head, h, weight, bias))
         (of_logit,) = pull(c)
         of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
         pair = (h, of_logit) if head.class_axis == 1 else (of_logit, h)
         of_weight = of_weight + _product(*pair, 0, 0, of_weight.dtype)
-        if of_bias is not None:
-            of_bias = of_bias + jnp.sum(of_logit, 0, dtype=of_bias.dtype)
-        return (of_weight, of_bias), (found, of_hidden)
+        of_bias = [total + jnp.sum(of_logit, 0, dtype=total.dtype) for total in of_bias]
+        return [of_weight, *of_bias], (found, of_hidden)
 
     rows = len(labels)
     zeros = [jnp.zeros_like(weight)] + ([] if bias is None else [jnp.zeros_like(bias, cotangents.dtype)])
-    _, *zeros = sharding.vary_alike([hidden, *zeros])
-    (of_weight, of_bias), found = lax.scan(
-        part, (*zeros, None)[:2], _parts(rows, weight.shape[head.class_axis], hidden, labels, cotangents)
-    )
+    _, *start = sharding.vary_alike([hidden, *zeros])
+    parts = _parts(rows, weight.shape[head.class_axis], hidden, labels, cotangents)
+    (of_weight, *of_bias), found = lax.scan(part, start, parts)
     found, of_hidden = (_joined(parts, rows) for parts in found)
-    return found, of_hidden, of_weight, None if of_bias is None else of_bias.astype(bias.dtype)
+    return found, of_hidden, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
 
 
 def _logits(head, hidden, weight, bias):

@@ -136,7 +136,7 @@ def cross_entropy(
         lse = logsumexp(scores if soft_cap else logits, at, where=where, implementation=implementation).astype(kind)
         labels = labels if where is None else jnp.where(where, labels, 0)
         terms = labels.astype(kind) * jnp.where(labels != 0, jnp.expand_dims(lse, at) - scores, 0)
-        found = [jnp.sum(terms, at), lse, jnp.sum(scores, at, where=where)]
+        found = [jnp.sum(terms, at), lse, *([jnp.sum(scores, at, where=where)] if smoothing else [])]
     counts = None if where is None else jnp.any(where, at)
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
@@ -208,6 +208,8 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}")
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
+    if any(sharding.has_explicit_axes(jax.typeof(array)) for array in (hidden, weight, labels)):
+        raise NotImplementedError(f"{name}: it takes arrays on automatic mesh axes, or in a shard_map, got explicit axes")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     soft_cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
     options = _number("label_smoothing", label_smoothing, 0, 1, name), _number("z_loss", z_loss, function=name), soft_cap
@@ -229,24 +231,22 @@ def linear_cross_entropy(
     if reduction == "mean":
         total = jnp.sum(factors)
         factors = factors / jnp.where(total != 0, total, 1)
-    if any(sharding.has_explicit_axes(jax.typeof(array)) for array in (hidden, weight, labels)):
-        raise NotImplementedError(f"{name}: it takes arrays on automatic mesh axes, or in a shard_map, got explicit axes")
     given = [hidden.reshape(math.prod(rows), hidden.shape[-1]), weight, index.reshape(-1), factors.reshape(-1)]
     hidden, weight, index, factors, *biases = sharding.vary_alike(given if bias is None else [*given, bias])
     head, bias = _Head(axis, *options, implementation), biases[0] if biases else None
     if reduction == "none":
         return (factors * _linear.losses(head, hidden, weight, bias, index)).reshape(rows)
-    if hidden.dtype == jnp.float16:  # gradients that are made before the cotangent, a loss scale, is known would be 0
+    if hidden.dtype == jnp.float16:  # small gradients are 0 in it, unless they are made with the cotangent, a loss scale
         return jnp.sum(factors * _linear.losses(head, hidden, weight, bias, index))
     return _linear.weighted_sum(head, hidden, weight, bias, index, factors)
 
 
-_OF_NO_ROW = -1  # the label of rows that do not count, whose losses and gradients are 0
+_OF_NO_ROW = -1  # the label of rows that do not count; a label that is no class becomes the number of classes
 
 
 @dataclass(frozen=True)
 class _Head:
-    """See `_linear.Head`."""
+    """What `_linear` computes of the products, hashed by its values, so that equal calls are compiled once."""
 
     class_axis: int
     label_smoothing: float

@@ -30,10 +30,11 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     """Why it cannot run, in words, or None."""
     reason = of_softmax.unsupported(_LIKE[primitive], target, _as_there(operands, **params), axes=axes, dtype=dtype)
     x, (axis,) = operands["x"], axes
-    if reason is None and params.get("return_total") and math.prod(x.shape[axis + 1 :]) == 1:
-        config = of_softmax.config_for(target, "logsumexp_forward", x.shape[axis], x.dtype.itemsize, True)
-        if config.grid or RowLayout(x.shape[axis], config).is_read_twice:  # whose blocks find one thing of a row
-            return f"the sum of the scores, for smoothing, is not computed of rows of {x.shape[axis]} entries"
+    if reason is None and params.get("return_total"):
+        cols, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
+        config = of_softmax.config_for(target, "logsumexp_forward", cols, x.dtype.itemsize, True, inner)
+        if config.grid or RowLayout(cols, config).is_read_twice:  # blocks tell each other one state of a row, and no sum
+            return f"the sum of the scores, for smoothing, is not computed of rows of {cols} entries"
     return reason
 
 
@@ -76,12 +77,9 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     def body(tile, x, m, d, a, b, c, labels, inside, where):
         parts = []
         if a is not None:
-            if where is not None:
-                d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-            weights, alike = tile.weights(m)
-            factor, counts = tile.along(alike * a / d), tile.along(a) != 0
-            scores = _scores(x, inside, where, soft_cap)
-            parts.append(each(lambda s: select(counts, weights(s) * factor, 0), scores))
+            counts, scores = tile.along(a) != 0, _scores(x, inside, None, soft_cap)
+            weights = of_softmax.weights_of_state(tile, scores, m, d, None, where, None, factor=a)
+            parts.append(each(lambda weight: select(counts, weight, 0), weights))
         if c is not None:
             along_c = tile.along(c)
             parts.append(apply_mask(where, lambda step: along_c, 0))

@@ -70,8 +70,7 @@ def _at(values, labels, axes, otherwise, axis_name):
     (axis,) = axes
     size = values.shape[axis]
     place = _local(labels, size, axis_name)
-    spec = jax.typeof(values).sharding.spec
-    if size == 0 or spec[axis : axis + 1] != (None,) * len(spec[axis : axis + 1]):  # explicit axes refuse to gather
+    if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
         here = _is_at(values, place, axes)
         found, here = sum_along(select(here, values, 0), axes, ()), jnp.any(here, axes, keepdims=True)
     else:

@@ -169,7 +169,7 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
         return Config(vector, threads, blocks=blocks, parked=True, unroll=8 // itemsize, lanes=lanes)
     if kernel in _STREAMED or kernel == "logsumexp_vjp":  # read once, or of which blocks need nothing of each other
         return Config(vector, 128, blocks=most, unroll=4, lanes=widest)
-    stage = 49152 if kernel in _TWO_OPERANDS else 32768  # bytes
+    stage = 49152 if kernel in _TWO_OPERANDS else 32768  # bytes, of all operands
     threads = 128 if stage <= 32 * 128 * size else 256
     found = []  # wide tiles, unless they have more slices than blocks run at a time
     for width in (widest, lanes):
@@ -185,7 +185,8 @@ def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
     held = stage // (step * itemsize * operands) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside of a line
     grid = _resident(target, stage)
-    if 3 * blocks > 2 * (2 * grid):  # stages
+    slices = 2 * grid  # that the blocks hold in their stages
+    if 3 * blocks > 2 * slices:
         threads = 512 if itemsize == 4 else 256
         return Config(vector, threads, blocks=max(256, min(1024, -(-cols // (128 * threads)))), unroll=4)
     return Config(vector, threads, blocks=blocks, parked=True, unroll=4, grid=grid)
@@ -426,14 +427,14 @@ def _directed(tile, x, inside, where, scale):
     return apply_mask(where, directed, -jnp.inf), jnp.abs(scale)
 
 
-def weights_of_state(tile, x, m, d, inside, where, scale):
-    """The softmax weights, from the saved state."""
+def weights_of_state(tile, x, m, d, inside, where, scale, factor=1):
+    """The softmax weights times a factor for each row, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
     scores, size = _directed(tile, x, inside, where, scale)
     weights, alike = tile.weights(m, size)
-    reciprocal = tile.along(alike / d)
-    return each(lambda s: weights(s) * reciprocal, scores)
+    factor = tile.along(alike * factor / d)
+    return each(lambda s: weights(s) * factor, scores)
 
 
 def _tangents(t, where, scale):
