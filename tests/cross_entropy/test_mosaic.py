@@ -10,7 +10,7 @@ import pytest
 import jaxsoftmax
 
 from .. import cases, kernels, oracle
-from .test_values import OPTIONS, labelled, truth, with_gradient
+from .test_values import OPTIONS, labelled, together, truth, with_gradient, without_ignored
 
 # Columns by how a row is held: inside a warp, through shared memory, by a block, by clusters, by the grid, in two passes.
 WIDTHS = [1, 37, 100, 1000, 1024, 2049, 5001, 8192, 12500, 32768, 50257, 128256, 128003, 200019, 400003, 2**20 + 1]
@@ -41,6 +41,22 @@ def test_kernels_are_lowered(shape, axis, dtype, options):
             kernels.lowered_for_cuda(both, x, labels)
         return
     kernels.lowered_for_cuda(both, x, labels, kernels=NAMES)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("shape", [(64, 37), (8, 1024), (3, 50257), (3, 128256), (2, 400003), (2, 2**25)], ids=cases.ident)
+def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
+    x, labels = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    c = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+    f = together("mosaic", **OPTIONS[options])
+    if options == "all" and shape[1] > 400000:
+        with pytest.raises(NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of"):
+            kernels.lowered_for_cuda(f, x, labels, c)
+        return
+    text = kernels.lowered_for_cuda(f, x, labels, c)
+    assert set(kernels.kernel_names(text)) == {"cross_entropy_gradient_mosaic"}
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias" in text
 
 
 def test_tangents_run_on_the_reference():
@@ -80,6 +96,29 @@ def test_native_losses_and_gradients(cols, dtype, options):
     assert oracle.error(loss, expected.loss) <= 1
     assert oracle.error(lse, expected.lse) <= 1
     assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("cols", [*WIDTHS, LONGEST])
+def test_native_losses_together_with_gradients(cols, dtype, options):
+    kinds = ("normal", "wide", "outliers", "offset of 1e4", "equal") if cols < LONGEST else ("wide",)
+    x = jnp.concatenate([cases.inputs((2, cols), dtype)[kind] for kind in kinds])
+    labels, c = labelled(x.shape), np.random.default_rng(2).standard_normal(len(x)).astype(np.float32)
+    c[-1] = 0
+    chosen, before = OPTIONS[options], np.array(x)
+    f = together("mosaic", **chosen)
+    cases.assert_ran("mosaic", f, x, labels, c)  # or says why it does not
+    loss, gradient = f(x, labels, c)
+    expected = truth(before, labels, -1, **without_ignored(chosen))
+    assert oracle.error(loss, expected.loss) <= 1
+    assert oracle.error(gradient, expected.gradient(c)) <= 1
+    np.testing.assert_array_equal(gradient[-1], 0)
+    assert np.array(x).tobytes() == before.tobytes()  # which is still there, and so was copied
+    again = jax.jit(lambda x: f(2 * x, labels, c))(x)  # which is not, and is replaced
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(again, f(2 * x, labels, c), strict=True))
 
 
 @pytest.mark.gpu

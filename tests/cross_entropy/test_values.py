@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import jaxsoftmax
 from jaxsoftmax import explain
+from jaxsoftmax.ops.cross_entropy.api import _Head
 
 from .. import cases, oracle
 from .oracle import cross_entropy as truth
@@ -44,6 +45,37 @@ def with_gradient(implementation=None, **options):
         return loss, f(x, return_lse=True)[1], vjp(c)[0]
 
     return jax.jit(run)
+
+
+def without_ignored(options):
+    return {name: value for name, value in options.items() if name != "ignore_index"}
+
+
+def together(implementation=None, **options):
+    """Losses and the gradient, from cotangents that are known with the logits, as in a linear layer's loss."""
+    named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
+    return jax.jit(_Head(1, **named, implementation=implementation).losses_and_gradient)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_losses_together_with_gradients(implementation, dtype, options):
+    shape, options = (5, 1001), OPTIONS[options]
+    f, labels = together(implementation, **options), labelled(shape)
+    labels[2:4] = 1001, -1  # no class, and a row that does not count
+    c = np.array([1, -0.5, 2, 0, 0], np.float32)
+    arrays = cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"], labels, c)
+    for kind in (*FINITE, "some -inf"):
+        expected = truth(arrays[kind], labels, **without_ignored(options))
+        loss, gradient = f(arrays[kind], labels, c)
+        assert (loss.dtype, gradient.dtype) == (jnp.float32, jnp.dtype(dtype))
+        assert loss[3] == 0
+        assert oracle.error(loss.at[3].set(np.nan), expected.loss) <= 1, kind
+        if kind != "some -inf" or not options.get("label_smoothing"):  # the mean of -inf has no derivative
+            assert oracle.error(gradient, expected.gradient(c)) <= 1, kind
+        np.testing.assert_array_equal(gradient[3:], 0)
 
 
 @pytest.mark.parametrize("shape", [pytest.param((3, 1), marks=pytest.mark.slow), (5, 7), (4, 1001)], ids=cases.ident)

@@ -72,6 +72,7 @@ def run(
     *,
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
+    replaced: str | None = None,
 ) -> list[jax.Array]:
     """Runs a kernel on the rows of arrays.
 
@@ -85,6 +86,8 @@ def run(
         columns or `Inside`, and how far apart elements of a row are.
       whole: dtypes of the results that are as large as the rows.
       per_row: dtypes of the results that have size 1 along `axes`.
+      replaced: the operand in whose memory the whole result is written, which has its dtype, or None. XLA copies it before
+        where something else may read it later.
     """
     given = {key: operand for key, operand in operands.items() if operand is not None}
     held = {key: operand.array for key, operand in given.items() if isinstance(operand, Whole)}
@@ -159,9 +162,14 @@ def run(
     def copy(copying, refs, slots):
         copying([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
+    def results_of(refs):
+        """The operands in memory by name, and the results."""
+        named, out_refs = dict(zip([*held, *others], refs, strict=False)), list(refs[len(held) + len(others) :])
+        return named, out_refs if replaced is None else [named[replaced], *out_refs]
+
     def kernel(*refs):
         *refs, slots, exchange, pushed, order, told = refs
-        refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(held) + len(others) :]
+        refs, out_refs = results_of(refs)
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
             states = out_refs.pop() if inner > 1 else None
@@ -221,7 +229,7 @@ def run(
         )
 
     arrays = [*(array.reshape(view) for array in held.values()), *(flat(given[key]) for key in others)]
-    outs = [jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes]
+    outs = [jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes if replaced is None]
     outs += [jax.ShapeDtypeStruct((outer * inner,), dtype) for dtype in row_dtypes]
 
     if layout.is_read_twice:
@@ -238,10 +246,10 @@ def run(
 
         def second_pass(*refs):
             *refs, _, exchange, _, order, _ = refs
-            states, out_refs = refs[len(arrays)], refs[len(arrays) + 1 :]
+            states = refs.pop(len(arrays))
 
             def stored(tile, results):
-                store(tile, out_refs, results)
+                store(tile, results_of(refs)[1], results)
 
             split.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
 
@@ -257,7 +265,13 @@ def run(
     starts_anywhere = is_flat or layout.shifted
     if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):
         call = jax.custom_batching.sequential_vmap(call)  # a batch would share tickets, or its arrays start inside a vector
-    results = call(*arrays)
+    if replaced is None:
+        results = call(*arrays)
+    else:
+        at = list(held).index(replaced)
+        memory: Any = jax.new_ref(arrays[at])
+        of_rows = call(*arrays[:at], memory, *arrays[at + 1 :])
+        results = [jax.freeze(memory), *of_rows]
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 

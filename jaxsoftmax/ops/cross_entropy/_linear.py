@@ -3,10 +3,14 @@
 For a sum of losses the gradients are made at once, part by part, and scaled when their cotangent is known: three products in
 all, as many as with whole logits. For losses by themselves the logits are made again, which is a fourth product.
 
+The gradient of a part's logits takes their place in memory. That of the weight adds up over the parts where it is, in the
+epilogue of the product.
+
 A part has every n-th row, and not neighbours: where rows are sharded, each device has some of every part.
 
-A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes, and `losses(logits, labels)`, which gives
-`[rows]` of `[rows, classes]` and `[rows]`. It can be hashed.
+A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes; `losses(logits, labels)`, which gives `[rows]`
+of `[rows, classes]` and `[rows]`; and `losses_and_gradient(logits, labels, factors)`, which gives them, and the derivative of
+the sum of `factors` times them. It can be hashed.
 """
 
 import functools
@@ -19,19 +23,20 @@ from jax import lax
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 
-_MOST = 2**28  # bytes of the logits of a part; its gradient takes as many
+# Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
+_MOST_WITH_GRADIENT = 2**29
+_MOST = 2**27
+_TILE = 128  # rows that tensor cores take at a time
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def losses(head, hidden, weight, bias, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, a bias of these or None, and labels `[rows]`."""
 
-    def part(_, given):
-        h, own = given
-        return None, head.losses(_logits(head, h, weight, bias), own)
+    def part(totals, h, own):
+        return totals, [head.losses(_logits(head, h, weight, bias), own)]
 
-    rows = len(labels)
-    return _joined(lax.scan(part, None, _parts(rows, weight.shape[head.class_axis], hidden, labels))[1], rows)
+    return _by_parts(part, _MOST, head, weight, [hidden, labels])[1][0]
 
 
 def _losses_forward(head, hidden, weight, bias, labels):
@@ -69,24 +74,18 @@ weighted_sum.defvjp(_sum_forward, _sum_backward)
 def _with_gradients(head, hidden, weight, bias, labels, cotangents):
     """The losses, and the gradients of their sum times `cotangents`."""
 
-    def part(carry, given):
-        of_weight, *of_bias = carry  # none or one
-        h, own, c = given
-        found, pull = jax.vjp(lambda logits: head.losses(logits, own), _logits(head, h, weight, bias))
-        (of_logit,) = pull(c)
+    def part(totals, h, own, c):
+        found, of_logit = head.losses_and_gradient(_logits(head, h, weight, bias), own, c)
         of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
         pair = (h, of_logit) if head.class_axis == 1 else (of_logit, h)
-        of_weight = of_weight + _product(*pair, 0, 0, of_weight.dtype)
-        of_bias = [total + jnp.sum(of_logit, 0, dtype=total.dtype) for total in of_bias]
-        return [of_weight, *of_bias], (found, of_hidden)
+        of_weight = [_product(*pair, 0, 0, weight.dtype)]
+        of_bias = [] if bias is None else [jnp.sum(of_logit, 0, dtype=c.dtype)]
+        sums = of_weight + of_bias
+        return sums if totals is None else list(map(jnp.add, totals, sums)), [found, of_hidden]
 
-    rows = len(labels)
-    zeros = [jnp.zeros_like(weight)] + ([] if bias is None else [jnp.zeros_like(bias, cotangents.dtype)])
-    _, *start = sharding.vary_alike([hidden, *zeros])
-    parts = _parts(rows, weight.shape[head.class_axis], hidden, labels, cotangents)
-    (of_weight, *of_bias), found = lax.scan(part, start, parts)
-    found, of_hidden = (_joined(parts, rows) for parts in found)
-    return found, of_hidden, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
+    totals, found = _by_parts(part, _MOST_WITH_GRADIENT, head, weight, [hidden, labels, cotangents])
+    of_weight, *of_bias = totals
+    return *found, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
 
 
 def _logits(head, hidden, weight, bias):
@@ -100,21 +99,41 @@ def _product(a, b, axis_of_a, axis_of_b, dtype) -> jax.Array:
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype)
 
 
-def _parts(rows: int, classes: int, *arrays: Any) -> Any:
-    """The rows of the arrays in parts, `[parts, rows of a part, ...]`; the last rows of parts may be zeros."""
-    parts = -(-rows * classes * arrays[0].dtype.itemsize // _MOST)
-    each = -(-rows // max(1, parts))
-    each = min(rows, -(-each // 128) * 128)  # what the tensor cores take at a time
-    parts = -(-rows // max(1, each))
+def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    """A fold of `function(totals, *parts of the arrays)` over the rows: the totals, None at first, and the results of all rows.
+
+    The logits of a part have about `most` bytes. The last rows of parts may be zeros.
+    """
+    rows = len(arrays[0])
+    each, parts = _sizes(rows, -(-rows * weight.shape[head.class_axis] * arrays[0].dtype.itemsize // most))
+    if parts == 1:
+        return function(None, *arrays)
 
     def cut(array):
         padded = jnp.pad(array, ((0, parts * each - rows), *((0, 0) for _ in array.shape[1:])))
-        return jnp.moveaxis(padded.reshape(each, parts, *array.shape[1:]), 1, 0)
+        return padded.reshape(each, parts, *array.shape[1:])
 
-    return tuple(map(cut, arrays))
+    def step(carry, i):
+        totals, found = carry
+        totals, new = function(totals, *(lax.dynamic_index_in_dim(array, i, 1, keepdims=False) for array in cuts))
+        return (totals, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(found, new, strict=True)]), None
+
+    cuts = list(map(cut, arrays))
+    totals, found = jax.eval_shape(function, None, *(array[:, 0] for array in cuts))
+    found = [jax.ShapeDtypeStruct((each, parts, *array.shape[1:]), array.dtype) for array in found]
+    leaves, tree = jax.tree.flatten((totals, found))
+    leaves = sharding.vary_alike([cuts[0], *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)])[1:]
+    carry, done = jax.tree.unflatten(tree, leaves), 0
+    if parts > 2:  # XLA takes a loop of one step apart, and then has two totals in memory
+        (carry, _), done = step((None, carry[1]), 0), 1
+    (totals, found), _ = lax.scan(step, carry, jnp.arange(done, parts))
+    return totals, [array.reshape(-1, *array.shape[2:])[:rows] for array in found]
 
 
-def _joined(parts, rows: int):
-    """What `_parts` has cut."""
-    joined = jnp.moveaxis(parts, 0, 1)
-    return joined.reshape(joined.shape[0] * joined.shape[1], *joined.shape[2:])[:rows]
+def _sizes(rows: int, least: int) -> tuple[int, int]:
+    """How many rows parts have, and how many parts there are: from `least` to a third more, so that few rows are added."""
+    tiles = -(-rows // _TILE)
+    if min(least, tiles) <= 1:
+        return rows, 1
+    each = min((-(-tiles // parts) for parts in range(least, least + least // 3 + 1)), key=lambda each: -tiles % each)
+    return each * _TILE, -(-tiles // each)

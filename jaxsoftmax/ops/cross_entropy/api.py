@@ -16,7 +16,7 @@ from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.cross_entropy import _linear
-from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.xla import capped
 from jaxsoftmax.ops.softmax.api import logsumexp, sorted_axes
 
@@ -142,12 +142,15 @@ def cross_entropy(
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
     # Rows that do not count are taken out before anything is computed from their log-sum-exp, which may be infinite.
-    loss, lse, *total = found if counts is None else [jnp.where(counts, part, 0) for part in found]
-    if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * (lse - total[0] / _classes(logits, where, at, kind))
-    if z_loss:
-        loss += z_loss * lse * lse
+    parts = found if counts is None else [jnp.where(counts, part, 0) for part in found]
+    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=_classes(logits, where, at, kind) if smoothing else None)
     return (loss, found[1]) if return_lse else loss
+
+
+def _loss(nll, lse, total=None, *, smoothing, z_loss, classes):
+    """The losses of rows from what the primitive gives."""
+    loss = (1 - smoothing) * nll + smoothing * (lse - total / classes) if smoothing else nll
+    return loss + z_loss * lse * lse if z_loss else loss
 
 
 def linear_cross_entropy(
@@ -167,10 +170,10 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
 
-    Logits are made for a part of the rows, 256 MiB of them, in the dtype of `hidden`, as sums in float32 that are rounded once.
-    Of a mean or a sum the gradients are made with the losses, part by part, and take three products of matrices in all; with
-    `reduction="none"`, and in float16, they take a fourth. There is no forward mode. Under `vmap` each example has parts of its
-    own, all of which are in memory.
+    Logits are made for a part of the rows, 128 MiB of them, or 512 MiB with gradients, which take their place. They have the
+    dtype of `hidden`, as sums in float32 that are rounded once. Of a mean or a sum the gradients are made with the losses, part
+    by part, and take three products of matrices in all; with `reduction="none"`, and in float16, they take a fourth. There is
+    no forward mode. Under `vmap` each example has parts of its own, all of which are in memory.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -257,6 +260,16 @@ class _Head:
     def losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "logits_soft_cap": self.logits_soft_cap}
         return cross_entropy(logits, labels, **options, ignore_index=_OF_NO_ROW, implementation=self.implementation)
+
+    def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The losses, and the derivative of the sum of `factors` times them, in the memory of the logits."""
+        operands = {"x": logits, "labels": labels[:, None], "t": factors[:, None]}
+        params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        gradient, *found = bind(CROSS_ENTROPY_GRADIENT, operands, **params)
+        parts = [jnp.where(labels != _OF_NO_ROW, jnp.squeeze(part, 1), 0) for part in found]
+        classes = max(1, logits.shape[1])
+        return _loss(*parts, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes), gradient
 
 
 def _number(name: str, value: Any, least: float = -math.inf, most: float = math.inf, function: str = _NAME) -> float:

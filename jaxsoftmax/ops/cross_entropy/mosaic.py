@@ -3,8 +3,10 @@
 1. Forward, the state of each row is computed as for logsumexp, of capped scores if there is a cap. What belongs to a row, the
    label's logit among it, is left to XLA, which computes it together with what reads the loss.
 2. Backward, each element gets `(a * p + b * onehot(label) + c) * ds/dx`. Blocks need nothing of each other.
+3. Where the cotangents are known with the logits, rows are held as for softmax, and the gradient replaces them.
 
-So the logits are read once forward, and read and written once backward; a mask is read as bytes.
+So the logits are read once forward, and read and written once backward, or read and written once in all; a mask is read as
+bytes.
 """
 
 import functools
@@ -12,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
@@ -23,16 +26,22 @@ from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import apply_mask, select
 
-_LIKE = {"cross_entropy": "logsumexp", "cross_entropy_vjp": "logsumexp_vjp"}  # what is as large, and held or not as there
+_LIKE = {  # softmax's primitives and kernels that are as large, and hold rows or not as these
+    "cross_entropy": ("logsumexp", "logsumexp_forward"),
+    "cross_entropy_vjp": ("logsumexp_vjp", "logsumexp_vjp"),
+    "cross_entropy_gradient": ("softmax", "softmax_forward"),
+}
 
 
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    reason = of_softmax.unsupported(_LIKE[primitive], target, _as_there(operands, **params), axes=axes, dtype=dtype)
     x, (axis,) = operands["x"], axes
-    if reason is None and params.get("return_total"):
+    like, kernel = _LIKE[primitive]
+    dtype = x.dtype if primitive == "cross_entropy_gradient" else dtype
+    reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=axes, dtype=dtype)
+    if reason is None and _has_total(**params):
         cols, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-        config = of_softmax.config_for(target, "logsumexp_forward", cols, x.dtype.itemsize, True, inner)
+        config = of_softmax.config_for(target, kernel, cols, x.dtype.itemsize, True, inner)
         if config.grid or RowLayout(cols, config).is_read_twice:  # blocks tell each other one state of a row, and no sum
             return f"the sum of the scores, for smoothing, is not computed of rows of {cols} entries"
     return reason
@@ -41,14 +50,19 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     given = _as_there(operands, **params)
-    return of_softmax.unprofitable(_LIKE[primitive], target, given, fused, cast, axes=axes, dtype=dtype)
+    return of_softmax.unprofitable(_LIKE[primitive][0], target, given, fused, cast, axes=axes, dtype=dtype)
 
 
-def _as_there(operands, *, soft_cap, return_total=False, **params):
-    """The operands of softmax's primitives that ask as much of a kernel: with a scale it must know what is beyond the end."""
+def _has_total(*, return_total=False, label_smoothing=0, **params):
     del params
-    scale = None if soft_cap is None and not return_total else jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32)
-    return {"x": operands["x"], "where": operands["where"], "scale": scale}
+    return return_total or label_smoothing > 0
+
+
+def _as_there(operands, *, soft_cap, **params):
+    """The operands of softmax's primitives that ask as much of a kernel: with a scale it must know what is beyond the end."""
+    knows_the_end = soft_cap is not None or _has_total(**params)
+    scale = jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32) if knows_the_end else None
+    return {"x": operands["x"], "where": operands.get("where"), "scale": scale}
 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, target):
@@ -93,11 +107,41 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap is not None, given, whole=[dtype])[0]
 
 
+def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, target):
+    """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
+
+    def body(tile, x, t, labels, inside, where):
+        counts, scores = tile.along(t) != 0, _scores(x, inside, where, soft_cap)
+        local = tile.lift(scores)
+        m, d = tile.merge(local)[:2]
+        of_row = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, z_loss, classes)
+        weights, alike = tile.weights(local.m)
+        d_or_nan = d + (m - m)  # NaN where the maximum is infinite
+        factor = tile.along(of_row["a"] * online.weights(local.m, m, axis=()) * alike / d_or_nan)
+        gradient = each(lambda s: select(counts, weights(s) * factor, 0), scores)
+        if label_smoothing:
+            along_c = tile.along(of_row["c"])
+            gradient = each(lambda of_element: of_element + along_c, gradient)
+        gradient = tile.plus_at(gradient, labels, of_row["b"])
+        if soft_cap is not None:
+            gradient = each(functools.partial(_sloped, soft_cap), gradient, x)
+        return [gradient, online.shift(m), d, *([tile.sum(apply_mask(inside, scores, 0))] if label_smoothing else [])]
+
+    # The label's score is read before the gradient takes its place.
+    x, chosen = lax.optimization_barrier((x, xla.chosen_score(x, labels, axes, soft_cap, jnp.float32)))
+    classes, given = x.shape[axes[0]], {"t": PerRow(t), "labels": PerRow(labels)}
+    knows_the_end = soft_cap is not None or label_smoothing > 0
+    results = {"whole": [x.dtype], "per_row": [jnp.float32] * (2 + (label_smoothing > 0)), "replaced": "x"}
+    gradient, m, d, *total = _run("cross_entropy_gradient", body, axes, target, x, None, knows_the_end, given, **results)
+    log_d = jnp.log(d)
+    return [gradient, *(found.astype(dtype) for found in (log_d - (chosen - m), m + log_d, *total))]
+
+
 def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **results):
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
     operands["inside"] = Inside() if knows_the_end else None
     operands["where"] = None if where is None else Mask(where)
-    like = "logsumexp_vjp" if "whole" in results else "logsumexp_forward"
+    like = _LIKE[kernel.removesuffix("_forward")][1]
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(of_softmax.config_for, target, like), **results)
 
 

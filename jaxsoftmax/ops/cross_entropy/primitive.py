@@ -12,20 +12,31 @@ numbers for each row, which XLA computes and differentiates. The derivatives are
 
 with `p = exp(s - m) / d`. What depends on the state does not depend on how it is split, so `m` counts as a constant.
 
+Where the cotangents are known with the logits, one more gives both, in the memory of `x` where nothing else reads that:
+
+    cross_entropy_gradient  of a factor t of each row:  t times the derivative of its loss
+                            (1 - label_smoothing) * nll + label_smoothing * (lse - mean of s) + z_loss * lse**2
+                            by x, in its dtype, and then nll, lse and with smoothing the sum of the scores
+
 All operands have the same axes: `labels`, int32 from -1 (none of the row) on, and what belongs to a row have size 1 along
 `axes`, which is a single one. `where` may have size 1 anywhere. Parameters of all are `axes`, `dtype` (of the results),
 `soft_cap`, None or a number, and `implementation`; `return_total` is one of the primitive and of its tangent.
+`cross_entropy_gradient` has no `where`.
 """
+
+import functools
 
 import jax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map, Operand
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+from jaxsoftmax.ops.cross_entropy import xla
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
 _WHERE = Operand("where")
+_REPLACED = Operand("x", may_be_one=False)  # as it is, in the dtype of the gradient
 
 
 def _whole(operands, *, dtype, **params):
@@ -36,6 +47,11 @@ def _whole(operands, *, dtype, **params):
 def _of_rows(operands, *, dtype, return_total, return_state=False, **params):
     del params
     return [jax.ShapeDtypeStruct(operands["labels"].shape, dtype)] * (2 + return_total + 2 * return_state)
+
+
+def _of_rows_and_whole(operands, *, label_smoothing, **params):
+    x = operands["x"]
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype), *_of_rows(operands, return_total=label_smoothing > 0, **params)]
 
 
 CROSS_ENTROPY = define(Map("cross_entropy", "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
@@ -50,6 +66,9 @@ CROSS_ENTROPY_VJP = define(
         _whole,
         linear=("a", "b", "c"),
     )
+)
+CROSS_ENTROPY_GRADIENT = define(
+    Map("cross_entropy", "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
 )
 
 
@@ -77,6 +96,18 @@ def _transpose_of_vjp(cotangents, operands, types, *, dtype, **params):
     return {name: value for name, value in zip("abc", found, strict=False) if name in types}
 
 
+def _jvp_of_gradient(operands, tangents, **params):
+    """The jvp rule: the primitive gives what two others do, which have derivatives."""
+    maps = functools.partial(bind, CROSS_ENTROPY), functools.partial(bind, CROSS_ENTROPY_VJP)
+
+    def composed(given):
+        classes = operands["x"].shape[params["axes"][0]]
+        return xla.composed(*maps, operands | given, classes=classes, **params)
+
+    return jax.jvp(composed, ({name: operands[name] for name in tangents},), (tangents,))
+
+
 set_jvp(CROSS_ENTROPY, _jvp)
+set_jvp(CROSS_ENTROPY_GRADIENT, _jvp_of_gradient)
 set_transpose(CROSS_ENTROPY_JVP, _transpose_of_jvp)
 set_transpose(CROSS_ENTROPY_VJP, _transpose_of_vjp)

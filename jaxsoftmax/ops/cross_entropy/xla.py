@@ -50,6 +50,39 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     return total.astype(dtype)
 
 
+def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, axis_name=()):
+    """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
+
+    def forward(operands, **params):
+        return cross_entropy(**operands, where=None, axis_name=axis_name, **params)
+
+    def backward(operands, **params):
+        return [cross_entropy_vjp(**operands, where=None, axis_name=axis_name, **params)]
+
+    classes = x.shape[axes[0]] * (lax.axis_size(axis_name) if axis_name else 1)
+    params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    return composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=classes, **params)
+
+
+def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_loss, classes, **params):
+    """What `cross_entropy_gradient` gives, by `cross_entropy` and its vjp, of operands by name."""
+    x, labels, t = (operands[name] for name in ("x", "labels", "t"))
+    options = {"axes": axes, "return_total": label_smoothing > 0, "return_state": True}
+    nll, lse, *total, m, d = forward({"x": x, "labels": labels}, dtype=dtype, **options, **params)
+    of_rows = {"m": m, "d": d, **factors(t, lse, label_smoothing, z_loss, classes)}
+    (gradient,) = backward({"x": x, "labels": labels, **of_rows}, axes=axes, dtype=x.dtype, **params)
+    return [gradient, nll, lse, *total]
+
+
+def factors(t, lse, label_smoothing, z_loss, classes):
+    """The `a`, `b` and `c` of `cross_entropy_vjp` that give `t` times the derivative of the losses."""
+    return {
+        "a": t * (1 + 2 * z_loss * lse) if z_loss else t,
+        "b": (label_smoothing - 1) * t,
+        "c": -label_smoothing / max(1, classes) * t if label_smoothing else None,
+    }
+
+
 def chosen_score(x, labels, axes, soft_cap, dtype, axis_name=()):
     """The scores of the labels, `[*rows, 1]` in `dtype`, and NaN where a label is none of the row."""
     return capped(_at(x, labels, axes, jnp.nan, axis_name).astype(dtype), soft_cap)
