@@ -162,14 +162,10 @@ def run(
     def copy(copying, refs, slots):
         copying([refs[key] for key in slots], list(slots.values()), [fills[key] for key in slots])
 
-    def results_of(refs):
-        """The operands in memory by name, and the results."""
-        named, out_refs = dict(zip([*held, *others], refs, strict=False)), list(refs[len(held) + len(others) :])
-        return named, out_refs if replaced is None else [named[replaced], *out_refs]
-
     def kernel(*refs):
         *refs, slots, exchange, pushed, order, told = refs
-        refs, out_refs = results_of(refs)
+        refs, out_refs = dict(zip([*held, *others], refs, strict=False)), refs[len(arrays) :]
+        out_refs[:0] = [refs[replaced]] if replaced else []
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
             states = out_refs.pop() if inner > 1 else None
@@ -246,10 +242,11 @@ def run(
 
         def second_pass(*refs):
             *refs, _, exchange, _, order, _ = refs
-            states = refs.pop(len(arrays))
+            states, out_refs = refs[len(arrays)], refs[len(arrays) + 1 :]
+            out_refs[:0] = [refs[list(held).index(replaced)]] if replaced else []
 
             def stored(tile, results):
-                store(tile, results_of(refs)[1], results)
+                store(tile, out_refs, results)
 
             split.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
 
