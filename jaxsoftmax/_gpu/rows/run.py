@@ -266,9 +266,14 @@ def run(
         results = call(*arrays)
     else:
         at = list(held).index(replaced)
-        memory: Any = jax.new_ref(arrays[at])
-        of_rows = call(*arrays[:at], memory, *arrays[at + 1 :])
-        results = [jax.freeze(memory), *of_rows]
+
+        def in_place(refs):
+            results = call(*arrays[:at], refs[0], *arrays[at + 1 :])
+            for ref, result in zip(refs[1:], results, strict=True):
+                ref[...] = result
+
+        # Not `jax.new_ref`, whose effect custom_partitioning refuses.
+        results = pl.run_state(in_place)([arrays[at], *(lax.empty(out.shape, out.dtype) for out in outs)])
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
 

@@ -122,11 +122,9 @@ def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tup
     totals, found = jax.eval_shape(function, None, *(array[:, 0] for array in cuts))
     found = [jax.ShapeDtypeStruct((each, parts, *array.shape[1:]), array.dtype) for array in found]
     leaves, tree = jax.tree.flatten((totals, found))
+    # No part goes before the loop: sharded rows would add up the gradient of the weight over devices twice.
     leaves = sharding.vary_alike([cuts[0], *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)])[1:]
-    carry, done = jax.tree.unflatten(tree, leaves), 0
-    if parts > 2:  # XLA takes a loop of one step apart, and then has two totals in memory
-        (carry, _), done = step((None, carry[1]), 0), 1
-    (totals, found), _ = lax.scan(step, carry, jnp.arange(done, parts))
+    (totals, found), _ = lax.scan(step, jax.tree.unflatten(tree, leaves), jnp.arange(parts))
     return totals, [array.reshape(-1, *array.shape[2:])[:rows] for array in found]
 
 

@@ -127,12 +127,15 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
             gradient = each(functools.partial(_sloped, soft_cap), gradient, x)
         return [gradient, online.shift(m), d, *([tile.sum(apply_mask(inside, scores, 0))] if label_smoothing else [])]
 
-    # The label's score is read before the gradient takes its place.
-    x, chosen = lax.optimization_barrier((x, xla.chosen_score(x, labels, axes, soft_cap, jnp.float32)))
+    # The label's score is read before the gradient takes its place. In a loop XLA must not fuse the kernel with slices that it
+    # reads or writes: it would forget that one operand is written in place.
+    chosen = xla.chosen_score(x, labels, axes, soft_cap, jnp.float32)
+    x, t, labels, chosen = lax.optimization_barrier((x, t, labels, chosen))
     classes, given = x.shape[axes[0]], {"t": PerRow(t), "labels": PerRow(labels)}
     knows_the_end = soft_cap is not None or label_smoothing > 0
     results = {"whole": [x.dtype], "per_row": [jnp.float32] * (2 + (label_smoothing > 0)), "replaced": "x"}
-    gradient, m, d, *total = _run("cross_entropy_gradient", body, axes, target, x, None, knows_the_end, given, **results)
+    found = _run("cross_entropy_gradient", body, axes, target, x, None, knows_the_end, given, **results)
+    gradient, m, d, *total = lax.optimization_barrier(found)
     log_d = jnp.log(d)
     return [gradient, *(found.astype(dtype) for found in (log_d - (chosen - m), m + log_d, *total))]
 
