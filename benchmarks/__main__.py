@@ -5,6 +5,7 @@ python -m benchmarks softmax_sweep         likewise, softmax over 64 widths draw
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
+python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks --check               hold what was measured last of each cell to bars.toml; needs no GPU
@@ -18,7 +19,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import attention, bars, clock, cross_entropy, first_call, harness, plot, results, softmax, sweep
+from benchmarks import (
+    attention,
+    bars,
+    clock,
+    cross_entropy,
+    first_call,
+    harness,
+    linear_cross_entropy,
+    plot,
+    results,
+    softmax,
+    sweep,
+)
 from benchmarks.cells import OURS, Cell
 
 SUITES: dict[str, Callable[[], list[Cell]]] = {
@@ -27,6 +40,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
     "cross_entropy": cross_entropy.cells,
+    "linear_cross_entropy": linear_cross_entropy.cells,
     "first_call": first_call.cells,
 }
 

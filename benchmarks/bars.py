@@ -8,6 +8,7 @@ or left out for any; and one limit:
     time_per_block_at_most   likewise, the time for each block that has to be visited
     us_at_most               the time of ours in microseconds
     error_at_most            the error of ours
+    temporaries_at_most      bytes that ours takes beyond inputs and outputs
 
 and `implementation` if ours must be one: a speed that another one reaches does not count. More may be said of it:
 
@@ -32,7 +33,7 @@ FILE = Path(__file__).with_name("bars.toml")
 FILTERS = ("op", "pass", "dtype", "shape", "options")
 AGAINST_PEER = ("ratio_at_least", "time_at_most")
 AGAINST_CELL = ("time_at_most", "time_per_block_at_most")
-LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most")
+LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most", "temporaries_at_most")
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,8 @@ def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...
         return ours.us
     if bar.limit == "error_at_most":
         return "no error" if ours.error is None else ours.error
+    if bar.limit == "temporaries_at_most":
+        return "no temporaries" if ours.temporaries is None else ours.temporaries
     if bar.than is not None:
         other = _ours(run, bar.other(cell))
         if other is None or other.run != ours.run:

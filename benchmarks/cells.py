@@ -10,7 +10,7 @@ import numpy as np
 
 OURS = "ours"  # the row that it becomes names the implementation that ran
 IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
-YARDSTICKS = frozenset({"copy", "sum"})  # measured for their bandwidth: their rows have no error
+YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed: their rows have no error
 FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
 
 Truth = Callable[..., Sequence[Any]]
@@ -74,6 +74,7 @@ class Cell:
       sample: where outputs are not made row by row: from the inputs and an output, pairs of a part of it and its truth.
       fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output.
       repeatable: whether ours must give the same bits each time.
+      program: whether it is measured as a program of many kernels: by the wall clock, with copies and gaps, and its memory.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Cell:
     sample: Callable[[Sequence[Any], Any], list[tuple[Any, Any]]] | None = None
     fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
     repeatable: bool = True
+    program: bool = False
 
     @property
     def shape_text(self) -> str:

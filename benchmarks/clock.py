@@ -40,7 +40,7 @@ def kernel_clock(function: Callable[..., Any], arguments: Arguments, calls: int,
 
 
 def wall_clock(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float:
-    """A `Clock` that needs no GPU, for tests of the harness."""
+    """A `Clock` of whole programs, with copies and gaps between kernels. It needs no GPU, as tests of the harness do not."""
     start = time.perf_counter()
     _run(function, arguments, calls, framework)
     return 1e6 * (time.perf_counter() - start) / calls

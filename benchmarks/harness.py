@@ -15,13 +15,14 @@ from typing import Any
 import jax
 
 from benchmarks import check
-from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender
-from benchmarks.clock import Clock, kernel_clock, synchronize
+from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender, torch
+from benchmarks.clock import Clock, kernel_clock, synchronize, wall_clock
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 
 _GROSS = 0.1  # the relative error from which on a peer computes something else
-_HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':>8} {'of copy':>8} {'error':>9}"
+_CALLS_OF_A_PROGRAM = 5  # in a round, at most: each takes milliseconds
+_HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':>8} {'of copy':>8} {'error':>9} {'temp MB':>8}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Entrant:
     implementation: str
     error: float | None
     times: list[float] = field(default_factory=list)
+    temporaries: int | None = None
 
 
 class Run:
@@ -93,7 +95,7 @@ class Run:
         jax.block_until_ready(inputs)
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
-            together = [c for c in contenders if c.framework == "jax" and not c.alone]
+            together = [c for c in contenders if c.framework == "jax" and not (c.alone or cell.program)]
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
         entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
         entrants = [entrant for entrant in entrants if entrant is not None]
@@ -142,6 +144,7 @@ class Run:
         function = contender.build()
         if contender.framework == "jax":
             function = jax.jit(function)
+            function = function.lower(*arguments[0]).compile() if cell.program else function
         output = function(*arguments[0])
         synchronize(contender.framework, output)
         if cell.pass_ == FIRST_CALL:
@@ -162,7 +165,8 @@ class Run:
         if found:
             return self._leave_out(cell, contender, "; ".join(found))
         recorded = None if contender.name in YARDSTICKS else error
-        return Entrant(contender, function, arguments, implementation, recorded, times)
+        temporaries = _temporaries(contender.framework, function, arguments[0]) if cell.program else None
+        return Entrant(contender, function, arguments, implementation, recorded, times, temporaries)
 
     def _hurtful(self, cell: Cell) -> tuple[Any, ...]:
         """Inputs with large values, the same for all contenders of a cell."""
@@ -176,12 +180,15 @@ class Run:
         for entrant in entrants:
             for arguments in entrant.arguments:
                 synchronize(entrant.contender.framework, entrant.function(*arguments))
+        clock, least = self._clock, self._effort.calls
+        if cell.program:
+            clock, least = wall_clock, min(least, _CALLS_OF_A_PROGRAM)
         for _ in range(self._effort.rounds):
             for entrant in list(entrants):
-                calls = max(self._effort.calls, len(entrant.arguments))
+                calls = max(least, len(entrant.arguments))
                 framework = entrant.contender.framework
                 try:
-                    entrant.times.append(self._clock(entrant.function, entrant.arguments, calls, framework))
+                    entrant.times.append(clock(entrant.function, entrant.arguments, calls, framework))
                 except Exception as problem:  # out of memory, say: the reason to leave it out
                     entrants.remove(entrant)
                     reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
@@ -209,13 +216,26 @@ class Run:
             flops=cell.flops,
             copy_share=cell.bytes / us / copy_speed if cell.bytes and copy_speed else None,
             error=entrant.error,
+            temporaries=entrant.temporaries,
         )
         self._write(row)
         share = "" if row.copy_share is None else f"{row.copy_share:.3f}"
         error = "" if row.error is None else f"{row.error:.3g}"
         tflops = "" if not row.flops else f"{row.tflops:.1f}"
         speed = f"{row.speed / 1e3:7.0f} {tflops:>8}"
-        self._say(f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9}")
+        memory = "" if row.temporaries is None else f"{row.temporaries / 1e6:.1f}"
+        self._say(f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9} {memory:>8}".rstrip())
+
+
+def _temporaries(framework: str, function: Any, arguments: tuple[Any, ...]) -> int:
+    """The most bytes that a call holds beyond inputs and outputs; a function of JAX is a compiled one."""
+    if framework == "jax":
+        return function.memory_analysis().temp_size_in_bytes
+    cuda = torch().cuda
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    output = jax.tree.leaves(function(*arguments))
+    return cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in output)
 
 
 def _implementation(contender: Contender, arguments: tuple[Any, ...]) -> str:

@@ -1,4 +1,7 @@
-"""Draws result files: bandwidth against columns, and accuracy beside it; for attention arithmetic against sequence length."""
+"""Draws result files: bandwidth against columns, and accuracy beside it.
+
+For attention arithmetic against sequence length; for cross-entropy of a linear layer time and memory against the vocabulary.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +23,7 @@ _COLOURS = {
     "torch": "#2f9e44",
     "torch.compile": "#a855f7",
     "quack": "#d19a00",
+    "optax": "#3b82f6",
     "sum": GREY,
     "copy": GREY,
     "cudnn": "#3b82f6",
@@ -61,6 +65,11 @@ def draw(run: Sequence[Row], folder: Path) -> list[Path]:
         rows = _of_one_size([row for row in rows if row.options in _CAUSAL and _is_power(_length(row))])
         if rows:
             paths.append(_figure_of_attention(folder / f"attention_{pass_.replace('+', '_')}.svg", rows))
+    rows = [row for row in run if (row.op, row.pass_, row.options) == ("linear_cross_entropy", "forward+backward", "")]
+    wide = {row.shape.rsplit("x", 1)[0] for row in rows if _is_power(_columns(row))}
+    rows = [row for row in rows if row.shape.rsplit("x", 1)[0] in wide and (is_ours(row) or row.implementation == "optax")]
+    if rows:
+        paths.append(_figure_of_memory(folder / "linear_cross_entropy.svg", rows))
     return paths
 
 
@@ -121,6 +130,28 @@ def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
             axis.set_xlabel("sequence length")
         counted = ", causal counted as half" if "causal=1" in kinds else ""
         _finish(figure, path, f"attention {rows[-1].pass_}, {rows[-1].dtype}{counted}", rows[-1], panels)
+    return path
+
+
+def _figure_of_memory(path: Path, rows: list[Row]) -> Path:
+    """A panel of time and one of memory against the vocabulary."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    kinds: dict[str, Callable[[Row], float | None]] = {
+        "time, ms": lambda row: row.us / 1e3,
+        "temporary memory, GB": lambda row: row.temporaries and row.temporaries / 1e9,
+    }
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.7), layout="constrained")
+        panels = figure.subplots(1, 2, squeeze=False)
+        for axis, (label, what) in zip(panels.flat, kinds.items(), strict=True):
+            lasts = _lines(axis, rows, _columns, what, _NAMES)
+            axis.set(xlabel="vocabulary", ylabel=label, yscale="log")
+            axis.minorticks_off()
+            label_ends(axis, lasts)
+        tokens, size, _ = rows[-1].shape.split("x")
+        _finish(figure, path, f"loss and gradients of {tokens} tokens, hidden size {size}, {rows[-1].dtype}", rows[-1], panels)
     return path
 
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
@@ -44,6 +45,7 @@ class Row(Origin):
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
       copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
       error: the largest fraction of the error budget used; None for yardsticks.
+      temporaries: bytes beyond inputs and outputs; None where they are not measured, and in older files, without the column.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Row(Origin):
     flops: int
     copy_share: float | None
     error: float | None
+    temporaries: int | None = None
 
     @property
     def speed(self) -> float:
@@ -79,6 +82,7 @@ def columns_of(kind: type[Origin]) -> tuple[str, ...]:
 
 
 COLUMNS = columns_of(Row)
+_OF_NEWER_FILES = "temporaries"  # the last column
 
 
 def new_run() -> str:
@@ -108,9 +112,10 @@ def append(path: Path, *rows: Row) -> None:
 def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     """`append` to a file of these columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = [] if path.exists() and check(path, columns) else [columns]
+    own = check(path, columns) if path.exists() else ()
+    header = [] if own else [columns]
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([*header, *lines])
+    csv.writer(text, lineterminator="\n").writerows([*header, *(line[: len(own or columns)] for line in lines)])
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, text.getvalue().encode())
@@ -127,9 +132,8 @@ def read[R: Origin](path: Path, kind: type[R] = Row) -> list[R]:
     columns = columns_of(kind)
     check(path, columns)
     with path.open(newline="") as file:
-        return [
-            _parse(path, line, kind, [record[name] for name in columns]) for line, record in enumerate(csv.DictReader(file), 2)
-        ]
+        lines = ([record.get(name, "") for name in columns] for record in csv.DictReader(file))
+        return [_parse(path, number, kind, line) for number, line in enumerate(lines, 2)]
 
 
 def newest[R: Origin](rows: list[R]) -> list[R]:
@@ -144,18 +148,19 @@ def newest_of_each_cell(rows: list[Row]) -> list[Row]:
     return [row for row in rows if (row.run in runs if row.op == "copy" else row.run == last[row.cell])]
 
 
-def check(path: Path, columns: Sequence[str]) -> bool:
-    """Whether there is anything in the file; raises if it is no result file of these columns."""
+def check(path: Path, columns: Sequence[str]) -> Sequence[str]:
+    """The columns of the file, none if it is empty; raises if it is no result file of these columns."""
     text = path.read_text()
-    if text and text.splitlines()[0] != ",".join(columns):
+    own = text.splitlines()[0].split(",") if text else []
+    if text and own not in (list(columns), [name for name in columns if name != _OF_NEWER_FILES]):
         raise ValueError(f"{path}: the columns must be {','.join(columns)}")
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: the last row is not complete; complete or remove it")
-    return bool(text)
+    return own
 
 
 def _format(row: Row) -> list[str]:
-    *names, us, bytes_, flops, copy_share, error = astuple(row)
+    *names, us, bytes_, flops, copy_share, error, temporaries = astuple(row)
     return [
         *names,
         f"{us:.3f}",
@@ -163,6 +168,7 @@ def _format(row: Row) -> list[str]:
         str(flops),
         "" if copy_share is None else f"{copy_share:.4f}",
         "" if error is None else f"{error:.4g}",
+        "" if temporaries is None else str(temporaries),
     ]
 
 
@@ -174,6 +180,6 @@ def _parse[R: Origin](path: Path, line: int, kind: type[R], cells: list[str]) ->
 
 
 def _value(kind: Any, cell: str) -> Any:
-    if kind == float | None:
-        return float(cell) if cell else None
+    if isinstance(kind, UnionType):  # with None
+        return kind.__args__[0](cell) if cell else None
     return kind(cell)
