@@ -65,9 +65,7 @@ def draw(run: Sequence[Row], folder: Path) -> list[Path]:
         rows = _of_one_size([row for row in rows if row.options in _CAUSAL and _is_power(_length(row))])
         if rows:
             paths.append(_figure_of_attention(folder / f"attention_{pass_.replace('+', '_')}.svg", rows))
-    rows = [row for row in run if (row.op, row.pass_, row.options) == ("linear_cross_entropy", "forward+backward", "")]
-    wide = {row.shape.rsplit("x", 1)[0] for row in rows if _is_power(_columns(row))}
-    rows = [row for row in rows if row.shape.rsplit("x", 1)[0] in wide and (is_ours(row) or row.implementation == "optax")]
+    rows = [row for row in run if row.op == "linear_cross_entropy" and _is_power(_columns(row))]
     if rows:
         paths.append(_figure_of_memory(folder / "linear_cross_entropy.svg", rows))
     return paths
@@ -137,6 +135,7 @@ def _figure_of_memory(path: Path, rows: list[Row]) -> Path:
     """A panel of time and one of memory against the vocabulary."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     kinds: dict[str, Callable[[Row], float | None]] = {
         "time, ms": lambda row: row.us / 1e3,
@@ -149,6 +148,8 @@ def _figure_of_memory(path: Path, rows: list[Row]) -> Path:
             lasts = _lines(axis, rows, _columns, what, _NAMES)
             axis.set(xlabel="vocabulary", ylabel=label, yscale="log")
             axis.minorticks_off()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
             label_ends(axis, lasts)
         tokens, size, _ = rows[-1].shape.split("x")
         _finish(figure, path, f"loss and gradients of {tokens} tokens, hidden size {size}, {rows[-1].dtype}", rows[-1], panels)

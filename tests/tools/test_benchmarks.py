@@ -16,10 +16,23 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import attention, bars, check, cross_entropy, first_call, harness, plot, results, softmax, sweep
+from benchmarks import (
+    attention,
+    bars,
+    check,
+    cross_entropy,
+    first_call,
+    harness,
+    linear_cross_entropy,
+    plot,
+    results,
+    softmax,
+    sweep,
+)
 from benchmarks.__main__ import main
 from benchmarks.cells import OURS, Contender
 from benchmarks.clock import wall_clock
+from jaxsoftmax.ops.cross_entropy import _linear as linear
 
 from .. import oracle
 from ..attention import oracle as attention_oracle
@@ -29,6 +42,7 @@ SWEEP = {cell.name: cell for cell in sweep.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
+LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -74,6 +88,17 @@ def a_full_run_of_attention(cells=ATTENTION):
         for at, name in enumerate(dict.fromkeys(contender.name for contender in cell.contenders)):
             us = cell.flops / 6e8 * (1 if name == OURS else 2.9 + 0.2 * at)
             rows.append(a_row(cell, "mosaic" if name == OURS else name, us=us))
+    return rows
+
+
+def a_full_run_of_linear():
+    """Likewise: ours takes 1 ms, and has 0.1 GB of temporaries and an error of 0.25; the others take 0.95 ms or 2."""
+    rows = []
+    for cell in LINEAR.values():
+        for name in dict.fromkeys(contender.name for contender in cell.contenders):
+            us = {OURS: 1e3, "products": 950.0}.get(name, 2e3)
+            row = a_row(cell, "mosaic" if name == OURS else name, us=us, error=0.25)
+            rows.append(dataclasses.replace(row, temporaries=10**8 if name == OURS else 10**9))
     return rows
 
 
@@ -125,8 +150,21 @@ def test_rows_are_appended_and_read_back(tmp_path):
 
 def test_columns():
     assert ",".join(results.COLUMNS) == (
-        "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error"
+        "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error,temporaries"
     )
+
+
+def test_a_file_without_the_newest_column_is_read_and_appended_to(tmp_path):
+    cell = CELLS["softmax forward float32 32768x4096"]
+    rows = [a_row(cell, run=run, error=error) for run, error in (("1", 0.5), ("2", None))]
+    path = written(tmp_path, rows[:1])
+    older = "".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines())
+    path.write_text(older)
+    assert results.read(path) == rows[:1]
+    written(tmp_path, rows[1:])
+    assert path.read_text().startswith(older)
+    assert len({line.count(",") for line in path.read_text().splitlines()}) == 1
+    assert results.read(path) == rows
 
 
 @pytest.mark.parametrize(
@@ -178,6 +216,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("attention", ATTENTION),
         ("attention_gradients", GRADIENTS),
         ("cross_entropy", LOSSES),
+        ("linear_cross_entropy", LINEAR),
         ("first_call", FIRST_CALLS),
     ],
 )
@@ -313,6 +352,26 @@ def test_check_of_attention(tmp_path, capsys, name, change, found):
 def test_check_of_cross_entropy(tmp_path, capsys, name, implementation, change, found):
     name = f"cross_entropy {name}"
     said = check_of_a_change(tmp_path, capsys, "cross_entropy", a_full_run(LOSSES), name, change, implementation)
+    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "change", "found"),
+    [
+        (f"{BOTH} bfloat16 8192x2048x32000", "mosaic", {"us": 1100.0}, "1.158"),
+        (f"{BOTH} bfloat16 8192x4096x128256 class_axis=0", "mosaic", {"us": 1100.0}, "1.158"),
+        ("forward bfloat16 16384x4096x128256", "mosaic", {"us": 1100.0}, "1.158"),
+        (f"{BOTH} bfloat16 4096x4096x128256", "mosaic", {"temporaries": 7 * 10**8}, "7e+08"),
+        ("forward bfloat16 4096x4096x128256", "mosaic", {"temporaries": 4 * 10**8}, "4e+08"),
+        ("forward bfloat16 8192x4096x128256", "mosaic", {"temporaries": None}, "no temporaries"),
+        (f"{BOTH} bfloat16 5000x3072x50257", "quack", {"us": 800.0}, "1.25"),
+        (f"{BOTH} bfloat16 8192x4096x128256 weight=float32", "mosaic", {"error": 0.3}, "0.3"),
+        (f"{BOTH} bfloat16 8192x4096x16384", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ],
+)
+def test_check_of_linear_cross_entropy(tmp_path, capsys, name, implementation, change, found):
+    name = f"linear_cross_entropy {name}"
+    said = check_of_a_change(tmp_path, capsys, "linear_cross_entropy", a_full_run_of_linear(), name, change, implementation)
     assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
 
 
@@ -720,11 +779,98 @@ def test_the_truth_of_cross_entropy(name):
     assert 0 < check.errors(cell, torch_, (logits, labels), leaves[-1:])[0] <= 1  # the losses, or the gradient alone
 
 
+def test_cells_of_linear_cross_entropy():
+    both = [cell for cell in LINEAR.values() if cell.pass_ == BOTH]
+    forward = [cell for cell in LINEAR.values() if cell.pass_ == "forward"]
+    assert [cell.shape for cell in forward] == [cell.shape for cell in both[:4]] == list(linear_cross_entropy.SHAPES)
+    every = [OURS, "products", "optax", "quack", "liger"]
+    for cell in (*forward, *both[:7]):
+        assert [contender.name for contender in cell.contenders] == every
+    assert [contender.name for contender in both[7].contenders] == every[:3]
+    assert [cell.shape[2] for cell in both[8:]] == [262144, 131072, 65536, 32768, 16384, 8192]
+    assert all([contender.name for contender in cell.contenders] == [OURS, "optax"] for cell in both[8:])
+    for cell in LINEAR.values():
+        tokens, size, vocabulary = cell.shape
+        passes = 3 if cell.pass_ == BOTH else 1
+        assert cell.flops == passes * 2 * tokens * size * vocabulary
+        assert cell.bytes == min(passes, 2) * 2 * size * (tokens + vocabulary * (2 if "float32" in cell.options else 1))
+
+
+def tiny_linear(name):
+    """The cell of cross-entropy of a linear layer on a 64th of tokens, hidden size and vocabulary."""
+    return {cell.name.removeprefix("linear_cross_entropy "): cell for cell in linear_cross_entropy.cells(64)}[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward bfloat16 128x32x500",
+        f"{BOTH} bfloat16 78x48x785",
+        f"{BOTH} bfloat16 128x64x2004 class_axis=0",
+        f"{BOTH} bfloat16 128x64x2004 weight=float32",
+    ],
+)
+def test_cells_of_linear_cross_entropy_run(name):
+    run, rows, said = measured(tiny_linear(name), clock=None)  # by the wall clock
+    assert not run.problems
+    ours, products, optax = rows
+    assert bars.is_ours(ours)
+    assert [products.implementation, optax.implementation] == ["products", "optax"]
+    assert 0 < ours.error < 0.275
+    assert products.error is None
+    assert ours.temporaries > 0
+    assert optax.temporaries > 0
+    assert f"{ours.temporaries / 1e6:.1f}" in said
+
+
+@pytest.mark.parametrize("name", ["forward bfloat16 128x32x500", f"{BOTH} bfloat16 128x32x500"])
+def test_the_truth_of_linear_cross_entropy(name, monkeypatch):
+    cell = tiny_linear(name)
+    ours, inputs = cell.contenders[0], cell.inputs(jax.random.key(0), True)
+    output = jax.jit(ours.build())(*inputs)
+    pairs = cell.sample(inputs, output)
+    assert all(oracle.error(*pair) < 0.275 for pair in pairs)
+    monkeypatch.setattr(linear_cross_entropy, "_ROWS", 50)  # and so several times
+    for (actual, truth), (expected, other) in zip(cell.sample(inputs, output), pairs, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+        np.testing.assert_allclose([truth.value, truth.budget], [other.value, other.budget], rtol=1e-9)
+    leaves, tree = jax.tree.flatten(output)
+    assert len(leaves) == len(pairs) == (3 if "+" in name else 1)
+    for wrong in range(len(leaves)):
+        changed = jax.tree.unflatten(tree, [leaf * (1.02 if at == wrong else 1) for at, leaf in enumerate(leaves)])
+        assert check.errors(cell, ours, inputs, changed)[0] > 1
+    for wrong in range(1, len(leaves)):  # of one token, or of one class
+        leaf = leaves[wrong].at[(-1,) if wrong == 1 else (slice(None), -1)].multiply(0)
+        assert check.errors(cell, ours, inputs, [*leaves[:wrong], leaf, *leaves[wrong + 1 :]])[0] > 1
+
+
+def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(monkeypatch):
+    cell = tiny_linear(f"{BOTH} bfloat16 256x64x2004")
+    inputs = cell.inputs(jax.random.key(0), False)
+
+    def whole(hidden, weight, labels):
+        logits = (hidden.astype(jnp.float32) @ weight.astype(jnp.float32)).astype(jnp.bfloat16)
+        return jnp.mean(jaxsoftmax.cross_entropy(logits, labels))
+
+    def errors(function):
+        return [oracle.error(*pair) for pair in cell.sample(inputs, function(*inputs))]
+
+    assert errors(jax.jit(jax.value_and_grad(whole, (0, 1))))[1:] == pytest.approx([0.25, 0.25], rel=0.05)
+    monkeypatch.setattr(linear, "_MOST_WITH_GRADIENT", 128 * 2004 * 2)
+    in_parts = errors(jax.jit(cell.contenders[0].build()))
+    assert in_parts[1] == pytest.approx(0.25, rel=0.05)
+    assert 0.3 < in_parts[2] < 0.4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
-    [[*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)], cross_entropy.cells(4)],
-    ids=["attention", "cross_entropy"],
+    [
+        [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)],
+        cross_entropy.cells(4),
+        linear_cross_entropy.cells(64),
+    ],
+    ids=["attention", "cross_entropy", "linear_cross_entropy"],
 )
 def test_every_cell_of_a_suite_runs(cells):
     run, rows, _ = measured(*cells, peers=frozenset())
@@ -911,6 +1057,7 @@ def test_bytes(name, bytes_per_element):
         (attention.cells, ATTENTION),
         (attention.gradient_cells, GRADIENTS),
         (cross_entropy.cells, LOSSES),
+        (linear_cross_entropy.cells, LINEAR),
     ],
 )
 def test_cells_have_names_of_their_own_and_options_in_order(make, cells):
@@ -1049,3 +1196,13 @@ def test_plot_of_attention(tmp_path, capsys):
         assert main([suite, "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
         assert capsys.readouterr().out.split() == [str(drawn)]
         assert drawn.read_text().startswith("<?xml")
+
+
+def test_plot_of_linear_cross_entropy(tmp_path, capsys):
+    drawn = written(tmp_path, a_full_run_of_linear(), "linear_cross_entropy").with_suffix(".svg")
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(drawn)]
+    words = drawn_words(drawn)
+    assert {"jaxsoftmax", "optax", "8K", "256K", "vocabulary", "time, ms", "temporary memory, GB"} <= set(words)
+    assert "loss and gradients of 8192 tokens, hidden size 4096, bfloat16, NVIDIA H200, jax 0.11.2" in words
+    assert not {"products", "quack"} & set(words)
