@@ -41,6 +41,16 @@ def slow_unless(condition: bool):
     return [] if condition else [pytest.mark.slow]
 
 
+def every_other(values, first=0):
+    """Cases of a parameter, of which every second one runs by default, from the first or from the second on."""
+    return [pytest.param(value, marks=slow_unless(index % 2 == first)) for index, value in enumerate(values)]
+
+
+def quick(*values, slow=()):
+    """Cases of a parameter, of which the slow ones repeat the others."""
+    return [*values, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
 def ident(value) -> str:
     return str(value).replace(" ", "")
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.softmax import xla
 
-from .. import kernels, oracle
+from .. import cases, kernels, oracle
 from . import xla_cuda
 
 B, F = jnp.bfloat16, jnp.float32
@@ -225,7 +225,7 @@ def sample(dtype, sizes=(8, 128), seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(sizes), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float16"]))
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("op", [softmax, log_softmax, logsumexp])
 def test_a_kernel_gets_the_scores_before_the_cast(noting, op, name, dtype):

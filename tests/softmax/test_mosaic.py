@@ -166,7 +166,10 @@ def of_each_kernel(all_cases):
     together = {}
     for kernel, cols, itemsize, masked in all_cases:
         together.setdefault((kernel, itemsize), {})[cols, masked] = None  # a set that keeps its order
-    return [pytest.param(*key, list(rows), id=f"{key[0]}-{key[1]}") for key, rows in together.items()]
+    return [
+        pytest.param(*key, list(rows), id=f"{key[0]}-{key[1]}", marks=cases.slow_unless((key[1] == 2) != (key[0] in STATEFUL)))
+        for key, rows in together.items()
+    ]
 
 
 def check_columns(kernel, itemsize, rows):
@@ -262,7 +265,7 @@ def test_masks_of_every_shape_lower_for_cuda(kernel):
 DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16"), ("float16", "float32")]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", cases.every_other(KERNELS))
 def test_scales_and_dtypes_lower_for_cuda(kernel):
     turn = list(KERNELS).index(kernel) % 2
     for cols, scale in [(64, (1, 1)), (100, (5, 1)), (1001, (1, 1)), (2048, (5, 1)), (20000, (1, 1))][turn::2]:
@@ -311,7 +314,7 @@ ALONG = [
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", cases.every_other(KERNELS, 1))
 def test_rows_along_other_axes_lower_for_cuda(kernel):
     first = list(KERNELS).index(kernel) % 2
     for (shape, axes), dtype in zip(ALONG[first::2], itertools.cycle(["float32", "bfloat16"])):
@@ -324,7 +327,7 @@ LONG_ALONG = [(8, 131072, 128), (8, 50257, 320)]
 UNHELD = ("logsumexp_forward", "logsumexp_jvp", "logsumexp_vjp")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", cases.every_other(KERNELS))
 def test_long_rows_along_another_axis_lower_for_cuda(kernel):
     turn = list(KERNELS).index(kernel) % 2
     for shape, dtype in zip(LONG_ALONG, ["float32", "bfloat16"][:: 1 - 2 * turn], strict=True):
@@ -337,7 +340,7 @@ def test_long_rows_along_another_axis_lower_for_cuda(kernel):
         lower(kernel, (8, 131072, 6), "bfloat16", axes=(1,), wide="xt", scale=(8, 1, 6))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float32"]))
 @pytest.mark.parametrize("name", cases.OPS)
 def test_long_rows_along_another_axis_run_on_kernels(name, dtype):
     op = functools.partial(getattr(jaxsoftmax, name), axis=1)

@@ -26,7 +26,7 @@ def of_jax_nn(name):
 
 
 @pytest.mark.parametrize(("shape", "axis"), cases.SHAPES, ids=cases.ident)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", slow=["float16"]))
 @pytest.mark.parametrize("name", cases.OPS)
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_values_of_every_input_are_within_the_budget(implementation, name, dtype, shape, axis):
@@ -69,7 +69,7 @@ WHERE_SHAPES = [
 
 
 @pytest.mark.parametrize(("shape", "mask_shape"), WHERE_SHAPES, ids=cases.ident)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
 @pytest.mark.parametrize("name", cases.OPS)
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_where(implementation, name, dtype, shape, mask_shape):
@@ -91,7 +91,7 @@ def test_where(implementation, name, dtype, shape, mask_shape):
     np.testing.assert_array_equal(oracle.to64(f(arrays["one NaN"], nothing)), expected)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", slow=["float16"]))
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("name", "scale"),

@@ -20,7 +20,7 @@ from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.softmax import mosaic
 
-from .. import kernels, oracle
+from .. import cases, kernels, oracle
 from ..attention import oracle as attention_oracle
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "worklog" / "softmax_worklog.py"
@@ -128,14 +128,14 @@ def test_the_librarys_rung_is_predicted_at_every_width(example, dtype):
 # Interpreted.
 
 
-@pytest.mark.parametrize("name", SAFE)
+@pytest.mark.parametrize("name", cases.every_other(SAFE))
 def test_right_in_every_row(example, short_steps, name):
     """Several steps a row, and a last one that is shorter; one block of eight threads where each has a row."""
     x = hurtful(512 if name == "online_thread" else 2560, "float32")
     assert_right(interpreted(example, name, x), x)
 
 
-@pytest.mark.parametrize("name", SAFE)
+@pytest.mark.parametrize("name", cases.every_other(SAFE, 1))
 def test_right_in_sixteen_bits(example, short_steps, name):
     x = hurtful(512 if name == "online_thread" else 2048, "bfloat16")
     assert_right(interpreted(example, name, x), x)
@@ -253,7 +253,7 @@ def lower(example, name, rows, cols, dtype):
     return found
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", cases.every_other(LADDER))
 def test_lowers_for_cuda(example, name):
     for case in LOWERED:
         # Kernels for other long rows differ in how often they loop, and these have the most code.
