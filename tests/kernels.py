@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -39,6 +42,36 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
         finally:
             prim_requires_devices_during_lowering.difference_update(added)
             forget_lowerings()
+
+
+class Local(types.ModuleType):
+    """The reference of an op under another name, which notes the shapes of what it is lowered for."""
+
+    def __init__(self, reference):
+        super().__init__("local")
+        self.reference, self.shapes = reference, []
+
+    def unsupported(self, *args, **params):
+        return None
+
+    def __getattr__(self, name):
+        reference = getattr(self.reference, name)
+
+        def run(*, target, **given):
+            assert "axis_name" not in given, "only the reference is asked to merge over devices"
+            assert target.platform == "cpu"
+            self.shapes.append(tuple(value.shape for value in given.values() if isinstance(value, jax.Array)))
+            return reference(**given)
+
+        return run
+
+
+@contextlib.contextmanager
+def plugged_in_local(op: str) -> Iterator[Local]:
+    """Makes the reference of `op` what a kernel is on the CPU: lowered for shards."""
+    module = Local(importlib.import_module(dispatch.implementations[op]["xla"]))
+    with mock.patch.dict(sys.modules, {module.__name__: module}), plugged_in(op, "local", module.__name__, "cpu"):
+        yield module
 
 
 def forget_lowerings() -> None:

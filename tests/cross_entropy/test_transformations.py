@@ -2,18 +2,21 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT
 
-from .. import oracle
+from .. import kernels, oracle
 from ..core.test_sharding import array, make_mesh, spec_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
@@ -143,6 +146,46 @@ def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
     expected = [ours(x, labels), jax.grad(lambda x: jnp.nansum(jnp.sin(ours(x, labels))))(x)]
     np.testing.assert_array_equal(np.isnan(loss), (labels < 0) | (labels > 63))
     oracle.assert_same_in_float64(list(map(jnp.nan_to_num, (loss, gradient))), list(map(jnp.nan_to_num, expected)))
+
+
+COLLECTIVE = re.compile(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("data", "model"), P(None, ("data", "model"))], ids=str)
+@OPTIONS
+def test_shards_of_classes_are_merged_by_one_collective(options, spec, kind):
+    """Where there is a kernel; the reference by itself is left to XLA, which has one for each figure."""
+    mesh, rng = make_mesh(kind), np.random.default_rng(0)
+    x, labels, where = x64((8, 64)), rng.integers(-1, 65, 8), rng.random((8, 64)) < 0.9
+    labels[:2], where[:, 0], where[2, 32:], where[3] = (0, 63), True, False, False
+    x[:4] -= 1000
+    x[0, :32], x[1, :8], x[4], x[5, 40], x[6, 3] = -np.inf, 0, -np.inf, np.inf, np.nan
+    ours = functools.partial(jaxsoftmax.cross_entropy, return_lse=True, **options)
+    params = {"label_smoothing": 0, "z_loss": 0, **options, "soft_cap": options.get("logits_soft_cap")}
+    params.pop("logits_soft_cap", None)
+
+    def masked(x, labels):
+        return jax.vjp(lambda x: ours(x, labels, where=where), x)[0]
+
+    def gradient(x, labels):
+        found, pull = jax.vjp(lambda x: ours(x, labels), x)
+        return pull(jax.tree.map(jnp.ones_like, found))
+
+    def at_once(x, labels):
+        operands = {"x": x, "labels": labels[:, None].astype(np.int32), "t": jnp.ones((8, 1))}
+        return bind(CROSS_ENTROPY_GRADIENT, operands, axes=(1,), dtype=np.float64, implementation=None, **params)
+
+    def tangent(x, labels):
+        return jax.linearize(lambda x: ours(x, labels), x)[1](jnp.cos(x))
+
+    with kernels.plugged_in_local("cross_entropy"), jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = [(f, jax.jit(f).lower(sharded, labels).compile()) for f in (ours, masked, gradient, at_once, tangent)]
+        results = [(f, run(sharded, labels), COLLECTIVE.findall(run.as_text())) for f, run in compiled]
+    for f, actual, collectives in results:
+        assert collectives == ["all-gather", *["all-reduce"] * (f is tangent)]
+        oracle.assert_same_in_float64(actual, f(x, labels))
 
 
 def test_inside_shard_map():

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax.ops.softmax import xla as softmax_xla
-from jaxsoftmax.ops.softmax.xla import select, sum_along, weights_of_state
+from jaxsoftmax.ops.softmax.xla import merged, select, state_of, sum_along, weights_of_state
 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, axis_name=()):
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
     scores = capped(x.astype(accumulator(x.dtype, dtype)), soft_cap)
-    options = {"axes": axes, "dtype": dtype, "return_state": True, "axis_name": axis_name}
-    lse, m, d = softmax_xla.logsumexp(scores, where, None, **options)
-    results = [jnp.log(d) - (chosen_score(x, labels, axes, soft_cap, m.dtype, axis_name) - m), lse]
+    sums = [chosen_score(x, labels, axes, soft_cap, scores.dtype, axis_name)]
     if return_total:
-        results.append(sum_along(select(where, scores, 0), axes, axis_name))
+        sums.append(sum_along(select(where, scores, 0), axes, ()))
+    m, d, chosen, *total = merged(*state_of(scores, where, None, axes), *sums, axis_name=axis_name)
+    log_d = jnp.log(d)
+    results = [log_d - (chosen - m), (m + log_d).astype(dtype), *total]
     return [*results, m, d] if return_state else results
 
 
@@ -27,10 +27,10 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
     """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
     x, u = x.astype(m.dtype), t.astype(m.dtype) * slope(x.astype(m.dtype), soft_cap)
     p = weights_of_state(capped(x, soft_cap), m, d, where, None)
-    results = [sum_along(p * select(p != 0, u, 0), axes, axis_name), _at(u, labels, axes, 0, axis_name)]
+    sums = [sum_along(p * select(p != 0, u, 0), axes, ()), _at(u, labels, axes, 0, axis_name)]
     if return_total:
-        results.append(sum_along(select(where, u, 0), axes, axis_name))
-    return [result.astype(dtype) for result in results]
+        sums.append(sum_along(select(where, u, 0), axes, ()))
+    return [total.astype(dtype) for total in (lax.psum(jnp.stack(sums), axis_name) if axis_name else sums)]
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, axis_name=()):
@@ -59,7 +59,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     def backward(operands, **params):
         return [cross_entropy_vjp(**operands, where=None, axis_name=axis_name, **params)]
 
-    classes = x.shape[axes[0]] * (lax.axis_size(axis_name) if axis_name else 1)
+    classes = _classes(x, axes, axis_name)
     params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     return composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=classes, **params)
 
@@ -84,7 +84,7 @@ def factors(t, lse, label_smoothing, z_loss, classes):
 
 
 def chosen_score(x, labels, axes, soft_cap, dtype, axis_name=()):
-    """The scores of the labels, `[*rows, 1]` in `dtype`, and NaN where a label is none of the row."""
+    """The scores of the labels, `[*rows, 1]` in `dtype`: 0 of those that another device has, and NaN of those that are none."""
     return capped(_at(x, labels, axes, jnp.nan, axis_name).astype(dtype), soft_cap)
 
 
@@ -99,21 +99,16 @@ def slope(x, soft_cap):
 
 
 def _at(values, labels, axes, otherwise, axis_name):
-    """The values at the labels, and `otherwise` where a label is none of the row."""
+    """The values at the labels: 0 of those that another device has, and `otherwise` of those that are none of the row."""
     (axis,) = axes
     size = values.shape[axis]
     place = _local(labels, size, axis_name)
     if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
-        here = _is_at(values, place, axes)
-        found, here = sum_along(select(here, values, 0), axes, ()), jnp.any(here, axes, keepdims=True)
+        found = sum_along(select(_is_at(values, place, axes), values, 0), axes, ())
     else:
-        here = (place >= 0) & (place < size)
         found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
-        found = select(here, found, 0)
-    here = here.astype(jnp.int32)
-    if axis_name:
-        found, here = lax.psum((found, here), axis_name)
-    return jnp.where(here > 0, found, otherwise)
+        found = select((place >= 0) & (place < size), found, 0)
+    return jnp.where((labels >= 0) & (labels < _classes(values, axes, axis_name)), found, otherwise)
 
 
 def _is_at(values, place, axes):
@@ -124,3 +119,8 @@ def _is_at(values, place, axes):
 def _local(labels, size, axis_name):
     """The labels from the first element on that this device has of the row, of which each has `size`."""
     return labels - lax.axis_index(axis_name) * size if axis_name else labels
+
+
+def _classes(values, axes, axis_name):
+    """How many elements a row has, on all devices."""
+    return values.shape[axes[0]] * (lax.axis_size(axis_name) if axis_name else 1)

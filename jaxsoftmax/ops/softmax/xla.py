@@ -38,9 +38,8 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
     """`max s + log d`, and the state `(m, d)` if asked for."""
-    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
-    m = online.shift(_max(directed, axes, axis_name))
-    d = sum_along(jnp.exp(_exponent(directed - m, where, scale)), axes, axis_name)
+    state = state_of(x.astype(accumulator(x.dtype, dtype)), where, scale, axes)
+    m, d = merged(*state, axis_name=axis_name, scale=scale)
     lse = (_exponent(m, None, scale) + jnp.log(d)).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
@@ -86,6 +85,22 @@ def scores_tangent(x, scale, dx, dscale):
         acc = accumulator(x.dtype, dscale.dtype)
         parts.append(dscale.astype(acc) * select(jnp.isfinite(x), x, 0).astype(acc))
     return sum(parts[1:], start=parts[0])
+
+
+def state_of(x, where, scale, axes):
+    """The state `(m, d)` of what this device has of the row."""
+    directed = _directed(x, where, scale, x.dtype)
+    m = _max(directed, axes, ())
+    return m, sum_along(jnp.exp(_exponent(directed - online.shift(m), where, scale)), axes, ())
+
+
+def merged(m, d, *sums, axis_name, scale=None):
+    """The state of the row, with a finite `m`, and sums along it, of those of what each device has: by one collective."""
+    if axis_name:
+        m, d, *sums = lax.all_gather(jnp.stack([m, d, *sums]), axis_name, axis=1)
+        m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
+        sums = [jnp.sum(total, 0) for total in sums]
+    return [online.shift(m), d, *sums]
 
 
 # Scores are never formed: x * scale would be rounded before the maximum is subtracted, and large ones lose their differences.
