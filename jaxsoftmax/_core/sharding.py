@@ -32,17 +32,42 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
     if all(mesh.empty for mesh in meshes):
         return operands, False
     is_settled = any(mesh.axis_types and AxisType.Auto not in mesh.axis_types for mesh in meshes)
+    return _resharded(operands, [this.by_name[name].axes for name in names])[0], is_settled
+
+
+def by_rows(function: Callable[..., Any], operands: list[Any], names: Names, ndim: int) -> Any:
+    """`function(mesh axes, *operands)`, on explicit mesh axes on shards of the rows: of axes that are named by their position.
+
+    It gets the mesh axes over which the rows are sharded. The other axes stay explicit. Its result has `ndim` axes of rows.
+    """
+    operands, mesh, dims = _resharded(operands, names)
+    dims = {name: dim for name, dim in dims.items() if isinstance(name, int)}
+    over = _mesh_axes(dims, dims)
+    if not over:
+        return function(over, *operands)
+    mapped = jax.shard_map(
+        lambda *operands: function(over, *vary_alike(list(operands))),
+        mesh=mesh,
+        in_specs=tuple(_specs(dims, operands, names)),
+        out_specs=PartitionSpec(*map(dims.get, range(ndim))),
+        axis_names=set(over),
+    )
+    return mapped(*operands)
+
+
+def _resharded(operands, names):
+    """Operands sharded alike over explicit mesh axes, their mesh, or None, and how each name is sharded."""
     operands = vary_alike(operands)
     types = [jax.typeof(operand) for operand in operands]
     mesh = next((t.sharding.mesh for t in types if has_explicit_axes(t)), None)
     if mesh is None:
-        return operands, is_settled
-    axes = [this.by_name[name].axes for name in names]
-    specs = _specs(_dims(types, axes), types, axes)
-    return [
+        return operands, None, {}
+    dims = _dims(types, names)
+    operands = [
         operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, t, spec in zip(operands, types, specs, strict=True)
-    ], is_settled
+        for operand, t, spec in zip(operands, types, _specs(dims, types, names), strict=True)
+    ]
+    return operands, mesh, dims
 
 
 def vary_alike(operands: list[Any]) -> list[Any]:

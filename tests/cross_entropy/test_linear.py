@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import hypothesis
 import jax
@@ -15,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax.ops.cross_entropy import _linear
 
-from .. import cases, oracle
-from ..core.test_sharding import make_mesh
+from .. import cases, kernels, oracle
+from ..core.test_sharding import make_mesh, spec_of
 from .test_transformations import ALL
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
@@ -208,8 +209,15 @@ def test_logits_are_never_whole(is_differentiated):
     assert compiled.memory_analysis().temp_size_in_bytes < most < logits
 
 
+def sharded_over(mesh, of_hidden, of_weight, arrays):
+    """The arrays on devices, as the specs of two of them say, and the specs of all."""
+    of_rows = P(*of_hidden[: arrays["labels"].ndim])
+    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "weights": of_rows, "labels": of_rows}
+    return {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}, specs
+
+
 @X64
-@pytest.mark.parametrize("kind", [AxisType.Auto], ids=["auto"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("of_hidden", "of_weight"),
     [(P("data"), P()), (P(("data", "model")), P()), (P("data"), P(None, "model")), (P(), P(None, "model"))],
@@ -219,13 +227,65 @@ def test_logits_are_never_whole(is_differentiated):
 def test_sharded_rows_and_classes(kind, of_hidden, of_weight):
     mesh = make_mesh(kind)
     arrays = given(rows=(1024,), classes=64)
-    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "weights": of_hidden, "labels": of_hidden}
     with jax.set_mesh(mesh):
-        sharded = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
+        sharded, _ = sharded_over(mesh, of_hidden, of_weight, arrays)
         compiled = jax.jit(functools.partial(with_gradients, by_parts)).lower(sharded).compile()
         assert "all-gather" not in compiled.as_text()
         actual = compiled(sharded)
     oracle.assert_same_in_float64(actual, with_gradients(whole, arrays))
+
+
+@X64
+@pytest.mark.parametrize("class_axis", [-1, 0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("of_hidden", "of_weight"),
+    [
+        (P("data", "model"), P()),
+        (P("data", None), P(None, "model")),
+        (P("data", None), P("data", "model")),
+        (P("data", None, "model"), P("model", "data")),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("parts")
+def test_gradients_on_explicit_axes_are_sharded_as_what_they_are_of(of_hidden, of_weight, reduction, class_axis):
+    mesh, arrays = make_mesh(AxisType.Explicit), given(rows=(4, 256), classes=64)
+    options = {"reduction": reduction, "ignore_index": 5, "class_axis": class_axis}
+    with jax.set_mesh(mesh):
+        sharded, specs = sharded_over(mesh, of_hidden, of_weight, arrays)
+        if class_axis == 0:
+            arrays["weight"], sharded["weight"], specs["weight"] = arrays["weight"].T, sharded["weight"].T, P(*of_weight[::-1])
+        loss, gradients = jax.jit(lambda arrays: with_gradients(by_parts, arrays, **options))(sharded)
+        assert spec_of(loss, loss.ndim) == tuple(of_hidden[: loss.ndim])
+        for name, gradient in gradients.items():
+            assert spec_of(gradient, gradient.ndim) == (*specs[name], *(None,) * (gradient.ndim - len(specs[name])))
+    oracle.assert_same_in_float64((loss, gradients), with_gradients(whole, arrays, **options))
+
+
+@X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("parts")
+def test_on_explicit_axes_a_part_merges_states_once_and_the_gradient_of_the_weight_adds_up_once(reduction):
+    mesh, arrays = make_mesh(AxisType.Explicit), given(rows=(1024,), classes=64)
+    arrays.pop("weights"), arrays.pop("bias")
+    pattern = re.compile(r"= (\S+) (all-[a-z]+|collective-[a-z]+|reduce-scatter)\(")
+    with kernels.plugged_in_local("cross_entropy"), jax.set_mesh(mesh):
+        sharded, _ = sharded_over(mesh, P("data"), P(None, "model"), arrays)
+        loss = jax.jit(functools.partial(by_parts, reduction=reduction))
+        gradient = jax.jit(jax.grad(lambda arrays: jnp.sum(loss(arrays)), allow_int=True))
+        forward, backward = (
+            [(re.sub("{.*", "", kind), name) for kind, name in pattern.findall(f.lower(sharded).compile().as_text())]
+            for f in (loss, gradient)
+        )
+    of_states, of_hidden, of_weight = (
+        ("f64[3,2,128,1]", "all-gather"),
+        ("f64[128,16]", "all-reduce"),
+        ("f64[16,32]", "all-reduce"),
+    )
+    of_loss = [("f64[]", "all-reduce")] * (2 if reduction == "mean" else 0)
+    assert forward == [of_states, *of_loss]
+    assert backward == [of_states, of_hidden, *of_loss[1:], of_weight]
 
 
 @X64
@@ -262,6 +322,24 @@ def test_explained():
     cases.assert_all_run_on("mosaic", explanation)
 
 
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
+def test_kernels_run_on_shards_of_rows(is_mapped):
+    mesh = make_mesh(AxisType.Explicit)
+    shapes = (8, 70, HIDDEN), (HIDDEN, 5000), (8, 70)
+    dtypes, specs = (jnp.bfloat16, jnp.bfloat16, np.int32), (P("data"), P(), P("data"))
+    gradient = jax.grad(jaxsoftmax.linear_cross_entropy)
+    with jax.set_mesh(mesh):
+        if is_mapped:
+            gradient = jax.shard_map(gradient, in_specs=specs, out_specs=P("data"))
+        given = [
+            jax.ShapeDtypeStruct(*kind, sharding=NamedSharding(mesh, spec))
+            for *kind, spec in zip(shapes, dtypes, specs, strict=True)
+        ]
+        explanation = jaxsoftmax.explain(gradient, *given, platform="cuda")
+    cases.assert_all_run_on("mosaic", explanation)
+    assert [(d.primitive, d.operands[0]) for d in explanation] == [("cross_entropy_gradient", "bfloat16[140,5000]")]
+
+
 def test_gradients_in_float16_keep_what_a_loss_scale_keeps():
     arrays = given(rows=(2048,), classes=4096, dtype=np.float16)
     few = {name: arrays[name] for name in ("hidden", "weight", "labels")}
@@ -284,14 +362,6 @@ def test_parts_have_all_rows_and_few_more(rows, least):
     assert each * (parts - 1) < max(rows, 1)
     assert rows <= each * parts
     assert parts == 1 or each <= 128 * math.ceil(math.ceil(rows / 128) / least)
-
-
-def test_explicit_mesh_axes_are_refused():
-    mesh = make_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        hidden = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, P("data")))
-        with pytest.raises(NotImplementedError, match="linear_cross_entropy: it takes arrays on automatic mesh axes"):
-            jaxsoftmax.linear_cross_entropy(hidden, np.zeros((4, 5), np.float32), np.zeros(8, np.int32))
 
 
 F = given(dtype=np.float32)

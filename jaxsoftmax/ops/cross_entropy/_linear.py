@@ -76,7 +76,7 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
 
     def part(totals, h, own, c):
         found, of_logit = head.losses_and_gradient(_logits(head, h, weight, bias), own, c)
-        of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
+        of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype, like=h)
         pair = (h, of_logit) if head.class_axis == 1 else (of_logit, h)
         of_weight = [_product(*pair, 0, 0, weight.dtype)]
         of_bias = [] if bias is None else [jnp.sum(of_logit, 0, dtype=c.dtype)]
@@ -95,8 +95,10 @@ def _logits(head, hidden, weight, bias):
     return logits if bias is None else (logits + bias.astype(dtype)[None]).astype(hidden.dtype)
 
 
-def _product(a, b, axis_of_a, axis_of_b, dtype) -> jax.Array:
-    return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype)
+def _product(a, b, axis_of_a, axis_of_b, dtype, like=None) -> jax.Array:
+    """A product of matrices, on explicit mesh axes sharded as `like` where it adds up over devices."""
+    to = jax.typeof(like).sharding if like is not None and sharding.has_explicit_axes(jax.typeof(like)) else None
+    return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype, out_sharding=to)
 
 
 def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
@@ -123,8 +125,9 @@ def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tup
     found = [jax.ShapeDtypeStruct((each, parts, *array.shape[1:]), array.dtype) for array in found]
     leaves, tree = jax.tree.flatten((totals, found))
     # No part goes before the loop: sharded rows would add up the gradient of the weight over devices twice.
-    leaves = sharding.vary_alike([cuts[0], *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)])[1:]
-    (totals, found), _ = lax.scan(step, jax.tree.unflatten(tree, leaves), jnp.arange(parts))
+    zeros = [jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding) for leaf in leaves]
+    carry = jax.tree.unflatten(tree, sharding.vary_alike([cuts[0], *zeros])[1:])
+    (totals, found), _ = lax.scan(step, carry, jnp.arange(parts))
     return totals, [array.reshape(-1, *array.shape[2:])[:rows] for array in found]
 
 

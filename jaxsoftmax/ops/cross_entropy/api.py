@@ -170,10 +170,11 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
 
-    Logits are made for a part of the rows, 128 MiB of them, or 512 MiB with gradients, which take their place. They have the
-    dtype of `hidden`, as sums in float32 that are rounded once. Of a mean or a sum the gradients are made with the losses, part
-    by part, and take three products of matrices in all; with `reduction="none"`, and in float16, they take a fourth. There is
-    no forward mode. Under `vmap` each example has parts of its own, all of which are in memory.
+    Logits are made for a part of the rows, 128 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
+    mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
+    are rounded once. Of a mean or a sum the gradients are made with the losses, part by part, and take three products of
+    matrices in all; with `reduction="none"`, and in float16, they take a fourth. There is no forward mode. Under `vmap` each
+    example has parts of its own, all of which are in memory.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -194,8 +195,7 @@ def linear_cross_entropy(
     Returns:
       The loss, or losses, in float32, or float64 where `hidden` is.
 
-    Raises what `cross_entropy` does, ValueError where shapes do not fit each other or `reduction` is none of the three, and
-    NotImplementedError for arrays on explicit mesh axes.
+    Raises what `cross_entropy` does, and ValueError where shapes do not fit each other or `reduction` is none of the three.
     """
     name = "linear_cross_entropy"
     dispatch.check_implementation(_NAME, name, implementation)
@@ -211,37 +211,44 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}")
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
-    if any(sharding.has_explicit_axes(jax.typeof(array)) for array in (hidden, weight, labels)):
-        raise NotImplementedError(f"{name}: it takes arrays on automatic mesh axes, or in a shard_map, got explicit axes")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     soft_cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
     options = _number("label_smoothing", label_smoothing, 0, 1, name), _number("z_loss", z_loss, function=name), soft_cap
-    labels = _broadcast("labels", labels, rows, name)
+    given = {"hidden": hidden, "weight": weight, "labels": _broadcast("labels", labels, rows, name)}
     if bias is not None:
-        bias = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
-    factors = jnp.ones(rows, kind)
-    index = _index(labels, classes, classes)
+        given["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
     if weights is not None:
         weights = arguments.array(name, "weights", weights)
         if jnp.issubdtype(weights.dtype, jnp.complexfloating):
             raise TypeError(f"{name}: weights must be real, got {weights.dtype}")
-        factors = _broadcast("weights", weights, rows, name).astype(kind)
-    if ignore_index is not None:
-        factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
-    if ignore_index is not None or weights is not None:
-        index = jnp.where(factors != 0, index, _OF_NO_ROW)
-        hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
-    if reduction == "mean":
-        total = jnp.sum(factors)
-        factors = factors / jnp.where(total != 0, total, 1)
-    given = [hidden.reshape(math.prod(rows), hidden.shape[-1]), weight, index.reshape(-1), factors.reshape(-1)]
-    hidden, weight, index, factors, *biases = sharding.vary_alike(given if bias is None else [*given, bias])
-    head, bias = _Head(axis, *options, implementation), biases[0] if biases else None
-    if reduction == "none":
-        return (factors * _linear.losses(head, hidden, weight, bias, index)).reshape(rows)
-    if hidden.dtype == jnp.float16:  # small gradients are 0 in it, unless they are made with the cotangent, a loss scale
-        return jnp.sum(factors * _linear.losses(head, hidden, weight, bias, index))
-    return _linear.weighted_sum(head, hidden, weight, bias, index, factors)
+        given["weights"] = _broadcast("weights", weights, rows, name).astype(kind)
+    head = _Head(axis, *options, implementation)
+
+    def loss(mesh_axes, *operands):
+        """Of the rows of this device, or the sum over all rows."""
+        here = dict(zip(given, operands, strict=True))
+        hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
+        factors = here.get("weights", jnp.ones_like(labels, kind))
+        index = _index(labels, classes, classes)
+        if ignore_index is not None:
+            factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
+        if ignore_index is not None or weights is not None:
+            index = jnp.where(factors != 0, index, _OF_NO_ROW)
+            hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
+        if reduction == "mean":
+            total = lax.psum(jnp.sum(factors), mesh_axes)
+            factors = factors / jnp.where(total != 0, total, 1)
+        hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+        index, factors = index.reshape(-1), factors.reshape(-1)
+        # Small gradients are 0 in float16, unless they are made with the cotangent, a loss scale.
+        if reduction != "none" and hidden.dtype != jnp.float16:
+            return lax.psum(_linear.weighted_sum(head, hidden, weight, bias, index, factors), mesh_axes)
+        losses = factors * _linear.losses(head, hidden, weight, bias, index)
+        return losses.reshape(labels.shape) if reduction == "none" else lax.psum(jnp.sum(losses), mesh_axes)
+
+    axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
+    names = [axes.get(operand, ()) for operand in given]
+    return sharding.by_rows(loss, list(given.values()), names, len(rows) if reduction == "none" else 0)
 
 
 _OF_NO_ROW = -1  # the label of rows that do not count; a label that is no class becomes the number of classes
