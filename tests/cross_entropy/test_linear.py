@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -307,6 +308,22 @@ def test_inside_shard_map():
     few = {name: arrays[name] for name in ("hidden", "weight", "labels")}
     expected = jax.value_and_grad(lambda weight: whole(few | {"weight": weight}, reduction="sum"))(few["weight"])
     oracle.assert_same_in_float64(actual, expected)
+
+
+@X64
+@pytest.mark.parametrize("sizes", ["rows", "rows, classes"])
+@pytest.mark.parametrize("options", [{}, ALL | {"ignore_index": 5, "reduction": "none"}, ALL], ids=["plain", "none", "all"])
+def test_symbolic_shapes_are_exported(options, sizes):
+    rows, classes = (*export.symbolic_shape(sizes), CLASSES)[:2]
+    shapes = {name: array.shape for name, array in given().items()}
+    for name in ("hidden", "labels", "weights"):
+        shapes[name] = (rows, *shapes[name][1:])
+    shapes |= {"weight": (HIDDEN, classes), "bias": (classes,)}
+    types = {name: jax.ShapeDtypeStruct(shape, np.int64 if name == "labels" else np.float64) for name, shape in shapes.items()}
+    f = functools.partial(with_gradients, by_parts, **options)
+    exported = export.export(jax.jit(f), platforms=("cpu", "cuda"))(types)
+    for some in (given(), given(rows=(8, 70))):
+        oracle.assert_same_in_float64(exported.call(some), f(some))
 
 
 def test_explained():

@@ -104,10 +104,12 @@ def _product(a, b, axis_of_a, axis_of_b, dtype, like=None) -> jax.Array:
 def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
     """A fold of `function(totals, *parts of the arrays)` over the rows: the totals, None at first, and the results of all rows.
 
-    The logits of a part have about `most` bytes. The last rows of parts may be zeros.
+    The logits of a part have about `most` bytes. The last rows of parts may be zeros. Symbolic sizes make one part.
     """
-    rows = len(arrays[0])
-    each, parts = _sizes(rows, -(-rows * weight.shape[head.class_axis] * arrays[0].dtype.itemsize // most))
+    rows, classes = arrays[0].shape[0], weight.shape[head.class_axis]
+    each, parts = rows, 1
+    if isinstance(rows, int) and isinstance(classes, int):
+        each, parts = _sizes(rows, -(-rows * classes * arrays[0].dtype.itemsize // most))
     if parts == 1:
         return function(None, *arrays)
 

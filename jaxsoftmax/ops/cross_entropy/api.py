@@ -174,7 +174,7 @@ def linear_cross_entropy(
     mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
     are rounded once. Of a mean or a sum the gradients are made with the losses, part by part, and take three products of
     matrices in all; with `reduction="none"`, and in float16, they take a fourth. There is no forward mode. Under `vmap` each
-    example has parts of its own, all of which are in memory.
+    example has parts of its own, all of which are in memory, and in programs for symbolic shapes all rows are one part.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -275,7 +275,7 @@ class _Head:
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         gradient, *found = bind(CROSS_ENTROPY_GRADIENT, operands, **params)
         parts = [jnp.where(labels != _OF_NO_ROW, jnp.squeeze(part, 1), 0) for part in found]
-        classes = max(1, logits.shape[1])
+        classes = max(logits.shape[1], 1)
         return _loss(*parts, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes), gradient
 
 

@@ -79,7 +79,7 @@ def factors(t, lse, label_smoothing, z_loss, classes):
     return {
         "a": t * (1 + 2 * z_loss * lse) if z_loss else t,
         "b": (label_smoothing - 1) * t,
-        "c": -label_smoothing / max(1, classes) * t if label_smoothing else None,
+        "c": -label_smoothing / max(classes, 1) * t if label_smoothing else None,
     }
 
 
