@@ -148,7 +148,7 @@ def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
     oracle.assert_same_in_float64(list(map(jnp.nan_to_num, (loss, gradient))), list(map(jnp.nan_to_num, expected)))
 
 
-COLLECTIVE = re.compile(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(r"= (.*?) (all-[a-z-]+?|collective-[a-z]+|reduce-scatter)(?:-start)?\(")  # its type and name
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -182,7 +182,7 @@ def test_shards_of_classes_are_merged_by_one_collective(options, spec, kind):
     with kernels.plugged_in_local("cross_entropy"), jax.set_mesh(mesh):
         sharded = jax.device_put(x, NamedSharding(mesh, spec))
         compiled = [(f, jax.jit(f).lower(sharded, labels).compile()) for f in (ours, masked, gradient, at_once, tangent)]
-        results = [(f, run(sharded, labels), COLLECTIVE.findall(run.as_text())) for f, run in compiled]
+        results = [(f, run(sharded, labels), [name for _, name in COLLECTIVE.findall(run.as_text())]) for f, run in compiled]
     for f, actual, collectives in results:
         assert collectives == ["all-gather", *["all-reduce"] * (f is tangent)]
         oracle.assert_same_in_float64(actual, f(x, labels))
