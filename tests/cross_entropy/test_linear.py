@@ -74,7 +74,7 @@ def with_gradients(f, arrays, **options):
 
 
 @X64
-@pytest.mark.parametrize("without", [(), ("bias", "weights")], ids=str)
+@pytest.mark.parametrize("without", cases.quick((), slow=[("bias", "weights")]), ids=str)
 @pytest.mark.parametrize("class_axis", [-1, 0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, ALL | {"ignore_index": 5}], ids=["plain", "all"])

@@ -103,7 +103,7 @@ def test_losses_and_gradients_are_within_the_budget(implementation, dtype, optio
 
 @pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 3, 1), (4, 3), (33,)], ids=cases.ident)
 @pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_where(implementation, dtype, options, mask):
     shape, options = (4, 3, 33), OPTIONS[options]
@@ -123,7 +123,7 @@ def test_where(implementation, dtype, options, mask):
 
 @pytest.mark.parametrize(("shape", "axis"), [((5, 70, 6), 1), ((70, 4), 0), ((2, 3, 4, 35), -2)], ids=cases.ident)
 @pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_other_axes(implementation, dtype, options, shape, axis):
     options, labels = OPTIONS[options], labelled(shape, axis)
@@ -299,7 +299,7 @@ def calls(draw):
     return shape, axis, mask, options, draw(st.sampled_from(cases.DTYPES))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(call=calls(), seed=st.integers(0, 2**16))
 def test_random_combinations_of_features(call, seed):
     shape, axis, mask, options, dtype = call
