@@ -99,7 +99,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     is_partitioned = devices > 1 and decision.implementation != "xla"
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
-    # Kernels that write in place refuse operands that vary over axes of a shard_map around.
+    # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if is_partitioned:
         names_in, names_out = this.axes(names, len(results), **params)

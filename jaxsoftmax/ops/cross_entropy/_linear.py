@@ -3,8 +3,8 @@
 For a sum of losses the gradients are made at once, part by part, and scaled when their cotangent is known: three products in
 all, as many as with whole logits. For losses by themselves the logits are made again, which is a fourth product.
 
-The gradient of a part's logits takes their place in memory. That of the weight adds up over the parts where it is, in the
-epilogue of the product.
+The gradient of a part's logits takes their place in memory. That of the weight adds up over the parts, where it is: on GPUs XLA
+makes the sum a part of the product, with no other array.
 
 A part has every n-th row, and not neighbours: where rows are sharded, each device has some of every part.
 
@@ -36,7 +36,7 @@ def losses(head, hidden, weight, bias, labels) -> jax.Array:
     def part(totals, h, own):
         return totals, [head.losses(_logits(head, h, weight, bias), own)]
 
-    return _by_parts(part, _MOST, head, weight, [hidden, labels])[1][0]
+    return _by_parts(part, _MOST, head, weight, bias, [hidden, labels])[1][0]
 
 
 def _losses_forward(head, hidden, weight, bias, labels):
@@ -83,7 +83,7 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
         sums = of_weight + of_bias
         return sums if totals is None else list(map(jnp.add, totals, sums)), [found, of_hidden]
 
-    totals, found = _by_parts(part, _MOST_WITH_GRADIENT, head, weight, [hidden, labels, cotangents])
+    totals, found = _by_parts(part, _MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
     of_weight, *of_bias = totals
     return *found, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
 
@@ -101,7 +101,7 @@ def _product(a, b, axis_of_a, axis_of_b, dtype, like=None) -> jax.Array:
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype, out_sharding=to)
 
 
-def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
     """A fold of `function(totals, *parts of the arrays)` over the rows: the totals, None at first, and the results of all rows.
 
     The logits of a part have about `most` bytes. The last rows of parts may be zeros. Symbolic sizes make one part.
@@ -109,7 +109,9 @@ def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tup
     rows, classes = arrays[0].shape[0], weight.shape[head.class_axis]
     each, parts = rows, 1
     if isinstance(rows, int) and isinstance(classes, int):
-        each, parts = _sizes(rows, -(-rows * classes * arrays[0].dtype.itemsize // most))
+        dtype = arrays[0].dtype
+        itemsize = dtype.itemsize if bias is None else dtype.itemsize + accumulator(dtype).itemsize  # see `_logits`
+        each, parts = _sizes(rows, -(-rows * classes * itemsize // most))
     if parts == 1:
         return function(None, *arrays)
 
@@ -123,9 +125,9 @@ def _by_parts(function, most: int, head, weight, arrays: list[jax.Array]) -> tup
         return (totals, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(found, new, strict=True)]), None
 
     cuts = list(map(cut, arrays))
-    totals, found = jax.eval_shape(function, None, *(array[:, 0] for array in cuts))
-    found = [jax.ShapeDtypeStruct((each, parts, *array.shape[1:]), array.dtype) for array in found]
-    leaves, tree = jax.tree.flatten((totals, found))
+    totals, of_part = jax.eval_shape(function, None, *(array[:, 0] for array in cuts))
+    of_parts = [jax.ShapeDtypeStruct((each, parts, *result.shape[1:]), result.dtype) for result in of_part]
+    leaves, tree = jax.tree.flatten((totals, of_parts))
     # No part goes before the loop: sharded rows would add up the gradient of the weight over devices twice.
     zeros = [jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding) for leaf in leaves]
     carry = jax.tree.unflatten(tree, sharding.vary_alike([cuts[0], *zeros])[1:])

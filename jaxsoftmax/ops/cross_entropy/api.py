@@ -172,9 +172,10 @@ def linear_cross_entropy(
 
     Logits are made for a part of the rows, 128 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
     mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
-    are rounded once. Of a mean or a sum the gradients are made with the losses, part by part, and take three products of
-    matrices in all; with `reduction="none"`, and in float16, they take a fourth. There is no forward mode. Under `vmap` each
-    example has parts of its own, all of which are in memory, and in programs for symbolic shapes all rows are one part.
+    are rounded once. Those sums are in memory, and count, only where there is a bias to add. Of a mean or a sum the gradients
+    are made with the losses, part by part, and take three products of matrices in all; with `reduction="none"`, and in float16,
+    they take a fourth. There is no forward mode. Under `vmap` each example has parts of its own, all of which are in memory,
+    and in programs for symbolic shapes all rows are one part.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -225,7 +226,7 @@ def linear_cross_entropy(
     head = _Head(axis, *options, implementation)
 
     def loss(mesh_axes, *operands):
-        """Of the rows of this device, or the sum over all rows."""
+        """The losses of this device's rows, or their sum over the devices of `mesh_axes`."""
         here = dict(zip(given, operands, strict=True))
         hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
         factors = here.get("weights", jnp.ones_like(labels, kind))

@@ -89,18 +89,11 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     """`(a * p + b * onehot(label) + c) * ds/dx`."""
 
     def body(tile, x, m, d, a, b, c, labels, inside, where):
-        parts = []
+        weights = None
         if a is not None:
-            counts, scores = tile.along(a) != 0, _scores(x, inside, None, soft_cap)
+            scores = _scores(x, inside, None, soft_cap)
             weights = of_softmax.weights_of_state(tile, scores, m, d, None, where, None, factor=a)
-            parts.append(each(lambda weight: select(counts, weight, 0), weights))
-        if c is not None:
-            along_c = tile.along(c)
-            parts.append(apply_mask(where, lambda step: along_c, 0))
-        total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
-        if b is not None:
-            total = tile.plus_at(total, labels, b)
-        return [total if soft_cap is None else each(functools.partial(_sloped, soft_cap), total, x)]
+        return [_gradient(tile, x, weights, a, b, c, labels, where, soft_cap)]
 
     given = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
     given = {name: None if array is None else PerRow(array) for name, array in given.items()}
@@ -111,20 +104,15 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
 
     def body(tile, x, t, labels, inside, where):
-        counts, scores = tile.along(t) != 0, _scores(x, inside, where, soft_cap)
+        scores = _scores(x, inside, where, soft_cap)
         local = tile.lift(scores)
         m, d = tile.merge(local)[:2]
         of_row = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, z_loss, classes)
-        weights, alike = tile.weights(local.m)
-        d_or_nan = d + (m - m)  # NaN where the maximum is infinite
-        factor = tile.along(of_row["a"] * online.weights(local.m, m, axis=()) * alike / d_or_nan)
-        gradient = each(lambda s: select(counts, weights(s) * factor, 0), scores)
-        if label_smoothing:
-            along_c = tile.along(of_row["c"])
-            gradient = each(lambda of_element: of_element + along_c, gradient)
-        gradient = tile.plus_at(gradient, labels, of_row["b"])
-        if soft_cap is not None:
-            gradient = each(functools.partial(_sloped, soft_cap), gradient, x)
+        of_score, alike = tile.weights(local.m)
+        factor = of_row["a"] * online.weights(local.m, m, axis=()) * alike / (d + (m - m))  # NaN where the maximum is infinite
+        along = tile.along(factor)
+        weights = each(lambda s: of_score(s) * along, scores)
+        gradient = _gradient(tile, x, weights, **of_row, labels=labels, where=where, soft_cap=soft_cap)
         return [gradient, online.shift(m), d, *([tile.sum(apply_mask(inside, scores, 0))] if label_smoothing else [])]
 
     # The label's score is read before the gradient takes its place. In a loop XLA must not fuse the kernel with slices that it
@@ -153,6 +141,21 @@ def _scores(x, inside, where, soft_cap):
     if soft_cap is not None:
         x = apply_mask(inside, each(lambda x: soft_cap * ptx.tanh(x / soft_cap), x), -jnp.inf)
     return apply_mask(where, x, -jnp.inf)
+
+
+def _gradient(tile, x, weights, a, b, c, labels, where, soft_cap):
+    """`(a * p + b * onehot(label) + c) * ds/dx`, of `weights`, which are `a * p`; `a`, `b` and `c` may be None."""
+    parts = []
+    if a is not None:
+        counts = tile.along(a) != 0
+        parts.append(each(lambda weight: select(counts, weight, 0), weights))
+    if c is not None:
+        along_c = tile.along(c)
+        parts.append(apply_mask(where, lambda step: along_c, 0))
+    total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
+    if b is not None:
+        total = tile.plus_at(total, labels, b)
+    return total if soft_cap is None else each(functools.partial(_sloped, soft_cap), total, x)
 
 
 def _sloped(soft_cap, total, x):

@@ -16,7 +16,8 @@ Where the cotangents are known with the logits, one more gives both, in the memo
 
     cross_entropy_gradient  of a factor t of each row:  t times the derivative of its loss
                             (1 - label_smoothing) * nll + label_smoothing * (lse - mean of s) + z_loss * lse**2
-                            by x, in its dtype, and then nll, lse and with smoothing the sum of the scores
+                            by x, in its dtype, and then nll, lse and with smoothing the sum of the scores;
+                            of a row that holds +inf some are NaN, and not the same ones everywhere
 
 All operands have the same axes: `labels`, int32 from -1 (none of the row) on, and what belongs to a row have size 1 along
 `axes`, which is a single one. `where` may have size 1 anywhere. Parameters of all are `axes`, `dtype` (of the results),
@@ -36,7 +37,7 @@ from jaxsoftmax.ops.cross_entropy import xla
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
 _WHERE = Operand("where")
-_REPLACED = Operand("x", may_be_one=False)  # as it is, in the dtype of the gradient
+_REPLACED = Operand("x", may_be_one=False)  # as it is: one that a cast has widened has no room for the gradient
 
 
 def _whole(operands, *, dtype, **params):

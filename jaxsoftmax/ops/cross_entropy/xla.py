@@ -77,7 +77,7 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
 def factors(t, lse, label_smoothing, z_loss, classes):
     """The `a`, `b` and `c` of `cross_entropy_vjp` that give `t` times the derivative of the losses."""
     return {
-        "a": t * (1 + 2 * z_loss * lse) if z_loss else t,
+        "a": select(t != 0, t * (1 + 2 * z_loss * lse), 0) if z_loss else t,  # lse may be infinite where t is 0
         "b": (label_smoothing - 1) * t,
         "c": -label_smoothing / max(classes, 1) * t if label_smoothing else None,
     }
