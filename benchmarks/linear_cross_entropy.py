@@ -2,7 +2,7 @@
 
 A shape has the tokens, the hidden size and the vocabulary. `flops` are those of the products alone, of one forward and of three
 with the gradients; `bytes` are those of hidden states and weight, and of their gradients. The peer `products` is the products
-alone, of whole logits and a gradient of the logits that it is given: no way through cross-entropy does less.
+alone, of whole logits and a gradient of the logits that it is given.
 
 An `error` of 0.25 is that of whole logits: as far from float64 as they are, with exact products, and logits, their gradient
 and results rounded once to the dtypes that they have. 1 is four times as far: a sum over parts rounds more often. Of the
@@ -185,14 +185,16 @@ def _sample(letters: str, inputs: Sequence[Any], output: Any) -> list[tuple[Any,
         weight = weight.astype(hidden.dtype).astype(jnp.float64)
         weight = weight if letters == "hv" else weight.T
         at, some = sampled(tokens), sampled(size)
-        logits, _, of_logits = _from_logits(hidden[at], weight, labels[at], tokens)
-        losses, of_weight = [], jnp.zeros(())
+        logits, _, of_logits, spread = _from_logits(hidden[at], weight, labels[at], tokens)
+        losses, of_weight, spread_of_weight = [], jnp.zeros(()), jnp.zeros(())
         for start in range(0, tokens, _ROWS):
             part = hidden[start : start + _ROWS]
-            _, own, gradient = _from_logits(part, weight, labels[start : start + _ROWS], tokens)
+            _, own, gradient, squares = _from_logits(part, weight, labels[start : start + _ROWS], tokens)
             losses.append(own)
             if gradients:
-                of_weight += part[:, some].T.astype(jnp.float64) @ gradient
+                part = part[:, some].astype(jnp.float64)
+                of_weight += part.T @ gradient
+                spread_of_weight += jnp.sum(part**2, 1) @ squares
         if first.ndim:
             pairs = [(np.asarray(first[at]), oracle.Truth(np.asarray(logits), np.full(logits.shape, oracle.TINY)))]
         else:
@@ -200,13 +202,17 @@ def _sample(letters: str, inputs: Sequence[Any], output: Any) -> list[tuple[Any,
         if gradients:
             found = gradients[0][at], (gradients[1] if letters == "hv" else gradients[1].T)[some]
             truths = [of_logits @ weight.T, of_weight]
-            pairs += map(_distance, found, truths, (hidden.dtype, inputs[1].dtype), (1, 0))
+            spreads = [spread @ jnp.sum(weight**2, 0), spread_of_weight]
+            pairs += map(_distance, found, truths, spreads, (hidden.dtype, inputs[1].dtype), (1, 0))
     return pairs
 
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def _from_logits(hidden, weight, labels, tokens):
-    """The logits; the losses and the gradient of the logits by their mean, exactly and of whole logits, the two stacked."""
+    """The logits; the losses and the gradient of the logits by their mean, exactly and of whole logits, the two stacked.
+
+    And the square of how far from the exact gradient an element may be, where all roundings are as large as they can be.
+    """
     dtype = hidden.dtype
     logits = hidden.astype(jnp.float64) @ weight
 
@@ -217,7 +223,11 @@ def _from_logits(hidden, weight, labels, tokens):
         return losses, round_((jnp.exp(s - lse) - jax.nn.one_hot(labels, s.shape[1])) / tokens)
 
     both = from_rounded(lambda x: x), from_rounded(functools.partial(_rounded, dtype=dtype))
-    return logits, *(jnp.stack(parts) for parts in zip(*both, strict=True))
+    p = jnp.exp(logits - jax.nn.logsumexp(logits, -1, keepdims=True))
+    size = p * jnp.abs(logits)
+    far = (size + p * jnp.sum(size, -1, keepdims=True)) / tokens + jnp.abs(both[0][1])
+    squares = (float(jnp.finfo(dtype).eps) / 2 * far) ** 2
+    return logits, *(jnp.stack(parts) for parts in zip(*both, strict=True)), squares
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
@@ -233,15 +243,16 @@ def _loss(losses: np.ndarray) -> oracle.Truth:
     return oracle.Truth(exactly, _MOST * (abs(beside - exactly) + by_chance) + 8 * oracle.EPS * (abs(exactly) + 1))
 
 
-def _distance(found: Any, truths: jax.Array, dtype: Any, axis: int) -> tuple[np.ndarray, oracle.Truth]:
+def _distance(found: Any, truths: jax.Array, spread: jax.Array, dtype: Any, axis: int) -> tuple[np.ndarray, oracle.Truth]:
     """How far it is from the truth, in all and along an axis, as a pair whose difference and relative error this is.
 
-    Along the axis, where it is of few numbers, chance allows twice as much.
+    Along the axis, where it is of few numbers, chance allows twice as much, and counts as whole logits' own error at least the
+    square root of `spread`: a single logit between two numbers of its dtype may be rounded to the nearer one in one way only.
     """
     exactly, beside = truths[0], _rounded(truths[1], dtype)
     size, error, budget = (_norms(x, axis) for x in (exactly, found.astype(jnp.float64) - exactly, beside - exactly))
-    budget *= np.append(np.full(len(budget) - 1, 2 * _MOST), _MOST)
-    return size + error, oracle.Truth(size, budget + oracle.TINY * found.size)
+    budget[:-1] = 2 * np.maximum(budget[:-1], np.sqrt(spread))
+    return size + error, oracle.Truth(size, _MOST * budget + oracle.TINY * found.size)
 
 
 def _norms(x: jax.Array, axis: int) -> np.ndarray:

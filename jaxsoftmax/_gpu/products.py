@@ -82,22 +82,6 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
     return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
 
 
-def reciprocal(product: jax.Array) -> jax.Array:
-    """`1 / product` of float32 to within one unit in the last place: a division takes six instructions more."""
-
-    def invert(product):
-        registers, f32, places = [], ir.F32Type.get(), _constants(range(2))
-        for register in product.registers.flat:
-            for place in places:
-                value = llvm.extractelement(register, place)
-                value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32)
-                register = llvm.insertelement(register, value, place)
-            registers.append(register)
-        return registers
-
-    return emit(invert, arrays=[(product, _PRODUCT)], results=_kind(product.shape, product.dtype))
-
-
 def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two terms of a float32 product in bfloat16: what it is rounded to, and what is missing then.
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT
 
 from .. import cases, kernels, oracle
 from .test_values import OPTIONS, labelled, together, truth, with_gradient, without_ignored
@@ -34,13 +36,31 @@ def test_kernels_are_lowered(shape, axis, dtype, options):
     where = np.ones(shape, bool) if options == "where" else None
     f = mosaic(axis=axis, where=where, **OPTIONS.get(options, {}))
     both = jax.value_and_grad(lambda x, labels: jnp.sum(f(x, labels)))
-    if options == "all" and shape[axis] > 400000:
-        with pytest.raises(
-            NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of 400003"
-        ):
-            kernels.lowered_for_cuda(both, x, labels)
-        return
     kernels.lowered_for_cuda(both, x, labels, kernels=NAMES)
+
+
+def test_smoothing_under_a_mask_has_no_kernel_for_long_rows():
+    x, labels = jax.ShapeDtypeStruct((2, 400003), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    f = mosaic(label_smoothing=0.1, where=np.ones((1, 400003), bool))
+    with pytest.raises(NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of 400003"):
+        kernels.lowered_for_cuda(f, x, labels)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 1000, 40), 1), ((4, 2**18, 64), 1), ((2**20, 3), 0)], ids=cases.ident)
+def test_the_kernel_of_losses_and_gradients_is_lowered_along_other_axes(shape, axis, dtype, options):
+    row = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    smoothing = 0.1 if options == "all" and shape[axis] < 2**18 else 0.0
+    given = [(shape, dtype), (row, "int32"), (row, "float32")]
+    params = {"soft_cap": None, "label_smoothing": smoothing, "z_loss": 0.0, "implementation": "mosaic"}
+
+    def f(x, labels, t):
+        operands = {"x": x, "labels": labels, "t": t}
+        return bind(CROSS_ENTROPY_GRADIENT, operands, axes=(axis,), dtype=jnp.float32, **params)
+
+    text = kernels.lowered_for_cuda(f, *(jax.ShapeDtypeStruct(*each) for each in given))
+    assert set(kernels.kernel_names(text)) == {"cross_entropy_gradient_mosaic"}
 
 
 @pytest.mark.parametrize("options", ["plain", "all"])

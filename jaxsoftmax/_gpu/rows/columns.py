@@ -52,6 +52,7 @@ class ColumnLayout:
     branches = False
     is_exact = False
     shifted = False
+    joined = False
     order_shape = None
     is_read_twice = False
     rows = 1  # tiles of a block
@@ -181,7 +182,7 @@ class Columns(Tile):
         return State(*self._together(functools.partial(self._merged, scale), state.m, state.d))
 
     def sum(self, values) -> jax.Array:
-        return self._together(self._added, self._sum(values))[0]
+        return self._together(self._added, self._sum(values) if callable(values) else values)[0]
 
     def _merged(self, scale, count, maxima, sums):
         maxima, sums = self._loaded(count, maxima, -jnp.inf), self._loaded(count, sums, 0)

@@ -236,6 +236,8 @@ class Memory:
         """Whether elements are of a row, as a function of a step: bool; None if all are."""
         if self.layout.whole_steps == range(self.layout.steps):
             return None
+        if self.layout.joined:
+            return lambda step: self._inside_joined(step) != 0
         if self.layout.config.unroll:
             return lambda step: self._load(None, jnp.dtype(jnp.int8), 0, step=step)[0] != 0
         flags = self._load(None, jnp.dtype(jnp.int8), 0)
@@ -394,6 +396,28 @@ class Memory:
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
         return ptx.emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
+
+    def _inside_joined(self, step) -> jax.Array:
+        """Which elements that threads have of a step, as `_load_joined` gives them, are of the row: int8. In a loop all are."""
+        layout = self.layout
+        width = layout.threads * layout.vector
+
+        def make(row, rank):
+            register = layout.layout.to_mgpu().registers_element_type(ptx.integer(8))
+            if not isinstance(step, int):
+                return [utils.c(1, register)]
+            ((_, first, _, length),) = self._starts(None, (row, rank), 1)
+            flags = utils.c(0, register)
+            for q in range(layout.vector):
+                element = arith.addi(first, constant(q))
+                is_later = compare("slt", element, constant(0))
+                element = arith.addi(element, arith.select(is_later, constant(width), constant(0)))
+                inside = compare("ult", arith.addi(element, constant(step * width)), length)
+                flags = llvm.insertelement(flags, arith.extui(register.element_type, inside), constant(q))
+            return [flags]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.int8, layout=layout.layout)
+        return ptx.emit(make, None, self.place, results=kind)
 
     def _starts(self, ref, place, itemsize, source_row=None) -> Iterator[tuple[Any, ...]]:
         """Where a thread's vectors start, for each of its rows.

@@ -68,7 +68,7 @@ def run(
     body: Callable[..., list[Any]],
     operands: Mapping[str, Operand | None],
     axes: Sequence[int],
-    config: Callable[[int, int, bool, int], Config],
+    config: Callable[[int, int, bool | str, int], Config],
     *,
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
@@ -82,8 +82,8 @@ def run(
         are functions of a step, or an `Either`, before those of rows.
       operands: what they are; one at least is whole. They are loaded in this order.
       axes: the axes of a row, neighbours but for axes of size 1.
-      config: the configuration for a number of columns, the bytes of the widest element, whether there is a mask along the
-        columns or `Inside`, and how far apart elements of a row are.
+      config: the configuration for a number of columns, the bytes of the widest element, True for a mask along the columns, or
+        "end" for `Inside`, else False, and how far apart elements of a row are.
       whole: dtypes of the results that are as large as the rows.
       per_row: dtypes of the results that have size 1 along `axes`.
       replaced: the operand in whose memory the whole result is written, which has its dtype, or None. XLA copies it before
@@ -102,7 +102,9 @@ def run(
     outer = math.prod(shape) // (cols * inner)
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
-    masked = any(isinstance(o, Inside) or (isinstance(o, Mask) and not _is_per_row(o, axes)) for o in given.values())
+    masked: bool | str = any(isinstance(o, Mask) and not _is_per_row(o, axes) for o in given.values())
+    if not masked and any(isinstance(o, Inside) for o in given.values()):
+        masked = "end"
     widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
     chosen = config(cols, widest, masked, inner)
     is_flat = inner == 1 and chosen.parked and chosen.threads <= ptx.WARP

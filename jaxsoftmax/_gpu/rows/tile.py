@@ -87,30 +87,40 @@ class Tile:
         """`values` with an addend more at one column of each row; at none, if the number is no column of the row."""
         return lambda step: self.memory.plus_at(step, values(step), columns, addends)
 
-    def lift(self, scores: Steps, scale=None) -> State:
-        """The states of what a warp holds of each row."""
+    def lift(self, scores: Steps, scale=None, addends: Callable[[Any, jax.Array], jax.Array] | None = None) -> Any:
+        """The states of what a warp holds of each row, and with `addends`, of a step and its scores, the sums of those."""
         layout = self.memory.layout
-        if not layout.config.unroll and not layout.shifted:
-            return online.lift(map(scores, range(layout.steps)), scale=scale)
         if layout.config.parked or layout.config.grid or not layout.config.unroll:
             # What is held is cheap to read twice; what has a `grid` and is not held is `split.unheld`.
-            m = self._maximum(self._top(scores))
-            weights, alike = self.weights(m, scale)
-            return State(m, self._sum(each(weights, scores)) * alike)
+            if layout.config.unroll or layout.shifted:
+                m = self._maximum(self._top(scores))
+                weights, alike = self.weights(m, scale)
+                state = State(m, self._sum(each(weights, scores)) * alike)
+            else:
+                state = online.lift(map(scores, range(layout.steps)), scale=scale)
+            return state if addends is None else (state, self._sum(lambda step: addends(step, scores(step))))
 
-        def push(steps, *state):
-            size = None if scale is None else self.along(scale)
-            if not (isinstance(scores, Elements) and scores.in_words):
-                return online.push(State(*state), map(scores, steps), axis=(), scale=size)[:2]
-            found = list(map(scores.load, steps))
-            top = scores.maximum(found).astype(jnp.float32)
-            return online.push(State(*state), map(scores.converted, found), axis=(), scale=size, top=top)[:2]
+        def push(steps, m, d, *total):
+            size, state = None if scale is None else self.along(scale), State(m, d)
+            if isinstance(scores, Elements) and scores.in_words:
+                found = list(map(scores.load, steps))
+                top = scores.maximum(found).astype(jnp.float32)
+                state = online.push(state, map(scores.converted, found), axis=(), scale=size, top=top)
+                found = map(scores.converted, found)
+            else:
+                found = list(map(scores, steps))
+                state = online.push(state, found, axis=(), scale=size)
+            if addends is None:
+                return state[:2]
+            return [*state[:2], functools.reduce(jnp.add, map(addends, steps, found), *total)]
 
-        top, sums = self._fold(push, [self._accumulator(-jnp.inf), self._accumulator(0)])
+        start = [-jnp.inf, 0] if addends is None else [-jnp.inf, 0, 0]
+        top, sums, *total = self._fold(push, list(map(self._accumulator, start)))
         m = self._maximum(top)
         product = operator.mul if layout.is_exact else _rounded(layout.layout)
         sums = online.rescale(State(top, sums), m, axis=1, scale=scale, product=product).d
-        return State(m, self._in_order(sums) if layout.shifted else jnp.sum(sums, 1))
+        d, *total = (self._in_order(sums) if layout.shifted else jnp.sum(sums, 1) for sums in (sums, *total))
+        return (State(m, d), *total) if total else State(m, d)
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.
@@ -156,9 +166,9 @@ class Tile:
         layout = ptx.replicated(size) if states.d.ndim == 1 else ptx.of_warps(size // ptx.WARP)
         return online.merge_along(states, -1, scale=scale, product=_rounded(layout))
 
-    def sum(self, values: Steps) -> jax.Array:
-        """The sums of the rows."""
-        sums = self._sum(values)
+    def sum(self, values: Steps | jax.Array) -> jax.Array:
+        """The sums of the rows, of elements or of what a warp has summed up in `lift`."""
+        sums = self._sum(values) if callable(values) else values
         return jnp.sum(self._exchanged(sums)[0]) if self.memory.layout.whole_block else sums
 
     def _sum(self, values: Steps) -> jax.Array:

@@ -41,7 +41,8 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=axes, dtype=dtype)
     if reason is None and _has_total(**params):
         cols, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-        config = of_softmax.config_for(target, kernel, cols, x.dtype.itemsize, True, inner)
+        masked = "end" if operands.get("where") is None else True
+        config = of_softmax.config_for(target, kernel, cols, x.dtype.itemsize, masked, inner)
         if config.grid or RowLayout(cols, config).is_read_twice:  # blocks tell each other one state of a row, and no sum
             return f"the sum of the scores, for smoothing, is not computed of rows of {cols} entries"
     return reason
@@ -69,12 +70,16 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
 
     def body(tile, x, inside, where):
-        scores = _scores(x, inside, where, soft_cap)
-        state = tile.merge(tile.lift(scores))
-        found = [online.shift(state.m), state.d]
+        def seen(step, scores):
+            return apply_mask(where, apply_mask(inside, lambda step: scores, 0), 0)(step)
+
+        scores = _scores(tile, x, inside, where, soft_cap)
         if not return_total:
-            return found
-        return [*found, tile.sum(apply_mask(where, apply_mask(inside, scores, 0), 0))]
+            state = tile.merge(tile.lift(scores))
+            return [online.shift(state.m), state.d]
+        local, sums = tile.lift(scores, addends=seen)
+        state = tile.merge(local)
+        return [online.shift(state.m), state.d, tile.sum(sums)]
 
     knows_the_end = soft_cap is not None or return_total
     per_row = [jnp.float32] * (2 + return_total)
@@ -91,7 +96,7 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     def body(tile, x, m, d, a, b, c, labels, inside, where):
         weights = None
         if a is not None:
-            scores = _scores(x, inside, None, soft_cap)
+            scores = _scores(tile, x, inside, None, soft_cap)
             weights = of_softmax.weights_of_state(tile, scores, m, d, None, where, None, factor=a)
         return [_gradient(tile, x, weights, a, b, c, labels, where, soft_cap)]
 
@@ -104,7 +109,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
 
     def body(tile, x, t, labels, inside, where):
-        scores = _scores(x, inside, where, soft_cap)
+        scores = _scores(tile, x, inside, where, soft_cap)
         local = tile.lift(scores)
         m, d = tile.merge(local)[:2]
         of_row = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, z_loss, classes)
@@ -136,10 +141,11 @@ def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **resu
     return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(of_softmax.config_for, target, like), **results)
 
 
-def _scores(x, inside, where, soft_cap):
+def _scores(tile, x, inside, where, soft_cap):
     """The scores, and `-inf` where there are none; a cap is finite beyond the end, too."""
     if soft_cap is not None:
-        x = apply_mask(inside, each(lambda x: soft_cap * ptx.tanh(x / soft_cap), x), -jnp.inf)
+        layout = tile.memory.layout.layout
+        x = apply_mask(inside, each(lambda x: soft_cap * ptx.tanh(x / soft_cap, layout), x), -jnp.inf)
     return apply_mask(where, x, -jnp.inf)
 
 
@@ -155,9 +161,9 @@ def _gradient(tile, x, weights, a, b, c, labels, where, soft_cap):
     total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
     if b is not None:
         total = tile.plus_at(total, labels, b)
-    return total if soft_cap is None else each(functools.partial(_sloped, soft_cap), total, x)
+    return total if soft_cap is None else each(functools.partial(_sloped, soft_cap, tile.memory.layout.layout), total, x)
 
 
-def _sloped(soft_cap, total, x):
-    slope = 1 - ptx.tanh(x / soft_cap) ** 2
+def _sloped(soft_cap, layout, total, x):
+    slope = 1 - ptx.tanh(x / soft_cap, layout) ** 2
     return select(total != 0, total * slope, 0)

@@ -64,7 +64,8 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     kernel = f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
     itemsizes = [jnp.dtype(a.dtype).itemsize for a in whole]
     masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
-    masked = masked or (operands.get("scale") is not None and primitive != "softmax_jacobian")
+    if not masked and operands.get("scale") is not None and primitive != "softmax_jacobian":
+        masked = "end"
     widest = max(itemsizes if primitive in ("logsumexp", "logsumexp_jvp") else [*itemsizes, jnp.dtype(dtype).itemsize])
     inner = math.prod(x.shape[max(along) + 1 :]) if along else 1
     config = config_for(target, kernel, cols, widest, masked, inner)
@@ -99,7 +100,7 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 _CLUSTERS = {9: [(132, 16), (0, 8)]}
 
 
-def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inner: int = 1) -> Config:
+def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool | str, inner: int = 1) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
@@ -108,8 +109,9 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
     multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster,
     longer ones by those of the grid. What is read once and not written is held nowhere where that is long.
 
-    `masked` is for a mask along the columns, and for a scale, which must know what is beyond the end. The number of rows does
-    not matter, so the bits of a row do not depend on it. The measurements are in `benchmarks/results/h200/softmax.csv`.
+    `masked` is True for a mask along the columns, and "end" for a scale, which must know what is beyond the end. The number of
+    rows does not matter, so the bits of a row do not depend on it. The measurements are in
+    `benchmarks/results/h200/softmax.csv`.
     """
     widest = 16 // itemsize
     clusters = _CLUSTERS[target.compute_capability[0]]
@@ -118,13 +120,13 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool, inne
         return _along_another_axis(target, kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
     # Where short rows reach the bandwidth as they are, in registers, small arrays of them are fastest so, too.
-    plain = masked or (itemsize == 4 and kernel != "logsumexp_forward")
+    plain = bool(masked) or (itemsize == 4 and kernel != "logsumexp_forward")
     in_a_warp = 2048 if plain or (kernel != "logsumexp_forward" and cols % 1024 == 0) else 4096  # bytes
     if not plain and itemsize == 2 and kernel not in _TWO_OPERANDS and cols % 64:
         in_a_warp = 8192
     if cols * itemsize <= in_a_warp or (cols <= 1024 and vector < widest):
         return _within_a_warp(kernel, cols, vector, widest, plain)
-    if kernel in _STREAMED and not masked and cols > (8192 if itemsize == 4 else 20480):
+    if kernel in _STREAMED and masked is not True and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if cols * itemsize > 2**20 else 128
         return Config(4, threads, blocks=min(8, _power(cols / 65536)), unroll=16 // itemsize)
     size = itemsize, 2 if kernel in _TWO_OPERANDS else 1

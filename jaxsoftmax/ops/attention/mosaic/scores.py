@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import products, ptx
+from jaxsoftmax._gpu import ptx
 from jaxsoftmax.ops.attention import _dropout
 
 LOG2E = math.log2(math.e)
@@ -33,4 +33,4 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     return _dropout.keep(first_word, second_word, row, col, rate)
 
 
-tanh = functools.partial(ptx.tanh, reciprocal=products.reciprocal)
+tanh = functools.partial(ptx.tanh, layout=LAYOUT)
