@@ -45,7 +45,7 @@ def _kinds() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
         yield shape, {"backward": True}
     yield SHAPES[1], {"backward": True, "class_axis": 0}
     yield SHAPES[1], {"backward": True, "weight_dtype": "float32"}
-    for shape in SHAPES:
+    for shape in (*SHAPES, *OTHERS):
         yield shape, {}
     for vocabulary in VOCABULARIES:
         yield (TOKENS, HIDDEN, vocabulary), {"backward": True, "peers": ("optax",)}

@@ -8,12 +8,16 @@ makes the sum a part of the product, with no other array.
 
 A part has every n-th row, and not neighbours: where rows are sharded, each device has some of every part.
 
+Of losses without gradients there is a primitive, `linear_cross_entropy`, for which Hopper has a kernel that keeps no logits.
+
 A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes; `losses(logits, labels)`, which gives `[rows]`
 of `[rows, classes]` and `[rows]`; and `losses_and_gradient(logits, labels, factors)`, which gives them, and the derivative of
-the sum of `factors` times them. It can be hashed.
+the sum of `factors` times them. `is_plain` says that there is no smoothing and no cap; then `loss([nll, lse], labels, classes)`
+gives the losses. It can be hashed.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,21 +26,61 @@ from jax import lax
 
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.primitive import bind, define
 
 # Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
 _MOST_WITH_GRADIENT = 2**29
-_MOST = 2**27
+_MOST = 2**28
 _TILE = 128  # rows that tensor cores take at a time
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def losses(head, hidden, weight, bias, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, a bias of these or None, and labels `[rows]`."""
+    operands = {"hidden": hidden, "weight": weight, "labels": labels}
+    if bias is not None or not head.is_plain or any(sharding.has_explicit_axes(jax.typeof(a)) for a in operands.values()):
+        return losses_by_parts(head, hidden, weight, bias, labels)
+    # Another one that was forced is for what is computed of logits: the reference here has it run.
+    forced = "xla" if head.implementation == "xla" else None
+    return bind(LINEAR_CROSS_ENTROPY, operands, head=head, implementation=forced)[0]
+
+
+def losses_by_parts(head, hidden, weight, bias, labels) -> jax.Array:
+    """`losses`, from logits of a part of the rows at a time."""
 
     def part(totals, h, own):
         return totals, [head.losses(_logits(head, h, weight, bias), own)]
 
     return _by_parts(part, _MOST, head, weight, bias, [hidden, labels])[1][0]
+
+
+def _types(operands, **params):
+    del params
+    return [jax.ShapeDtypeStruct(operands["labels"].shape, accumulator(operands["hidden"].dtype))]
+
+
+LINEAR_CROSS_ENTROPY = define(
+    Map(
+        "cross_entropy",
+        "linear_cross_entropy",
+        (
+            Operand("hidden", ("rows", None), may_be_one=False),
+            Operand("weight", (None, None)),
+            Operand("labels", ("rows",), may_be_one=False),
+        ),
+        _types,
+        lambda **params: [Operand("losses", ("rows",))],
+        is_whole=True,
+    )
+)
+
+
+def of_batch(losses, hidden, weight, labels):
+    """`losses(hidden, weight, labels)` of a batch of rows that share the weight."""
+    rows = math.prod(labels.shape)
+    found = losses(hidden.reshape(rows, hidden.shape[-1]), weight.reshape(weight.shape[-2:]), labels.reshape(rows))
+    return found.reshape(labels.shape)
 
 
 def _losses_forward(head, hidden, weight, bias, labels):

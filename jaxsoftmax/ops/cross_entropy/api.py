@@ -170,12 +170,16 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
 
-    Logits are made for a part of the rows, 128 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
+    Logits are made for a part of the rows, 256 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
     mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
     are rounded once. Those sums are in memory, and count, only where there is a bias to add. Of a mean or a sum the gradients
     are made with the losses, part by part, and take three products of matrices in all; with `reduction="none"`, and in float16,
-    they take a fourth. There is no forward mode. Under `vmap` each example has parts of its own, all of which are in memory,
+    they take a fourth. There is no forward mode. Under `vmap` gradients have parts of each example, all of which are in memory,
     and in programs for symbolic shapes all rows are one part.
+
+    Where losses are not differentiated, or by themselves, a kernel on Hopper has no logits in memory, and does not round them:
+    with `hidden` and `weight` in the same 16 bits, no bias, smoothing or cap, H a multiple of 64, and a number of classes that
+    is one too, or with `class_axis=0` of 8. On several devices it runs inside a `shard_map`.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -275,9 +279,16 @@ class _Head:
         params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap, "implementation": self.implementation}
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         gradient, *found = bind(CROSS_ENTROPY_GRADIENT, operands, **params)
-        parts = [jnp.where(labels != _OF_NO_ROW, jnp.squeeze(part, 1), 0) for part in found]
-        classes = max(logits.shape[1], 1)
-        return _loss(*parts, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes), gradient
+        return self.loss([jnp.squeeze(part, 1) for part in found], labels, logits.shape[1]), gradient
+
+    def loss(self, found: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
+        """From the `nll`, the log-sum-exp and with smoothing the sum of the scores of rows."""
+        found = [jnp.where(labels != _OF_NO_ROW, part, 0) for part in found]
+        return _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=max(classes, 1))
+
+    @property
+    def is_plain(self) -> bool:
+        return self.label_smoothing == 0 and self.logits_soft_cap is None
 
 
 def _number(name: str, value: Any, least: float = -math.inf, most: float = math.inf, function: str = _NAME) -> float:

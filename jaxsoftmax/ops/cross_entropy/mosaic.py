@@ -11,6 +11,7 @@ bytes.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
 from jaxsoftmax._gpu.rows.tile import each
-from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.cross_entropy import _linear, _linear_mosaic, xla
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import apply_mask, select
 
@@ -33,9 +34,11 @@ _LIKE = {  # softmax's primitives and kernels that are as large, and hold rows o
 }
 
 
-def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
+def unsupported(primitive, target, operands, *, axes: Sequence[int] = (), dtype=None, **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    x, (axis,) = operands["x"], axes
+    if primitive == "linear_cross_entropy":
+        return _linear_mosaic.unsupported(target, operands, params["head"].class_axis)
+    x, axis = operands["x"], axes[0]
     like, kernel = _LIKE[primitive]
     dtype = x.dtype if primitive == "cross_entropy_gradient" else dtype
     reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=axes, dtype=dtype)
@@ -48,8 +51,10 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     return reason
 
 
-def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
+def unprofitable(primitive, target, operands, fused, cast, *, axes: Sequence[int] = (), dtype=None, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
+    if primitive == "linear_cross_entropy":
+        return None
     given = _as_there(operands, **params)
     return of_softmax.unprofitable(_LIKE[primitive][0], target, given, fused, cast, axes=axes, dtype=dtype)
 
@@ -131,6 +136,11 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     gradient, m, d, *total = lax.optimization_barrier(found)
     log_d = jnp.log(d)
     return [gradient, *(found.astype(dtype) for found in (log_d - (chosen - m), m + log_d, *total))]
+
+
+def linear_cross_entropy(hidden, weight, labels, *, head, target):
+    """The losses of a linear layer, without its logits."""
+    return [_linear.of_batch(functools.partial(_linear_mosaic.losses, head, target), hidden, weight, labels)]
 
 
 def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **results):

@@ -3,11 +3,14 @@
 `axis_name` names the mesh axes over which the row is sharded, inside a `shard_map` or its like.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.cross_entropy import _linear
 from jaxsoftmax.ops.softmax.xla import merged, select, state_of, sum_along, weights_of_state
 
 
@@ -72,6 +75,20 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
     of_rows = {"m": m, "d": d, **factors(t, lse, label_smoothing, z_loss, classes)}
     (gradient,) = backward({"x": x, "labels": labels, **of_rows}, axes=axes, dtype=x.dtype, **params)
     return [gradient, nll, lse, *total]
+
+
+def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
+    """The losses of a linear layer, all rows of a batch at once where its examples share the weight."""
+    del devices
+
+    def by_parts(hidden, weight, labels):
+        return _linear.losses_by_parts(head, hidden, weight, None, labels)
+
+    if math.prod(weight.shape[:-2]) == 1:
+        return [_linear.of_batch(by_parts, hidden, weight, labels)]
+    weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
+    examples = [array.reshape(-1, *array.shape[labels.ndim - 1 :]) for array in (hidden, weight, labels)]
+    return [lax.map(lambda example: by_parts(*example), examples).reshape(labels.shape)]
 
 
 def factors(t, lse, label_smoothing, z_loss, classes):

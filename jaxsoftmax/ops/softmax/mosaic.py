@@ -136,7 +136,8 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool | str
     in_registers = 8192 if few else 131072 if size == (4, 1) and whole_lines else _IN_REGISTERS[size]
     if cols <= in_registers and (whole_lines or itemsize == 4 or masked):
         each = 128 // itemsize  # elements of a thread
-        threads = min(512 if itemsize == 4 else 256, max(128, _power(cols / each)))
+        most_threads = 512 if itemsize == 4 and (whole_lines or kernel != "logsumexp_vjp") else 256
+        threads = min(most_threads, max(128, _power(cols / each)))
         return Config(widest, threads, blocks=_power(cols / (each * threads)))
     share, longest = _SHARES[size]
     if cols > most * longest:

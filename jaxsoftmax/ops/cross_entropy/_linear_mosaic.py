@@ -1,0 +1,163 @@
+"""The losses of a linear layer on Hopper, whose logits are in registers alone.
+
+Blocks multiply tiles of 128 rows by 256 classes: a warpgroup copies operands to shared memory, and two others multiply 64 rows
+each. What they have of each row in a tile becomes a state, the maximum and the sum of the exponentials, and the score of the
+label if it is there. XLA merges the states. Scores are sums in float32, which are not rounded.
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax.online import State
+
+_CONSUMERS = 2
+_ROWS, _CLASSES = 64, 256  # of a tile of each consumer
+_DEPTH, _STAGES = 64, 4  # of what is in shared memory
+_SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
+_LAYOUT = plgpu.Layout.WGMMA
+_LOG2E = math.log2(math.e)
+
+
+def unsupported(target, operands, class_axis) -> str | None:
+    """Why it cannot run, in words, or None."""
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
+        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
+    hidden, weight = operands["hidden"], operands["weight"]
+    if hidden.dtype.name not in ("bfloat16", "float16") or weight.dtype != hidden.dtype:
+        return f"hidden and weight must both be bfloat16 or float16, got {hidden.dtype} and {weight.dtype}"
+    if math.prod(weight.shape[:-2]) != 1:
+        return f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights"
+    unit = 64 if class_axis == 1 else 8
+    classes, size = weight.shape[class_axis - 2], hidden.shape[-1]
+    if size == 0 or size % _DEPTH or classes == 0 or classes % unit or not math.prod(hidden.shape[:-1]):
+        return f"it needs a hidden size that is a multiple of {_DEPTH} and classes of {unit}, got {size} and {classes}"
+    return None
+
+
+def losses(head, target, hidden, weight, labels) -> jax.Array:
+    """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
+    rows, classes = hidden.shape[0], weight.shape[head.class_axis]
+    block = _CONSUMERS * _ROWS
+    missing = -rows % block
+    hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing), constant_values=-1)
+    tiles = pl.cdiv(classes, _CLASSES)
+    has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
+    swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
+    slot = (_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, _CLASSES)
+    found = plgpu.kernel(
+        functools.partial(_kernel, class_axis=head.class_axis, classes=classes),
+        out_type=[jax.ShapeDtypeStruct((tiles, len(labels)), jnp.float32)] * 3,
+        grid=(target.multiprocessors,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((_STAGES, block, _DEPTH), hidden.dtype, transforms=swizzled),
+            plgpu.SMEM((_STAGES, *slot), hidden.dtype, transforms=swizzled),
+            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="linear_cross_entropy_mosaic",
+    )(hidden, weight, labels, jnp.any(has_label, -1).astype(jnp.int32))
+    m, d, scores = (part[:, :rows] for part in found)
+    m, d, _ = online.merge_along(State(m, d), 0)
+    labels, m, log_d = labels[:rows], online.shift(m), jnp.log(d)
+    own = jnp.clip(labels // _CLASSES, 0, tiles - 1)
+    score = jnp.take_along_axis(scores, own[None], 0)[0]
+    score = jnp.where((labels >= 0) & (labels < classes), score, jnp.nan)
+    return head.loss([log_d - (score - m), m + log_d], labels, classes)
+
+
+def _kernel(hidden, weight, labels, has_label, maxima, sums, scores, *slots, class_axis, classes):
+    """Of each tile of classes the maxima, sums, and where there are any the scores of labels, `[tiles of classes, rows]`."""
+    hidden_slots, weight_slots, full, empty = slots
+    steps = hidden.shape[1] // _DEPTH
+    tiles = hidden.shape[0] // (_CONSUMERS * _ROWS), pl.cdiv(classes, _CLASSES)
+    warpgroup = lax.axis_index("warpgroup")
+
+    def each_tile(body):
+        @plgpu.nd_loop((math.prod(tiles),), collective_axes="block", init_carry=jnp.int32(0))
+        def end(info, carry):  # how many steps were before: barriers count on from tile to tile
+            (place,) = info.index
+            body(*plgpu.planar_snake(place, tiles, 0, _SIDE_BY_SIDE), carry)
+            return carry + steps
+
+        return end
+
+    def slot(step):
+        return lax.rem(step, jnp.int32(_STAGES))
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def copy(row, column, before):
+            rows = pl.ds(row * (_CONSUMERS * _ROWS), _CONSUMERS * _ROWS)
+            columns = pl.ds(column * _CLASSES, _CLASSES)
+
+            @pl.loop(0, steps)
+            def _(k):
+                at, deep = slot(before + k), pl.ds(k * _DEPTH, _DEPTH)
+                plgpu.barrier_wait(empty.at[at])
+                plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
+                part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
+                plgpu.copy_gmem_to_smem(part, weight_slots.at[at], full.at[at])
+
+        end = each_tile(copy)
+
+        @pl.loop(0, _STAGES)  # a barrier may not go while others arrive there
+        def _(k):
+            plgpu.barrier_wait(empty.at[slot(end + k)])
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _consume():
+        plgpu.set_max_registers(232, action="increase")
+        for at in range(_STAGES):
+            plgpu.barrier_arrive(empty.at[at])
+
+        def compute(row, column, before):
+            number = row * _CONSUMERS + warpgroup
+            own, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
+
+            def multiply(product):
+                @pl.loop(0, steps)
+                def _(k):
+                    at = slot(before + k)
+                    plgpu.barrier_wait(full.at[at])
+                    part = weight_slots.at[at]
+                    part = part.transpose((1, 0)) if class_axis == 0 else part
+                    plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
+                    plgpu.wgmma_wait(1)  # the step before has ended
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[slot(before + k - 1)]))
+
+                return product[...]
+
+            product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
+            plgpu.barrier_arrive(empty.at[slot(before + steps - 1)])
+
+            def columns():
+                return plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=_LAYOUT)
+
+            @pl.when(has_label[column, number] > 0)
+            def _():
+                label = plgpu.load(labels.at[own], layout=_LAYOUT.reduce(1), optimized=False) - first
+                is_label = columns() == lax.broadcast_in_dim(label, product.shape, (0,))
+                scores[column, own] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
+
+            if classes % _CLASSES:
+                is_last = first + _CLASSES > classes
+                product = lax.cond(is_last, lambda x: jnp.where(columns() < classes - first, x, -jnp.inf), lambda x: x, product)
+            m = jnp.max(product, 1)
+            maxima[column, own] = m
+            shifted = lax.broadcast_in_dim(online.shift(m) * _LOG2E, product.shape, (0,))
+            sums[column, own] = jnp.sum(jnp.exp2(product * _LOG2E - shifted), 1)
+
+        each_tile(compute)

@@ -1,0 +1,203 @@
+"""The kernel of a linear layer's losses on Hopper: lowered and interpreted here, and held against float64 on such a GPU."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.cross_entropy import _linear_mosaic
+from jaxsoftmax.ops.cross_entropy.api import _Head
+
+from .. import cases, kernels, oracle
+from ..core.test_sharding import make_mesh
+from . import oracle as losses_oracle
+
+NAME = "linear_cross_entropy_mosaic"
+# Rows, hidden size, classes and their axis: a tile, ragged ones, more tiles than blocks, and one row.
+SHAPES = [(128, 64, 256, 1), (200, 128, 576, 1), (130, 192, 264, 0), (1, 64, 8, 0)]
+LARGE = [
+    *((4096 + 77, size, classes, axis) for size, classes, axis in [(64, 32000, 1), (768, 50256, 0), (4096, 128256, 1)]),
+    *((rows, 1024, 50304, axis) for rows in (1, 64, 2048) for axis in (0, 1)),
+]
+
+
+def loss(hidden, weight, labels, **options):
+    return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def types(rows, size, classes, class_axis, dtype, weight_dtype=None):
+    weight = (size, classes) if class_axis == 1 else (classes, size)
+    return [
+        jax.ShapeDtypeStruct((rows, size), dtype),
+        jax.ShapeDtypeStruct(weight, weight_dtype or dtype),
+        jax.ShapeDtypeStruct((rows,), np.int32),
+    ]
+
+
+def given(rows, size, classes, class_axis, dtype, factor=1.0):
+    """Some rows have large scores; labels are the first and the last class, one beyond, a negative one, and any."""
+    hidden, weight, labels = types(rows, size, classes, class_axis, dtype)
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], hidden.shape, dtype) * jnp.where(jnp.arange(rows) % 3 == 1, factor, 1)[:, None].astype(
+        dtype
+    )
+    weight = jax.random.normal(keys[1], weight.shape, dtype) * jnp.asarray(size**-0.5, dtype)
+    labels = np.array(jax.random.randint(keys[2], labels.shape, 0, classes))
+    labels[1:5] = np.array([classes - 1, classes, -7, 0])[: len(labels[1:5])]
+    return hidden, weight, labels
+
+
+def check(found, hidden, weight, labels, class_axis, **options):
+    """Against float64, of all scores or of these rows; a product adds an error of the sum in float32 to a score."""
+    rows = np.linspace(0, len(labels) - 1, min(len(labels), 200)).astype(int)
+    with jax.enable_x64(True):
+        weight = weight.astype(jnp.float64) if class_axis == 1 else weight.astype(jnp.float64).T
+        wide = hidden[rows].astype(jnp.float64)
+        scores, sizes = np.asarray(wide @ weight), np.asarray(jnp.abs(wide) @ jnp.abs(weight))
+    expected = losses_oracle.cross_entropy(scores, labels[rows], **options).loss
+    outside = (labels[rows] < 0) | (labels[rows] >= scores.shape[1])
+    np.testing.assert_array_equal(np.isnan(np.asarray(found)[rows]), outside)
+    # Tensor cores truncate what they add up.
+    more = 4 * oracle.EPS * np.sqrt(hidden.shape[1]) * np.max(sizes, 1)
+    assert oracle.error(np.asarray(found)[rows], oracle.Truth(expected.value, expected.budget + more)) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
+def test_it_is_lowered(shape, dtype):
+    f = functools.partial(loss, class_axis=shape[3])
+    kernels.lowered_for_cuda(f, *types(*shape, dtype), kernels=[NAME])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weight_dtype", "why"),
+    [
+        ((128, 64, 256, 1), "float32", None, "hidden and weight must both be bfloat16 or float16, got float32 and float32"),
+        ((128, 64, 256, 1), "bfloat16", "float32", "got bfloat16 and float32"),
+        ((128, 72, 256, 1), "bfloat16", None, "it needs a hidden size that is a multiple of 64 and classes of 64, got 72"),
+        ((128, 64, 264, 1), "bfloat16", None, "classes of 64, got 64 and 264"),
+        ((128, 64, 50257, 0), "bfloat16", None, "classes of 8, got 64 and 50257"),
+    ],
+)
+def test_other_operands_have_their_logits_made_part_by_part(shape, dtype, weight_dtype, why):
+    f = functools.partial(loss, class_axis=shape[3])
+    outer, *inner = jaxsoftmax.explain(f, *types(*shape, dtype, weight_dtype), platform="cuda")
+    assert (outer.primitive, outer.implementation) == ("linear_cross_entropy", "xla")
+    assert why in outer.refusals[0][1]
+    assert [decision.primitive for decision in inner] == ["cross_entropy"]
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"logits_soft_cap": 30.0}, {"bias": np.zeros(256)}])
+def test_other_options_have_their_logits_made_part_by_part(options):
+    (decision,) = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+    assert decision.primitive == "cross_entropy"
+
+
+def test_it_runs_where_gradients_are_made_anew():
+    arrays = types(128, 64, 256, 1, "bfloat16")
+    explanation = jaxsoftmax.explain(jax.grad(lambda *given: jnp.sum(loss(*given, reduction="none"))), *arrays, platform="cuda")
+    assert [d.primitive for d in explanation] == ["cross_entropy_gradient"]  # the losses are not used
+    both = jax.value_and_grad(lambda *given: jnp.sum(loss(*given, reduction="none") ** 2))
+    explanation = jaxsoftmax.explain(both, *arrays, platform="cuda")
+    assert [d.primitive for d in explanation] == ["linear_cross_entropy", "cross_entropy_gradient"]
+    cases.assert_all_run_on("mosaic", explanation)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_a_forced_implementation(implementation):
+    f = functools.partial(loss, implementation=implementation)
+    explanation = jaxsoftmax.explain(f, *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+    cases.assert_all_run_on(implementation, explanation)
+    odd = jaxsoftmax.explain(f, *types(128, 60, 5000, 1, "bfloat16"), platform="cuda")
+    assert [d.implementation for d in odd] == ["xla", implementation]
+
+
+def test_examples_that_share_the_weight_are_rows_of_one_call():
+    hidden, weight, labels = types(128, 64, 256, 1, "bfloat16")
+    hidden, labels = (jax.ShapeDtypeStruct((3, *array.shape), array.dtype) for array in (hidden, labels))
+    kernels.lowered_for_cuda(jax.vmap(loss, (0, None, 0)), hidden, weight, labels, kernels=[NAME])
+    weights = jax.ShapeDtypeStruct((3, *weight.shape), weight.dtype)
+    decision = jaxsoftmax.explain(jax.vmap(loss), hidden, weights, labels, platform="cuda")[0]
+    assert "the examples of a batch must share the weight, got 3 weights" in decision.refusals[0][1]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_batches_are_right_on_the_reference(shared):
+    hidden, weight, labels = (
+        np.random.default_rng(0).standard_normal(shape) for shape in [(3, 2, 20, 8), (3, 8, 30), (3, 2, 20)]
+    )
+    labels = (np.abs(labels) * 10).astype(np.int32)
+    weight = weight[0] if shared else weight
+    inner = jax.vmap(functools.partial(loss, reduction="none"), (0, None, 0))
+    found = jax.vmap(inner, (0, None if shared else 0, 0))(*map(jnp.float32, (hidden, weight)), labels)
+    scores = np.einsum("abth,hv->abtv" if shared else "abth,ahv->abtv", hidden, weight)
+    expected = jaxsoftmax.cross_entropy(jnp.float32(scores), labels)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "automatic"])
+def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
+    mesh, f = make_mesh(AxisType.Auto, (8,), ("data",)), functools.partial(loss, reduction="none")
+    specs = P("data"), P(), P("data")
+    arrays = types(1024, 64, 256, 1, "bfloat16")
+    arrays = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+    ]
+    if is_mapped:
+        f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    decision = jaxsoftmax.explain(f, *arrays, platform="cuda")[0]
+    assert decision.primitive == "linear_cross_entropy"
+    assert decision.implementation == ("mosaic" if is_mapped else "xla")
+    assert is_mapped or "XLA shards the reference over devices" in decision.refusals[0][1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
+def test_interpreted_losses_are_right(shape, dtype):
+    arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
+    head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
+    found = kernels.interpreted(
+        functools.partial(_linear_mosaic.losses, head, target), arrays[0], arrays[1], jnp.asarray(arrays[2])
+    )
+    labels = np.where(arrays[2] < 0, arrays[2] - 1, arrays[2])  # -1 is that of rows that do not count
+    assert found.dtype == jnp.float32
+    check(found, arrays[0], arrays[1], labels, shape[3], z_loss=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("factor", [1, 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=cases.ident)
+def test_native_losses(shape, dtype, factor):
+    arrays = given(*shape, dtype, factor)
+    f = jax.jit(functools.partial(loss, class_axis=shape[3], reduction="none", z_loss=1e-4))
+    cases.assert_ran("mosaic", f, *arrays)
+    found = f(*arrays)
+    check(found, *arrays, shape[3], z_loss=1e-4)
+    assert np.asarray(found).tobytes() == np.asarray(f(*arrays)).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_native_gradients_made_anew():
+    hidden, weight, labels = given(1000, 256, 5056, 1, "bfloat16")
+    labels = np.clip(labels, 0, 5055)
+    f = jax.jit(jax.value_and_grad(lambda h, w: jnp.mean(loss(h, w, labels, reduction="none") ** 2), (0, 1)))
+    cases.assert_ran("mosaic", f, hidden, weight)
+
+    def whole(h, w):
+        logits = jnp.dot(h.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+        return jnp.mean(jaxsoftmax.cross_entropy(logits, labels, implementation="xla") ** 2)
+
+    expected = jax.value_and_grad(whole, (0, 1))(hidden, weight)
+    for a, b in zip(jax.tree.leaves(f(hidden, weight)), jax.tree.leaves(expected), strict=True):
+        difference = np.linalg.norm(np.float64(a) - np.float64(b))
+        assert difference <= 0.01 * np.linalg.norm(np.float64(b))
