@@ -3,6 +3,7 @@
 import csv
 import datetime
 import io
+import itertools
 import os
 import re
 import uuid
@@ -114,7 +115,9 @@ def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[An
     path.parent.mkdir(parents=True, exist_ok=True)
     own = check(path, columns) if path.exists() else ()
     header = [] if own else [columns]
-    text = io.StringIO()
+    text, lines = io.StringIO(), list(lines)
+    if own and any(filter(None, itertools.chain.from_iterable(line[len(own) :] for line in lines))):
+        raise ValueError(f"{path}: has no column for {', '.join(columns[len(own) :])}")
     csv.writer(text, lineterminator="\n").writerows([*header, *(line[: len(own or columns)] for line in lines)])
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
