@@ -116,7 +116,7 @@ def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[An
     own = check(path, columns) if path.exists() else ()
     header = [] if own else [columns]
     text, lines = io.StringIO(), list(lines)
-    if own and any(filter(None, itertools.chain.from_iterable(line[len(own) :] for line in lines))):
+    if own and any(itertools.chain.from_iterable(line[len(own) :] for line in lines)):
         raise ValueError(f"{path}: has no column for {', '.join(columns[len(own) :])}")
     csv.writer(text, lineterminator="\n").writerows([*header, *(line[: len(own or columns)] for line in lines)])
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -42,7 +42,8 @@ class Map:
       types: `types(operands, **params)`, the shapes and dtypes of the results, from the operands by name.
       results: `results(**params)`, what the results are; None where they have the axes of the operands.
       linear: the names of the operands in which it is linear, all together.
-      is_whole: whether kernels get all of the operands: on automatic mesh axes the reference runs, and XLA cuts it.
+      is_uncut: whether kernels run on one device, or inside a shard_map over all mesh axes, alone: elsewhere the reference
+        does, and XLA cuts that as it sees fit.
     """
 
     op: str
@@ -51,7 +52,7 @@ class Map:
     types: Callable[..., Sequence[Any]]
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
-    is_whole: bool = False
+    is_uncut: bool = False
 
     # What derives from these: the operands by their names, and whether they and the results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)

@@ -18,6 +18,7 @@ from jaxsoftmax.ops.cross_entropy.api import _Head
 from .. import cases, kernels, oracle
 from ..core.test_sharding import make_mesh
 from . import oracle as losses_oracle
+from .test_transformations import COLLECTIVE
 
 NAME = "linear_cross_entropy_mosaic"
 # Rows, hidden size, classes and their axis: a tile, ragged ones, more tiles than blocks, and one row.
@@ -79,8 +80,8 @@ def test_it_is_lowered(shape, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype", "weight_dtype", "why"),
     [
-        ((128, 64, 256, 1), "float32", None, "hidden and weight must both be bfloat16 or float16, got float32 and float32"),
-        ((128, 64, 256, 1), "bfloat16", "float32", "got bfloat16 and float32"),
+        ((128, 64, 256, 1), "float32", None, "hidden must be bfloat16 or float16, got float32"),
+        ((0, 64, 256, 1), "bfloat16", None, "there are no rows"),
         ((128, 72, 256, 1), "bfloat16", None, "it needs a hidden size that is a multiple of 64 and classes of 64, got 72"),
         ((128, 64, 264, 1), "bfloat16", None, "classes of 64, got 64 and 264"),
         ((128, 64, 50257, 0), "bfloat16", None, "classes of 8, got 64 and 50257"),
@@ -98,6 +99,10 @@ def test_other_operands_have_their_logits_made_part_by_part(shape, dtype, weight
 def test_other_options_have_their_logits_made_part_by_part(options):
     (decision,) = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
     assert decision.primitive == "cross_entropy"
+
+
+def test_a_wider_weight_is_cast():
+    kernels.lowered_for_cuda(loss, *types(128, 64, 256, 1, "bfloat16", "float32"), kernels=[NAME])
 
 
 def test_it_runs_where_gradients_are_made_anew():
@@ -142,6 +147,42 @@ def test_batches_are_right_on_the_reference(shared):
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 8, 30), (3, 5, 0, 30), (0, 5, 8, 30)], ids=cases.ident)
+def test_empty_batches(shape):
+    batch, rows, size, classes = shape
+    hidden, weights, labels = jnp.zeros((batch, rows, size)), jnp.zeros((batch, size, classes)), jnp.zeros((batch, rows), int)
+    found = jax.vmap(functools.partial(loss, reduction="none"))(hidden, weights, labels)
+    np.testing.assert_allclose(found, np.full((batch, rows), np.log(30)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["examples", "examples, own weights", "rows", "both"])
+def test_of_a_batch_on_automatic_axes_nothing_is_gathered(kind):
+    mesh = make_mesh(AxisType.Auto)
+    of_rows = {"rows": P(None, "data"), "both": P("model", "data")}.get(kind, P("data"))
+    own = kind == "examples, own weights"
+    f = jax.vmap(functools.partial(loss, reduction="none"), (0, 0 if own else None, 0))
+    shapes = (8, 16, 32), (8, 32, 48) if own else (32, 48), (8, 16)
+    specs, dtypes = (of_rows, P("data") if own else P(), of_rows), (jnp.float32, jnp.float32, jnp.int32)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
+    ]
+    assert not COLLECTIVE.search(jax.jit(f).lower(*arrays).compile().as_text())
+
+
+@pytest.mark.parametrize(("spec", "runs"), [(P(("data", "model")), True), (P("data"), False)], ids=["all axes", "some axes"])
+def test_on_explicit_axes_it_runs_where_rows_are_sharded_over_all(spec, runs):
+    mesh = make_mesh(AxisType.Explicit)
+    arrays = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+        for array, spec in zip(types(1024, 64, 256, 1, "bfloat16"), (spec, P(), spec), strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        explanation = jaxsoftmax.explain(loss, *arrays, platform="cuda")
+    assert [d.primitive for d in explanation] == ["linear_cross_entropy" if runs else "cross_entropy"]
+    cases.assert_all_run_on("mosaic", explanation)
+
+
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "automatic"])
 def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
     mesh, f = make_mesh(AxisType.Auto, (8,), ("data",)), functools.partial(loss, reduction="none")
@@ -155,7 +196,7 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
     decision = jaxsoftmax.explain(f, *arrays, platform="cuda")[0]
     assert decision.primitive == "linear_cross_entropy"
     assert decision.implementation == ("mosaic" if is_mapped else "xla")
-    assert is_mapped or "XLA shards the reference over devices" in decision.refusals[0][1]
+    assert is_mapped or "inside a shard_map over all mesh axes alone" in decision.refusals[0][1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -163,12 +204,16 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
 def test_interpreted_losses_are_right(shape, dtype):
     arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
     head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
-    found = kernels.interpreted(
-        functools.partial(_linear_mosaic.losses, head, target), arrays[0], arrays[1], jnp.asarray(arrays[2])
-    )
-    labels = np.where(arrays[2] < 0, arrays[2] - 1, arrays[2])  # -1 is that of rows that do not count
+    f = functools.partial(_linear_mosaic.losses, head, target)
+    found = kernels.interpreted(f, *map(jnp.asarray, arrays))
     assert found.dtype == jnp.float32
-    check(found, arrays[0], arrays[1], labels, shape[3], z_loss=1e-3)
+    check(found, *arrays, shape[3], z_loss=1e-3)
+    if len(found) > 100:
+        hidden, labels = arrays[0].at[7:80].set(np.nan), np.array(arrays[2])
+        labels[7:80] = -1  # of rows that do not count
+        again = kernels.interpreted(f, hidden, arrays[1], jnp.asarray(labels))
+        np.testing.assert_array_equal(again[7:80], 0)
+        np.testing.assert_array_equal(np.delete(again, range(7, 80)), np.delete(found, range(7, 80)))
 
 
 @pytest.mark.gpu
@@ -183,6 +228,20 @@ def test_native_losses(shape, dtype, factor):
     found = f(*arrays)
     check(found, *arrays, shape[3], z_loss=1e-4)
     assert np.asarray(found).tobytes() == np.asarray(f(*arrays)).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ignored", [slice(100, 900), slice(None)], ids=["some", "all"])
+def test_native_rows_that_do_not_count(ignored):
+    hidden, weight, labels = given(1000, 256, 5056, 1, "bfloat16")
+    labels = np.clip(labels, 0, 5055)
+    f = jax.jit(functools.partial(loss, reduction="none", ignore_index=-100))
+    expected = np.array(f(hidden, weight, labels))
+    expected[ignored] = labels[ignored] = -100
+    found = f(hidden.at[ignored].set(np.nan), weight, labels)
+    cases.assert_ran("mosaic", f, hidden, weight, labels)
+    np.testing.assert_array_equal(found, np.where(labels == -100, 0, expected))
 
 
 @pytest.mark.gpu

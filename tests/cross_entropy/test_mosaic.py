@@ -44,6 +44,8 @@ def test_smoothing_under_a_mask_has_no_kernel_for_long_rows():
     f = mosaic(label_smoothing=0.1, where=np.ones((1, 400003), bool))
     with pytest.raises(NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of 400003"):
         kernels.lowered_for_cuda(f, x, labels)
+    of_rows = mosaic(label_smoothing=0.1, where=np.array([True, False]))
+    kernels.lowered_for_cuda(of_rows, x, labels, kernels=NAMES[:1])
 
 
 @pytest.mark.parametrize("options", ["plain", "all"])

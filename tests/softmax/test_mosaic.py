@@ -118,6 +118,7 @@ LOWERED = [
     *grid(KERNELS, EACH, SOME, False),
     *grid(MASKABLE, MASKED_EACH, MASKED_SOME, True),
     *(("logsumexp_forward", cols, 2, False) for cols in (20480, 100000, 200000, 400000)),
+    ("logsumexp_vjp", 12501, 4, False),
     *((kernel, READ_TWICE, itemsize, masked) for kernel, itemsize, masked in LONGEST),
     *((kernel, cols, itemsize, masked) for kernel, masked in SHORT_KERNELS for itemsize in SHORT for cols in SHORT[itemsize]),
 ]

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -62,13 +62,16 @@ class Inside:
 
 Operand = Whole | Mask | PerRow | Scalar | Inside
 
+# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
+Masked = Literal[False, True, "end"]
+
 
 def run(
     name: str,
     body: Callable[..., list[Any]],
     operands: Mapping[str, Operand | None],
     axes: Sequence[int],
-    config: Callable[[int, int, bool | str, int], Config],
+    config: Callable[[int, int, Masked, int], Config],
     *,
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
@@ -102,7 +105,7 @@ def run(
     outer = math.prod(shape) // (cols * inner)
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
-    masked: bool | str = any(isinstance(o, Mask) and not _is_per_row(o, axes) for o in given.values())
+    masked: Masked = any(isinstance(o, Mask) and not _is_per_row(o, axes) for o in given.values())
     if not masked and any(isinstance(o, Inside) for o in given.values()):
         masked = "end"
     widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])

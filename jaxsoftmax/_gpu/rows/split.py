@@ -85,7 +85,7 @@ class Second(Tile):
     states: State = field(kw_only=True)
     rounds: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # after that of a `First`
 
-    def lift(self, scores, scale=None, addends=None) -> State:
+    def lift(self, scores, scale=None) -> State:
         return super().merge(self.merge_along(self.states, scale), scale)
 
     def merge(self, state: State, scale=None) -> State:
@@ -129,7 +129,7 @@ class SecondOfColumns(Columns):
     states: Any = field(kw_only=True)
     first: Any = field(kw_only=True)
 
-    def lift(self, scores, scale=None, addends=None) -> State:
+    def lift(self, scores, scale=None) -> State:
         return State(*self._of_groups(functools.partial(self._merged, scale)))
 
     def merge(self, state: State, scale=None) -> State:

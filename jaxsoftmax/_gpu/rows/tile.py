@@ -24,6 +24,10 @@ from jaxsoftmax.online import State
 Steps = Callable[[Any], jax.Array]
 
 
+# What is added up beside a state: a function of a step and of its scores.
+Addends = Callable[[Any, jax.Array], jax.Array]
+
+
 def each(function, *operands: Steps) -> Steps:
     """`function` of the operands' elements, step by step."""
     return lambda step: function(*(operand(step) for operand in operands))
@@ -87,40 +91,48 @@ class Tile:
         """`values` with an addend more at one column of each row; at none, if the number is no column of the row."""
         return lambda step: self.memory.plus_at(step, values(step), columns, addends)
 
-    def lift(self, scores: Steps, scale=None, addends: Callable[[Any, jax.Array], jax.Array] | None = None) -> Any:
-        """The states of what a warp holds of each row, and with `addends`, of a step and its scores, the sums of those."""
+    def lift(self, scores: Steps, scale=None) -> State:
+        """The states of what a warp holds of each row."""
         layout = self.memory.layout
+        if not layout.config.unroll and not layout.shifted:
+            return online.lift(map(scores, range(layout.steps)), scale=scale)
         if layout.config.parked or layout.config.grid or not layout.config.unroll:
             # What is held is cheap to read twice; what has a `grid` and is not held is `split.unheld`.
-            if layout.config.unroll or layout.shifted:
-                m = self._maximum(self._top(scores))
-                weights, alike = self.weights(m, scale)
-                state = State(m, self._sum(each(weights, scores)) * alike)
-            else:
-                state = online.lift(map(scores, range(layout.steps)), scale=scale)
-            return state if addends is None else (state, self._sum(lambda step: addends(step, scores(step))))
+            m = self._maximum(self._top(scores))
+            weights, alike = self.weights(m, scale)
+            return State(m, self._sum(each(weights, scores)) * alike)
+        return self._pushed(scores, scale)[0]
 
-        def push(steps, m, d, *total):
+    def lift_and_sum(self, scores: Steps, addends: Addends) -> tuple[State, jax.Array]:
+        """`lift`, and the sums of addends that are computed from a step and its scores: what is not held is read once."""
+        layout = self.memory.layout
+        if layout.config.parked or layout.config.grid or not layout.config.unroll:
+            return self.lift(scores), self._sum(lambda step: addends(step, scores(step)))
+        state, (sums,) = self._pushed(scores, None, addends)
+        return state, sums
+
+    def _pushed(self, scores, scale, *addends: Addends) -> tuple[State, list[jax.Array]]:
+        """The states and sums of what a warp reads of each row, and does not hold."""
+        layout = self.memory.layout
+
+        def push(steps, m, d, *sums):
             size, state = None if scale is None else self.along(scale), State(m, d)
             if isinstance(scores, Elements) and scores.in_words:
-                found = list(map(scores.load, steps))
-                top = scores.maximum(found).astype(jnp.float32)
-                state = online.push(state, map(scores.converted, found), axis=(), scale=size, top=top)
-                found = map(scores.converted, found)
+                words = list(map(scores.load, steps))
+                top, found = scores.maximum(words).astype(jnp.float32), list(map(scores.converted, words))
             else:
-                found = list(map(scores, steps))
-                state = online.push(state, found, axis=(), scale=size)
-            if addends is None:
-                return state[:2]
-            return [*state[:2], functools.reduce(jnp.add, map(addends, steps, found), *total)]
+                top, found = None, list(map(scores, steps))
+            state = online.push(state, found, axis=(), scale=size, top=top)
+            more = [functools.reduce(jnp.add, map(of, steps, found), sum_) for of, sum_ in zip(addends, sums, strict=True)]
+            return [*state[:2], *more]
 
-        start = [-jnp.inf, 0] if addends is None else [-jnp.inf, 0, 0]
-        top, sums, *total = self._fold(push, list(map(self._accumulator, start)))
+        start = [self._accumulator(-jnp.inf), *(self._accumulator(0) for _ in ("d", *addends))]
+        top, d, *sums = self._fold(push, start)
         m = self._maximum(top)
         product = operator.mul if layout.is_exact else _rounded(layout.layout)
-        sums = online.rescale(State(top, sums), m, axis=1, scale=scale, product=product).d
-        d, *total = (self._in_order(sums) if layout.shifted else jnp.sum(sums, 1) for sums in (sums, *total))
-        return (State(m, d), *total) if total else State(m, d)
+        d = online.rescale(State(top, d), m, axis=1, scale=scale, product=product).d
+        d, *sums = (self._in_order(part) if layout.shifted else jnp.sum(part, 1) for part in (d, *sums))
+        return State(m, d), sums
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.

@@ -71,7 +71,7 @@ LINEAR_CROSS_ENTROPY = define(
         ),
         _types,
         lambda **params: [Operand("losses", ("rows",))],
-        is_whole=True,
+        is_uncut=True,
     )
 )
 

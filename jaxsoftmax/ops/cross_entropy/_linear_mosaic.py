@@ -30,13 +30,15 @@ def unsupported(target, operands, class_axis) -> str | None:
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
     hidden, weight = operands["hidden"], operands["weight"]
-    if hidden.dtype.name not in ("bfloat16", "float16") or weight.dtype != hidden.dtype:
-        return f"hidden and weight must both be bfloat16 or float16, got {hidden.dtype} and {weight.dtype}"
+    if hidden.dtype.name not in ("bfloat16", "float16"):
+        return f"hidden must be bfloat16 or float16, got {hidden.dtype}"
+    if not math.prod(hidden.shape[:-1]):
+        return "there are no rows"
     if math.prod(weight.shape[:-2]) != 1:
         return f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights"
     unit = 64 if class_axis == 1 else 8
     classes, size = weight.shape[class_axis - 2], hidden.shape[-1]
-    if size == 0 or size % _DEPTH or classes == 0 or classes % unit or not math.prod(hidden.shape[:-1]):
+    if size == 0 or size % _DEPTH or classes == 0 or classes % unit:
         return f"it needs a hidden size that is a multiple of {_DEPTH} and classes of {unit}, got {size} and {classes}"
     return None
 
@@ -45,7 +47,7 @@ def losses(head, target, hidden, weight, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
-    missing = -rows % block
+    missing, weight = -rows % block, weight.astype(hidden.dtype)
     hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing), constant_values=-1)
     tiles = pl.cdiv(classes, _CLASSES)
     has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]

@@ -172,14 +172,16 @@ def linear_cross_entropy(
 
     Logits are made for a part of the rows, 256 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
     mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
-    are rounded once. Those sums are in memory, and count, only where there is a bias to add. Of a mean or a sum the gradients
-    are made with the losses, part by part, and take three products of matrices in all; with `reduction="none"`, and in float16,
-    they take a fourth. There is no forward mode. Under `vmap` gradients have parts of each example, all of which are in memory,
-    and in programs for symbolic shapes all rows are one part.
+    are rounded once; with a bias those sums are in memory too, and count. Of a mean or a sum the gradients are made with the
+    losses, part by part, and take three products of matrices in all; with `reduction="none"`, and in float16, they take a
+    fourth. There is no forward mode. Under `vmap` each example has parts of its own, all of which are in memory, but for losses
+    on one device of examples that share the weight. In programs for symbolic shapes all rows are one part.
 
-    Where losses are not differentiated, or by themselves, a kernel on Hopper has no logits in memory, and does not round them:
-    with `hidden` and `weight` in the same 16 bits, no bias, smoothing or cap, H a multiple of 64, and a number of classes that
-    is one too, or with `class_axis=0` of 8. On several devices it runs inside a `shard_map`.
+    The losses of `reduction="none"`, of float16, and of a mean or a sum that is not differentiated come from a kernel on Hopper,
+    which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It takes
+    `hidden` of 16 bits, no bias, smoothing or cap, H a multiple of 64, and a number of classes that is one too, or with
+    `class_axis=0` a multiple of 8. On several devices it runs inside a `shard_map` over all mesh axes, or where rows are sharded
+    over all of them, and these are explicit.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.

@@ -11,7 +11,6 @@ bytes.
 
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,29 +33,28 @@ _LIKE = {  # softmax's primitives and kernels that are as large, and hold rows o
 }
 
 
-def unsupported(primitive, target, operands, *, axes: Sequence[int] = (), dtype=None, **params) -> str | None:
+def unsupported(primitive, target, operands, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if primitive == "linear_cross_entropy":
         return _linear_mosaic.unsupported(target, operands, params["head"].class_axis)
-    x, axis = operands["x"], axes[0]
-    like, kernel = _LIKE[primitive]
-    dtype = x.dtype if primitive == "cross_entropy_gradient" else dtype
-    reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=axes, dtype=dtype)
+    x, (axis,), (like, kernel) = operands["x"], params["axes"], _LIKE[primitive]
+    dtype = x.dtype if primitive == "cross_entropy_gradient" else params["dtype"]
+    reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=(axis,), dtype=dtype)
     if reason is None and _has_total(**params):
-        cols, inner = x.shape[axis], math.prod(x.shape[axis + 1 :])
-        masked = "end" if operands.get("where") is None else True
+        cols, inner, where = x.shape[axis], math.prod(x.shape[axis + 1 :]), operands.get("where")
+        masked = "end" if where is None or where.shape[axis] == 1 else True
         config = of_softmax.config_for(target, kernel, cols, x.dtype.itemsize, masked, inner)
         if config.grid or RowLayout(cols, config).is_read_twice:  # blocks tell each other one state of a row, and no sum
             return f"the sum of the scores, for smoothing, is not computed of rows of {cols} entries"
     return reason
 
 
-def unprofitable(primitive, target, operands, fused, cast, *, axes: Sequence[int] = (), dtype=None, **params) -> str | None:
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     if primitive == "linear_cross_entropy":
         return None
-    given = _as_there(operands, **params)
-    return of_softmax.unprofitable(_LIKE[primitive][0], target, given, fused, cast, axes=axes, dtype=dtype)
+    like, given = _LIKE[primitive][0], _as_there(operands, **params)
+    return of_softmax.unprofitable(like, target, given, fused, cast, axes=params["axes"], dtype=params["dtype"])
 
 
 def _has_total(*, return_total=False, label_smoothing=0, **params):
@@ -75,16 +73,15 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
 
     def body(tile, x, inside, where):
-        def seen(step, scores):
-            return apply_mask(where, apply_mask(inside, lambda step: scores, 0), 0)(step)
+        def score_or_0(step, scores):
+            for seen in filter(None, (inside, where)):
+                scores = select(seen(step), scores, 0)
+            return scores
 
         scores = _scores(tile, x, inside, where, soft_cap)
-        if not return_total:
-            state = tile.merge(tile.lift(scores))
-            return [online.shift(state.m), state.d]
-        local, sums = tile.lift(scores, addends=seen)
+        local, sums = tile.lift_and_sum(scores, score_or_0) if return_total else (tile.lift(scores), None)
         state = tile.merge(local)
-        return [online.shift(state.m), state.d, tile.sum(sums)]
+        return [online.shift(state.m), state.d, *([tile.sum(sums)] if return_total else [])]
 
     knows_the_end = soft_cap is not None or return_total
     per_row = [jnp.float32] * (2 + return_total)

@@ -78,17 +78,17 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
-    """The losses of a linear layer, all rows of a batch at once where its examples share the weight."""
-    del devices
+    """The losses of a linear layer. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
 
     def by_parts(hidden, weight, labels):
         return _linear.losses_by_parts(head, hidden, weight, None, labels)
 
-    if math.prod(weight.shape[:-2]) == 1:
+    if devices == 1 and math.prod(weight.shape[:-2]) == 1:
         return [_linear.of_batch(by_parts, hidden, weight, labels)]
     weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
-    examples = [array.reshape(-1, *array.shape[labels.ndim - 1 :]) for array in (hidden, weight, labels)]
-    return [lax.map(lambda example: by_parts(*example), examples).reshape(labels.shape)]
+    for _ in labels.shape[:-1]:
+        by_parts = jax.vmap(by_parts)
+    return [by_parts(hidden, weight, labels)]
 
 
 def factors(t, lse, label_smoothing, z_loss, classes):

@@ -27,7 +27,7 @@ from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
+from jaxsoftmax._gpu.rows.run import Inside, Mask, Masked, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
 from jaxsoftmax._gpu.target import HOPPER
 
@@ -63,7 +63,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
     kernel = f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
     itemsizes = [jnp.dtype(a.dtype).itemsize for a in whole]
-    masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
+    masked: Masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
     if not masked and operands.get("scale") is not None and primitive != "softmax_jacobian":
         masked = "end"
     widest = max(itemsizes if primitive in ("logsumexp", "logsumexp_jvp") else [*itemsizes, jnp.dtype(dtype).itemsize])
@@ -100,7 +100,7 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 _CLUSTERS = {9: [(132, 16), (0, 8)]}
 
 
-def config_for(target, kernel: str, cols: int, itemsize: int, masked: bool | str, inner: int = 1) -> Config:
+def config_for(target, kernel: str, cols: int, itemsize: int, masked: Masked, inner: int = 1) -> Config:
     """The configuration of a kernel for rows of `cols` elements, the widest of `itemsize` bytes, as measured on an H200.
 
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A
