@@ -177,11 +177,11 @@ def linear_cross_entropy(
     fourth. There is no forward mode. Under `vmap` each example has parts of its own, all of which are in memory, but for losses
     on one device of examples that share the weight. In programs for symbolic shapes all rows are one part.
 
-    The losses of `reduction="none"`, of float16, and of a mean or a sum that is not differentiated come from a kernel on Hopper,
-    which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It takes
-    `hidden` of 16 bits, no bias, smoothing or cap, H a multiple of 64, and a number of classes that is one too, or with
-    `class_axis=0` a multiple of 8. On several devices it runs inside a `shard_map` over all mesh axes, or where rows are sharded
-    over all of them, and these are explicit.
+    The losses of `reduction="none"`, of float16, and of a mean or a sum that is not differentiated come from a kernel on
+    Hopper, which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It
+    takes `hidden` of 16 bits, no bias, smoothing or cap, H a multiple of 64, and a number of classes that is one too, or with
+    `class_axis=0` a multiple of 8. On several devices it runs inside a `shard_map` over all mesh axes, or where rows are
+    sharded over all of them, and these are explicit.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
