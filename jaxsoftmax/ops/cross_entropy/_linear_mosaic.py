@@ -36,10 +36,8 @@ def unsupported(target, operands, class_axis) -> str | None:
         return "there are no rows"
     if math.prod(weight.shape[:-2]) != 1:
         return f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights"
-    unit = 64 if class_axis == 1 else 8
-    classes, size = weight.shape[class_axis - 2], hidden.shape[-1]
-    if size == 0 or size % _DEPTH or classes == 0 or classes % unit:
-        return f"it needs a hidden size that is a multiple of {_DEPTH} and classes of {unit}, got {size} and {classes}"
+    if not math.prod(weight.shape[-2:]):
+        return f"weight must have entries, got shape {weight.shape}"
     return None
 
 
@@ -47,8 +45,8 @@ def losses(head, target, hidden, weight, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
-    missing, weight = -rows % block, weight.astype(hidden.dtype)
-    hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing), constant_values=-1)
+    hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)
+    weight = _padded(weight.astype(hidden.dtype), *((8, _DEPTH) if head.class_axis == 0 else (_DEPTH, 64)))
     tiles = pl.cdiv(classes, _CLASSES)
     has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
@@ -76,6 +74,11 @@ def losses(head, target, hidden, weight, labels) -> jax.Array:
     score = jnp.take_along_axis(scores, own[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, jnp.nan)
     return head.loss([log_d - (score - m), m + log_d], labels, classes)
+
+
+def _padded(array, *units):
+    """With zeros to whole units along each axis, as copies to shared memory have them."""
+    return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
 
 def _kernel(hidden, weight, labels, has_label, maxima, sums, scores, *slots, class_axis, classes):
