@@ -30,7 +30,7 @@ WRT = ("hidden", "weight", "bias", "weights")
 @pytest.fixture
 def parts(monkeypatch):
     """Several parts, of 128 rows at most, of which the last rows are of no array."""
-    for most in ("_MOST", "_MOST_WITH_GRADIENT"):
+    for most in ("MOST", "MOST_WITH_GRADIENT"):
         monkeypatch.setattr(_linear, most, 128 * CLASSES * 8)
 
 
@@ -206,7 +206,7 @@ def test_logits_are_never_whole(is_differentiated):
 
     compiled = jax.jit(run).lower(shapes).compile()
     logits = rows * 50000 * 4
-    most = 4 * _linear._MOST_WITH_GRADIENT if is_differentiated else 3 * _linear._MOST
+    most = 4 * _linear.MOST_WITH_GRADIENT if is_differentiated else 3 * _linear.MOST
     assert compiled.memory_analysis().temp_size_in_bytes < most < logits
 
 

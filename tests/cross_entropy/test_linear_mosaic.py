@@ -82,6 +82,12 @@ def test_it_is_lowered(shape, dtype):
     [
         ((128, 64, 256, 1), "float32", None, "hidden must be bfloat16 or float16, got float32"),
         ((0, 64, 256, 1), "bfloat16", None, "there are no rows"),
+        (
+            (128, 4096, 50257, 1),
+            "bfloat16",
+            None,
+            "a copy of the weight would take 411705344 bytes, and parts of the logits 2684",
+        ),
         ((128, 0, 256, 1), "bfloat16", None, "weight must have entries, got shape (0, 256)"),
     ],
 )

@@ -30,8 +30,8 @@ from jaxsoftmax._core.operands import Map, Operand
 from jaxsoftmax._core.primitive import bind, define
 
 # Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
-_MOST_WITH_GRADIENT = 2**29
-_MOST = 2**28
+MOST_WITH_GRADIENT = 2**29
+MOST = 2**28
 _TILE = 128  # rows that tensor cores take at a time
 
 
@@ -52,7 +52,7 @@ def losses_by_parts(head, hidden, weight, bias, labels) -> jax.Array:
     def part(totals, h, own):
         return totals, [head.losses(_logits(head, h, weight, bias), own)]
 
-    return _by_parts(part, _MOST, head, weight, bias, [hidden, labels])[1][0]
+    return _by_parts(part, MOST, head, weight, bias, [hidden, labels])[1][0]
 
 
 def _types(operands, **params):
@@ -127,7 +127,7 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
         sums = of_weight + of_bias
         return sums if totals is None else list(map(jnp.add, totals, sums)), [found, of_hidden]
 
-    totals, found = _by_parts(part, _MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
+    totals, found = _by_parts(part, MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
     of_weight, *of_bias = totals
     return *found, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
 

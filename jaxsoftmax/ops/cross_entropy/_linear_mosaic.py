@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax.online import State
+from jaxsoftmax.ops.cross_entropy import _linear
 
 _CONSUMERS = 2
 _ROWS, _CLASSES = 64, 256  # of a tile of each consumer
@@ -41,12 +42,22 @@ def unsupported(target, operands, class_axis) -> str | None:
     return None
 
 
+def unprofitable(operands, class_axis) -> str | None:
+    """Why the reference should do better although the kernel could run, in words, or None."""
+    hidden, weight = operands["hidden"], operands["weight"]
+    units, size = _units(class_axis), math.prod(weight.shape) * weight.dtype.itemsize
+    is_copied = any(length % unit for length, unit in zip(weight.shape[-2:], units, strict=True))
+    if is_copied and weight.dtype == hidden.dtype and size > _linear.MOST:  # another dtype is cast there, too
+        return f"a copy of the weight would take {size} bytes, and parts of the logits {_linear.MOST}"
+    return None
+
+
 def losses(head, target, hidden, weight, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
     hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)
-    weight = _padded(weight.astype(hidden.dtype), *((8, _DEPTH) if head.class_axis == 0 else (_DEPTH, 64)))
+    weight = _padded(weight.astype(hidden.dtype), *_units(head.class_axis))
     tiles = pl.cdiv(classes, _CLASSES)
     has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
@@ -74,6 +85,11 @@ def losses(head, target, hidden, weight, labels) -> jax.Array:
     score = jnp.take_along_axis(scores, own[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, jnp.nan)
     return head.loss([log_d - (score - m), m + log_d], labels, classes)
+
+
+def _units(class_axis) -> tuple[int, int]:
+    """What sizes of the weight must be multiples of."""
+    return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
 
 
 def _padded(array, *units):

@@ -179,9 +179,9 @@ def linear_cross_entropy(
 
     The losses of `reduction="none"`, of float16, and of a mean or a sum that is not differentiated come from a kernel on
     Hopper, which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It
-    takes `hidden` of 16 bits, and no bias, smoothing or cap. It copies a weight of another dtype, or one whose H is no multiple
-    of 64, or its number of classes none of 64, or with `class_axis=0` of 8. On several devices it runs inside a `shard_map`
-    over all mesh axes, or where rows are sharded over all of them, and these are explicit.
+    takes `hidden` of 16 bits, and no bias, smoothing or cap. It copies a weight of another dtype, and one up to 256 MiB whose H
+    is no multiple of 64, or its number of classes none of 64, or with `class_axis=0` of 8. On several devices it runs inside a
+    `shard_map` over all mesh axes, or where rows are sharded over all of them, and these are explicit.
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.

@@ -52,7 +52,7 @@ def unsupported(primitive, target, operands, **params) -> str | None:
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     if primitive == "linear_cross_entropy":
-        return None
+        return _linear_mosaic.unprofitable(operands, params["head"].class_axis)
     like, given = _LIKE[primitive][0], _as_there(operands, **params)
     return of_softmax.unprofitable(like, target, given, fused, cast, axes=params["axes"], dtype=params["dtype"])
 
