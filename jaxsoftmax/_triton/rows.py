@@ -24,7 +24,7 @@ INF = tl.constexpr(float("inf"))
 
 def _name(kernel):
     """The name of a compiled kernel, which profiles show."""
-    step = {"states": "_states"}.get(kernel.constants.get("STEP"), "")
+    step = "_states" if kernel.constants.get("STEP") == "states" else ""
     return f"{kernel.constants.get('MAP', 'rows')}{step}_triton"
 
 
@@ -51,14 +51,14 @@ def _rows_of(block, OUTER: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.con
 
 
 @triton.jit
-def _offset(index, DIMS: tl.constexpr):
-    """Where an operand that is broadcast has what belongs to an index: `DIMS` are triples: divisor, size or 0, stride."""
+def _offset(index, DIMS: tl.constexpr, AXIS: tl.constexpr):
+    """Where a broadcast operand has what belongs to an index of an axis, of triples of divisor, size or 0, and stride."""
     offset = index * 0
-    for k in tl.static_range(0, len(DIMS), 3):
-        part = index // DIMS[k]
-        if DIMS[k + 1] != 0:
-            part = part % DIMS[k + 1]
-        offset += part * DIMS[k + 2]
+    for k in tl.static_range(0, len(DIMS[AXIS]), 3):
+        part = index // DIMS[AXIS][k]
+        if DIMS[AXIS][k + 1] != 0:
+            part = part % DIMS[AXIS][k + 1]
+        offset += part * DIMS[AXIS][k + 2]
     return offset
 
 
@@ -93,7 +93,7 @@ def _terms(
     at = base[:, None] + (cols * INNER)[None, :]
     seen = inside
     if WHERE is not None:
-        seen = tl.load(where + (seen_base[:, None] + _offset(cols, WHERE[1])[None, :]), mask=inside, other=0).to(tl.int1)
+        seen = tl.load(where + (seen_base[:, None] + _offset(cols, WHERE, 1)[None, :]), mask=inside, other=0).to(tl.int1)
     if MAP == "softmax_jacobian":
         first = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     else:
@@ -261,10 +261,10 @@ def rows(
     # What each row has.
     seen_base = base
     if MASKED:
-        seen_base = _offset(outer, WHERE[0]) + _offset(inner, WHERE[2])
+        seen_base = _offset(outer, WHERE, 0) + _offset(inner, WHERE, 2)
     factor = tl.full([BLOCK_ROWS], 1.0, tl.float32)
     if SCALED:
-        factor = tl.load(scale + (_offset(outer, SCALE[0]) + _offset(inner, SCALE[1])), mask=exists, other=1).to(tl.float32)
+        factor = tl.load(scale + (_offset(outer, SCALE, 0) + _offset(inner, SCALE, 1)), mask=exists, other=1).to(tl.float32)
     saved_m, saved_d = factor, factor
     if not IS_FORWARD and MAP != "softmax_jacobian":
         saved_m = tl.load(m + row, mask=exists, other=0)

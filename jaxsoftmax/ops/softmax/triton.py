@@ -76,9 +76,10 @@ class Config:
 # of a loop over a row, or of rows side by side.
 _SEVERAL = {1: 2048, 2: 1024}
 _WHOLE = {1: 16384, 2: 16384}
-_LOOP = {1: 8192, 2: 4096}
+_LOOP = {1: 4096, 2: 4096}
 _SLICES = {"along": 128, "across": 16}  # at most, so that one program can merge their states
 _SLICE = 32768  # elements, at least
+_WIDE = 2**31 - 2**16  # elements, from which on offsets need 64 bits: those of the last tile may be beyond the array
 _TWO_OPERANDS = ("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp")
 
 
@@ -100,11 +101,14 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
     block = _LOOP[arrays] // rows
     slices = _SLICES["along" if inner == 1 else "across"]
     tiles = max(_SLICE // rows // block, math.ceil(cols / (slices * block)))
-    return Config(rows, block, _warps(_LOOP[arrays]), tiles * block)
+    return Config(rows, block, 8, tiles * block)
 
 
 def _warps(elements: int) -> int:
-    """How many warps have a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less."""
+    """How many warps have a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less.
+
+    A loop has 16: with 32, and rows that do not start with a vector, ptxas used 128 registers and more.
+    """
     return min(16, max(4, elements // 1024))
 
 
@@ -194,7 +198,7 @@ def _run(primitive, axes, target, results, *, x, t=None, m=None, d=None, where=N
         "BLOCK_COLS": config.cols,
         "SLICE": config.slice,
         "SLICES": _power(slices),
-        "WIDE": x.size >= 2**31 - 2**16,
+        "WIDE": x.size >= _WIDE,
     }
     blocks = -(-outer * inner // config.rows) if inner < 16 else outer * -(-inner // config.rows)
     operands = [x if operand is None else operand for operand in (x, t, m, d, where, scale)]
