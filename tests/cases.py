@@ -11,11 +11,16 @@ from jaxsoftmax._core import dispatch
 OPS = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A kernel is tested by being listed in `dispatch`: natively, where its platform is.
-IMPLEMENTATIONS = [
-    pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in dispatch.platforms.get(name, ()) else [])
-    for name in dispatch.implementations["softmax"]
-]
+
+def implementations(op: str) -> list:
+    """The implementations of an op. A kernel is tested by being listed in `dispatch`: natively, where its platform is."""
+    return [
+        pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in dispatch.platforms.get(name, ()) else [])
+        for name in dispatch.implementations[op]
+    ]
+
+
+IMPLEMENTATIONS = implementations("softmax")
 
 SHAPES = [
     ((3, 1), -1),

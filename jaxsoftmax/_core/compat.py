@@ -29,6 +29,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_DISPATCH, "prim_requires_devices_during_lowering"): "makes devices known to `custom_partitioning`",
     (_RULES, "ModuleContext.axis_context"): "tells how many devices a program runs on, and a `shard_map` around it",
     (_RULES, "ModuleContext.symbol_table"): "finds the jitted functions that produce an operand",
+    (_RULES, "ModuleContext.platforms"): "tells jax-triton what it compiles for",
     (_RULES, "LoweringParameters.for_export"): "tells an export, whose program cannot ask back how arrays are sharded",
     (_MOSAIC, "FragmentedArray(_registers)"): "an array of registers that PTX loaded",
     (_MOSAIC, "TiledLayout(_check_canonical)"): "a layout that is about to be made canonical",
@@ -91,6 +92,11 @@ def require_devices(primitive: Any) -> None:
 def of_module(ctx: Any, path: str) -> Any:
     """What a lowering rule's context says of the module that is lowered, as `NAMES` says under `path`, or None."""
     return functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), ctx.module_context)
+
+
+def on_platform(ctx: Any, platform: str) -> Any:
+    """A lowering rule's context for what is lowered for this platform alone."""
+    return ctx.replace(module_context=ctx.module_context.replace(platforms=(platform,)), platforms=(platform,))
 
 
 # Kernels.

@@ -29,7 +29,11 @@ from jaxsoftmax._gpu.target import Target
 
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
-    "softmax": {"mosaic": "jaxsoftmax.ops.softmax.mosaic", "xla": "jaxsoftmax.ops.softmax.xla"},
+    "softmax": {
+        "mosaic": "jaxsoftmax.ops.softmax.mosaic",
+        "triton": "jaxsoftmax.ops.softmax.triton",
+        "xla": "jaxsoftmax.ops.softmax.xla",
+    },
     "cross_entropy": {"mosaic": "jaxsoftmax.ops.cross_entropy.mosaic", "xla": "jaxsoftmax.ops.cross_entropy.xla"},
     "attention": {"mosaic": "jaxsoftmax.ops.attention.mosaic", "xla": "jaxsoftmax.ops.attention.xla"},
 }

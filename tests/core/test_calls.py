@@ -104,7 +104,7 @@ def test_factors_that_do_not_broadcast():
         jaxsoftmax.logsumexp(X, b=np.ones(4, np.float32))
     with pytest.raises(TypeError, match="b must be an array of numbers, got list"):
         jaxsoftmax.logsumexp(X, b=[1.0])
-    with pytest.raises(ValueError, match="implementation must be None or one of 'mosaic', 'xla', got 'cuda'"):
+    with pytest.raises(ValueError, match="implementation must be None or one of 'mosaic', 'triton', 'xla', got 'cuda'"):
         jaxsoftmax.logsumexp(X, b=np.float32(1), implementation="cuda")
 
 

@@ -1,0 +1,67 @@
+"""How a Triton kernel becomes a part of a JAX program: a custom call that jax-triton makes while the program is lowered.
+
+Nothing here imports jax-triton or Triton before a kernel is called, so that to say why there is none takes neither.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxsoftmax._core import compat
+
+# The major compute capabilities of the GPUs that kernels are compiled for: Ampere and Ada, Hopper, Blackwell.
+GENERATIONS = (8, 9, 10, 12)
+
+
+def unsupported(target) -> str | None:
+    """Why no Triton kernel runs on this target, in words, or None."""
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in GENERATIONS:
+        served = ", ".join(f"{generation}.x" for generation in GENERATIONS)
+        return f"it needs a compute capability among {served}, got {target.platform} {target.compute_capability}"
+    if missing := [name for module, name in _PACKAGES if importlib.util.find_spec(module) is None]:
+        return f"it needs {' and '.join(missing)}: pip install 'jaxsoftmax[triton]'"
+    return None
+
+
+_PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
+
+
+def call(
+    kernel: Any,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    warps: int,
+    target,
+    **constants: Any,
+) -> list[jax.Array]:
+    """The results of a kernel, whose arguments are the operands, the results and then constants by name.
+
+    The target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
+    """
+    major, minor = target.compute_capability
+    options = {"grid": (programs,), "num_warps": warps, "compute_capability": 10 * major + minor, **constants}
+    return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
+
+
+# In a program for several platforms jax-triton compiles for the first. So a primitive of ours has a rule, which the rule for
+# CUDA above it leads to, and in which CUDA is the only platform.
+_call = Primitive("jaxsoftmax_triton")
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *_, results, **params: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+
+
+def _lower(ctx, *operands, kernel, results, options):
+    import jax_triton
+
+    called = functools.partial(jax_triton.triton_call, kernel=kernel, out_shape=results, **dict(options))
+    return mlir.lower_fun(lambda *operands: list(called(*operands)))(compat.on_platform(ctx, "cuda"), *operands)
+
+
+mlir.register_lowering(_call, _lower)

@@ -1,0 +1,283 @@
+"""Triton's kernels of the softmax family: which calls they are chosen for, for which GPUs they compile, what they compute.
+
+Triton is not among the packages that tests need. Where it is installed, tests that need it run:
+
+    uv run --extra triton pytest tests/softmax/test_triton.py
+
+What the kernels compute is tested in `triton_interpreted.py`, which needs a process of its own.
+"""
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._triton import call
+from jaxsoftmax.ops.softmax import triton as ours
+
+from .. import cases, kernels
+
+MISSING = call.unsupported(targets.HOPPER)
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+X = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block
+
+
+def target_of(capability):
+    shared = targets._SHARED_MEMORY.get(capability, 48) << 10
+    return targets.Target("cuda", capability, 108, shared)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
+
+    def lower_for(capability, is_installed=True):
+        monkeypatch.setattr(lowering, "target_for", lambda platform: target_of(capability))
+        packages = () if is_installed else (("no_such_module", "jax-triton"),)
+        monkeypatch.setattr(call, "_PACKAGES", packages)
+        kernels.forget_lowerings()
+
+    def something(kernel, operands, results, **options):
+        return [jax.lax.sort(jnp.zeros((*result.shape, 1), result.dtype))[..., 0] for result in results]
+
+    rows = types.ModuleType("jaxsoftmax._triton.rows")
+    rows.rows = None
+    monkeypatch.setattr(call, "call", something)
+    monkeypatch.setitem(sys.modules, rows.__name__, rows)
+    monkeypatch.setattr(importlib.import_module("jaxsoftmax._triton"), "rows", rows, raising=False)
+    yield lower_for
+    kernels.forget_lowerings()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], ids=str)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_it_runs_where_it_is_forced(on, name, capability):
+    on(capability)
+    f = functools.partial(getattr(jaxsoftmax, name), axis=-1, implementation="triton")
+    cases.assert_all_run_on("triton", explain(f, X, platform="cuda"))
+    cases.assert_all_run_on("triton", explain(lambda x, c: jax.vjp(f, x)[1](c), X, jax.eval_shape(f, X), platform="cuda"))
+    cases.assert_all_run_on("triton", explain(lambda x, t: jax.jvp(f, (x,), (t,)), X, X, platform="cuda"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)], ids=str)
+def test_what_has_run_on_no_gpu_is_not_chosen(on, capability):
+    on(capability)
+    (decision,) = explain(jaxsoftmax.softmax, X, platform="cuda")
+    assert decision.implementation == "xla"
+    assert dict(decision.refusals)["triton"] == "it has run on no GPU yet; implementation='triton' asks for it"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
+def test_without_jax_triton_the_reason_names_what_to_install(on, capability):
+    on(capability, is_installed=False)
+    words = r"it needs jax-triton: pip install 'jaxsoftmax\[triton\]'"
+    if capability != (9, 0):
+        (decision,) = explain(jaxsoftmax.softmax, X, platform="cuda")
+        assert decision.implementation == "xla"
+        assert re.fullmatch(words, dict(decision.refusals)["triton"])
+    with pytest.raises(NotImplementedError, match=f"softmax: implementation='triton' cannot run: {words}"):
+        explain(functools.partial(jaxsoftmax.softmax, implementation="triton"), X, platform="cuda")
+
+
+OF_COMPLEX = jax.ShapeDtypeStruct((3, 4), jnp.complex64)
+NO_ROWS = jax.ShapeDtypeStruct((0, 4), jnp.float32)
+REFUSALS = {
+    "an old GPU": ((7, 5), jaxsoftmax.softmax, X, r"compute capability among 8.x, 9.x, 10.x, 12.x, got cuda \(7, 5\)"),
+    "dtype": (
+        (8, 0),
+        jaxsoftmax.softmax,
+        jax.ShapeDtypeStruct((3, 4), jnp.complex64),
+        "dtypes must be among .*, got complex64",
+    ),
+    "result": ((8, 0), lambda x: jaxsoftmax.softmax(x, dtype="float8_e5m2"), X, "dtypes must be among .*, got float8_e5m2"),
+    "axes": (
+        (8, 0),
+        lambda x: jaxsoftmax.softmax(x, (0, 2)),
+        jax.ShapeDtypeStruct((3, 4, 5), jnp.float32),
+        r"the axes must be neighbours, got axes \(0, 2\) of shape \(3, 4, 5\)",
+    ),
+    "no rows": ((8, 0), jaxsoftmax.softmax, NO_ROWS, "there must be from 1 to 2147418111 rows, got 0"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_it_says_why_it_does_not_run(on, kind):
+    capability, f, x, words = REFUSALS[kind]
+    on(capability)
+    (decision,) = explain(f, x, platform="cuda")
+    assert decision.implementation == "xla"
+    assert re.search(words, dict(decision.refusals)["triton"])
+
+
+def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
+    code = """
+import sys
+import jax, jaxsoftmax
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu.target import Target
+x = jax.ShapeDtypeStruct((64, 1000), "float32")
+jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
+jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cpu")
+lowering.target_for = lambda platform: Target("cuda", (7, 5))
+jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
+assert not {"triton", "jax_triton"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+# How rows are spread over programs.
+
+
+@pytest.mark.parametrize("primitive", ["softmax", "softmax_jacobian"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("inner", [1, 3, 16, 33, 4096])
+def test_configurations_fit(primitive, itemsize, inner):
+    for cols in (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1):
+        config = ours.config_for(primitive, cols, inner, itemsize)
+        assert config.rows & (config.rows - 1) == config.cols & (config.cols - 1) == 0
+        assert config.rows * config.cols // (32 * config.warps) <= 32, (cols, config)
+        assert config.slice % config.cols == 0
+        if config.cols < cols:
+            assert -(-cols // config.slice) <= (128 if inner == 1 else 16), (cols, config)
+        else:
+            assert config.slice >= cols
+
+
+@pytest.mark.parametrize(
+    ("shape", "whole", "axes", "expected"),
+    [
+        ((4, 5), (4, 5), (1,), [(1, 0, 5), (1, 0, 1), ()]),
+        ((1, 5), (4, 5), (1,), [(), (1, 0, 1), ()]),
+        ((4, 1), (4, 5), (1,), [(1, 0, 1), (), ()]),
+        ((2, 1, 4, 5), (2, 3, 4, 5), (3,), [(1, 4, 5, 12, 0, 20), (1, 0, 1), ()]),
+        ((1, 3, 4, 5), (2, 3, 4, 5), (3,), [(1, 12, 5), (1, 0, 1), ()]),
+        ((2, 3, 1, 5), (2, 3, 4, 5), (1, 2), [(1, 0, 15), (4, 0, 5), (1, 0, 1)]),
+        ((1, 1), (1, 1), (), [(), (), ()]),
+    ],
+)
+def test_how_a_mask_is_indexed(shape, whole, axes, expected):
+    assert ours.indexed(shape, whole, axes) == expected
+
+
+# What compiles, for GPUs that need not be there.
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What a function of the implementation compiles for a compute capability: spilled registers and shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "bool": "*i1"}
+    found = []
+
+    def compile_kernel(kernel, operands, results, *, programs, warps, target, **constants):
+        arrays = [types[a.dtype.name] for a in [*operands, *results]]
+        signature = dict(zip(kernel.arg_names, arrays, strict=False)) | dict.fromkeys(constants, "constexpr")
+        aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(arrays))}
+        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+        major, minor = target.compute_capability
+        binary = triton.compile(source, GPUTarget("cuda", 10 * major + minor, 32), {"num_warps": warps})
+        found.append((binary.metadata.name, spilled(binary.asm), binary.metadata.shared))
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    monkeypatch.setattr(call, "call", compile_kernel)
+
+    def run(f):
+        found.clear()
+        jax.eval_shape(f)
+        return list(found)
+
+    return run
+
+
+def spilled(asm):
+    """Bytes that a kernel keeps in local memory."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = re.search(r"\.target (sm_\d+a?)", asm["ptx"]).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(asm["ptx"])
+        ptxas = get_ptxas(int(re.sub(r"\D", "", arch))).path
+        command = [ptxas, "-v", f"--gpu-name={arch}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
+CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (10, 0), (12, 0))]]
+SPILLED = 64  # bytes that a thread may spill, of loops with masks over rows that start anywhere
+SHAPES = [(64, 1), (64, 127), (64, 4096), (64, 16384), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_every_configuration_compiles_and_fits(compiled, primitive, masked, dtype, capability):
+    for shape in SHAPES:
+        found = compiled(functools.partial(call_of, primitive, shape, 1, dtype, masked, target_of(capability)))
+        assert found
+        for name, spills, shared in found:
+            assert name in (f"{primitive}_triton", f"{primitive}_states_triton")
+            assert spills <= SPILLED, (name, shape)
+            assert shared <= SHARED[10 * capability[0] + capability[1]] << 10, (name, shape)
+
+
+def call_of(primitive, shape, axis, dtype, masked, target):
+    """A primitive of zeros, with a mask and a scale or neither."""
+    x, row = jnp.zeros(shape, dtype), jnp.zeros((*shape[:axis], 1, *shape[axis + 1 :]), jnp.float32)
+    params = {"axes": (axis,), "dtype": jnp.dtype(dtype), "target": target}
+    given = {"where": jnp.zeros(shape, bool) if masked else None, "scale": jnp.ones((1,) * len(shape)) if masked else None}
+    if primitive == "softmax_jacobian":
+        return ours.softmax_jacobian(x, x, given["scale"], **params)
+    if primitive == "softmax":
+        return ours.softmax(x, **given, **params)
+    if primitive in cases.OPS:
+        return getattr(ours, primitive)(x, **given, return_state=True, **params)
+    t = row.astype(dtype) if primitive == "logsumexp_vjp" else x
+    return getattr(ours, primitive)(x, row, row, t, **given, scale_tangent=masked, **params)
+
+
+@needs_triton
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda"), ("cuda", "cpu")], ids=str)
+def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
+    monkeypatch.setattr(
+        lowering, "target_for", lambda platform: target_of((8, 0)) if platform == "cuda" else targets.Target(platform)
+    )
+    kernels.forget_lowerings()
+    f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+    module = jax.export.export(f, platforms=platforms, disabled_checks=unchecked)(X, X).mlir_module()
+    assert module.count("custom_call @triton_kernel_call") == 2
+    kernels.forget_lowerings()
+
+
+# What the kernels compute.
+
+
+@needs_triton
+def test_the_kernels_in_tritons_interpreter():
+    path = Path(__file__).with_name("triton_interpreted.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,306 @@
+"""What Triton's kernels compute, in its interpreter on the CPU; `test_triton.py` runs this file in a process of its own.
+
+The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported. There is no JAX around the kernels: the functions
+of the implementation get NumPy arrays, and where they would make a custom call the kernel runs.
+"""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu.target import Target
+from jaxsoftmax._triton import call
+from jaxsoftmax._triton import online as twin
+from jaxsoftmax.ops.softmax import triton as ours
+from jaxsoftmax.ops.softmax import xla
+
+from .. import cases, oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
+
+LITTLE = {"_SEVERAL": {1: 1, 2: 1}, "_WHOLE": {1: 64, 2: 32}, "_LOOP": {1: 64, 2: 32}, "_SLICE": 128}
+ROWS = {"tiles": ({}, 0), "loop": (LITTLE, 0), "split": (LITTLE, 10**6)}  # how rows are spread: thresholds, multiprocessors
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Kernels run where they are called, with NumPy arrays, and round to bfloat16 as on GPUs: the interpreter truncates."""
+    monkeypatch.setattr(call, "call", run)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda self, *args: None)
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", functools.partial(patched, interpreter._patch_lang_tensor))
+
+
+def patched(patch, tensor, scope):
+    """NumPy 2.5 makes no number of an array of one, which bounds of loops are for Triton 3.6."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def rounded(values, from_type, to_type, mode):
+    """Bits of floating point numbers in another type, both of the interpreter, which has bfloat16 as integers."""
+    del mode
+    dtypes = {tl.bfloat16: jnp.bfloat16, tl.float32: np.float32, tl.float16: np.float16}
+    values = np.ascontiguousarray(values).view(dtypes[from_type]).astype(dtypes[to_type])
+    return values.view(f"uint{to_type.primitive_bitwidth}")
+
+
+def pointer(array):
+    return SimpleNamespace(data_ptr=lambda: array.ctypes.data, dtype=array.dtype.name, array=array)
+
+
+def run(kernel, operands, results, *, programs, warps, target, **constants):
+    del warps, target
+    given = [np.ascontiguousarray(operand) for operand in operands]
+    out = [np.full(result.shape, 7, result.dtype) for result in results]  # which a kernel has to overwrite
+    with np.errstate(all="ignore"):
+        kernel[(programs,)](*map(pointer, given), *map(pointer, out), **constants)
+    return out
+
+
+@pytest.fixture(params=ROWS)
+def target(request, monkeypatch):
+    """A target and thresholds with which all rows are spread in one way."""
+    thresholds, multiprocessors = ROWS[request.param]
+    for name, value in thresholds.items():
+        monkeypatch.setattr(ours, name, value)
+    return Target("cuda", (8, 0), multiprocessors, 163 << 10)
+
+
+WIDTHS = [(3, 1), (1, 700), (2, 67, 3), (1, 40, 17)]
+WIDTHS = [(shape, 1, "float32") for shape in WIDTHS] + [((3, 5, 30), (1, 2), "float32"), ((4, 5), 0, "float32")]
+WIDTHS += [((3, 127), 1, dtype) for dtype in cases.DTYPES] + [((1, 40, 17), 1, "float16")]
+
+
+def axes_of(axis, ndim):
+    return tuple([a % ndim for a in np.atleast_1d(axis)])
+
+
+def forward(name, x, axis, dtype, target, where=None, scale=None):
+    """A result, and the state."""
+    params = {"axes": axes_of(axis, x.ndim), "dtype": jnp.dtype(dtype), "target": target}
+    if name == "softmax":
+        return ours.softmax(x, where, scale, **params), None, None
+    return getattr(ours, name)(x, where, scale, return_state=True, **params)
+
+
+TRUTH = {
+    "softmax": oracle.softmax,
+    "log_softmax": oracle.log_softmax,
+    "logsumexp": functools.partial(oracle.logsumexp, keepdims=True),
+}
+
+
+def stacked(shape, dtype, kinds=None):
+    """Inputs of some kinds, or of all, along one more axis in front."""
+    arrays = cases.inputs(shape, dtype)
+    return np.stack([arrays[kind] for kind in kinds or arrays])
+
+
+@pytest.mark.parametrize(("shape", "axis", "dtype"), WIDTHS, ids=cases.ident)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_values_and_states(target, name, dtype, shape, axis):
+    x, axis = stacked(shape, dtype), tuple(1 + np.atleast_1d(axis))
+    y, m, d = forward(name, x, axis, dtype, target)
+    assert y.dtype == x.dtype
+    assert oracle.error(y, TRUTH[name](x, axis)) <= 1
+    if m is not None:
+        _, expected_m, expected_d = getattr(xla, name)(x, None, None, axes=axis, dtype=dtype, return_state=True)
+        finite = np.isfinite(expected_d)
+        np.testing.assert_array_equal(np.isnan(d), np.isnan(expected_d))
+        np.testing.assert_array_equal(m[finite], expected_m[finite])
+        np.testing.assert_allclose(d[finite], expected_d[finite], rtol=1e-5)
+
+
+MASKS = [
+    ((2, 3, 2, 67), (2, 3, 2, 67), (3,)),
+    ((2, 3, 2, 67), (1, 3, 1, 67), (3,)),
+    ((2, 3, 2, 67), (2, 1, 2, 1), (3,)),
+    ((2, 3, 2, 67), (1, 1, 1, 1), (3,)),
+    ((1, 2, 5, 20), (1, 2, 1, 20), (2, 3)),
+    ((1, 2, 5, 20), (1, 1, 5, 1), (1, 2)),
+    ((1, 70, 2, 3), (1, 70, 1, 3), (1,)),
+    ((2, 2, 7, 17), (2, 1, 7, 1), (2,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "mask_shape", "axis"), MASKS, ids=cases.ident)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_masks(target, name, shape, mask_shape, axis):
+    where = np.random.default_rng(0).random(mask_shape) < 0.5
+    where[0, 0, 0] = False
+    axis = tuple(1 + np.array(axis))
+    x = stacked(shape, "float32", ["normal", "some -inf", "extremes"])
+    truth = TRUTH[name](x, axis, where)
+    if where.shape == shape:
+        x[:, ~where] = np.nan  # what is masked may hold anything
+    assert oracle.error(forward(name, x, axis, "float32", target, where[None])[0], truth) <= 1
+    nothing = forward(name, stacked(shape, "float32", ["one NaN"]), axis, "float32", target, np.zeros_like(where)[None])[0]
+    np.testing.assert_array_equal(nothing, {"softmax": 0.0}.get(name, -np.inf))
+
+
+@pytest.mark.parametrize(("dtype", "result"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_scale_and_result_dtype(target, name, dtype, result):
+    x = stacked((6, 2, 70), dtype, ["normal", "wide", "offset of 1e4", "equal"])
+    scale = np.array([0.125, -3, 0, 1, 0.5, -0.1], np.float32).reshape(1, 6, 1, 1)
+    for where in (None, np.random.default_rng(0).random((1, 1, 2, 70)) < 0.7):
+        for factor in (scale, scale[:, 1:2]):
+            y = forward(name, x, -1, result, target, where, factor)[0]
+            assert y.dtype == jnp.dtype(result)
+            assert oracle.error(y, TRUTH[name](x, -1, where, factor)) <= 1
+
+
+DERIVATIVES = {
+    "log_softmax_jvp": oracle.log_softmax_tangent,
+    "log_softmax_vjp": oracle.log_softmax_cotangent,
+    "logsumexp_jvp": oracle.logsumexp_tangent,
+    "logsumexp_vjp": oracle.logsumexp_cotangent,
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"),
+    [((3, 1), 1, "float32"), ((2, 157), 1, "float32"), ((1, 67, 3), 1, "bfloat16"), ((1, 40, 17), 1, "float16")],
+    ids=cases.ident,
+)
+@pytest.mark.parametrize("name", ["softmax_jacobian", *DERIVATIVES])
+def test_derivatives(target, name, dtype, shape, axis, masked):
+    scale = -0.3 if masked and not name.startswith("logsumexp") else None
+    rng = np.random.default_rng(1)
+    kinds = [
+        "normal",
+        "wide",
+        "offset of 1e4",
+        "outliers",
+        "equal",
+        *(["some -inf"] if scale is None and shape[-1] > 1 else []),
+    ]
+    x, axis = stacked(shape, dtype, kinds), axis + 1
+    where = rng.random(x.shape) < 0.6 if masked else None
+    factor = None if scale is None else np.full((1,) * x.ndim, scale, np.float32)
+    params = {"axes": (axis,), "dtype": jnp.dtype(dtype)}
+    t = rng.standard_normal(x.shape).astype(jnp.dtype(dtype))
+    if name == "softmax_jacobian":
+        truth = oracle.softmax_derivative(x, t, axis, where, scale, saved=dtype)
+        y = np.array(xla.softmax(x, where, factor, **params))
+        t = np.where(y == 0, np.nan, t).astype(t.dtype)
+        actual = ours.softmax_jacobian(y, t, factor, target=target, **params)
+    else:
+        if name == "logsumexp_vjp":
+            t = np.take(t, [0], axis)
+        options = {} if name.startswith("logsumexp") else {"scale": scale}
+        truth = DERIVATIVES[name](x, np.squeeze(t, axis) if name == "logsumexp_vjp" else t, axis, where, **options)
+        if where is not None:
+            x = np.where(where, x, np.asarray(np.nan, x.dtype))
+            t = t if name == "logsumexp_vjp" else np.where(where, t, np.asarray(np.nan, t.dtype))
+        _, m, d = xla.log_softmax(x, where, factor, return_state=True, **params)
+        actual = getattr(ours, name)(x, m, d, t, where, factor, scale_tangent=True, target=target, **params)
+        actual = np.squeeze(actual, axis) if name == "logsumexp_jvp" else actual
+    assert actual.dtype == t.dtype
+    assert oracle.error(actual, truth) <= 1
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_rows_that_hurt_are_those_of_the_reference(target, name):
+    x = np.random.default_rng(0).standard_normal((10, 300)).astype(np.float32)
+    x[0], x[1, :150], x[2, 150:], x[3] = -np.inf, -np.inf, -np.inf, np.inf
+    x[4, 5], x[5, 200], x[6, 250], x[7] = np.inf, np.inf, np.nan, np.nan
+    x[8, 5], x[8, 200] = np.inf, -np.inf
+    assert oracle.error(forward(name, x, -1, "float32", target)[0], TRUTH[name](x, -1)) <= 1
+    for where in (np.ones((1, 300), bool), x < np.inf):
+        assert oracle.error(forward(name, x, -1, "float32", target, where)[0], TRUTH[name](x, -1, where)) <= 1
+
+
+@pytest.mark.parametrize("name", [*cases.OPS, "softmax_jacobian"])
+def test_rows_that_are_split_have_the_bits_of_rows_that_are_not(name, monkeypatch):
+    for threshold, value in LITTLE.items():
+        monkeypatch.setattr(ours, threshold, value)
+    x = cases.inputs((2, 1000), "float32")["wide"]
+    found = []
+    for multiprocessors in (0, 10**6):
+        target = Target("cuda", (8, 0), multiprocessors, 163 << 10)
+        if name == "softmax_jacobian":
+            found.append(ours.softmax_jacobian(x, x[::-1], None, axes=(1,), dtype=jnp.float32, target=target))
+        else:
+            found.append(forward(name, x, -1, "float32", target)[0])
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(3, 130), (1, 40, 17)], ids=cases.ident)
+def test_offsets_of_64_bits(target, shape, monkeypatch):
+    monkeypatch.setattr(ours, "_WIDE", 0)
+    x = cases.inputs(shape, "float32")["wide"]
+    where = np.random.default_rng(0).random(shape) < 0.5
+    assert oracle.error(forward("softmax", x, 1, "float32", target, where)[0], oracle.softmax(x, 1, where)) <= 1
+
+
+# The twin of the monoid.
+
+WIDTH = 16
+
+
+@triton.jit
+def states(x, size, out_m, out_d, WIDTH: tl.constexpr):
+    """The state of `[2, 2, WIDTH]` scores made in four ways: lifted, pushed, merged, and merged along an axis."""
+    rows, columns = tl.arange(0, 2), tl.arange(0, WIDTH)
+    size = tl.load(size + rows)
+    left = tl.load(x + rows[:, None] * 2 * WIDTH + columns[None, :])
+    right = tl.load(x + rows[:, None] * 2 * WIDTH + WIDTH + columns[None, :])
+    both = tl.load(x + rows[:, None] * 2 * WIDTH + tl.arange(0, 2 * WIDTH)[None, :])
+    m, d = twin.lift(both, size)
+    tl.store(out_m + rows, m)
+    tl.store(out_d + rows, d)
+    left_m, left_d = twin.lift(left, size)
+    m, d = twin.push(left_m, left_d, right, size)
+    tl.store(out_m + 2 + rows, m)
+    tl.store(out_d + 2 + rows, d)
+    right_m, right_d = twin.lift(right, size)
+    m, d = twin.merge(left_m, left_d, right_m, right_d, size)
+    tl.store(out_m + 4 + rows, m)
+    tl.store(out_d + 4 + rows, d)
+    is_left = tl.arange(0, 2)[None, :] == 0
+    m, d = twin.merge_along(
+        tl.where(is_left, left_m[:, None], right_m[:, None]), tl.where(is_left, left_d[:, None], right_d[:, None]), size
+    )
+    tl.store(out_m + 6 + rows, m)
+    tl.store(out_d + 6 + rows, d)
+
+
+HALVES = ("normal", "far", "-inf", "one -inf", "+inf", "NaN")
+
+
+def half(kind):
+    scores = np.random.default_rng(len(kind)).standard_normal((2, WIDTH)).astype(np.float32) * 10
+    if kind == "far":
+        return scores - 1e4
+    if kind == "-inf":
+        return np.full_like(scores, -np.inf)
+    if kind != "normal":
+        scores[:, 3] = {"one -inf": -np.inf, "+inf": np.inf, "NaN": np.nan}[kind]
+    return scores
+
+
+@pytest.mark.parametrize("size", [1.0, 0.3, 0.0])
+def test_the_monoid_is_that_of_online(size):
+    for left, right in itertools.product(HALVES, repeat=2):
+        x, sizes = np.concatenate([half(left), half(right)], 1), np.full(2, size, np.float32)
+        m, d = run(
+            states, [x, sizes], [jax.ShapeDtypeStruct((4, 2), np.float32)] * 2, programs=1, warps=4, target=None, WIDTH=WIDTH
+        )
+        expected = online.lift(jnp.asarray(x), scale=jnp.asarray(sizes))
+        for way in range(4):
+            m[way][np.isnan(expected.d)] = np.asarray(expected.m)[np.isnan(expected.d)]  # then `m` does not matter
+            np.testing.assert_array_equal(m[way], expected.m, err_msg=f"{left} {right} {way}")
+            np.testing.assert_allclose(d[way], expected.d, rtol=1e-6, err_msg=f"{left} {right} {way}")
