@@ -203,8 +203,14 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
     assert is_mapped or "inside a shard_map over all mesh axes alone" in decision.refusals[0][1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, id=f"{cases.ident(shape)}-{dtype}", marks=cases.slow_unless((i + j) % 2 == 0))
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate(["bfloat16", "float16"])
+    ],
+)
 def test_interpreted_losses_are_right(shape, dtype):
     arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
     head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
