@@ -12,14 +12,17 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.mosaic.gpu import constraints, layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from jaxsoftmax import _triton
 from jaxsoftmax._core import compat, dispatch, lowering, primitive
 from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._triton import call as triton_call
 
 from . import cases
 
@@ -169,6 +172,24 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
     assert states, "no kernel was interpreted"
     assert not any(state.races_found for state in states), "a kernel has a data race: its output above says where"
     return results
+
+
+@contextlib.contextmanager
+def without_triton() -> Iterator[None]:
+    """Lowers calls of Triton kernels to something else, as if the packages were there that compile them."""
+
+    def something(kernel, operands, results, **options):
+        return [jax.lax.sort(jnp.zeros((*result.shape, 1), result.dtype))[..., 0] for result in results]
+
+    rows = types.ModuleType("jaxsoftmax._triton.rows")
+    rows.rows = None
+    patches = mock.patch.multiple(triton_call, call=something, _PACKAGES=())
+    with patches, mock.patch.dict(sys.modules, {rows.__name__: rows}), mock.patch.object(_triton, "rows", rows, create=True):
+        forget_lowerings()
+        try:
+            yield
+        finally:
+            forget_lowerings()
 
 
 def missing(major: int) -> str | None:

@@ -96,7 +96,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
 
     devices, obstacle = sharding.partitioning(ctx)
     if devices > 1 and this.is_uncut:
-        obstacle = obstacle or "on several devices it runs inside a shard_map over all mesh axes alone"
+        obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
     is_partitioned = devices > 1 and decision.implementation != "xla"
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes

@@ -42,8 +42,8 @@ class Map:
       types: `types(operands, **params)`, the shapes and dtypes of the results, from the operands by name.
       results: `results(**params)`, what the results are; None where they have the axes of the operands.
       linear: the names of the operands in which it is linear, all together.
-      is_uncut: whether kernels run on one device, or inside a shard_map over all mesh axes, alone: elsewhere the reference
-        does, and XLA cuts that as it sees fit.
+      is_uncut: whether kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
+        and XLA shards it.
     """
 
     op: str

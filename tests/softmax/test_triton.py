@@ -8,13 +8,11 @@ What the kernels compute is tested in `triton_interpreted.py`, which needs a pro
 """
 
 import functools
-import importlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import jax
@@ -43,25 +41,16 @@ def target_of(capability):
 
 
 @pytest.fixture
-def on(monkeypatch):
+def on():
     """Lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
+    with kernels.without_triton(), pytest.MonkeyPatch.context() as patch:
 
-    def lower_for(capability, is_installed=True):
-        monkeypatch.setattr(lowering, "target_for", lambda platform: target_of(capability))
-        packages = () if is_installed else (("no_such_module", "jax-triton"),)
-        monkeypatch.setattr(call, "_PACKAGES", packages)
-        kernels.forget_lowerings()
+        def lower_for(capability, is_installed=True):
+            patch.setattr(lowering, "target_for", lambda platform: target_of(capability))
+            patch.setattr(call, "_PACKAGES", () if is_installed else (("no_such_module", "jax-triton"),))
+            kernels.forget_lowerings()
 
-    def something(kernel, operands, results, **options):
-        return [jax.lax.sort(jnp.zeros((*result.shape, 1), result.dtype))[..., 0] for result in results]
-
-    rows = types.ModuleType("jaxsoftmax._triton.rows")
-    rows.rows = None
-    monkeypatch.setattr(call, "call", something)
-    monkeypatch.setitem(sys.modules, rows.__name__, rows)
-    monkeypatch.setattr(importlib.import_module("jaxsoftmax._triton"), "rows", rows, raising=False)
-    yield lower_for
-    kernels.forget_lowerings()
+        yield lower_for
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], ids=str)

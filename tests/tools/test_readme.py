@@ -13,8 +13,8 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax._triton import call as triton_call
+
+from .. import kernels
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -62,13 +62,17 @@ def call(op: str, x, **options):
     return getattr(jaxsoftmax, op)(x, *others.get(op, []), **options)
 
 
+@pytest.fixture
+def no_triton():
+    with kernels.without_triton():
+        yield
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "no_triton")
 def test_the_support_matrix_is_what_dispatch_says(row):
     name, op, platforms, dtypes = row
     assert set(platforms) <= PLATFORMS
-    if name == "triton" and (reason := triton_call.unsupported(HOPPER)) is not None:
-        pytest.skip(reason)
 
     def forced(x):
         return call(op, x, implementation=name)
