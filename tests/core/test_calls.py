@@ -207,9 +207,10 @@ def test_compilations_would_be_seen():
 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.5}], ids=cases.ident)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_an_eager_call_costs_at_most_half_more_than_one_of_jax_nn_softmax(name, options):
+def test_an_eager_call_costs_at_most_half_more_than_with_jax_nn_softmax(name, options):
     x = jnp.ones((4, 16), jnp.float32)
-    ours, theirs = functools.partial(getattr(jaxsoftmax, name), **options), jax.nn.softmax
+    ours = functools.partial(getattr(jaxsoftmax, name), **options)
+    theirs = (lambda x: jax.nn.softmax(options["scale"] * x)) if options else jax.nn.softmax
 
     def seconds(f):
         start = time.perf_counter()
