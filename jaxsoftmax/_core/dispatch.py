@@ -3,8 +3,8 @@
 When a primitive of an op is lowered for a platform, `choose` walks the op's implementations, the preferred first, and takes
 the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
 
-An implementation is a module with a function for each primitive, of its name, that takes operands, parameters and `target` by
-name (the reference, `xla.py`: `axis_name` in place of `target`), and with
+An implementation is a module with a function for each primitive that it has a kernel for, of its name, that takes operands,
+parameters and `target` by name (the reference, `xla.py`, has all: `axis_name` in place of `target`), and with
 
     unsupported(primitive, target, operands, **params) -> str | None
 
@@ -34,7 +34,11 @@ implementations: dict[str, dict[str, str]] = {
         "triton": "jaxsoftmax.ops.softmax.triton",
         "xla": "jaxsoftmax.ops.softmax.xla",
     },
-    "cross_entropy": {"mosaic": "jaxsoftmax.ops.cross_entropy.mosaic", "xla": "jaxsoftmax.ops.cross_entropy.xla"},
+    "cross_entropy": {
+        "mosaic": "jaxsoftmax.ops.cross_entropy.mosaic",
+        "triton": "jaxsoftmax.ops.cross_entropy.triton",
+        "xla": "jaxsoftmax.ops.cross_entropy.xla",
+    },
     "attention": {"mosaic": "jaxsoftmax.ops.attention.mosaic", "xla": "jaxsoftmax.ops.attention.xla"},
 }
 
@@ -204,6 +208,8 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
     if is_guarded and (reason := compat.failure(importlib.import_module, module_name)) is not None:
         return reason
     module = importlib.import_module(module_name)
+    if not hasattr(module, primitive):
+        return f"it has no kernel for {primitive}"
     reason = module.unsupported(primitive, target, operands, **call.params)
     if reason is None and forced is None and hasattr(module, "unprofitable"):
         cast = frozenset([n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype])

@@ -39,14 +39,17 @@ def call(
     programs: int,
     warps: int,
     target,
+    replaces: bool = False,
     **constants: Any,
 ) -> list[jax.Array]:
     """The results of a kernel, whose arguments are the operands, the results and then constants by name.
 
-    The target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
+    The target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none. With `replaces` the
+    first result takes the place of the first operand, which XLA copies where something else reads it.
     """
     major, minor = target.compute_capability
     options = {"grid": (programs,), "num_warps": warps, "compute_capability": 10 * major + minor, **constants}
+    options["input_output_aliases"] = ((0, 0),) if replaces else ()
     return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
 
 
@@ -60,7 +63,8 @@ _call.def_abstract_eval(lambda *_, results, **params: [jax.core.ShapedArray(r.sh
 def _lower(ctx, *operands, kernel, results, options):
     import jax_triton
 
-    called = functools.partial(jax_triton.triton_call, kernel=kernel, out_shape=results, **dict(options))
+    options = dict(options) | {"input_output_aliases": dict(dict(options)["input_output_aliases"])}
+    called = functools.partial(jax_triton.triton_call, kernel=kernel, out_shape=results, **options)
     return mlir.lower_fun(lambda *operands: list(called(*operands)))(compat.on_platform(ctx, "cuda"), *operands)
 
 

@@ -21,14 +21,11 @@ from jaxsoftmax._core import compat
 
 DTYPES = ("float32", "bfloat16", "float16")
 COLS = range(64, 1025, 64)
-SERVED = ("softmax", "softmax_jacobian")
 
 
 def unsupported(primitive, target, operands, *, axes, dtype, **params):
     """Why it cannot run, in words, or None."""
     del params
-    if primitive not in SERVED:
-        return f"it serves {' and '.join(SERVED)}"
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
     scale = operands["scale"]

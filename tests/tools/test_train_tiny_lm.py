@@ -62,6 +62,21 @@ def arguments(text, out, *more, **changes):
     return [str(part) for option in options.items() for part in option] + list(more)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(example):
+    """Runs of the same settings share their compiled functions, as with JAX's cache of compiled programs."""
+    made, runs = example.make_run, {}
+
+    def make_run(args):
+        settings = tuple([(name, getattr(args, name)) for name in (*example.RECORDED, "sample_length")])
+        run = made(args)
+        return runs.setdefault(settings, run._replace(state=None))._replace(state=run.state)
+
+    example.make_run = make_run
+    yield
+    example.make_run = made
+
+
 @pytest.fixture(scope="module")
 def finished(example, text, tmp_path_factory):
     """The directory of one uninterrupted run; tests that change it work on a copy."""
@@ -184,6 +199,7 @@ def test_the_attentions_agree(compared):
     assert matplotlib.image.imread(out / "comparison.png")[..., :3].std() > 0.05
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_the_losses_agree(example, text, tmp_path):
     found = {}
     for loss in example.LOSSES:
@@ -354,14 +370,6 @@ def test_resuming_a_finished_run_changes_no_result(example, text, finished, copi
 
 def test_starting_over_keeps_the_old_run_until_it_has_its_own(example, text, finished, copied, monkeypatch, capfd):
     before = snapshot(copied)
-    made, first = example.make_run, []
-
-    def make_run(args):  # compiles once for the three runs, which are the same
-        run = made(args)
-        first.append(run._replace(state=None))
-        return first[0]._replace(state=run.state)
-
-    monkeypatch.setattr(example, "make_run", make_run)
 
     def fails(*_):
         raise KeyboardInterrupt

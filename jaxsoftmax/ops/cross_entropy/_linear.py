@@ -41,8 +41,8 @@ def losses(head, hidden, weight, bias, labels) -> jax.Array:
     operands = {"hidden": hidden, "weight": weight, "labels": labels}
     if bias is not None or not head.is_plain or any(sharding.has_explicit_axes(jax.typeof(a)) for a in operands.values()):
         return losses_by_parts(head, hidden, weight, bias, labels)
-    # Another one that was forced is for what is computed of logits: the reference here has it run.
-    forced = "xla" if head.implementation == "xla" else None
+    # Where Mosaic has no kernel without logits, its kernels of logits run, in the reference here.
+    forced = None if head.implementation == "mosaic" else head.implementation
     return bind(LINEAR_CROSS_ENTROPY, operands, head=head, implementation=forced)[0]
 
 

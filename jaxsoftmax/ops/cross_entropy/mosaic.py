@@ -86,10 +86,8 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     knows_the_end = soft_cap is not None or return_total
     per_row = [jnp.float32] * (2 + return_total)
     m, d, *total = _run("cross_entropy_forward", body, axes, target, x, where, knows_the_end, per_row=per_row)
-    log_d = jnp.log(d)
-    results = [log_d - (xla.chosen_score(x, labels, axes, soft_cap, m.dtype) - m), m + log_d, *total]
-    results = [result.astype(dtype) for result in results]
-    return [*results, m, d] if return_state else results
+    found = xla.losses_of(m, d, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), *total, dtype=dtype)
+    return [*found, m, d] if return_state else found
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target):
@@ -131,8 +129,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     results = {"whole": [x.dtype], "per_row": [jnp.float32] * (2 + (label_smoothing > 0)), "replaced": "x"}
     found = _run("cross_entropy_gradient", body, axes, target, x, None, knows_the_end, given, **results)
     gradient, m, d, *total = lax.optimization_barrier(found)
-    log_d = jnp.log(d)
-    return [gradient, *(found.astype(dtype) for found in (log_d - (chosen - m), m + log_d, *total))]
+    return [gradient, *xla.losses_of(m, d, chosen, *total, dtype=dtype)]
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, target):

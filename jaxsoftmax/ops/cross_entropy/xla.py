@@ -21,9 +21,8 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     if return_total:
         sums.append(sum_along(select(where, scores, 0), axes, ()))
     m, d, chosen, *total = merged(*state_of(scores, where, None, axes), *sums, axis_name=axis_name)
-    log_d = jnp.log(d)
-    results = [log_d - (chosen - m), (m + log_d).astype(dtype), *total]
-    return [*results, m, d] if return_state else results
+    found = losses_of(m, d, chosen, *total, dtype=dtype)
+    return [*found, m, d] if return_state else found
 
 
 def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total, axis_name=()):
@@ -89,6 +88,12 @@ def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
     for _ in labels.shape[:-1]:
         by_parts = jax.vmap(by_parts)
     return [by_parts(hidden, weight, labels)]
+
+
+def losses_of(m, d, chosen, *total, dtype):
+    """`nll`, `lse` and what follows, of the states of rows and the scores of their labels."""
+    log_d = jnp.log(d)
+    return [number.astype(dtype) for number in (log_d - (chosen - m), m + log_d, *total)]
 
 
 def factors(t, lse, label_smoothing, z_loss, classes):

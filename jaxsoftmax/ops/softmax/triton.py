@@ -5,6 +5,7 @@ It has run on no GPU yet: it is compiled for each generation, and what it comput
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,6 @@ _LOOP = {1: 4096, 2: 4096}
 _SLICES = {"along": 128, "across": 16}  # at most, so that one program can merge their states
 _SLICE = 32768  # elements, at least
 _WIDE = 2**31 - 2**16  # elements, from which on offsets need 64 bits: those of the last tile may be beyond the array
-_TWO_OPERANDS = ("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp")
 
 
 def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
@@ -82,7 +82,7 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
 
     The number of rows does not matter, so the bits of a row do not depend on it.
     """
-    arrays = 2 if primitive in _TWO_OPERANDS else 1
+    arrays = 2 if _REDUCES.get(primitive) == "sum" else 1
     width = _power(cols)
     if inner == 1:  # rows follow each other
         rows, most = max(1, _SEVERAL[arrays] // width), _WHOLE[arrays]
@@ -116,78 +116,125 @@ def _power(least: int) -> int:
 
 def softmax(x, where, scale, *, axes, dtype, target):
     """`exp(s - m) / d`."""
-    return _run("softmax", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], x=x, where=where, scale=scale)[0]
+    return run("softmax", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], x, where=where, scale=scale)[0]
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
     """`(s - m) - log d`, and the state `(m, d)` if asked for."""
     results = [jax.ShapeDtypeStruct(x.shape, dtype), *_state(x, axes, return_state)]
-    return _run("log_softmax", axes, target, results, x=x, where=where, scale=scale)
+    return run("log_softmax", axes, target, results, x, where=where, scale=scale)
 
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
     """`m + log d`, and the state `(m, d)` if asked for."""
-    results = [_of_rows(x, axes, dtype), *_state(x, axes, return_state)]
-    return _run("logsumexp", axes, target, results, x=x, where=where, scale=scale)
+    results = [of_rows(x, axes, dtype), *_state(x, axes, return_state)]
+    return run("logsumexp", axes, target, results, x, where=where, scale=scale)
 
 
 def softmax_jacobian(y, t, scale, *, axes, dtype, target):
     """`scale * y * (t - sum(y * t))`."""
     results = [jax.ShapeDtypeStruct(y.shape, dtype)]
-    return _run("softmax_jacobian", axes, target, results, x=y, t=t, scale=scale, rescales=True)[0]
+    return run("softmax_jacobian", axes, target, results, y, t=t, scale=scale, rescales=True)[0]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`t - sum(p * t)`."""
     given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale, "rescales": scale_tangent}
-    return _run("log_softmax_jvp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
+    return run("log_softmax_jvp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
 
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`t - p * sum(t)`, of the cotangent `t`."""
     given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale, "rescales": scale_tangent}
-    return _run("log_softmax_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
+    return run("log_softmax_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`sum(p * t)`."""
     given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale, "rescales": scale_tangent}
-    return _run("logsumexp_jvp", axes, target, [_of_rows(x, axes, dtype)], **given)[0]
+    return run("logsumexp_jvp", axes, target, [of_rows(x, axes, dtype)], **given)[0]
 
 
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
     """`p * t`, of the cotangent `t`, one for each row."""
     given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale, "rescales": scale_tangent}
-    return _run("logsumexp_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
+    return run("logsumexp_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], **given)[0]
 
 
 # What they have in common.
 
 
-def _of_rows(x, axes, dtype):
+def of_rows(x, axes, dtype):
     """The type of one number for each row."""
     return jax.ShapeDtypeStruct(tuple([1 if axis in axes else size for axis, size in enumerate(x.shape)]), dtype)
 
 
 def _state(x, axes, is_wanted):
-    return [_of_rows(x, axes, jnp.float32)] * 2 if is_wanted else []
+    return [of_rows(x, axes, jnp.float32)] * 2 if is_wanted else []
 
 
-def _run(primitive, axes, target, results, *, x, t=None, m=None, d=None, where=None, scale=None, rescales=False):
-    """Runs the kernel, or where rows are too few for the GPU twice, with a program for each slice of a row."""
+# What a result needs of its whole row: the state of the scores, unless it is said here.
+_REDUCES = dict.fromkeys(("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp"), "sum")
+_REDUCES |= dict.fromkeys(("logsumexp_vjp", "cross_entropy_vjp"), "nothing")
+_OF_ROWS = ("logsumexp", "logsumexp_jvp", "cross_entropy")  # whose results are numbers of rows
+_RESULTS_WITH_TOTAL = {"cross_entropy": 3, "cross_entropy_gradient": 4}
+_OPERANDS = ("t", "m", "d", "where", "scale", "a", "b", "c", "labels")
+
+
+def run(
+    primitive,
+    axes,
+    target,
+    results,
+    x,
+    *,
+    where=None,
+    scale=None,
+    rescales=False,
+    cap=None,
+    smoothing=0.0,
+    z_loss=0.0,
+    replaces=False,
+    **given,
+):
+    """The results of the kernel for a primitive of this op or of cross-entropy.
+
+    Where rows are long and too few for the GPU it runs twice, with a program for each slice of a row.
+
+    Args:
+      primitive: its name.
+      axes: neighbours.
+      target: the GPU.
+      results: their types. Those of cross-entropy may end with the sum of the scores.
+      x: the scores, or softmax.
+      where: the mask.
+      scale: of the scores.
+      rescales: whether tangents are multiplied with the scale.
+      cap: None, or the bound of the scores.
+      smoothing: of labels.
+      z_loss: the factor.
+      replaces: whether the first result takes the place of `x`.
+      **given: the other operands that are there, by name, among `_OPERANDS`.
+    """
     from jaxsoftmax._triton import rows
 
     outer, cols, inner = _three_axes(x.shape, axes)
     config = config_for(primitive, cols, inner, x.dtype.itemsize)
     slices = -(-cols // config.slice)
-    constants = {
+    total = len(results) == _RESULTS_WITH_TOTAL.get(primitive)
+    constants: dict[str, Any] = {
         "MAP": primitive,
+        "REDUCES": _REDUCES.get(primitive, "state"),
         "OUTER": outer,
         "COLS": cols,
         "INNER": inner,
         "WHERE": None if where is None else tuple(indexed(where.shape, x.shape, axes)),
         "SCALE": None if scale is None else tuple(indexed(scale.shape, x.shape, axes)[::2]),
         "RESCALES": bool(rescales and scale is not None),
+        "CAP": cap,
+        "TOTAL": total,
+        "SMOOTHING": smoothing,
+        "Z_LOSS": z_loss,
         "BLOCK_ROWS": config.rows,
         "BLOCK_COLS": config.cols,
         "SLICE": config.slice,
@@ -195,20 +242,22 @@ def _run(primitive, axes, target, results, *, x, t=None, m=None, d=None, where=N
         "WIDE": x.size >= _WIDE,
     }
     blocks = -(-outer * inner // config.rows) if inner < 16 else outer * -(-inner // config.rows)
-    operands = [x if operand is None else operand for operand in (x, t, m, d, where, scale)]
+    unused = given.get("labels", x)  # of what may be replaced there is one use
+    given |= {name: operand for name, operand in (("where", where), ("scale", scale)) if operand is not None}
+    operands = [x, *(given.get(name, unused) for name in _OPERANDS)]
 
-    def step(name, programs, given, results, **more):
-        options = {"programs": blocks * programs, "warps": config.warps, "target": target}
-        more = {"STEP": name, "PROGRAMS": programs, **more}
-        return call.call(rows.rows, [*operands, *given], results, **options, **constants, **more)
+    def step(name, programs, states, results, replaces=False):
+        own = {"STEP": name, "PROGRAMS": programs} | dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
+        options = {"programs": blocks * programs, "warps": config.warps, "target": target, "replaces": replaces}
+        states = [*states, *[unused] * (3 - len(states))]
+        return call.call(rows.rows, [*operands, *states], results, **options, **(constants | own))
 
-    absent = dict.fromkeys(("out_m", "out_d")[len(results) - 1 :])
     is_split = slices > 1 and blocks < 2 * target.multiprocessors
-    shared = slices if is_split and primitive not in ("logsumexp", "logsumexp_jvp") else 1  # these write nothing but rows
-    if not is_split or primitive == "logsumexp_vjp":  # which needs no state
-        return step("all", shared, [x, x], results, **absent)
-    states = [jax.ShapeDtypeStruct((outer * inner, slices), jnp.float32)] * 2
-    return step("finish", shared, step("states", slices, [x, x], states, out_d=None), results, **absent)
+    shared = slices if is_split and primitive not in _OF_ROWS else 1
+    if not is_split or constants["REDUCES"] == "nothing":
+        return step("all", shared, [], results, replaces)
+    states = [jax.ShapeDtypeStruct((outer * inner, slices), jnp.float32)] * (3 if total else 2)
+    return step("finish", shared, step("states", slices, [], states), results, replaces)
 
 
 def _three_axes(shape, axes) -> tuple[int, int, int]:

@@ -31,8 +31,6 @@ def lacks(primitive, operands) -> bool:
 def unsupported(primitive, target, operands, *, scale, precision, deterministic, wanted=(), **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
-    if primitive == "dot_product_attention_jvp":
-        return "there is no kernel for tangents"
     capability = target.compute_capability
     if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
         served = " or ".join(f"{major}.x" for major in GENERATIONS)

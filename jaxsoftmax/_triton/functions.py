@@ -1,0 +1,18 @@
+"""Functions of float32 numbers that Triton lacks."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """`tanh` to float32's rounding, which the hardware's is not.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))

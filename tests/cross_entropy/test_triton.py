@@ -1,0 +1,101 @@
+"""Triton's kernel for cross-entropy: which calls it is chosen for, for which GPUs it compiles, what it computes.
+
+What it computes is tested in `triton_interpreted.py`, which needs a process of its own.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax.ops.cross_entropy import triton as ours
+
+from .. import cases
+from ..softmax.test_triton import CAPABILITIES, SHARED, SPILLED, compiled, needs_triton, on, target_of  # noqa: F401
+from .test_values import OPTIONS, together
+
+X, LABELS, C = (jax.ShapeDtypeStruct(*kind) for kind in (((64, 1000), "float32"), ((64,), "int32"), ((64,), "float32")))
+
+
+def loss(x, labels, **options):
+    return jnp.sum(jaxsoftmax.cross_entropy(x, labels, **options))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
+def test_it_runs_where_it_is_forced(on, capability, options):  # noqa: F811
+    on(capability)
+    f = functools.partial(loss, implementation="triton", **OPTIONS[options])
+    cases.assert_all_run_on("triton", explain(jax.value_and_grad(f), X, LABELS, platform="cuda"))
+    cases.assert_all_run_on("triton", explain(together("triton", **OPTIONS[options]), X, LABELS, C, platform="cuda"))
+
+
+def test_a_linear_layer_runs_on_it_part_by_part(on):  # noqa: F811
+    on((8, 0))
+    hidden, weight = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1000, 32), jnp.bfloat16)
+    f = functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=0, implementation="triton")
+    gradient = explain(jax.grad(f, (0, 1)), hidden, weight, LABELS, platform="cuda")
+    assert [(decision.primitive, decision.implementation) for decision in gradient] == [("cross_entropy_gradient", "triton")]
+    losses = explain(f, hidden, weight, LABELS, platform="cuda")
+    cases.assert_all_run_on("triton", losses, without=["linear_cross_entropy"])
+    assert "cross_entropy" in [decision.primitive for decision in losses]
+
+
+def test_tangents_run_on_the_reference(on):  # noqa: F811
+    on((8, 0))
+    f = functools.partial(loss, implementation="triton")
+    explanation = explain(lambda x, t, labels: jax.jvp(lambda x: f(x, labels), (x,), (t,)), X, X, LABELS, platform="cuda")
+    cases.assert_all_run_on("triton", explanation, without=["cross_entropy_jvp"])
+
+
+def test_what_has_run_on_no_gpu_is_not_chosen(on):  # noqa: F811
+    on((8, 0))
+    (decision,) = explain(loss, X, LABELS, platform="cuda")
+    assert decision.implementation == "xla"
+    assert dict(decision.refusals)["triton"] == "it has run on no GPU yet; implementation='triton' asks for it"
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_all", [False, True])
+@pytest.mark.parametrize("primitive", ["cross_entropy", "cross_entropy_vjp", "cross_entropy_gradient"])
+def test_every_configuration_compiles_and_fits(compiled, primitive, has_all, dtype, capability):  # noqa: F811
+    for shape in [(64, 127), (64, 16384), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]:
+        call = functools.partial(call_of, primitive, shape, dtype, has_all, target_of(capability))
+        found = compiled(call)
+        assert {name.removesuffix("_triton").removesuffix("_states") for name, _, _ in found} == {primitive}
+        for name, spills, shared in found:
+            assert spills <= SPILLED, (name, shape)
+            assert shared <= SHARED[10 * capability[0] + capability[1]] << 10, (name, shape)
+
+
+def call_of(primitive, shape, dtype, has_all, target):
+    """A primitive of zeros along axis 1, with all options or with none."""
+    row = (shape[0], 1, *shape[2:])
+    x, labels, number = jnp.zeros(shape, dtype), jnp.zeros(row, jnp.int32), jnp.zeros(row, jnp.float32)
+    params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": 5.0 if has_all else None, "target": target}
+    where = jnp.zeros(shape, bool) if has_all else None
+    if primitive == "cross_entropy":
+        return ours.cross_entropy(x, labels, where, return_total=has_all, return_state=True, **params)
+    if primitive == "cross_entropy_vjp":
+        numbers = [number, number, number, number, number if has_all else None]
+        return ours.cross_entropy_vjp(x, *numbers, labels, where, **params)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-4} if has_all else {"label_smoothing": 0.0, "z_loss": 0.0}
+    return ours.cross_entropy_gradient(x, labels, number, **options, **params)
+
+
+@needs_triton
+def test_the_kernel_in_tritons_interpreter():
+    path = Path(__file__).with_name("triton_interpreted.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,64 @@
+"""What Triton's kernel computes for cross-entropy, in its interpreter; `test_triton.py` runs this file in a process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsoftmax.ops.cross_entropy import triton as ours
+from jaxsoftmax.ops.cross_entropy.api import _Head
+
+from .. import cases, oracle
+from ..softmax.triton_interpreted import interpreted, stacked, target  # noqa: F401
+from .test_values import FINITE, OPTIONS, labelled, truth, without_ignored
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
+
+# Shapes, of which the first axis is that of kinds of input, and the axis of the classes.
+SHAPES = [((2, 1), 1), ((2, 37), 1), ((1, 601), 1), ((2, 67, 3), 1), ((1, 40, 17), 1)]
+
+
+def params_of(options, axis):
+    cap = options.get("logits_soft_cap")
+    return {"axes": (axis,), "dtype": jnp.float32, "soft_cap": None if cap is None else float(cap)}
+
+
+def head_of(options):
+    named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
+    return _Head(1, **named, implementation=None)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16", "float16"]))
+@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=cases.ident)
+def test_losses_and_gradients(target, shape, axis, dtype, options):  # noqa: F811
+    options = without_ignored(OPTIONS[options])
+    kinds = [*FINITE, *([] if options.get("label_smoothing") else ["some -inf"])]  # the mean of -inf has no derivative
+    x, axis, head = stacked(shape, dtype, kinds), axis + 1, head_of(options)
+    labels, classes = labelled(x.shape, axis), x.shape[axis]
+    labels.flat[2:4] = classes, -1  # no class, and a row that does not count
+    c = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
+    c[labels == -1] = 0
+    row_labels, row_c = (np.expand_dims(a, axis) for a in (labels, c))
+    params = params_of(options, axis)
+    expected = truth(x, labels, axis, **options)
+
+    def check(found, gradient):
+        loss = head.loss([np.squeeze(np.asarray(part), axis) for part in found], labels, classes)
+        assert oracle.error(jnp.where(labels == -1, jnp.nan, loss), expected.loss) <= 1
+        assert gradient.dtype == x.dtype
+        assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+    has_total = options.get("label_smoothing", 0) > 0
+    *found, m, d = ours.cross_entropy(x, row_labels, None, return_total=has_total, return_state=True, target=target, **params)
+    numbers = jax.vjp(lambda *found: head.loss([jnp.squeeze(f, axis) for f in found], labels, classes), *found)[1](c)
+    b, a, *total = (-np.asarray(numbers[0]), np.asarray(numbers[0] + numbers[1]), *map(np.asarray, numbers[2:]))
+    given = {"m": m, "d": d, "a": a, "b": b, "c": total[0] if total else None, "labels": row_labels, "where": None}
+    gradient = ours.cross_entropy_vjp(x, **given, target=target, **(params | {"dtype": x.dtype}))
+    check(found, gradient)
+
+    before = x.copy()
+    own = {"label_smoothing": options.get("label_smoothing", 0.0), "z_loss": options.get("z_loss", 0.0)}
+    gradient, *found = ours.cross_entropy_gradient(x, row_labels, row_c, target=target, **own, **params)
+    check(found, np.asarray(gradient))
+    assert x.tobytes() == before.tobytes()
