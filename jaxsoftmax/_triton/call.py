@@ -5,7 +5,8 @@ Nothing here imports jax-triton or Triton before a kernel is called, so that to 
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,28 @@ def unsupported(target) -> str | None:
 _PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
 
 
+def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
+    """How an array of size 1 along some axes is indexed by an index of several neighbouring axes of a whole one.
+
+    There are triples: the index is divided by the first, taken modulo the second, unless that is 0, and multiplied with the
+    third. Axes that are whole and neighbours share one. `addresses.offset` does so in a kernel.
+    """
+    triples, divisor, is_open = [], 1, False
+    for axis in reversed([*members]):
+        if whole[axis] == 1:
+            continue
+        if shape[axis] != 1:
+            if is_open:
+                triples[-1][1] *= whole[axis]
+            else:
+                triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
+        is_open = shape[axis] != 1
+        divisor *= whole[axis]
+    if triples and triples[-1][0] * triples[-1][1] == divisor:
+        triples[-1][1] = 0
+    return tuple([number for triple in triples for number in triple])
+
+
 def call(
     kernel: Any,
     operands: Sequence[jax.Array],
@@ -38,15 +61,19 @@ def call(
     *,
     programs: int,
     warps: int,
+    stages: int = 3,
+    zeroed: tuple[int, ...] = (),
     target,
     **constants: Any,
 ) -> list[jax.Array]:
     """The results of a kernel, whose arguments are the operands, the results and then constants by name.
 
+    `stages` is how many iterations of a loop are in shared memory at once; results that are `zeroed`, by index, are 0 before.
     The target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
     """
     major, minor = target.compute_capability
-    options = {"grid": (programs,), "num_warps": warps, "compute_capability": 10 * major + minor, **constants}
+    options = {"grid": (programs,), "num_warps": warps, "num_stages": stages, "zeroed_outputs": zeroed}
+    options |= {"compute_capability": 10 * major + minor, **constants}
     return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
 
 
