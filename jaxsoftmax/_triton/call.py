@@ -3,9 +3,11 @@
 Nothing here imports jax-triton or Triton before a kernel is called, so that to say why there is none takes neither.
 """
 
-import functools
 import importlib.util
-from collections.abc import Sequence
+import inspect
+import math
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +33,28 @@ def unsupported(target) -> str | None:
 _PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
 
 
+def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
+    """How an array of size 1 along some axes is indexed by an index of several neighbouring axes of a whole one.
+
+    There are triples: the index is divided by the first, taken modulo the second, unless that is 0, and multiplied with the
+    third. Axes that are whole and neighbours share one. `addresses.offset` does so in a kernel.
+    """
+    triples, divisor, is_open = [], 1, False
+    for axis in reversed([*members]):
+        if whole[axis] == 1:
+            continue
+        if shape[axis] != 1:
+            if is_open:
+                triples[-1][1] *= whole[axis]
+            else:
+                triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
+        is_open = shape[axis] != 1
+        divisor *= whole[axis]
+    if triples and triples[-1][0] * triples[-1][1] == divisor:
+        triples[-1][1] = 0
+    return tuple([number for triple in triples for number in triple])
+
+
 def call(
     kernel: Any,
     operands: Sequence[jax.Array],
@@ -38,18 +62,21 @@ def call(
     *,
     programs: int,
     warps: int,
+    stages: int = 3,
+    zeroed: tuple[int, ...] = (),
     target,
     replaces: bool = False,
     **constants: Any,
 ) -> list[jax.Array]:
     """The results of a kernel, whose arguments are the operands, the results and then constants by name.
 
-    The target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none. With `replaces` the
-    first result takes the place of the first operand, which XLA copies where something else reads it.
+    `stages` is how many iterations of a loop are in shared memory at once; results that are `zeroed`, by index, are 0 before.
+    With `replaces` the first result takes the place of the first operand, which XLA copies where something else reads it. The
+    target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
     """
     major, minor = target.compute_capability
-    options = {"grid": (programs,), "num_warps": warps, "compute_capability": 10 * major + minor, **constants}
-    options["input_output_aliases"] = ((0, 0),) if replaces else ()
+    options = {"grid": (programs,), "num_warps": warps, "num_stages": stages, "zeroed_outputs": zeroed, "replaces": replaces}
+    options |= {"compute_capability": 10 * major + minor, **constants}
     return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
 
 
@@ -63,9 +90,22 @@ _call.def_abstract_eval(lambda *_, results, **params: [jax.core.ShapedArray(r.sh
 def _lower(ctx, *operands, kernel, results, options):
     import jax_triton
 
-    options = dict(options) | {"input_output_aliases": dict(dict(options)["input_output_aliases"])}
-    called = functools.partial(jax_triton.triton_call, kernel=kernel, out_shape=results, **options)
-    return mlir.lower_fun(lambda *operands: list(called(*operands)))(compat.on_platform(ctx, "cuda"), *operands)
+    options = dict(options)
+    if options.pop("replaces"):
+        options["input_output_aliases"] = {0: 0}
+    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # since jax-triton 0.4
+        options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True}}
+        if "input_output_aliases" in options:  # a result in place of an operand is no argument of the kernel
+            options[kernel.arg_names[len(operands)]] = None
+    else:
+        options["out_shape"] = results
+
+    def called(*operands):
+        with warnings.catch_warnings():  # 0.4 prefers references where results are replaced or zeroed
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return list(jax_triton.triton_call(*operands, kernel=kernel, **options))
+
+    return mlir.lower_fun(called)(compat.on_platform(ctx, "cuda"), *operands)
 
 
 mlir.register_lowering(_call, _lower)

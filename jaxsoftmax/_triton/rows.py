@@ -18,7 +18,7 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 import triton
 import triton.language as tl
 
-from jaxsoftmax._triton import functions, online
+from jaxsoftmax._triton import addresses, functions, online
 
 INF = tl.constexpr(float("inf"))
 
@@ -49,18 +49,6 @@ def _rows_of(block, OUTER: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.con
         inner = block % across * BLOCK_ROWS + lanes
         outer, exists = block // across + lanes * 0, inner < INNER
     return outer, inner, exists
-
-
-@triton.jit
-def _offset(index, DIMS: tl.constexpr, AXIS: tl.constexpr):
-    """Where a broadcast operand has what belongs to an index of an axis, of triples of divisor, size or 0, and stride."""
-    offset = index * 0
-    for k in tl.static_range(0, len(DIMS[AXIS]), 3):
-        part = index // DIMS[AXIS][k]
-        if DIMS[AXIS][k + 1] != 0:
-            part = part % DIMS[AXIS][k + 1]
-        offset += part * DIMS[AXIS][k + 2]
-    return offset
 
 
 # What is computed of a tile.
@@ -96,7 +84,8 @@ def _terms(
     at = base[:, None] + (cols * INNER)[None, :]
     seen = inside
     if WHERE is not None:
-        seen = tl.load(where + (seen_base[:, None] + _offset(cols, WHERE, 1)[None, :]), mask=inside, other=0).to(tl.int1)
+        seen_at = seen_base[:, None] + addresses.offset(cols, WHERE, 1)[None, :]
+        seen = tl.load(where + seen_at, mask=inside, other=0).to(tl.int1)
     if MAP == "softmax_jacobian":
         first = tl.load(x + at, mask=inside, other=0).to(tl.float32)
         second = first
@@ -285,7 +274,7 @@ def rows(
       OUTER: the size of the first of the three axes of `x`.
       COLS: of the second.
       INNER: of the third.
-      WHERE: None, or for each of the three axes where the mask has what belongs to an index, as `_offset` says.
+      WHERE: None, or for each of the three axes where the mask has what belongs to an index, as `addresses.offset` says.
       SCALE: None, or the same for the scale, of the first and the last axis.
       RESCALES: whether tangents are multiplied with the scale.
       CAP: None, or the bound of `CAP * tanh(x / CAP)`.
@@ -299,6 +288,8 @@ def rows(
       PROGRAMS: how many programs share the rows of a tile: 1, or as many as there are slices.
       WIDE: whether offsets need 64 bits.
     """
+    if out is None:  # it takes the place of `x`
+        out = x
     MASKED: tl.constexpr = WHERE is not None
     SCALED: tl.constexpr = SCALE is not None
     IS_WHOLE: tl.constexpr = MAP != "logsumexp" and MAP != "logsumexp_jvp" and MAP != "cross_entropy"
@@ -315,10 +306,11 @@ def rows(
     # What each row has.
     seen_base = base
     if MASKED:
-        seen_base = _offset(outer, WHERE, 0) + _offset(inner, WHERE, 2)
+        seen_base = addresses.offset(outer, WHERE, 0) + addresses.offset(inner, WHERE, 2)
     factor = tl.full([BLOCK_ROWS], 1.0, tl.float32)
     if SCALED:
-        factor = tl.load(scale + (_offset(outer, SCALE, 0) + _offset(inner, SCALE, 1)), mask=exists, other=1).to(tl.float32)
+        scale_at = addresses.offset(outer, SCALE, 0) + addresses.offset(inner, SCALE, 1)
+        factor = tl.load(scale + scale_at, mask=exists, other=1).to(tl.float32)
     saved_m, saved_d = factor, factor
     if REDUCES != "state" and MAP != "softmax_jacobian":
         saved_m = tl.load(m + row, mask=exists, other=0)

@@ -25,8 +25,9 @@ from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import lowering as core_lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import mosaic, primitive
-from jaxsoftmax.ops.attention.mosaic import backward_plan, blocks
+from jaxsoftmax.ops.attention.mosaic import backward_plan
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
 from .. import kernels, oracle

@@ -24,8 +24,9 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import mosaic
-from jaxsoftmax.ops.attention.mosaic import blocks, forward
+from jaxsoftmax.ops.attention.mosaic import forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Operand, batch_index
 

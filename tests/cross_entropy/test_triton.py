@@ -4,9 +4,6 @@ What it computes is tested in `triton_interpreted.py`, which needs a process of 
 """
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,10 +15,17 @@ from jaxsoftmax import explain
 from jaxsoftmax.ops.cross_entropy import triton as ours
 
 from .. import cases
-from ..softmax.test_triton import CAPABILITIES, SHARED, SPILLED, compiled, needs_triton, on, target_of  # noqa: F401
+from ..softmax.test_triton import CAPABILITIES, SPILLED
+from ..triton_kernels import assert_passes_interpreted, compiled, lowering_without, needs_triton, target_of
 from .test_values import OPTIONS, together
 
 X, LABELS, C = (jax.ShapeDtypeStruct(*kind) for kind in (((64, 1000), "float32"), ((64,), "int32"), ((64,), "float32")))
+
+
+@pytest.fixture
+def on():
+    with lowering_without() as lower_for:
+        yield lower_for
 
 
 def loss(x, labels, **options):
@@ -30,14 +34,14 @@ def loss(x, labels, **options):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
-def test_it_runs_where_it_is_forced(on, capability, options):  # noqa: F811
+def test_it_runs_where_it_is_forced(on, capability, options):
     on(capability)
     f = functools.partial(loss, implementation="triton", **OPTIONS[options])
     cases.assert_all_run_on("triton", explain(jax.value_and_grad(f), X, LABELS, platform="cuda"))
     cases.assert_all_run_on("triton", explain(together("triton", **OPTIONS[options]), X, LABELS, C, platform="cuda"))
 
 
-def test_a_linear_layer_runs_on_it_part_by_part(on):  # noqa: F811
+def test_a_linear_layer_runs_on_it_part_by_part(on):
     on((8, 0))
     hidden, weight = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1000, 32), jnp.bfloat16)
     f = functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=0, implementation="triton")
@@ -48,14 +52,14 @@ def test_a_linear_layer_runs_on_it_part_by_part(on):  # noqa: F811
     assert "cross_entropy" in [decision.primitive for decision in losses]
 
 
-def test_tangents_run_on_the_reference(on):  # noqa: F811
+def test_tangents_run_on_the_reference(on):
     on((8, 0))
     f = functools.partial(loss, implementation="triton")
     explanation = explain(lambda x, t, labels: jax.jvp(lambda x: f(x, labels), (x,), (t,)), X, X, LABELS, platform="cuda")
     cases.assert_all_run_on("triton", explanation, without=["cross_entropy_jvp"])
 
 
-def test_what_has_run_on_no_gpu_is_not_chosen(on):  # noqa: F811
+def test_what_has_run_on_no_gpu_is_not_chosen(on):
     on((8, 0))
     (decision,) = explain(loss, X, LABELS, platform="cuda")
     assert decision.implementation == "xla"
@@ -67,14 +71,15 @@ def test_what_has_run_on_no_gpu_is_not_chosen(on):  # noqa: F811
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_all", [False, True])
 @pytest.mark.parametrize("primitive", ["cross_entropy", "cross_entropy_vjp", "cross_entropy_gradient"])
-def test_every_configuration_compiles_and_fits(compiled, primitive, has_all, dtype, capability):  # noqa: F811
+def test_every_configuration_compiles_and_fits(monkeypatch, primitive, has_all, dtype, capability):
+    target = target_of(capability)
     for shape in [(64, 127), (64, 16384), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]:
-        call = functools.partial(call_of, primitive, shape, dtype, has_all, target_of(capability))
-        found = compiled(call)
-        assert {name.removesuffix("_triton").removesuffix("_states") for name, _, _ in found} == {primitive}
-        for name, spills, shared in found:
-            assert spills <= SPILLED, (name, shape)
-            assert shared <= SHARED[10 * capability[0] + capability[1]] << 10, (name, shape)
+        call = functools.partial(call_of, primitive, shape, dtype, has_all, target)
+        found = compiled(call, monkeypatch)
+        assert {kernel.name.removesuffix("_triton").removesuffix("_states") for kernel in found} == {primitive}
+        for kernel in found:
+            assert kernel.spilled <= SPILLED, (kernel, shape)
+            assert kernel.shared <= target.shared_memory, (kernel, shape)
 
 
 def call_of(primitive, shape, dtype, has_all, target):
@@ -94,8 +99,4 @@ def call_of(primitive, shape, dtype, has_all, target):
 
 @needs_triton
 def test_the_kernel_in_tritons_interpreter():
-    path = Path(__file__).with_name("triton_interpreted.py")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert_passes_interpreted(Path(__file__).with_name("triton_interpreted.py"))

@@ -1,9 +1,5 @@
 """Triton's kernels of the softmax family: which calls they are chosen for, for which GPUs they compile, what they compute.
 
-Triton is not among the packages that tests need. Where it is installed, tests that need it run:
-
-    uv run --extra triton pytest tests/softmax/test_triton.py
-
 What the kernels compute is tested in `triton_interpreted.py`, which needs a process of its own.
 """
 
@@ -12,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -23,33 +18,17 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import lowering
 from jaxsoftmax._gpu import target as targets
-from jaxsoftmax._triton import call
 from jaxsoftmax.ops.softmax import triton as ours
 
-from .. import cases, kernels
-
-MISSING = call.unsupported(targets.HOPPER)
-needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+from .. import cases, kernels, triton_kernels
+from ..triton_kernels import needs_triton, target_of
 
 X = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block
-
-
-def target_of(capability):
-    shared = targets._SHARED_MEMORY.get(capability, 48) << 10
-    return targets.Target("cuda", capability, 108, shared)
 
 
 @pytest.fixture
 def on():
-    """Lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
-    with kernels.without_triton(), pytest.MonkeyPatch.context() as patch:
-
-        def lower_for(capability, is_installed=True):
-            patch.setattr(lowering, "target_for", lambda platform: target_of(capability))
-            patch.setattr(call, "_PACKAGES", () if is_installed else (("no_such_module", "jax-triton"),))
-            kernels.forget_lowerings()
-
+    with triton_kernels.lowering_without() as lower_for:
         yield lower_for
 
 
@@ -166,50 +145,6 @@ def test_how_a_mask_is_indexed(shape, whole, axes, expected):
 # What compiles, for GPUs that need not be there.
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """What a function of the implementation compiles for a compute capability: spilled registers and shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "bool": "*i1"}
-    found = []
-
-    def compile_kernel(kernel, operands, results, *, programs, warps, target, replaces=False, **constants):
-        arrays = [types[a.dtype.name] for a in [*operands, *results]]
-        signature = dict(zip(kernel.arg_names, arrays, strict=False)) | dict.fromkeys(constants, "constexpr")
-        aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(arrays))}
-        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-        major, minor = target.compute_capability
-        binary = triton.compile(source, GPUTarget("cuda", 10 * major + minor, 32), {"num_warps": warps})
-        found.append((binary.metadata.name, spilled(binary.asm), binary.metadata.shared))
-        return [jnp.zeros(result.shape, result.dtype) for result in results]
-
-    monkeypatch.setattr(call, "call", compile_kernel)
-
-    def run(f):
-        found.clear()
-        jax.eval_shape(f)
-        return list(found)
-
-    return run
-
-
-def spilled(asm):
-    """Bytes that a kernel keeps in local memory."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    arch = re.search(r"\.target (sm_\d+a?)", asm["ptx"]).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(asm["ptx"])
-        ptxas = get_ptxas(int(re.sub(r"\D", "", arch))).path
-        command = [ptxas, "-v", f"--gpu-name={arch}", str(path), "-o", str(path.with_suffix(".cubin"))]
-        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return sum(map(int, re.findall(r"(\d+) bytes spill", log)))
-
-
 PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
 CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (10, 0), (12, 0))]]
 SPILLED = 64  # bytes that a thread may spill, of loops with masks over rows that start anywhere
@@ -221,14 +156,15 @@ SHAPES = [(64, 1), (64, 127), (64, 4096), (64, 16384), (4, 50257), (4096, 50257)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-def test_every_configuration_compiles_and_fits(compiled, primitive, masked, dtype, capability):
+def test_every_configuration_compiles_and_fits(monkeypatch, primitive, masked, dtype, capability):
+    target = target_of(capability)
     for shape in SHAPES:
-        found = compiled(functools.partial(call_of, primitive, shape, 1, dtype, masked, target_of(capability)))
+        found = triton_kernels.compiled(functools.partial(call_of, primitive, shape, 1, dtype, masked, target), monkeypatch)
         assert found
-        for name, spills, shared in found:
-            assert name in (f"{primitive}_triton", f"{primitive}_states_triton")
-            assert spills <= SPILLED, (name, shape)
-            assert shared <= SHARED[10 * capability[0] + capability[1]] << 10, (name, shape)
+        for kernel in found:
+            assert kernel.name in (f"{primitive}_triton", f"{primitive}_states_triton")
+            assert kernel.spilled <= SPILLED, (kernel, shape)
+            assert kernel.shared <= target.shared_memory, (kernel, shape)
 
 
 def call_of(primitive, shape, axis, dtype, masked, target):
@@ -253,11 +189,12 @@ def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, pl
         lowering, "target_for", lambda platform: target_of((8, 0)) if platform == "cuda" else targets.Target(platform)
     )
     kernels.forget_lowerings()
-    monkeypatch.setattr(ours, "unprofitable", lambda *_, **__: None)
+    monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
-    unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+    names = "triton_kernel_call", "triton_kernel_call_ffi"  # of the custom call, the second since jax-triton 0.4
+    unchecked = list(map(jax.export.DisabledSafetyCheck.custom_call, names))
     module = jax.export.export(f, platforms=platforms, disabled_checks=unchecked)(X, X).mlir_module()
-    assert module.count("custom_call @triton_kernel_call") == 2
+    assert module.count("stablehlo.custom_call @triton_kernel_call") == 2
     kernels.forget_lowerings()
 
 
@@ -266,8 +203,4 @@ def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, pl
 
 @needs_triton
 def test_the_kernels_in_tritons_interpreter():
-    path = Path(__file__).with_name("triton_interpreted.py")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout[-4000:]
+    triton_kernels.assert_passes_interpreted(Path(__file__).with_name("triton_interpreted.py"))

@@ -6,7 +6,6 @@ of the implementation get NumPy arrays, and where they would make a custom call 
 
 import functools
 import itertools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,14 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu.target import Target
-from jaxsoftmax._triton import call
 from jaxsoftmax._triton import online as twin
 from jaxsoftmax.ops.softmax import triton as ours
 from jaxsoftmax.ops.softmax import xla
 
-from .. import cases, oracle
+from .. import cases, oracle, triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
 
@@ -33,41 +30,7 @@ ROWS = {"tiles": ({}, 0), "loop": (LITTLE, 0), "split": (LITTLE, 10**6)}  # how 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Kernels run where they are called, with NumPy arrays, and round to bfloat16 as on GPUs: the interpreter truncates."""
-    monkeypatch.setattr(call, "call", run)
-    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
-    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda self, *args: None)
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", functools.partial(patched, interpreter._patch_lang_tensor))
-
-
-def patched(patch, tensor, scope):
-    """NumPy 2.5 makes no number of an array of one, which bounds of loops are for Triton 3.6."""
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-def rounded(values, from_type, to_type, mode):
-    """Bits of floating point numbers in another type, both of the interpreter, which has bfloat16 as integers."""
-    del mode
-    dtypes = {tl.bfloat16: jnp.bfloat16, tl.float32: np.float32, tl.float16: np.float16}
-    values = np.ascontiguousarray(values).view(dtypes[from_type]).astype(dtypes[to_type])
-    return values.view(f"uint{to_type.primitive_bitwidth}")
-
-
-def pointer(array):
-    return SimpleNamespace(data_ptr=lambda: array.ctypes.data, dtype=array.dtype.name, array=array)
-
-
-def run(kernel, operands, results, *, programs, warps, target, replaces=False, **constants):
-    del warps, target
-    given = [np.ascontiguousarray(operand) for operand in operands]
-    out = [np.full(result.shape, 7, result.dtype) for result in results]  # which a kernel has to overwrite
-    if replaces:
-        given[0] = out[0] = given[0].copy()
-    with np.errstate(all="ignore"):
-        kernel[(programs,)](*map(pointer, given), *map(pointer, out), **constants)
-    return out
+    triton_kernels.interpret(monkeypatch)
 
 
 @pytest.fixture(params=ROWS)
@@ -298,9 +261,8 @@ def half(kind):
 def test_the_monoid_is_that_of_online(size):
     for left, right in itertools.product(HALVES, repeat=2):
         x, sizes = np.concatenate([half(left), half(right)], 1), np.full(2, size, np.float32)
-        m, d = run(
-            states, [x, sizes], [jax.ShapeDtypeStruct((4, 2), np.float32)] * 2, programs=1, warps=4, target=None, WIDTH=WIDTH
-        )
+        results = [jax.ShapeDtypeStruct((4, 2), np.float32)] * 2
+        m, d = triton_kernels.run(states, [x, sizes], results, programs=1, WIDTH=WIDTH)
         expected = online.lift(jnp.asarray(x), scale=jnp.asarray(sizes))
         for way in range(4):
             m[way][np.isnan(expected.d)] = np.asarray(expected.m)[np.isnan(expected.d)]  # then `m` does not matter

@@ -247,7 +247,8 @@ def run(
     operands = [x, *(given.get(name, unused) for name in _OPERANDS)]
 
     def step(name, programs, states, results, replaces=False):
-        own = {"STEP": name, "PROGRAMS": programs} | dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
+        own: dict[str, Any] = {"STEP": name, "PROGRAMS": programs}
+        own |= dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
         options = {"programs": blocks * programs, "warps": config.warps, "target": target, "replaces": replaces}
         states = [*states, *[unused] * (3 - len(states))]
         return call.call(rows.rows, [*operands, *states], results, **options, **(constants | own))
@@ -269,27 +270,8 @@ def _three_axes(shape, axes) -> tuple[int, int, int]:
 
 
 def indexed(shape, whole, axes) -> list[tuple[int, ...]]:
-    """How an array of size 1 along some axes is indexed along each of the three axes of a whole one.
-
-    For each there are triples: the index is divided by the first, taken modulo the second, unless that is 0, and multiplied
-    with the third. Axes that are whole and neighbours share one.
-    """
+    """How an array of size 1 along some axes is indexed along each of the three axes of a whole one: see `call.indexed`."""
     along = [axis for axis in axes if whole[axis] != 1]
     first, last = (min(along), max(along)) if along else (len(whole), len(whole) - 1)
-    groups = []
-    for members in (range(first), range(first, last + 1), range(last + 1, len(whole))):
-        triples, divisor, is_open = [], 1, False
-        for axis in reversed(members):
-            if whole[axis] == 1:
-                continue
-            if shape[axis] != 1:
-                if is_open:
-                    triples[-1][1] *= whole[axis]
-                else:
-                    triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
-            is_open = shape[axis] != 1
-            divisor *= whole[axis]
-        if triples and triples[-1][0] * triples[-1][1] == divisor:
-            triples[-1][1] = 0
-        groups.append(tuple([number for triple in triples for number in triple]))
-    return groups
+    three = range(first), range(first, last + 1), range(last + 1, len(whole))
+    return [call.indexed(shape, whole, members) for members in three]

@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention import _cotangents as cotangents
 from jaxsoftmax.ops.attention._operands import batch_of
-from jaxsoftmax.ops.attention.mosaic import blocks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
@@ -54,7 +55,7 @@ def unsupported(given, wanted, deterministic) -> str | None:
 
 def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    d_out, delta = _cotangents(given, out, lse, d_out, d_lse, options["window"])
+    d_out, delta = cotangents.of_rows(given, out, lse, d_out, d_lse, options["window"])
     found = {}
     if set(wanted) - {"sinks"}:
         static = static_of(given) | {"names": frozenset(given) - {"sinks"}}
@@ -72,29 +73,8 @@ def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministi
         given_to_kernel = {name: given[name] for name in given if name in plan.names}
         found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target)
     if "sinks" in wanted:
-        weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(given["sinks"].astype(jnp.float32)[..., None] - lse))
-        found["sinks"] = -jnp.sum(weight * delta, -1)
+        found["sinks"] = cotangents.of_sinks(given["sinks"], lse, delta)
     return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
-
-
-def _cotangents(given, out, lse, d_out, d_lse, window):
-    """The cotangent of out, and delta: 0 for rows that see nothing, whose cotangents may be NaN, or infinite."""
-    delta = jnp.zeros(lse.shape, jnp.float32)
-    if d_out is None:
-        d_out = jnp.zeros_like(out)
-    else:
-        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
-    left, empty = window[0], None
-    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given)
-    if of_operands or (left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left):
-        empty = alone = lse == -jnp.inf
-        if "sinks" in given:
-            sink = given["sinks"].astype(jnp.float32)[..., None]
-            alone |= (lse == sink) & jnp.all(out == 0, -1).mT
-        d_out, delta = jnp.where(alone.mT[..., None], 0, d_out), jnp.where(alone, 0, delta)
-    if d_lse is not None:
-        delta -= d_lse if empty is None else jnp.where(empty, 0, d_lse)
-    return d_out, delta
 
 
 def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:

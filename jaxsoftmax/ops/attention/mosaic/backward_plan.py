@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention.mosaic import blocks
+from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Arithmetic, Call
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jaxsoftmax import online
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention.mosaic import blocks
+from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, dropout_keeps, of_own_segment, tanh

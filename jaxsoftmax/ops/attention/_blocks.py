@@ -3,7 +3,27 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
+
+
+def spans(given, lengths: tuple[int, int], block_q: int, block_kv: int, *, by_keys: bool = False) -> jax.Array | None:
+    """What `ranges` says, of segments and of a mask that is the same for all heads; of neither None.
+
+    `by_keys` which blocks of queries matter to each block of keys. With a mask no block is one that all see whole.
+    """
+    found = None
+    if "query_segments" in given:
+        both = [("query_segments", block_q), ("key_segments", block_kv)]
+        (own, own_block), (other, other_block) = reversed(both) if by_keys else both
+        found = ranges(given[own], given[other], own_block, other_block)
+    if "mask" in given and (shown := seen(given["mask"], lengths, block_q, block_kv)) is not None:
+        limits = ends(shown.mT if by_keys else shown)
+        limits = jnp.concatenate([limits, jnp.zeros_like(limits)], -1)
+        if found is None:
+            return limits
+        return jnp.stack(
+            [jnp.maximum(found[..., 0], limits[..., 0]), *(jnp.minimum(found, limits)[..., i] for i in (1, 2, 3))], -1
+        )
+    return found
 
 
 def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
@@ -48,7 +68,7 @@ def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Arr
     padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]
     padded = jnp.pad(mask.reshape(*batch, rows, cols).astype(bool), padding)
     shape = [number for size, block in zip(padded.shape[-2:], own, strict=True) for number in (size // block, block)]
-    blocks = [pl.cdiv(length, block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
+    blocks = [-(-length // block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
     return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *blocks))
 
 

@@ -1,0 +1,179 @@
+"""What tests of Triton kernels need: to choose them without a GPU, to compile them for one, and to interpret them.
+
+Triton is not among the packages that tests need: it is imported where it is used. Where it is installed, those tests run too:
+
+    uv run --extra triton pytest tests/softmax/test_triton.py tests/cross_entropy/test_triton.py tests/attention/test_triton.py
+"""
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._triton import call
+
+from . import kernels
+
+MISSING = call.unsupported(targets.HOPPER)
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def target_of(capability: tuple[int, int]) -> targets.Target:
+    shared = targets._SHARED_MEMORY.get(capability, targets._LEAST_SHARED_MEMORY) << 10
+    return targets.Target("cuda", capability, 108, shared)
+
+
+# Which calls kernels are chosen for.
+
+
+@contextlib.contextmanager
+def lowering_without() -> Iterator[Callable[..., None]]:
+    """A function that lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
+    with kernels.without_triton(), pytest.MonkeyPatch.context() as patch:
+
+        def lower_for(capability, is_installed=True):
+            patch.setattr(lowering, "target_for", lambda platform: target_of(capability))
+            patch.setattr(call, "_PACKAGES", () if is_installed else (("no_such_module", "jax-triton"),))
+            kernels.forget_lowerings()
+
+        yield lower_for
+
+
+# What compiles, for GPUs that need not be there.
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: its name, registers of a thread, bytes that it spills, and bytes of shared memory of a block."""
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+
+
+_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "bool": "*i1", "int32": "*i32", "uint32": "*u32"}
+
+
+def compiled(f: Callable[[], Any], monkeypatch: Any) -> list[Compiled]:
+    """The kernels that a function of an implementation compiles."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found = []
+
+    def compile_kernel(kernel, operands, results, *, programs, warps, target, stages=3, zeroed=(), replaces=False, **constants):
+        arrays = [_TYPES[a.dtype.name] for a in [*operands, *results]]
+        signature = dict(zip(kernel.arg_names, arrays, strict=False)) | dict.fromkeys(constants, "constexpr")
+        aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(arrays))}
+        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+        major, minor = target.compute_capability
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        binary = triton.compile(source, GPUTarget("cuda", 10 * major + minor, 32), options)
+        found.append(Compiled(binary.metadata.name, *_registers(binary.asm["ptx"]), binary.metadata.shared))
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    monkeypatch.setattr(call, "call", compile_kernel)
+    jax.eval_shape(f)
+    return found
+
+
+def _registers(ptx: str) -> tuple[int, int]:
+    """How many registers of a thread a kernel uses, and how many bytes of them it keeps in local memory."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = re.search(r"\.target (sm_\d+a?)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        ptxas = get_ptxas(int(re.sub(r"\D", "", arch))).path
+        command = [ptxas, "-v", f"--gpu-name={arch}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return int(re.search(r"Used (\d+) registers", log).group(1)), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+# What kernels compute. The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
+
+
+def assert_passes_interpreted(path: Path) -> None:
+    """Runs a file of tests in a process of its own, in which Triton interprets kernels."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) -> None:
+    """Kernels run where they are called, with NumPy arrays, and round to bfloat16 as on GPUs: the interpreter truncates."""
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(call, "call", run_kernel or run)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda self, *args: None)
+    monkeypatch.setattr(interpreter, "_convert_float", _rounded)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", functools.partial(_patched, interpreter._patch_lang_tensor))
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+
+
+def run(kernel, operands, results, *, programs, warps=4, stages=3, zeroed=(), replaces=False, target=None, **constants):
+    """The results of a kernel, of NumPy arrays."""
+    del warps, stages, target
+    given = [np.ascontiguousarray(operand) for operand in operands]
+    out = [np.full(result.shape, 0 if index in zeroed else 7, result.dtype) for index, result in enumerate(results)]
+    if replaces:
+        given[0] = out[0] = given[0].copy()
+    with np.errstate(all="ignore"):  # what is 7 the kernel has to overwrite
+        kernel[(programs,)](*map(_pointer, given), *map(_pointer, out), **constants)
+    return out
+
+
+def run_in_jax(kernel, operands, results, **options):
+    """The same in a traced function."""
+    return list(jax.pure_callback(lambda *given: tuple(run(kernel, given, results, **options)), tuple(results), *operands))
+
+
+def _pointer(array):
+    return SimpleNamespace(data_ptr=lambda: array.ctypes.data, dtype=array.dtype.name, array=array)
+
+
+def _patched(patch, tensor, scope):
+    """NumPy 2.5 makes no number of an array of one, which bounds of loops are for Triton 3.6."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _rounded(values, from_type, to_type, mode):
+    """Bits of floating point numbers in another type, both of the interpreter, which has bfloat16 as integers."""
+    import triton.language as tl
+
+    del mode
+    dtypes = {tl.bfloat16: jnp.bfloat16, tl.float32: np.float32, tl.float16: np.float16}
+    values = np.ascontiguousarray(values).view(dtypes[from_type]).astype(dtypes[to_type])
+    return values.view(f"uint{to_type.primitive_bitwidth}")
+
+
+def _dot(builder, a, b, sum, precision, imprecise):
+    """A product, of bfloat16 too, which the interpreter takes for integers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    del builder, precision, imprecise
+    a, b = (x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
+    product = np.matmul(a.astype(np.float32), b.astype(np.float32))
+    return interpreter.TensorHandle(product + sum.data, sum.dtype.scalar)
