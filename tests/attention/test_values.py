@@ -980,7 +980,7 @@ def movable(dtype="float32"):
 
 @QUICKLY
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut", cases.quick(True, slow=[False]))
 def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
     if cut:
         monkeypatch.setattr(xla, "ONE_TILE", 0)
@@ -1405,7 +1405,7 @@ def on_both_meshes(quick_on, *others):
     ("spec", "key_heads", "kind"),
     [
         *on_both_meshes(None, SPECS[0], 2),
-        *on_both_meshes(AxisType.Explicit, SPECS[1], 1),
+        *on_both_meshes(None, SPECS[1], 1),
         *on_both_meshes(None, SPECS[1], 2),
         *on_both_meshes(AxisType.Auto, SPECS[2], 4),
         *on_both_meshes(AxisType.Explicit, SPECS[3], 2),
@@ -1466,7 +1466,8 @@ QUERY_SPECS = [P(None, ("data", "model")), P("data", "model"), P(None, "data", "
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("spec", "in_tiles"),
-    [(QUERY_SPECS[0], True), (QUERY_SPECS[1], False), (QUERY_SPECS[2], True)]
+    [(QUERY_SPECS[1], False), (QUERY_SPECS[2], True)]
+    + [pytest.param(QUERY_SPECS[0], True, marks=pytest.mark.slow)]
     + [pytest.param(spec, index == 1, marks=pytest.mark.slow) for index, spec in enumerate(QUERY_SPECS)],
     ids=str,
 )
@@ -1500,7 +1501,7 @@ def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("shape", "shared", "kind"),
-    [*on_both_meshes(AxisType.Explicit, (2, 4), "a"), *on_both_meshes(AxisType.Auto, (4, 2), "b")],
+    [*on_both_meshes(AxisType.Explicit, (2, 4), "a"), *on_both_meshes(None, (4, 2), "b")],
     ids=str,
 )
 def test_heads_are_sharded_over_the_axes_that_share_key_heads_evenly(local, shape, shared, kind):
@@ -1558,7 +1559,11 @@ def test_checkpoints_on_meshes(kind):
 
 @pytest.mark.parametrize(
     ("manual", "check_vma", "cut"),
-    [(("data", "model"), True, True), (("data",), False, False), pytest.param(("data",), True, True, marks=pytest.mark.slow)],
+    [
+        (("data", "model"), True, True),
+        pytest.param(("data",), False, False, marks=pytest.mark.slow),
+        pytest.param(("data",), True, True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @QUICKLY

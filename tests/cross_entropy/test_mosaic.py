@@ -67,7 +67,9 @@ def test_the_kernel_of_losses_and_gradients_is_lowered_along_other_axes(shape, a
 
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize("shape", [(64, 37), (8, 1024), (3, 50257), (3, 128256), (2, 400003), (2, 2**25)], ids=cases.ident)
+@pytest.mark.parametrize(
+    "shape", cases.every_other([(64, 37), (8, 1024), (3, 50257), (3, 128256), (2, 400003), (2, 2**25)], 1), ids=cases.ident
+)
 def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
     x, labels = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
     c = jax.ShapeDtypeStruct(shape[:1], jnp.float32)

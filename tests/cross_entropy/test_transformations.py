@@ -66,7 +66,9 @@ TWO_STEPS = [steps for steps in itertools.product(STEPS, STEPS) if steps != ("gr
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), ALL], ids=["plain", "all"])
-@pytest.mark.parametrize("steps", cases.every_other(TWO_STEPS), ids="-".join)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(steps, marks=cases.slow_unless(i % 3 == 0)) for i, steps in enumerate(TWO_STEPS)], ids="-".join
+)
 def test_two_transformations(steps, options):
     results = []
     for f in pair(options):
@@ -151,8 +153,16 @@ def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
 COLLECTIVE = re.compile(r"= (.*?) (all-[a-z-]+?|collective-[a-z]+|reduce-scatter)(?:-start)?\(")  # its type and name
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("data", "model"), P(None, ("data", "model"))], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (P("data", "model"), AxisType.Auto),
+        (P(None, ("data", "model")), AxisType.Explicit),
+        pytest.param(P("data", "model"), AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param(P(None, ("data", "model")), AxisType.Auto, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @OPTIONS
 def test_shards_of_classes_are_merged_by_one_collective(options, spec, kind):
     """Where there is a kernel; the reference by itself is left to XLA, which has one for each figure."""

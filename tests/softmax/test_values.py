@@ -309,7 +309,7 @@ def calls(draw):
     return shape, axis, mask, scale, draw(st.sampled_from(cases.DTYPES)), draw(st.sampled_from(cases.DTYPES))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(call=calls(), name=st.sampled_from(cases.OPS), seed=st.integers(0, 2**16))
 def test_random_combinations_of_features(call, name, seed):
     shape, axis, mask, scale, dtype, result = call
@@ -325,7 +325,7 @@ def test_random_combinations_of_features(call, name, seed):
     assert oracle.error(y, truth) <= 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     columns=st.integers(1, 300),
     shift=st.floats(-1e4, 1e4),

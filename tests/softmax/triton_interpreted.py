@@ -117,9 +117,9 @@ def test_masks(target, name, shape, mask_shape, axis):
 @pytest.mark.parametrize(("dtype", "result"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_scale_and_result_dtype(target, name, dtype, result):
-    x = stacked((6, 2, 70), dtype, ["normal", "wide", "offset of 1e4", "equal"])
+    x = stacked((6, 1, 70), dtype, ["wide", "offset of 1e4"])
     scale = np.array([0.125, -3, 0, 1, 0.5, -0.1], np.float32).reshape(1, 6, 1, 1)
-    for where in (None, np.random.default_rng(0).random((1, 1, 2, 70)) < 0.7):
+    for where in (None, np.random.default_rng(0).random((1, 1, 1, 70)) < 0.7):
         for factor in (scale, scale[:, 1:2]):
             y = forward(name, x, -1, result, target, where, factor)[0]
             assert y.dtype == jnp.dtype(result)
