@@ -20,6 +20,7 @@ from jaxsoftmax._triton import addresses, online
 from jaxsoftmax.ops.attention import _dropout
 
 INF, LOG2E = online.INF, online.LOG2E
+PRECISION = tl.constexpr("tf32x3")  # of products of float32; those of 16 bits are exact
 
 
 def _name(kernel):
@@ -40,6 +41,9 @@ class Operands(NamedTuple):
     query_segments: Any
     key_segments: Any
     seeds: Any
+    d_out: Any
+    lse: Any
+    delta: Any
 
 
 class Span(NamedTuple):
@@ -57,26 +61,6 @@ class Limits(NamedTuple):
     queries: Any
     keys: Any
     end: Any
-
-
-class Rows(NamedTuple):
-    """Where the queries of a head of a batch entry are, with what belongs to them."""
-
-    given: Any
-    d_out: Any
-    lse: Any
-    delta: Any
-    b: Any
-    head: Any
-
-
-class Lines(NamedTuple):
-    """Numbers of the rows of a program, and where the derivative of the bias goes, or None."""
-
-    rows: Any
-    lse: Any
-    delta: Any
-    d_bias: Any
 
 
 # Where things are.
@@ -124,6 +108,9 @@ def _started(given, b, head, CALL: tl.constexpr):
         _start(given.query_segments, "query_segments", b, head, CALL),
         _start(given.key_segments, "key_segments", b, head, CALL),
         _start(given.seeds, "seeds", b, head, CALL),
+        _start(given.d_out, "d_out", b, head, CALL),
+        _start(given.lse, "lse", b, head, CALL),
+        _start(given.delta, "delta", b, head, CALL),
     )
 
 
@@ -137,10 +124,10 @@ def _program(CALL: tl.constexpr):
     at_once: tl.constexpr = CALL.blocks * CALL.together
     several, place = tl.program_id(0) // at_once, tl.program_id(0) % at_once
     heads = tl.minimum(CALL.pairs - several * CALL.together, CALL.together)
-    block, pair = place // heads, several * CALL.together + place % heads
+    block, pair = place // heads, (several * CALL.together + place % heads).to(tl.int64)
     if CALL.last_first:
         block = CALL.blocks - 1 - block
-    return (pair // CALL.own_heads).to(tl.int64), pair % CALL.own_heads, block
+    return pair // CALL.own_heads, pair % CALL.own_heads, block
 
 
 @triton.jit
@@ -257,7 +244,7 @@ def _hidden(at, rows, cols, limits, CALL: tl.constexpr):
     end = rows * 0 + limits.keys
     if CALL.right is not None:
         end = tl.minimum(end, rows + (CALL.right + 1))
-    if CALL.by_keys or _dims(CALL, "query_lengths") is not None:  # what is no query is 0, and keys may hold NaN
+    if CALL.queries % CALL.block_q != 0 or _dims(CALL, "query_lengths") is not None:  # keys may hold NaN: 0 * NaN is NaN
         end = tl.where(rows < limits.queries, end, 0)
     hidden = cols >= end
     if CALL.left is not None:
@@ -324,38 +311,23 @@ def _clean(tile, scores, MASKED: tl.constexpr, CALL: tl.constexpr):
         return tile
 
 
-@triton.jit
-def _dot(a, b, sum, CALL: tl.constexpr):
-    return tl.dot(a, b, sum, input_precision=CALL.precision)
-
-
 # Forward.
 
 
 @triton.jit(repr=_name)
 def attention_forward(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    query_segments,
-    key_segments,
-    seeds,
-    spans,
-    sinks,
-    out,
-    lse,
-    CALL: tl.constexpr,
-):
+    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    sinks, out, lse, CALL: tl.constexpr,
+):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp.
 
     Operands are those of the primitive, spans as `_blocks.spans` makes them; CALL is a `Call` of `ops/attention/triton.py`.
     """
     b, head, block = _program(CALL)
-    given = Operands(query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds)
+    given = Operands(
+        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        query, query, query,
+    )  # fmt: skip
     at = _started(given, b, head, CALL)
     limits = _limits(at, block, CALL)
     span = _span(spans, b, block, limits, CALL)
@@ -386,11 +358,11 @@ def _push(m, d, o, q, at, rows, block, limits, MASKED: tl.constexpr, CALL: tl.co
     cols = first + tl.arange(0, CALL.block_kv)
     k = _load(at.key, "key", first, CALL.block_kv, limits.end, MASKED, CALL)
     v = _load(at.value, "value", first, CALL.block_kv, limits.end, MASKED, CALL)
-    product = _dot(q, tl.trans(k), None, CALL)
+    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores, _ = _scores(product, at, rows[:, None], cols[None, :], limits, MASKED, CALL)
     m, d, factor, weight = online.push_log2(m, d, scores, CALL.scale_log2, CALL.headroom, CALL.unit)
     weight = _kept(weight, at, rows[:, None], cols[None, :], CALL)
-    o = _dot(weight.to(v.dtype), _clean(v, scores, MASKED, CALL), o * factor[:, None], CALL)
+    o = tl.dot(weight.to(v.dtype), _clean(v, scores, MASKED, CALL), o * factor[:, None], input_precision=PRECISION)
     return m, d, o
 
 
@@ -399,27 +371,15 @@ def _push(m, d, o, q, at, rows, block, limits, MASKED: tl.constexpr, CALL: tl.co
 
 @triton.jit(repr=_name)
 def attention_backward_keys(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    query_segments,
-    key_segments,
-    seeds,
-    spans,
-    d_out,
-    lse,
-    delta,
-    d_key,
-    d_value,
-    CALL: tl.constexpr,
-):
+    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    d_out, lse, delta, d_key, d_value, CALL: tl.constexpr,
+):  # fmt: skip
     """The derivatives of a block of keys and their values, by all query heads that share them."""
     b, key_head, block = _program(CALL)
-    given = Operands(query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds)
+    given = Operands(
+        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        d_out, lse, delta,
+    )  # fmt: skip
     at = _started(given, b, key_head * CALL.groups, CALL)
     limits = _limits(at, block, CALL)
     span = _span(spans, b, block, limits, CALL)
@@ -431,116 +391,96 @@ def attention_backward_keys(
     whole = span.whole_to - span.whole_from
     if CALL.some_whole:
         for i in range(0, CALL.groups * whole):
-            rows = Rows(given, d_out, lse, delta, b, key_head * CALL.groups + i // whole)
-            dk, dv = _add_queries(dk, dv, k, v, rows, cols, span.whole_from + i % whole, limits, False, CALL)
+            here = _started(given, b, key_head * CALL.groups + i // whole, CALL)
+            dk, dv = _add_queries(dk, dv, k, v, here, cols, span.whole_from + i % whole, limits, False, CALL)
     if CALL.some_masked:
         rest = span.high - span.low - whole
         for i in range(0, CALL.groups * rest):
-            rows = Rows(given, d_out, lse, delta, b, key_head * CALL.groups + i // rest)
-            dk, dv = _add_queries(dk, dv, k, v, rows, cols, _masked(i % rest, span), limits, True, CALL)
+            here = _started(given, b, key_head * CALL.groups + i // rest, CALL)
+            dk, dv = _add_queries(dk, dv, k, v, here, cols, _masked(i % rest, span), limits, True, CALL)
     at_key, at_value = _start(d_key, "d_key", b, key_head, CALL), _start(d_value, "d_value", b, key_head, CALL)
     _store(at_key, "d_key", first, CALL.block_kv, CALL.keys, dk * CALL.scale, CALL)
     _store(at_value, "d_value", first, CALL.block_kv, CALL.keys, dv * CALL.kept, CALL)
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, of, cols, block, limits, MASKED: tl.constexpr, CALL: tl.constexpr):
+def _add_queries(dk, dv, k, v, at, cols, block, limits, MASKED: tl.constexpr, CALL: tl.constexpr):
     """The derivatives of keys and values with what one block of queries of a head adds."""
-    at = _started(of.given, of.b, of.head, CALL)
     first = block * CALL.block_q
     rows = first + tl.arange(0, CALL.block_q)
     q = _load(at.query, "query", first, CALL.block_q, limits.end, MASKED, CALL)
-    d_o = _load(_start(of.d_out, "d_out", of.b, of.head, CALL), "d_out", first, CALL.block_q, limits.end, MASKED, CALL)
-    lse = tl.load(_start(of.lse, "lse", of.b, of.head, CALL) + rows, mask=rows < limits.end, other=INF)
-    delta = tl.load(_start(of.delta, "delta", of.b, of.head, CALL) + rows, mask=rows < limits.end, other=0)
-    product = _dot(k, tl.trans(q), None, CALL)
+    d_o = _load(at.d_out, "d_out", first, CALL.block_q, limits.end, MASKED, CALL)
+    lse = tl.load(at.lse + rows, mask=rows < limits.end, other=INF)
+    delta = tl.load(at.delta + rows, mask=rows < limits.end, other=0)
+    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     scores, slope = _scores(product, at, rows[None, :], cols[:, None], limits, MASKED, CALL)
     weight = tl.exp2((scores * CALL.scale_log2 - lse[None, :]) * CALL.unit)
-    dv = _dot(_kept(weight, at, rows[None, :], cols[:, None], CALL).to(v.dtype), d_o, dv, CALL)
-    dp = _kept(_dot(v, tl.trans(d_o), None, CALL) * CALL.kept, at, rows[None, :], cols[:, None], CALL)
-    ds = _through_cap(_derivative(scores, weight, dp, delta[None, :], MASKED), scores, slope, MASKED, CALL)
-    dk = _dot(ds.to(k.dtype), _clean(q, scores, MASKED, CALL), dk, CALL)
+    dv = tl.dot(_kept(weight, at, rows[None, :], cols[:, None], CALL).to(v.dtype), d_o, dv, input_precision=PRECISION)
+    dp = _kept(tl.dot(v, tl.trans(d_o), input_precision=PRECISION) * CALL.kept, at, rows[None, :], cols[:, None], CALL)
+    _, dx = _derivatives(scores, slope, weight, dp, delta[None, :], MASKED, CALL)
+    dk = tl.dot(dx.to(k.dtype), _clean(q, scores, MASKED, CALL), dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _derivative(scores, weight, dp, delta, MASKED: tl.constexpr):
-    """That of scores, by those of their weights."""
+def _derivatives(scores, slope, weight, dp, delta, MASKED: tl.constexpr, CALL: tl.constexpr):
+    """Those of scores, by those of their weights, and those of products but for the scale."""
     ds = weight * (dp - delta)
-    if MASKED:
-        ds = tl.where(scores == -INF, 0.0, ds)  # what is not seen may hold NaN
-    return ds
-
-
-@triton.jit
-def _through_cap(ds, scores, slope, MASKED: tl.constexpr, CALL: tl.constexpr):
-    """The derivative of products, but for the scale, by that of scores."""
+    dx = ds
     if CALL.soft_cap is not None:
-        ds = ds * slope
-        if MASKED:
-            ds = tl.where(scores == -INF, 0.0, ds)
-    return ds
+        dx = ds * slope
+    if MASKED:  # what is not seen may hold NaN
+        ds, dx = tl.where(scores == -INF, 0.0, ds), tl.where(scores == -INF, 0.0, dx)
+    return ds, dx
 
 
 @triton.jit(repr=_name)
 def attention_backward_queries(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    query_segments,
-    key_segments,
-    seeds,
-    spans,
-    d_out,
-    lse,
-    delta,
-    d_query,
-    d_bias,
-    CALL: tl.constexpr,
-):
+    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    d_out, lse, delta, d_query, d_bias, CALL: tl.constexpr,
+):  # fmt: skip
     """The derivatives of a block of queries and, if they are wanted, of biases: those that no program visits are 0 before."""
     b, head, block = _program(CALL)
-    given = Operands(query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds)
+    given = Operands(
+        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        d_out, lse, delta,
+    )  # fmt: skip
     at = _started(given, b, head, CALL)
     limits = _limits(at, block, CALL)
     span = _span(spans, b, block, limits, CALL)
     first = block * CALL.block_q
     rows = first + tl.arange(0, CALL.block_q)
     q = _load(at.query, "query", first, CALL.block_q, CALL.queries, True, CALL)
-    d_o = _load(_start(d_out, "d_out", b, head, CALL), "d_out", first, CALL.block_q, CALL.queries, True, CALL)
-    row_lse = tl.load(_start(lse, "lse", b, head, CALL) + rows, mask=rows < CALL.queries, other=INF)
-    row_delta = tl.load(_start(delta, "delta", b, head, CALL) + rows, mask=rows < CALL.queries, other=0)
-    of = Lines(rows, row_lse, row_delta, d_bias)
+    d_o = _load(at.d_out, "d_out", first, CALL.block_q, CALL.queries, True, CALL)
+    lse = tl.load(at.lse + rows, mask=rows < CALL.queries, other=INF)
+    delta = tl.load(at.delta + rows, mask=rows < CALL.queries, other=0)
+    if d_bias is not None:
+        d_bias = _start(d_bias, "bias", b, head, CALL)
     dq = tl.zeros(q.shape, tl.float32)
     if CALL.some_whole:
         for i in range(span.whole_from, span.whole_to):
-            dq = _add_keys(dq, q, d_o, of, at, b, head, i, limits, False, CALL)
+            dq = _add_keys(dq, q, d_o, lse, delta, at, d_bias, rows, i, limits, False, CALL)
     if CALL.some_masked:
         for i in range(0, span.high - span.low - (span.whole_to - span.whole_from)):
-            dq = _add_keys(dq, q, d_o, of, at, b, head, _masked(i, span), limits, True, CALL)
+            dq = _add_keys(dq, q, d_o, lse, delta, at, d_bias, rows, _masked(i, span), limits, True, CALL)
     _store(_start(d_query, "d_query", b, head, CALL), "d_query", first, CALL.block_q, CALL.queries, dq * CALL.scale, CALL)
 
 
 @triton.jit
-def _add_keys(dq, q, d_o, of, at, b, head, block, limits, MASKED: tl.constexpr, CALL: tl.constexpr):
+def _add_keys(dq, q, d_o, lse, delta, at, d_bias, rows, block, limits, MASKED: tl.constexpr, CALL: tl.constexpr):
     """The derivatives of queries with what one block of keys adds."""
     first = block * CALL.block_kv
-    rows, cols = of.rows[:, None], (first + tl.arange(0, CALL.block_kv))[None, :]
+    rows, cols = rows[:, None], (first + tl.arange(0, CALL.block_kv))[None, :]
     k = _load(at.key, "key", first, CALL.block_kv, limits.end, MASKED, CALL)
     v = _load(at.value, "value", first, CALL.block_kv, limits.end, MASKED, CALL)
-    product = _dot(q, tl.trans(k), None, CALL)
+    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores, slope = _scores(product, at, rows, cols, limits, MASKED, CALL)
-    weight = tl.exp2((scores * CALL.scale_log2 - of.lse[:, None]) * CALL.unit)
-    dp = _kept(_dot(d_o, tl.trans(v), None, CALL) * CALL.kept, at, rows, cols, CALL)
-    ds = _derivative(scores, weight, dp, of.delta[:, None], MASKED)
-    if of.d_bias is not None:
-        _add_to_bias(_start(of.d_bias, "bias", b, head, CALL), ds, rows, cols, CALL)
-    ds = _through_cap(ds, scores, slope, MASKED, CALL)
-    return _dot(ds.to(k.dtype), _clean(k, scores, MASKED, CALL), dq, CALL)
+    weight = tl.exp2((scores * CALL.scale_log2 - lse[:, None]) * CALL.unit)
+    dp = _kept(tl.dot(d_o, tl.trans(v), input_precision=PRECISION) * CALL.kept, at, rows, cols, CALL)
+    ds, dx = _derivatives(scores, slope, weight, dp, delta[:, None], MASKED, CALL)
+    if d_bias is not None:
+        _add_to_bias(d_bias, ds, rows, cols, CALL)
+    return tl.dot(dx.to(k.dtype), _clean(k, scores, MASKED, CALL), dq, input_precision=PRECISION)
 
 
 @triton.jit

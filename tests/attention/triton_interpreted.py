@@ -74,7 +74,7 @@ NAMES += ["mask (2,4,40,56)", "mask (1,1,40,56)", "mask (2,4,1,56)", "mask (2,4,
 NAMES += ["bias (2,4,1,56)", "bias (2,4,40,1)"]
 
 
-@pytest.mark.parametrize(("index", "feature"), enumerate(NAMES))
+@pytest.mark.parametrize(("index", "feature"), [*enumerate(NAMES)])
 def test_values_and_cotangents_of_every_feature(index, feature):
     values.check_cotangents("triton", *values.FEATURES[feature](cases.DTYPES[index % 3]))
     assert sorted(ran) == ["backward_keys", "backward_queries", "forward"]

@@ -192,7 +192,6 @@ class Call:
       factor: of what the tensor cores or the soft cap give, where `unit` is not 1.
       scale_log2, headroom, unit: as `online.push_log2` takes them.
       dropped: how many weights of 2^32 dropout drops, or None; `kept` is what it multiplies the others with.
-      precision: of products of float32, as `tl.dot` takes it.
       some_whole: whether there may be blocks that all rows see whole.
       some_masked: whether there may be others.
       own_vary: whether an operand says how many rows of their own side there are.
@@ -231,7 +230,6 @@ class Call:
     unit: float
     dropped: int | None
     kept: float
-    precision: str
     some_whole: bool
     some_masked: bool
     own_vary: bool
@@ -268,41 +266,29 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
 
 
 def dot_product_attention_vjp(
-    *,
-    target,
-    wanted,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    precision="high",
-    deterministic=True,
-    out=None,
-    lse=None,
-    d_out=None,
-    d_lse=None,
-    **operands,
+    *, target, wanted, scale, window, soft_cap, dropout_rate, out, lse, d_out=None, d_lse=None, precision=None, **operands
 ):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    del precision, deterministic  # which `unsupported` has looked at
-    given = _given(operands)
-    batch, found = batch_of(given), {}
+    del precision  # which `unsupported` has looked at
+    given, found = _given(operands), {}
+    batch = batch_of(given)
     d_out, delta = cotangents.of_rows(given, out, lse, d_out, d_lse, window)
     if "sinks" in wanted:
         found["sinks"] = cotangents.of_sinks(given["sinks"], lse, delta)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "target": target}
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (_LOG2E / _unit(given, scale if soft_cap is None else soft_cap)))
-    more = {"d_out": d_out, "lse": lse, "delta": delta}
-    of_batch = {f"d_{name}": jax.ShapeDtypeStruct((*batch, *a.shape[-3:]), a.dtype) for name, a in given.items()}
-    for kernel, names in (("backward_keys", ["key", "value"]), ("backward_queries", ["query", "bias"])):
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
+    for kernel, names in (("backward_keys", ("key", "value")), ("backward_queries", ("query", "bias"))):
         if not set(names) & set(wanted):
             continue
-        results = {f"d_{name}": of_batch[f"d_{name}"] for name in names if name != "bias"}
-        if "bias" in names and "bias" in wanted:
-            bias = given["bias"]
-            results["d_bias"] = jax.ShapeDtypeStruct(bias.shape, bias.dtype if _is_whole(given) else jnp.float32)
-        made = _run(kernel, given, more, results, **options)
-        found |= {name.removeprefix("d_"): array for name, array in zip(results, made, strict=True)}
+        results = {}
+        for name in names:
+            if name != "bias":
+                results[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *given[name].shape[-3:]), given[name].dtype)
+            elif name in wanted:  # one that is broadcast is added up
+                dtype = given[name].dtype if _is_whole(given) else jnp.float32
+                results[f"d_{name}"] = jax.ShapeDtypeStruct(given[name].shape, dtype)
+        made = _run(kernel, given, {"d_out": d_out, "lse": lse, "delta": delta}, results, target, **options)
+        found |= dict(zip(names, made, strict=False))
     return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
 
 
@@ -386,7 +372,6 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         unit=unit,
         dropped=dropped(dropout_rate) if "seeds" in given else None,
         kept=1 / (1 - dropout_rate),
-        precision="tf32x3" if dtype == jnp.float32 else "tf32",
         some_whole=not always_masked,
         some_masked=always_masked or bool(is_banded),
         own_vary=("key_lengths" if by_keys else "query_lengths") in given,
