@@ -187,9 +187,9 @@ def test_spans_hold_every_block_with_something_to_see(kinds, by_keys):
 
 EVERY = [pytest.param(c, marks=[] if c in ((8, 0), (9, 0)) else pytest.mark.slow) for c in CAPABILITIES]
 SIZES = {"bfloat16": [64, 128, 256, 512], "float32": [64, 128]}
-SPILLED = {"bfloat16": 32, "float32": 128}  # bytes that a thread may spill of a causal call
+SPILLED = {"bfloat16": 32, "float32": 384}  # bytes that a thread may spill of a causal call
 SPILLED_AT_256 = 256  # where the sums of keys' derivatives take half of the registers
-SPILLED_WITH_EVERYTHING = 1200  # with every feature, which have numbers of their own in registers
+SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers
 
 
 @needs_triton
