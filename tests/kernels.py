@@ -181,10 +181,15 @@ def without_triton() -> Iterator[None]:
     def something(kernel, operands, results, **options):
         return [jax.lax.sort(jnp.zeros((*result.shape, 1), result.dtype))[..., 0] for result in results]
 
-    rows = types.ModuleType("jaxsoftmax._triton.rows")
-    rows.rows = None
-    patches = mock.patch.multiple(triton_call, call=something, _PACKAGES=())
-    with patches, mock.patch.dict(sys.modules, {rows.__name__: rows}), mock.patch.object(_triton, "rows", rows, create=True):
+    modules = {name: types.ModuleType(f"jaxsoftmax._triton.{name}") for name in ("rows", "attention")}
+    modules["rows"].rows = None
+    for kernel in ("forward", "backward_keys", "backward_queries"):
+        setattr(modules["attention"], f"attention_{kernel}", None)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple(triton_call, call=something, _PACKAGES=()))
+        for name, module in modules.items():
+            patches.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
+            patches.enter_context(mock.patch.object(_triton, name, module, create=True))
         forget_lowerings()
         try:
             yield

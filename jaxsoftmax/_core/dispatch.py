@@ -39,7 +39,11 @@ implementations: dict[str, dict[str, str]] = {
         "triton": "jaxsoftmax.ops.cross_entropy.triton",
         "xla": "jaxsoftmax.ops.cross_entropy.xla",
     },
-    "attention": {"mosaic": "jaxsoftmax.ops.attention.mosaic", "xla": "jaxsoftmax.ops.attention.xla"},
+    "attention": {
+        "mosaic": "jaxsoftmax.ops.attention.mosaic",
+        "triton": "jaxsoftmax.ops.attention.triton",
+        "xla": "jaxsoftmax.ops.attention.xla",
+    },
 }
 
 # Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.

@@ -4,10 +4,13 @@ A state is a pair `m, d`, the maximum of the scores and the sum of `exp(score - 
 `size`, `[rows]`, is the `scale` of `jaxsoftmax.online`; the compiler leaves out a constant 1. Scores are float32.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 INF = tl.constexpr(float("inf"))
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -55,3 +58,25 @@ def merge_along(m, d, size):
 def known(m, d):
     """A state whose `m` is NaN if its `d` is: maxima leave NaN out."""
     return tl.where(d == d, m, d), d
+
+
+@triton.jit
+def push_log2(m, d, scores, SCALE_LOG2: tl.constexpr, HEADROOM: tl.constexpr, UNIT: tl.constexpr):
+    """`push` in powers of two, for kernels that sum the values themselves: the state, the factor for sums, and weights."""
+    top = tl.maximum(m, tl.max(scores, 1) * SCALE_LOG2 - HEADROOM / UNIT)
+    shifted = shift(top)
+    factor = tl.exp2((m - shifted) * UNIT)
+    weight = tl.exp2((scores * SCALE_LOG2 - shifted[:, None]) * UNIT)
+    return top, d * factor + tl.sum(weight, 1), factor, weight
+
+
+@triton.jit
+def lift_log2(score, HEADROOM: tl.constexpr, UNIT: tl.constexpr):
+    """The state of one score, in natural units, as `push_log2` has it."""
+    return score * (LOG2E / UNIT) - HEADROOM / UNIT, tl.zeros_like(score) + 2.0**HEADROOM
+
+
+@triton.jit
+def lse_log2(m, d, UNIT: tl.constexpr):
+    """The log-sum-exp, in natural units, of a state of `push_log2`."""
+    return m * (UNIT / LOG2E) + tl.log2(d) * (1 / LOG2E)

@@ -268,3 +268,37 @@ def test_the_monoid_is_that_of_online(size):
             m[way][np.isnan(expected.d)] = np.asarray(expected.m)[np.isnan(expected.d)]  # then `m` does not matter
             np.testing.assert_array_equal(m[way], expected.m, err_msg=f"{left} {right} {way}")
             np.testing.assert_allclose(d[way], expected.d, rtol=1e-6, err_msg=f"{left} {right} {way}")
+
+
+@triton.jit
+def states_log2(x, sink, out, weights, SCALE: tl.constexpr, HEADROOM: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """The state of a sink and two blocks of `WIDTH` scores, the factor and the weights of the second, and log-sum-exp."""
+    rows, columns = tl.arange(0, 2), tl.arange(0, WIDTH)
+    m, d = twin.lift_log2(tl.load(sink + rows), HEADROOM, UNIT)
+    for k in tl.static_range(2):
+        scores = tl.load(x + rows[:, None] * 2 * WIDTH + k * WIDTH + columns[None, :])
+        m, d, factor, weight = twin.push_log2(m, d, scores, SCALE, HEADROOM, UNIT)
+    tl.store(out + rows, m)
+    tl.store(out + 2 + rows, d)
+    tl.store(out + 4 + rows, factor)
+    tl.store(out + 6 + rows, twin.lse_log2(m, d, UNIT))
+    tl.store(weights + rows[:, None] * WIDTH + columns[None, :], weight)
+
+
+@pytest.mark.parametrize(("scale", "headroom", "unit"), [(0.2, 0.0, 1.0), (0.2, 13.0, 1.0), (1.0, 13.0, online._LOG2E)])
+def test_the_monoid_in_powers_of_two_is_that_of_online(scale, headroom, unit):
+    sink = np.array([-np.inf, 0.5], np.float32)
+    for left, right in itertools.product(HALVES, repeat=2):
+        x = np.concatenate([half(left), half(right)], 1)
+        results = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4, 2), (2, WIDTH))]
+        constants = {"SCALE": scale, "HEADROOM": headroom, "UNIT": unit, "WIDTH": WIDTH}
+        (m, d, factor, lse), weights = triton_kernels.run(states_log2, [x, sink], results, programs=1, **constants)
+        state = online.lift_log2(jnp.asarray(sink), headroom=headroom, unit=unit)
+        for k in range(2):
+            scores = jnp.asarray(x[:, k * WIDTH : (k + 1) * WIDTH])
+            state, *expected = online.push_log2(state, scores, scale, headroom=headroom, unit=unit)
+        expected = [state.m, state.d, *expected, online.lse_log2(state, unit=unit)]
+        seen = ~np.isnan(state.d)
+        np.testing.assert_array_equal(~np.isnan(d), seen)  # where it is NaN, the others do not matter
+        for own, other in zip([m, d, factor, weights, lse], expected, strict=True):
+            np.testing.assert_allclose(own[seen], other[seen], rtol=2e-6, err_msg=f"{left} {right}")

@@ -1,0 +1,256 @@
+"""Triton's kernels of attention: which calls they are chosen for, for which GPUs they compile, what they compute.
+
+What the kernels compute is tested in `triton_interpreted.py`, which needs a process of its own.
+"""
+
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax._core import lowering
+from jaxsoftmax._gpu import target as targets
+from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention import triton as ours
+
+from .. import cases, kernels, triton_kernels
+from ..triton_kernels import needs_triton, target_of
+from .test_mosaic_forward import EVERYTHING, operands, shaped, with_features
+
+attend = jaxsoftmax.dot_product_attention
+forced = functools.partial(attend, implementation="triton")
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@pytest.fixture
+def on():
+    with triton_kernels.lowering_without() as lower_for:
+        yield lower_for
+
+
+def pulled(f, given, dout):
+    return jax.vjp(lambda q, k, v: f(q, k, v), *(given[name] for name in ("query", "key", "value")))[1](dout)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_it_runs_where_it_is_forced(on, capability):
+    on(capability)
+    given = operands(size=80, value_size=40, dtype="float32")
+    dout = shaped(2, 300, 4, 40, dtype="float32")
+    cases.assert_all_run_on("triton", explain(lambda given: forced(**given), given, platform="cuda"))
+    backward = explain(functools.partial(pulled, forced), given, dout, platform="cuda")
+    assert [d.primitive for d in backward] == ["dot_product_attention", "dot_product_attention_vjp"]
+    cases.assert_all_run_on("triton", backward)
+
+
+def test_tangents_run_on_the_reference(on):
+    on((8, 0))
+    query = shaped(2, 64, 4, 64)
+    tangent = explain(lambda q, t: jax.jvp(lambda q: forced(q, q, q), (q,), (t,)), query, query, platform="cuda")
+    cases.assert_all_run_on("triton", tangent, without=["dot_product_attention_jvp"])
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)], ids=str)
+def test_what_has_run_on_no_gpu_is_not_chosen(on, capability):
+    on(capability)
+    (decision,) = explain(lambda given: attend(**given), operands(), platform="cuda")
+    assert decision.implementation == "xla"
+    assert dict(decision.refusals)["triton"] == "it has run on no GPU yet; implementation='triton' asks for it"
+
+
+REFUSALS = {
+    "an old GPU": ((7, 5), {}, {}, r"compute capability among 8.x, 9.x, 10.x, 12.x, got cuda \(7, 5\)"),
+    "precision": (
+        (8, 0),
+        {"dtype": "float32"},
+        {"precision": "highest"},
+        "sums of three of TF32, and precision asks for more",
+    ),
+    "head size": ((8, 0), {"size": 513}, {}, "head size must be at most 512, got 513 in bfloat16"),
+    "value size": ((8, 0), {"value_size": 130, "dtype": "float32"}, {}, "value size must be at most 128, got 130 in float32"),
+    "no keys": ((8, 0), {"keys": 0}, {}, r"there must be queries and keys, got shapes \(2, 300, 4, 64\) and \(2, 0, 2, 64\)"),
+    "length": ((8, 0), {"length": 2**30}, {}, "there must be less than 2147418112 rows of scores"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_it_says_why_it_does_not_run(on, kind):
+    capability, shapes, options, words = REFUSALS[kind]
+    on(capability)
+    with pytest.raises(NotImplementedError, match=f"implementation='triton' cannot run: .*{words}"):
+        explain(lambda given: forced(**given, **options), operands(**shapes), platform="cuda")
+
+
+def test_it_says_what_it_does_not_differentiate(on):
+    on((8, 0))
+    for size, dtype in ((257, "bfloat16"), (129, "float32")):
+        query = shaped(2, 64, 4, size, dtype=dtype)
+        with pytest.raises(NotImplementedError, match="head size must be at most"):
+            explain(jax.grad(lambda q: jnp.sum(forced(q, q, q))), query, platform="cuda")
+    query = shaped(2, 64, 4, 64)
+    grad = jax.grad(lambda bias, q: jnp.sum(forced(q, q, q, bias, deterministic=True)))
+    cases.assert_all_run_on("triton", explain(grad, shaped(2, 4, 64, 64, dtype="float32"), query, platform="cuda"))
+    with pytest.raises(NotImplementedError, match=r"bias that is broadcast, of shape \(1, 4, 64, 64\), is summed in any order"):
+        explain(grad, shaped(1, 4, 64, 64, dtype="float32"), query, platform="cuda")
+
+
+# How work is spread over programs.
+
+
+EVERY_WIDTH = [
+    (kernel, itemsize, (head, value))
+    for kernel, itemsize in ours._CONFIGS
+    for head, value in itertools.product([16, 32, *ours._CONFIGS[kernel, itemsize]], repeat=2)
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_configurations_fit(capability):
+    target = target_of(capability)
+    for kernel, itemsize, widths in EVERY_WIDTH:
+        config = ours.config_for(kernel, itemsize, widths, target)
+        assert ours.shared_bytes(kernel, config, itemsize, widths) <= target.shared_memory
+        assert config.stages >= 1
+        assert config.warps in (4, 8)
+        for block in (config.block_q, config.block_kv):
+            assert block >= 16
+            assert block & (block - 1) == 0
+
+
+def test_dims_find_every_element():
+    batch, sizes = (2, 3), {"N": 4, "K": 2, "T": 5, "S": 7}
+    for name, shape in (
+        ("query", (2, 3, 5, 4, 8)),
+        ("key", (2, 1, 7, 2, 8)),
+        ("bias", (1, 3, 4, 5, 7)),
+        ("mask", (2, 3, 1, 5, 1)),
+        ("lse", (2, 3, 4, 5)),
+        ("key_segments", (1, 3, 7)),
+        ("spans", (2, 1, 6, 4)),
+    ):
+        found = ours.dims(name, shape, batch, sizes)
+        array = np.arange(np.prod(shape)).reshape(shape)
+        own = {"query": "TN", "key": "SK", "bias": "NTS", "mask": "NTS", "lse": "NT", "key_segments": "S", "spans": "T"}[name]
+        for b, c in np.ndindex(batch):
+            for place in np.ndindex(*(sizes[letter] for letter in own)):
+                at = [i if size > 1 else 0 for i, size in zip((b, c, *place), shape, strict=False)]
+                index = [b * 3 + c, 0, 0, 0]
+                for letter, i in zip(own, place, strict=True):
+                    index["NKTS".index(letter) // 2 + 1 if letter != "S" or "T" not in own else 3] = i
+                address = sum(offset(*pair) for pair in zip(index, found, strict=True))
+                assert address == array[tuple(at)].flat[0], (name, place)
+
+
+def offset(index, triples):
+    """What `addresses.offset` computes."""
+    total = 0
+    for divisor, size, stride in zip(*[iter(triples)] * 3, strict=True):
+        part = index // divisor
+        total += (part % size if size else part) * stride
+    return total
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("kinds", [["segments"], ["mask"], ["mask", "segments"]], ids=cases.ident)
+def test_spans_hold_every_block_with_something_to_see(kinds, by_keys):
+    rng = np.random.default_rng(0)
+    length, keys, block_q, block_kv = 70, 100, 16, 32
+    seen, given = np.ones((2, length, keys), bool), {}
+    if "segments" in kinds:
+        ids = [np.sort(rng.integers(0, 4, (2, size)), -1).astype(np.int32) for size in (length, keys)]
+        given |= dict(zip(("query_segments", "key_segments"), ids, strict=True))
+        seen &= ids[0][..., :, None] == ids[1][..., None, :]
+    if "mask" in kinds:
+        given["mask"] = (np.arange(keys) < np.arange(length)[:, None] + rng.integers(-9, 30, (2, 1, 1)))[:, None]
+        seen &= given["mask"][:, 0]
+    found = np.asarray(blocks.spans(given, (length, keys), block_q, block_kv, by_keys=by_keys))
+    padded = np.pad(seen, [(0, 0), (0, -length % block_q), (0, -keys % block_kv)])
+    some = padded.reshape(2, -1, block_q, padded.shape[2] // block_kv, block_kv).any((2, 4))
+    some = np.swapaxes(some, 1, 2) if by_keys else some
+    assert found.shape == (*some.shape[:2], 4)
+    for own, (low, high, whole_from, whole_to) in zip(some.reshape(-1, some.shape[-1]), found.reshape(-1, 4), strict=True):
+        assert not own[:low].any()
+        assert not own[max(high, 0) :].any()
+        if "mask" in kinds:
+            assert whole_to <= whole_from
+        else:
+            assert own[whole_from:whole_to].all()
+
+
+# What compiles, for GPUs that need not be there.
+
+EVERY = [pytest.param(c, marks=[] if c in ((8, 0), (9, 0)) else pytest.mark.slow) for c in CAPABILITIES]
+SIZES = {"bfloat16": [64, 128, 256, 512], "float32": [64, 128]}
+SPILLED = {"bfloat16": 32, "float32": 384}  # bytes that a thread may spill of a causal call
+SPILLED_AT_256 = 256  # where the sums of keys' derivatives take half of the registers
+SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", EVERY, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in SIZES.items() for size in sizes])
+def test_every_configuration_compiles_and_fits(monkeypatch, capability, dtype, size):
+    given, options = with_features(["causal"], (size, size), (512, 512), dtype)
+    for kernel in compiled(monkeypatch, capability, given, options, backward=size <= 256):
+        assert kernel.spilled <= (SPILLED_AT_256 if size == 256 else SPILLED[dtype]), kernel
+        assert kernel.shared <= target_of(capability).shared_memory, kernel
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", EVERY, ids=str)
+@pytest.mark.parametrize(("dtype", "sizes"), [("float16", (64, 40)), ("bfloat16", (128, 128)), ("float32", (80, 128))])
+def test_all_features_compile_and_fit(monkeypatch, capability, dtype, sizes):
+    given, options = with_features(EVERYTHING, sizes, (300, 301), dtype)
+    for kernel in compiled(monkeypatch, capability, given, options):
+        assert kernel.spilled <= SPILLED_WITH_EVERYTHING, kernel
+        assert kernel.shared <= target_of(capability).shared_memory, kernel
+
+
+def compiled(monkeypatch, capability, given, options, backward=True):
+    """The kernels of a call, and if asked of its derivatives, for a GPU."""
+    found = []
+    moving = {name: array for name, array in given.items() if name in ("query", "key", "value", "bias", "sinks")}
+    fixed = {name: array for name, array in given.items() if name not in moving}
+
+    def both(moving, fixed):
+        bound = functools.partial(forced, **fixed, **options, return_residual=True)
+        results, vjp = jax.vjp(lambda moving: bound(**moving), moving)
+        return vjp(results) if backward else results
+
+    monkeypatch.setattr(lowering, "target_for", lambda platform: target_of(capability))
+    kernels.forget_lowerings()
+    lower = jax.jit(both).trace(moving, fixed).lower
+    found = triton_kernels.compiled(lambda: lower(lowering_platforms=("cuda",)) and None, monkeypatch)
+    names = ["forward", *(["backward_keys", "backward_queries"] if backward else [])]
+    assert [kernel.name for kernel in found] == [f"attention_{name}_triton" for name in names]
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)
+def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
+    monkeypatch.setattr(
+        lowering, "target_for", lambda platform: target_of((8, 0)) if platform == "cuda" else targets.Target(platform)
+    )
+    monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
+    kernels.forget_lowerings()
+    given, dout = operands(), shaped(2, 300, 4, 64)
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+    f = jax.jit(functools.partial(pulled, attend))
+    module = jax.export.export(f, platforms=platforms, disabled_checks=unchecked)(given, dout).mlir_module()
+    assert module.count("custom_call @triton_kernel_call") == 3
+    kernels.forget_lowerings()
+
+
+# What the kernels compute.
+
+
+@needs_triton
+def test_the_kernels_in_tritons_interpreter():
+    triton_kernels.assert_passes_interpreted(Path(__file__).with_name("triton_interpreted.py"))
