@@ -241,9 +241,8 @@ def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, pl
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     kernels.forget_lowerings()
     given, dout = operands(), shaped(2, 300, 4, 64)
-    unchecked = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
     f = jax.jit(functools.partial(pulled, attend))
-    module = jax.export.export(f, platforms=platforms, disabled_checks=unchecked)(given, dout).mlir_module()
+    module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(given, dout).mlir_module()
     assert module.count("custom_call @triton_kernel_call") == 3
     kernels.forget_lowerings()
 

@@ -191,9 +191,7 @@ def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, pl
     kernels.forget_lowerings()
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
-    names = "triton_kernel_call", "triton_kernel_call_ffi"  # of the custom call, the second since jax-triton 0.4
-    unchecked = list(map(jax.export.DisabledSafetyCheck.custom_call, names))
-    module = jax.export.export(f, platforms=platforms, disabled_checks=unchecked)(X, X).mlir_module()
+    module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(X, X).mlir_module()
     assert module.count("stablehlo.custom_call @triton_kernel_call") == 2
     kernels.forget_lowerings()
 

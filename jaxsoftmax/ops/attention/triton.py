@@ -377,6 +377,7 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         bias_is_whole="bias" in given and _is_whole(given),
         dims=tuple([(name, dims(name, array.shape, batch, sizes)) for name, array in there.items()]),
     )
+    absent: dict[str, Any] = {"d_bias": None} if kernel == "backward_queries" and "d_bias" not in results else {}
     return call.call(
         getattr(kernels, f"attention_{kernel}"),
         [given["query"] if array is None else array for array in arrays.values()],  # what is absent is not read
@@ -387,5 +388,5 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         zeroed=(1,) if "d_bias" in results else (),
         target=target,
         CALL=static,
-        **({"d_bias": None} if kernel == "backward_queries" and "d_bias" not in results else {}),
+        **absent,
     )
