@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import _cotangents as cotangents
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.xla import summed_to
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
@@ -270,9 +269,9 @@ def dot_product_attention_vjp(
     del precision  # which `unsupported` has looked at
     given, found = _given(operands), {}
     batch = batch_of(given)
-    d_out, delta = cotangents.of_rows(given, out, lse, d_out, d_lse, window)
+    d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)
     if "sinks" in wanted:
-        found["sinks"] = cotangents.of_sinks(given["sinks"], lse, delta)
+        found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (_LOG2E / _unit(given, scale if soft_cap is None else soft_cap)))
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
     for kernel, names in (("backward_keys", ("key", "value")), ("backward_queries", ("query", "bias"))):

@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import _cotangents as cotangents
-from jaxsoftmax.ops.attention._operands import batch_of
+from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
@@ -55,10 +54,9 @@ def unsupported(given, wanted, deterministic) -> str | None:
 
 def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    d_out, delta = cotangents.of_rows(given, out, lse, d_out, d_lse, options["window"])
-    found = {}
+    static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
+    d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
     if set(wanted) - {"sinks"}:
-        static = static_of(given) | {"names": frozenset(given) - {"sinks"}}
         size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
         of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & set(given))
         plan = Plan(
@@ -73,7 +71,7 @@ def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministi
         given_to_kernel = {name: given[name] for name in given if name in plan.names}
         found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target)
     if "sinks" in wanted:
-        found["sinks"] = cotangents.of_sinks(given["sinks"], lse, delta)
+        found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
     return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
 
 
