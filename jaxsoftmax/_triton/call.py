@@ -30,6 +30,12 @@ def unsupported(target) -> str | None:
     return None
 
 
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str:
+    """Why the reference is preferred although the kernels could run, in words."""
+    del primitive, target, operands, fused, cast, params
+    return "it has run on no GPU yet; implementation='triton' asks for it"
+
+
 _PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
 
 

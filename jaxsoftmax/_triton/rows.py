@@ -462,7 +462,9 @@ def _of_row(
         if Z_LOSS != 0:
             of_row_a = tl.where(factor != 0, factor * (1 + 2 * Z_LOSS * lse), 0.0)
         of_row_b = (SMOOTHING - 1) * factor
-        of_row_c = (-SMOOTHING / COLS) * factor
+        of_row_c = tl.zeros_like(factor)
+        if SMOOTHING != 0:
+            of_row_c = (-SMOOTHING / COLS) * factor
     return of_row_a, of_row_b, of_row_c, label
 
 

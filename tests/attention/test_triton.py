@@ -113,9 +113,9 @@ EVERY_WIDTH = [
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_configurations_fit(capability):
     target = target_of(capability)
-    for kernel, itemsize, widths in EVERY_WIDTH:
-        config = ours.config_for(kernel, itemsize, widths, target)
-        assert ours.shared_bytes(kernel, config, itemsize, widths) <= target.shared_memory
+    for (kernel, itemsize, widths), of_scores in itertools.product(EVERY_WIDTH, (0, 1, 2, 4, 5)):
+        config = ours.config_for(kernel, itemsize, widths, target, of_scores)
+        assert ours.shared_bytes(kernel, config, itemsize, widths, of_scores) <= target.shared_memory
         assert config.stages >= 1
         assert config.warps in (4, 8)
         for block in (config.block_q, config.block_kv):
@@ -134,15 +134,15 @@ def test_dims_find_every_element():
         ("key_segments", (1, 3, 7)),
         ("spans", (2, 1, 6, 4)),
     ):
-        found = ours.dims(name, shape, batch, sizes)
+        found = ours.dims(name, shape, batch, sizes | ({"T": 1, "S": 1} if name == "spans" else {}))
         array = np.arange(np.prod(shape)).reshape(shape)
-        own = {"query": "TN", "key": "SK", "bias": "NTS", "mask": "NTS", "lse": "NT", "key_segments": "S", "spans": "T"}[name]
+        own = {"query": "TN", "key": "SK", "bias": "NTS", "mask": "NTS", "lse": "NT", "key_segments": "S", "spans": "B"}[name]
         for b, c in np.ndindex(batch):
-            for place in np.ndindex(*(sizes[letter] for letter in own)):
+            for place in np.ndindex(*((sizes | {"B": 6})[letter] for letter in own)):
                 at = [i if size > 1 else 0 for i, size in zip((b, c, *place), shape, strict=False)]
                 index = [b * 3 + c, 0, 0, 0]
                 for letter, i in zip(own, place, strict=True):
-                    index["NKTS".index(letter) // 2 + 1 if letter != "S" or "T" not in own else 3] = i
+                    index["NKTSB".index(letter) // 2 + 1 if letter in "NKT" else 3 if "T" in own else 2] = i
                 address = sum(offset(*pair) for pair in zip(index, found, strict=True))
                 assert address == array[tuple(at)].flat[0], (name, place)
 
@@ -189,7 +189,7 @@ EVERY = [pytest.param(c, marks=[] if c in ((8, 0), (9, 0)) else pytest.mark.slow
 SIZES = {"bfloat16": [64, 128, 256, 512], "float32": [64, 128]}
 SPILLED = {"bfloat16": 32, "float32": 384}  # bytes that a thread may spill of a causal call
 SPILLED_AT_256 = 256  # where the sums of keys' derivatives take half of the registers
-SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers
+SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers, at head sizes to 128
 
 
 @needs_triton

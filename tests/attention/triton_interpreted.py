@@ -89,6 +89,14 @@ def test_head_sizes(sizes, dtype):
     values.check_cotangents("triton", given, options)
 
 
+@pytest.mark.parametrize("kind", ["mask", "segments"])
+def test_one_query_that_sees_the_last_keys(kind):
+    seen = np.arange(56) >= 40
+    ids = {f"{name}_segment_ids": np.stack([own] * 2) for name, own in (("query", np.ones(1, int)), ("key_value", 2 - seen))}
+    hides = {"mask": seen[None, None, None]} if kind == "mask" else {n: own.astype(np.int32) for n, own in ids.items()}
+    values.check_cotangents("triton", *case({"length": 1}, lambda: hides)("float32"))
+
+
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=values.calls())
 def test_random_combinations_of_features(call):
@@ -121,10 +129,12 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "with_sinks"), [(kind, index % 2 == 0) for index, kind in enumerate(HIDDEN)] + [("bias", True)]
+    ("kind", "with_sinks", "dtype"),
+    [(kind, index % 2 == 0, "bfloat16") for index, kind in enumerate(HIDDEN)]
+    + [("bias", True, "bfloat16"), ("mask", True, "float16"), ("lengths", True, "float32")],
 )
-def test_what_is_not_seen_may_hold_nan(kind, with_sinks):
-    given, options = case({"length": 37}, lambda: hidden(kind), is_causal=True)("bfloat16")
+def test_what_is_not_seen_may_hold_nan(kind, with_sinks, dtype):
+    given, options = case({"length": 37}, lambda: hidden(kind), is_causal=True)(dtype)
     if with_sinks:
         given["sinks"] = random((4,), "bias")
     moving, fixed = values.split(given)

@@ -77,10 +77,7 @@ def _is_whole(given) -> bool:
     return given["bias"].shape == (*batch_of(given), heads, length, keys)
 
 
-def unprofitable(primitive, target, operands, fused, cast, **params) -> str:
-    """Why the reference is preferred although the kernels could run, in words."""
-    del primitive, target, operands, fused, cast, params
-    return "it has run on no GPU yet; implementation='triton' asks for it"
+unprofitable = call.unprofitable
 
 
 # How work is spread over programs.
@@ -135,6 +132,7 @@ _CONFIGS = {
         128: (Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
     },
 }
+_LEAST = 16  # keys of a tile that tensor cores take
 _READ_SHARED_MEMORY = (9, 10)  # major compute capabilities of the former
 
 
@@ -154,6 +152,8 @@ def config_for(kernel: str, itemsize: int, widths: tuple[int, int], target, of_s
             config = replace(config, stages=config.stages - 1)
         else:
             config = replace(config, block_kv=config.block_kv // 2)
+    if config.block_kv < _LEAST:
+        raise AssertionError(f"no configuration of {kernel} for head sizes {widths} fits {target}")
     return config
 
 
@@ -237,13 +237,15 @@ class Call:
 
 def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tuple[tuple[int, ...], ...]:
     """How an operand or result is indexed by batch entry, head, row and column: see `call.indexed`."""
-    axes = (AXES | {"spans": "T4", "delta": AXES["lse"]})[name]
+    axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[
+        name
+    ]  # spans belong to blocks, of which there may be several of one query
     own = shape[len(shape) - len(axes) :]
     whole = (*batch, *(sizes.get(letter, size) for letter, size in zip(axes, own, strict=True)))
     shape = (1,) * (len(whole) - len(shape)) + tuple(shape)
     at = len(batch)
     heads = [at + i for i, letter in enumerate(axes) if letter in "NK"]
-    lines = [at + i for i, letter in enumerate(axes) if letter in "TS"]
+    lines = [at + i for i, letter in enumerate(axes) if letter in "BTS"]
     return tuple([call.indexed(shape, whole, members) for members in (range(at), heads, lines[:1], lines[1:])])
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._triton import call
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.softmax import triton as of_softmax
 from jaxsoftmax.ops.softmax.triton import of_rows, run
@@ -19,7 +20,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     return of_softmax.unsupported(primitive, target, given, axes=axes, dtype=dtype)
 
 
-unprofitable = of_softmax.unprofitable
+unprofitable = call.unprofitable
 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, target):

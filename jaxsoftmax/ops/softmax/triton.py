@@ -41,10 +41,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     return None
 
 
-def unprofitable(primitive, target, operands, fused, cast, **params) -> str:
-    """Why the reference is preferred although the kernels could run, in words."""
-    del primitive, target, operands, fused, cast, params
-    return "it has run on no GPU yet; implementation='triton' asks for it"
+unprofitable = call.unprofitable
 
 
 # How rows are spread over programs.
@@ -101,9 +98,10 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
 def _warps(elements: int) -> int:
     """How many warps have a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less.
 
-    A loop has 16: with 32, and rows that do not start with a vector, ptxas used 128 registers and more.
+    There are no more threads than elements: two that have the same one might read it after one of them replaced it. A loop has
+    16: with 32, and rows that do not start with a vector, ptxas used 128 registers and more.
     """
-    return min(16, max(4, elements // 1024))
+    return min(16, max(elements // 1024, min(4, max(1, elements // 32))))
 
 
 def _power(least: int) -> int:
