@@ -234,7 +234,7 @@ def kept(seeds, out, RATE: tl.constexpr):
 def test_dropout_keeps_what_the_reference_keeps(rate):
     seeds = np.random.default_rng(0).integers(0, 2**32, (4, 2), np.uint32)
     seeds[0] = 0
-    dropped = ours.dropped(rate)
+    dropped = dropout.dropped(rate)
     (found,) = triton_kernels.run(kept, [seeds], [jax.ShapeDtypeStruct((4, 32, 64), np.int32)], programs=1, RATE=dropped)
     rows = np.arange(32, dtype=np.uint32)[:, None] + np.arange(4, dtype=np.uint32)[:, None, None] * 5
     first, second = seeds[:, 0, None, None], seeds[:, 1, None, None]

@@ -8,14 +8,24 @@ import pytest
 from jaxsoftmax.ops.cross_entropy import triton as ours
 from jaxsoftmax.ops.cross_entropy.api import _Head
 
-from .. import cases, oracle
-from ..softmax.triton_interpreted import interpreted, stacked, target  # noqa: F401
+from .. import cases, oracle, triton_kernels
+from ..softmax.triton_interpreted import ROWS, spreading, stacked
 from .test_values import FINITE, OPTIONS, labelled, truth, without_ignored
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
 
 # Shapes, of which the first axis is that of kinds of input, and the axis of the classes.
 SHAPES = [((2, 1), 1), ((2, 37), 1), ((1, 601), 1), ((2, 67, 3), 1), ((1, 40, 17), 1)]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    triton_kernels.interpret(monkeypatch)
+
+
+@pytest.fixture(params=ROWS)
+def target(request, monkeypatch):
+    return spreading(request.param, monkeypatch)
 
 
 def params_of(options, axis):
@@ -31,7 +41,7 @@ def head_of(options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16", "float16"]))
 @pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=cases.ident)
-def test_losses_and_gradients(target, shape, axis, dtype, options):  # noqa: F811
+def test_losses_and_gradients(target, shape, axis, dtype, options):
     options = without_ignored(OPTIONS[options])
     kinds = [*FINITE, *([] if options.get("label_smoothing") else ["some -inf"])]  # the mean of -inf has no derivative
     x, axis, head = stacked(shape, dtype, kinds), axis + 1, head_of(options)

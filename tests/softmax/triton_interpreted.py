@@ -35,8 +35,12 @@ def interpreted(monkeypatch):
 
 @pytest.fixture(params=ROWS)
 def target(request, monkeypatch):
+    return spreading(request.param, monkeypatch)
+
+
+def spreading(way, monkeypatch):
     """A target and thresholds with which all rows are spread in one way."""
-    thresholds, multiprocessors = ROWS[request.param]
+    thresholds, multiprocessors = ROWS[way]
     for name, value in thresholds.items():
         monkeypatch.setattr(ours, name, value)
     return Target("cuda", (8, 0), multiprocessors, 163 << 10)

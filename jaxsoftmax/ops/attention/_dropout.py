@@ -33,7 +33,12 @@ def keep(seed0: jax.Array, seed1: jax.Array, row: jax.Array, col: jax.Array, rat
     first = _mix(_mix(seed0 ^ (row * _ROW), none) ^ seed1, none)
     second = _mix(_mix(seed1 ^ (row * _SECOND_ROW), none) ^ seed0, none)
     # A second hash of the row goes in half way: rows whose first hashes differ by what two columns differ by go apart there.
-    return _mix(first ^ (col * _COL), second) >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return _mix(first ^ (col * _COL), second) >= np.uint32(dropped(rate))
+
+
+def dropped(rate: float) -> int:
+    """How many of 2^32 random words drop a weight."""
+    return min(round(rate * 2**32), 2**32 - 1)
 
 
 def _mix(bits, between):

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention import _dropout
 from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.xla import summed_to
 
@@ -237,9 +238,8 @@ class Call:
 
 def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tuple[tuple[int, ...], ...]:
     """How an operand or result is indexed by batch entry, head, row and column: see `call.indexed`."""
-    axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[
-        name
-    ]  # spans belong to blocks, of which there may be several of one query
+    # Spans belong to blocks: of keys there may be several where there is one query.
+    axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[name]
     own = shape[len(shape) - len(axes) :]
     whole = (*batch, *(sizes.get(letter, size) for letter, size in zip(axes, own, strict=True)))
     shape = (1,) * (len(whole) - len(shape)) + tuple(shape)
@@ -303,11 +303,6 @@ def _unit(given, factor) -> float:
     return 1.0 if "bias" not in given and factor > np.finfo(np.float32).tiny else _LOG2E
 
 
-def dropped(rate: float) -> int:
-    """How many of 2^32 random words drop a weight, as in `_dropout.keep`."""
-    return min(round(rate * 2**32), 2**32 - 1)
-
-
 def _width(size: int) -> int:
     """A head size in tiles."""
     return max(16, 1 << (size - 1).bit_length())
@@ -369,7 +364,7 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         scale_log2=factor * _LOG2E if unit == 1 else 1.0,
         headroom=_HEADROOM[dtype.name],
         unit=unit,
-        dropped=dropped(dropout_rate) if "seeds" in given else None,
+        dropped=_dropout.dropped(dropout_rate) if "seeds" in given else None,
         kept=1 / (1 - dropout_rate),
         some_whole=not always_masked,
         some_masked=always_masked or bool(is_banded),
