@@ -8,12 +8,13 @@ python -m benchmarks cross_entropy         likewise, losses from integer labels,
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
+python -m benchmarks softmax --implementation triton
+                                           measure ours on one implementation; results/<gpu>/triton/softmax.csv
 python -m benchmarks --check               hold what was measured last of each cell to bars.toml; needs no GPU
 python -m benchmarks --plot                draw what was measured last; needs no GPU, but matplotlib
 """
 
 import argparse
-import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ from benchmarks import (
     softmax,
     sweep,
 )
-from benchmarks.cells import OURS, Cell
+from benchmarks.cells import IMPLEMENTATIONS, OURS, Cell, library
+from benchmarks.results import Row
 
 SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax": softmax.cells,
@@ -74,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         "--only", type=_pattern, metavar="REGEX", help="a part of the cells: matched in 'op pass dtype shape options'"
     )
     parser.add_argument("--peers", type=_names, metavar="A,B", help="the peers to measure, of those that are installed")
+    parser.add_argument(
+        "--implementation", choices=sorted(IMPLEMENTATIONS), help="what ours runs on; with --check and --plot, whose files"
+    )
     parser.add_argument("--commit", type=_word, metavar="HASH", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--gpu", metavar="NAME", help="the folder to check or draw, such as h200; all by default")
     parser.add_argument(
@@ -104,6 +109,7 @@ def _refuse_what_does_not_go_together(parser: argparse.ArgumentParser, options: 
     allowed = {
         "--only": measuring or options.list,
         "--peers": measuring,
+        "--implementation": measuring or options.check or options.plot,
         "--commit": measuring,
         "--gpu": options.check or options.plot,
     }
@@ -143,30 +149,42 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     gpu = harness.gpu_name()
     if gpu is None:
         return _fail("JAX sees no GPU, and there is nothing to measure without one")
+    library.implementation = options.implementation
     commit = options.commit or harness.commit()
     if commit is None:
         return _fail("argument --commit: needed, as this is no git checkout")
-    path = results.path_for(options.out, gpu, options.suite)
+    path = results.path_for(options.out, gpu, options.suite, options.implementation)
     if path.exists():
         results.read(path)
-    write = functools.partial(results.append, path)
+    written = []
+
+    def write(row: Row) -> None:
+        results.append(path, row)
+        written.append(row)
+
     if options.suite == "first_call":
-        problems = first_call.measure(cells, gpu, commit, write, peers=options.peers)
+        problems, left_out = first_call.measure(cells, gpu, commit, write, peers=options.peers), []
     else:
         run = harness.Run(gpu, commit, write, peers=options.peers)
         run.measure(cells)
-        problems = run.problems
-    print(f"appended to {path}")
+        problems, left_out = run.problems, run.left_out
+    for reason in left_out:
+        print(f"left out: {reason}")
     for problem in problems:
         print(f"not recorded: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    print(f"appended to {path}, which may be sent as it is" if written else "nothing was measured")
+    if problems:
+        return 1
+    if options.implementation is not None and not any(map(bars.is_ours, written)):
+        return _fail(f"argument --implementation: {options.implementation} ran nothing")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     status = 0
-    for suite, path in _files(options):
+    for suite, implementation, path in _files(options):
         run = results.newest_of_each_cell(results.read(path))
-        count, found = bars.misses(bars.load(suite), SUITES[suite](), run)
+        count, found = bars.misses(bars.of_file(bars.load(suite), implementation), SUITES[suite](), run)
         runs = ", ".join(dict.fromkeys(f"run {row.run} of {row.commit}" for row in run))
         print(f"{path}: {runs or 'no run'}, {len(found)} of {count} bars missed")
         if found:
@@ -179,18 +197,23 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    for suite, path in _files(options):
+    for suite, _, path in _files(options):
         draw = plot.draw_sweep if suite == "softmax_sweep" else plot.draw
         for figure in draw(results.newest_of_each_cell(results.read(path)), path.parent):
             print(figure)
     return 0
 
 
-def _files(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    """The suites asked for and their result files, of which there must be one."""
+def _files(options: argparse.Namespace) -> list[tuple[str, str | None, Path]]:
+    """The suites asked for, what their runs asked for, and their result files, of which there must be one."""
     suites = list(SUITES) if options.suite is None else [options.suite]
-    folder = options.gpu or "*"
-    paths = [(suite, path) for suite in suites for path in sorted(options.out.glob(f"{folder}/{suite}.csv"))]
+    kinds = [None, *sorted(IMPLEMENTATIONS)] if options.implementation is None else [options.implementation]
+    paths = [
+        (suite, kind, path)
+        for suite in suites
+        for kind in kinds
+        for path in sorted(options.out.glob("/".join(filter(None, (options.gpu or "*", kind, f"{suite}.csv")))))
+    ]
     if not paths:
         names = " or ".join(f"{suite}.csv" for suite in suites)
         if options.gpu is not None:

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxsoftmax
-from benchmarks.cells import OURS, Cell, Contender, torch
+from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled, to_torch
 from tests import oracle
 from tests.attention import oracle as attention_oracle
@@ -483,7 +482,10 @@ def _contenders(call: Call):
     if call.head_size % 64 == 0 and call.key_heads is None and call.length % 128 == 0:
         for config in _configs_of_pallas(call):
             yield Contender(
-                "attention_mgpu", functools.partial(_of_pallas, call, config), prepare=functools.partial(_scaled, call)
+                "attention_mgpu",
+                functools.partial(_of_pallas, call, config),
+                prepare=functools.partial(_scaled, call),
+                capability=9,
             )
     yield Contender("flash_attention_3", lambda: _as_measured(call, _of_flash_attention_3(call)), needs=("dew_flash_attn",))
     if call.backward:
@@ -508,7 +510,7 @@ def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any
 
 
 def _of_ours(call: Call) -> Callable[..., Any]:
-    return lambda q, k, v, *extras: jaxsoftmax.dot_product_attention(q, k, v, **call.arguments(*extras))
+    return lambda q, k, v, *extras: library.dot_product_attention(q, k, v, **call.arguments(*extras))
 
 
 def _of_jax_nn(call: Call, implementation: Literal["xla", "cudnn"]) -> Callable[..., Any]:

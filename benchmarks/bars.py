@@ -10,7 +10,9 @@ or left out for any; and one limit:
     error_at_most            the error of ours
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
 
-and `implementation` if ours must be one: a speed that another one reaches does not count. More may be said of it:
+and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` are for runs that
+asked for it, as another one is preferred on the GPU that the bars are for; the others are for what the library chooses (see
+`of_file`). More may be said of it:
 
     columns       the first and the last size of the last axis that it holds for, such as [64, 32768]
     percentile    with `ratio_at_least`: of the cells of an op, pass and dtype at most so many percent may be below
@@ -91,6 +93,13 @@ def load(suite: str, path: Path = FILE) -> list[Bar]:
     """
     entries = tomllib.loads(path.read_text()).get(suite, [])
     return [_bar(f"{path.name}: [[{suite}]] number {number}", dict(entry)) for number, entry in enumerate(entries, start=1)]
+
+
+def of_file(bars: Sequence[Bar], implementation: str | None) -> list[Bar]:
+    """Those that a result file is held to, of runs that asked for an implementation, or for none."""
+    if implementation is None:
+        return [bar for bar in bars if bar.implementation != "triton"]
+    return [bar for bar in bars if bar.implementation == implementation]
 
 
 def _bar(where: str, entry: dict[str, Any]) -> Bar:

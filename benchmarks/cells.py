@@ -1,12 +1,16 @@
 """What is measured: a cell is one call on one shape and dtype, and its contenders are the ways to compute it."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import numpy as np
+
+import jaxsoftmax
 
 OURS = "ours"  # the row that it becomes names the implementation that ran
 IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
@@ -14,6 +18,24 @@ YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed:
 FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
 
 Truth = Callable[..., Sequence[Any]]
+
+
+class Library:
+    """Stands for the module `jaxsoftmax` in all cells: its functions choose what runs, or run on `implementation` alone."""
+
+    def __init__(self) -> None:
+        self.implementation: str | None = None
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        function = getattr(jaxsoftmax, op)
+        return function if self.implementation is None else functools.partial(function, implementation=self.implementation)
+
+    def refuses(self, problem: Exception) -> bool:
+        """Whether an error is that the implementation which was asked for cannot run a call."""
+        return isinstance(problem, NotImplementedError) and f"implementation={self.implementation!r}" in str(problem)
+
+
+library = Library()
 
 
 def torch() -> Any:
@@ -38,6 +60,7 @@ class Contender:
       needs: the modules that must be installed.
       truth: as for `Cell`, where it differs from the cell's.
       alone: whether no other contender may be built at the same time.
+      capability: the major compute capability of the only GPUs that it is for, None for any.
     """
 
     name: str
@@ -47,6 +70,7 @@ class Contender:
     needs: tuple[str, ...] = ()
     truth: Truth | None = None
     alone: bool = False
+    capability: int | None = None
 
     def missing(self) -> str | None:
         """Why it cannot take part on this machine, or None."""
@@ -55,6 +79,10 @@ class Contender:
                 return f"{module}: not installed"
         if self.framework == "torch" and not torch().cuda.is_available():
             return "torch: sees no GPU"
+        if self.capability is not None:
+            capability = getattr(jax.devices()[0], "compute_capability", "none")
+            if not capability.startswith(f"{self.capability}."):
+                return f"{self.name}: for compute capability {self.capability}.x, not for {capability}"
         return None
 
 

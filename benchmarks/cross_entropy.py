@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxsoftmax
-from benchmarks.cells import OURS, Cell, Contender, torch
+from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import to_torch
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums, torch_contender
 from tests.cross_entropy import oracle
@@ -79,7 +78,7 @@ def _cell(dtype: str, shape: tuple[int, int], backward: bool = False, **options:
         needs = module.split(".")[0], "torch"
         return torch_contender(name, build, prepare=prepare, needs=needs, truth=lambda x, labels: truth(x, labels)[-1:])
 
-    ours = Contender(OURS, lambda: of_jax(functools.partial(jaxsoftmax.cross_entropy, **options)))
+    ours = Contender(OURS, lambda: of_jax(functools.partial(library.cross_entropy, **options)))
     if options:
         peers = [of_torch("liger", **{_NAMES_OF_LIGER[name]: value for name, value in options.items()})]
     else:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import attention, softmax
-from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender
+from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, library
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 
@@ -74,18 +74,26 @@ def in_a_process(program: str, contender: str) -> dict[str, Any]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    command = [sys.executable, "-m", "benchmarks.first_call", program, contender]
+    forced = [] if library.implementation is None else [library.implementation]
+    command = [sys.executable, "-m", "benchmarks.first_call", program, contender, *forced]
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def main(program: str, contender: str) -> None:
-    """Prints the seconds of each pass, and which implementation ran, as a line of JSON."""
+def main(program: str, contender: str, implementation: str | None = None) -> None:
+    """Prints the seconds of each pass, and which implementation ran, as a line of JSON; or why the one asked for cannot."""
+    library.implementation = implementation
     cell = programs()[program]
     chosen = next(one for one in cell.contenders if one.name == contender)
     inputs = cell.inputs(jax.random.key(0), False)
-    found: dict[str, Any] = seconds(chosen, inputs)
+    try:
+        found: dict[str, Any] = seconds(chosen, inputs)
+    except NotImplementedError as problem:
+        if not library.refuses(problem):
+            raise
+        print(json.dumps({"refused": str(problem)}))
+        return
     if contender == OURS:
         decisions = explain(chosen.build(), *chosen.prepare(*inputs))
         contender = "+".join(dict.fromkeys(decision.implementation for decision in decisions))
@@ -114,6 +122,9 @@ def measure(
             except (subprocess.CalledProcessError, ValueError, IndexError) as problem:
                 say(f"{program}: {contender} left out: {problem}")
                 problems += [f"{program}: {problem}"] if contender == OURS else []
+                continue
+            if "refused" in found[-1]:
+                say(f"{program}: {contender} left out: {found[-1]['refused']}")
                 continue
             for one in passes:
                 us = 1e6 * statistics.median(times[one.pass_] for times in found)

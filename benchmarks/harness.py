@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks import check
-from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender, torch
+from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender, library, torch
 from benchmarks.clock import Clock, kernel_clock, synchronize, wall_clock
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
@@ -58,6 +58,8 @@ class Run:
 
     Attributes:
       problems: what is wrong with our own op, and was not recorded for that.
+      left_out: what of it was not measured although nothing is wrong: the GPU has too little memory, or the implementation
+        that was asked for does not serve it.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Run:
     ):
         """Every row goes to `write` as soon as it is measured; `peers` are those that take part, None for all."""
         self.problems: list[str] = []
+        self.left_out: list[str] = []
         self._gpu, self._commit, self._write, self._clock, self._peers, self._say = gpu, commit, write, clock, peers, say
         self._effort = effort or Effort()
         self._id = new_run()
@@ -90,9 +93,15 @@ class Run:
         self._say(f"{time.perf_counter() - start:.0f} s")
 
     def _measure(self, cell: Cell) -> None:
-        key = jax.random.key(0)
-        inputs = [cell.inputs(jax.random.fold_in(key, buffer), False) for buffer in range(self._effort.buffers(cell))]
-        jax.block_until_ready(inputs)
+        self._last = None  # whose memory is needed
+        try:
+            inputs = self._inputs(cell)
+        except Exception as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            self.left_out.append(f"{cell.name}: its inputs do not fit into memory, {_words(problem)}")
+            self._say(f"{self.left_out[-1]}, left out")
+            return
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
             together = [c for c in contenders if c.framework == "jax" and not (c.alone or cell.program)]
@@ -107,6 +116,11 @@ class Run:
         for entrant in entrants:
             if fastest.get(entrant.implementation) is entrant:
                 self._record(cell, entrant)
+
+    def _inputs(self, cell: Cell) -> list[tuple[Any, ...]]:
+        key = jax.random.key(0)
+        inputs = [cell.inputs(jax.random.fold_in(key, buffer), False) for buffer in range(self._effort.buffers(cell))]
+        return jax.block_until_ready(inputs)
 
     def _takes_part(self, contender: Contender) -> bool:
         if contender.name not in (OURS, "copy") and self._peers is not None and contender.name not in self._peers:
@@ -127,12 +141,13 @@ class Run:
         try:
             return self._checked(cell, contender, inputs)
         except Exception as problem:  # whatever a library raises is the reason to leave it out
-            return self._leave_out(cell, contender, f"{type(problem).__name__}: {problem}".splitlines()[0][:200])
+            return self._leave_out(cell, contender, _words(problem), problem)
 
-    def _leave_out(self, cell: Cell, contender: Contender, reason: str) -> None:
+    def _leave_out(self, cell: Cell, contender: Contender, reason: str, problem: Exception | None = None) -> None:
         self._say(f"{cell.name}: {contender.name} left out: {reason}")
         if contender.name == OURS:
-            self.problems.append(f"{cell.name}: {reason}")
+            is_right = problem is not None and (library.refuses(problem) or _is_out_of_memory(problem))
+            (self.left_out if is_right else self.problems).append(f"{cell.name}: {reason}")
 
     def _checked(self, cell: Cell, contender: Contender, inputs: list[tuple[Any, ...]]) -> Entrant | None:
         arguments = [contender.prepare(*buffer) for buffer in inputs]
@@ -177,22 +192,26 @@ class Run:
 
     def _time(self, cell: Cell, entrants: list[Entrant]) -> None:
         """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""
-        for entrant in entrants:
+
+        def warm_up(entrant: Entrant) -> None:
             for arguments in entrant.arguments:
                 synchronize(entrant.contender.framework, entrant.function(*arguments))
+
+        def take_turn(entrant: Entrant) -> None:
+            calls = max(least, len(entrant.arguments))
+            entrant.times.append(clock(entrant.function, entrant.arguments, calls, entrant.contender.framework))
+
         clock, least = self._clock, self._effort.calls
         if cell.program:
             clock, least = wall_clock, min(least, _CALLS_OF_A_PROGRAM)
-        for _ in range(self._effort.rounds):
+        for step in (warm_up, *[take_turn] * self._effort.rounds):
             for entrant in list(entrants):
-                calls = max(least, len(entrant.arguments))
-                framework = entrant.contender.framework
                 try:
-                    entrant.times.append(clock(entrant.function, entrant.arguments, calls, framework))
+                    step(entrant)
                 except Exception as problem:  # out of memory, say: the reason to leave it out
                     entrants.remove(entrant)
-                    reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-                    self._leave_out(cell, entrant.contender, f"not timed ({framework}), {reason}")
+                    reason = f"not timed ({entrant.contender.framework}), {_words(problem)}"
+                    self._leave_out(cell, entrant.contender, reason, problem)
 
     def _record(self, cell: Cell, entrant: Entrant) -> None:
         us = statistics.median(entrant.times)
@@ -225,6 +244,17 @@ class Run:
         speed = f"{row.speed / 1e3:7.0f} {tflops:>8}"
         memory = "" if row.temporaries is None else f"{row.temporaries / 1e6:.1f}"
         self._say(f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9} {memory:>8}".rstrip())
+
+
+def _words(problem: Exception) -> str:
+    """An error in a line."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+
+
+def _is_out_of_memory(problem: Exception) -> bool:
+    """Whether the GPU has too little memory. A kernel that asks for too much shared memory has the same code, and is wrong."""
+    words = str(problem)
+    return isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in words and "shared" not in words.lower()
 
 
 def _temporaries(framework: str, function: Any, arguments: tuple[Any, ...]) -> int:

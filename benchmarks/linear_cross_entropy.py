@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxsoftmax
-from benchmarks.cells import OURS, Cell, Contender, torch
+from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled, to_torch
 from benchmarks.softmax import torch_contender
 from tests import oracle
@@ -71,7 +70,7 @@ def _cell(
         return jax.value_and_grad(loss, (0, 1)) if backward else loss
 
     def ours(hidden, weight, labels):
-        return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, class_axis=class_axis)
+        return library.linear_cross_entropy(hidden, weight, labels, class_axis=class_axis)
 
     def of_optax():
         losses = importlib.import_module("optax").softmax_cross_entropy_with_integer_labels

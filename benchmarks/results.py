@@ -1,4 +1,8 @@
-"""The result files: `<folder>/<gpu>/<suite>.csv`, one row a measurement, new runs below old ones."""
+"""The result files: `<folder>/<gpu>/<suite>.csv`, one row a measurement, new runs below old ones.
+
+Runs on an implementation that was asked for have files of their own, `<folder>/<gpu>/<implementation>/<suite>.csv`: their rows
+do not take the place of those that say what the library chooses.
+"""
 
 import csv
 import datetime
@@ -96,9 +100,10 @@ def now() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def path_for(folder: Path, gpu: str, suite: str) -> Path:
+def path_for(folder: Path, gpu: str, suite: str, implementation: str | None = None) -> Path:
     """The result file of a suite on a GPU of this name: 'NVIDIA H200' is `h200`."""
-    return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-") / f"{suite}.csv"
+    own = folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    return own / (implementation or "") / f"{suite}.csv"
 
 
 def append(path: Path, *rows: Row) -> None:

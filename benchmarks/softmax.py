@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxsoftmax
-from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, torch
+from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled_of, to_torch
 from tests import oracle
 
@@ -131,7 +130,7 @@ def _function(module: Any, op: str, axis: int = -1) -> Callable[..., Any]:
 
 def _ours_and_jax_nn(make: Callable[[Any], dict[str, Any]]) -> tuple[Contender, Contender]:
     """`make` gives what a contender needs, from the module that holds the op."""
-    return Contender(OURS, **make(jaxsoftmax)), Contender("jax.nn", **make(jax.nn))
+    return Contender(OURS, **make(library)), Contender("jax.nn", **make(jax.nn))
 
 
 def _plain(op: str, axis: int = -1) -> Callable[[Any], dict[str, Any]]:
@@ -467,7 +466,7 @@ def _converted(dtype: str, out: str, shape: tuple[int, int]) -> Cell:
         _size(shape, dtype) + _size(shape, out),
         one_array(shape, dtype),
         (
-            Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x, scale=0.125, dtype=out)),
+            Contender(OURS, lambda: lambda x: library.softmax(x, scale=0.125, dtype=out)),
             Contender("jax.nn", lambda: lambda x: jax.nn.softmax(x.astype("float32") * 0.125).astype(out)),
         ),
         lambda x: [oracle.softmax(x, scale=0.125)],
@@ -541,7 +540,7 @@ def _first_calls(elements: int) -> Iterator[Cell]:
             yield make(
                 options="",
                 inputs=one_array(shape, dtype),
-                contenders=(Contender(OURS, lambda: lambda x: jaxsoftmax.softmax(x)),),
+                contenders=(Contender(OURS, lambda: lambda x: library.softmax(x)),),
                 truth=lambda x: [oracle.softmax(x)],
             )
         for shape in (shape_of(elements // 2, cols) for cols in (4096, 32768)):  # of which no kernel is compiled yet
@@ -553,6 +552,6 @@ def _first_calls(elements: int) -> Iterator[Cell]:
                 "grad=1",
                 0,
                 _with_direction(shape, dtype),
-                (Contender(OURS, **_pullback_with_value("softmax")(jaxsoftmax)),),
+                (Contender(OURS, **_pullback_with_value("softmax")(library)),),
                 functools.partial(_value_and_cotangent, "softmax", dtype),
             )

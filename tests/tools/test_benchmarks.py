@@ -1,6 +1,7 @@
 """The benchmarks: result files, bars, the command line, and that no speed is recorded of what is wrong."""
 
 import dataclasses
+import functools
 import importlib.machinery
 import itertools
 import random
@@ -29,8 +30,8 @@ from benchmarks import (
     softmax,
     sweep,
 )
-from benchmarks.__main__ import main
-from benchmarks.cells import OURS, Contender
+from benchmarks.__main__ import SUITES, main
+from benchmarks.cells import OURS, Contender, library
 from benchmarks.clock import wall_clock
 from jaxsoftmax.ops.cross_entropy import _linear as linear
 
@@ -102,8 +103,14 @@ def a_full_run_of_linear():
     return rows
 
 
-def written(folder, rows, suite="softmax"):
-    path = results.path_for(folder, GPU, suite)
+def on_triton(rows):
+    """The same rows, as a later run on Triton's kernels has them."""
+    rows = [dataclasses.replace(row, run="on triton") for row in rows]
+    return [dataclasses.replace(row, implementation="triton") if bars.is_ours(row) else row for row in rows]
+
+
+def written(folder, rows, suite="softmax", implementation=None):
+    path = results.path_for(folder, GPU, suite, implementation)
     results.append(path, *rows)
     return path
 
@@ -171,10 +178,20 @@ def test_a_file_without_the_newest_column_is_read_and_appended_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "folder"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), ("NVIDIA GB200", "gb200")]
+    ("gpu", "folder"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada-generation"),
+        ("NVIDIA GH200 480GB", "gh200-480gb"),
+    ],
 )
 def test_folder_of_a_gpu(tmp_path, gpu, folder):
     assert results.path_for(tmp_path, gpu, "softmax") == tmp_path / folder / "softmax.csv"
+    assert results.path_for(tmp_path, gpu, "softmax", "triton") == tmp_path / folder / "triton" / "softmax.csv"
 
 
 def test_a_file_that_ends_inside_a_row_is_refused(tmp_path):
@@ -433,6 +450,66 @@ def test_a_peer_that_need_not_be_installed(tmp_path, capsys):
     assert check_without(us=1.0) == (1, takes, count)
 
 
+@pytest.mark.parametrize(
+    ("suite", "rows", "name", "change", "found"),
+    [
+        ("softmax", a_full_run, "log_softmax backward bfloat16 131072x1024 mode=vjp", {"us": 230.0}, "0.8753"),
+        ("softmax", a_full_run, "logsumexp forward float32 524288x256", {"us": 150.0}, "0.8948"),
+        ("softmax", a_full_run, "softmax forward bfloat16 2670x50257", {"us": 240.0}, "1.118"),
+        ("softmax", a_full_run, "softmax forward float32 1024x512", {"us": 2.2}, "1.049"),
+        ("softmax", a_full_run, "softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06"),
+        ("softmax_sweep", lambda: a_full_run(SWEEP), "softmax backward bfloat16 248551x540", {"us": 500.0}, "1.242"),
+        ("attention", a_full_run_of_attention, "attention forward bfloat16 4x4096x32x64 causal=1", {"us": 1500.0}, "1.191"),
+        (
+            "attention_gradients",
+            lambda: a_full_run_of_attention(GRADIENTS),
+            f"attention {BOTH} bfloat16 1x16384x16x128",
+            {"implementation": "triton+xla"},
+            "on triton+xla, not on triton",
+        ),
+        ("first_call", lambda: a_full_run(FIRST_CALLS), "softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06"),
+    ],
+)
+def test_runs_on_triton_have_bars_of_their_own(tmp_path, capsys, suite, rows, name, change, found):
+    rows = rows()
+    written(tmp_path, rows, suite)
+    path = written(tmp_path, on_triton(rows), suite, "triton")
+    assert path.parent.parent == tmp_path / "h200"
+    assert main([suite, "--check", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("0 of ") == 2  # files
+    (slow,) = [row for row in on_triton(rows) if name_of(row) == name and bars.is_ours(row)]
+    peers = [row for row in on_triton(rows) if name_of(row) == name and not bars.is_ours(row)]
+    again = [dataclasses.replace(row, run="again") for row in [dataclasses.replace(slow, **change), *peers]]
+    copies = [dataclasses.replace(row, run="again") for row in on_triton(rows) if row.op == "copy"]
+    written(tmp_path, [*copies, *again], suite, "triton")
+    assert main([suite, "--check", "--gpu", "h200", "--out", str(tmp_path)]) == 1
+    chosen, asked_for, _, *missed = capsys.readouterr().out.splitlines()
+    assert " 0 of " in chosen  # rows of triton do not take the place of others
+    assert str(path) in asked_for
+    assert {line.split("  ")[0] for line in missed} == {name}
+    assert any(line.endswith(f"  {found}") for line in missed), missed
+    assert main([suite, "--check", "--implementation", "triton", "--out", str(tmp_path)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(missed)
+
+
+def test_bars_of_triton_are_for_runs_that_asked_for_it():
+    for suite in SUITES:
+        loaded = bars.load(suite)
+        for implementation in ("mosaic", "triton", "xla"):
+            assert {bar.implementation for bar in bars.of_file(loaded, implementation)} <= {implementation}
+        chosen = bars.of_file(loaded, None)
+        assert {bar.implementation for bar in chosen} <= {None, "mosaic"}
+        assert len(chosen) + len(bars.of_file(loaded, "triton")) == len(loaded)
+
+
+def test_what_triton_was_chosen_for_clears_no_bar_of_mosaic(tmp_path, capsys):
+    written(tmp_path, on_triton(a_full_run()))
+    assert main(["softmax", "--check", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "on triton, not on mosaic" in out
+    assert "not on triton" not in out
+
+
 def test_check_holds_every_result_file_to_its_bars(tmp_path, capsys):
     written(tmp_path, a_full_run())
     written(tmp_path, [row for row in a_full_run_of_attention() if row.implementation != "tokamax"], "attention")
@@ -479,6 +556,8 @@ def test_list(capsys):
         (["softmax", "--only", "no such cell"], "--only"),
         (["softmax", "--peers", "jax.nn,numpy"], "--peers"),
         (["softmax", "--commit", "a b"], "--commit"),
+        (["softmax", "--implementation", "cuda"], "--implementation"),
+        (["softmax", "--list", "--implementation", "triton"], "--implementation"),
         (["softmax", "--gpu", "h200"], "--gpu"),
         (["--check", "--only", "softmax"], "--only"),
         (["--check", "--peers", "torch"], "--peers"),
@@ -504,6 +583,103 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys, monkeypatch):
 
 
 # Measuring.
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Sets the implementation that ours runs on."""
+    monkeypatch.setattr(library, "implementation", None)  # and back to it
+    return functools.partial(setattr, library, "implementation")
+
+
+def kinds(*suites):
+    """A cell of each op, pass, dtype and options."""
+    return {(c.op, c.pass_, c.dtype, c.options): c for suite in suites for c in suite.values() if c.op != "copy"}.values()
+
+
+def test_all_cells_run_on_what_is_asked_for(asked_for):
+    asked_for("mosaic")
+    for cell in kinds(CELLS, ATTENTION, GRADIENTS, LOSSES, LINEAR):
+        (ours,) = [contender for contender in cell.contenders if contender.name == OURS]
+
+        def program(key, cell=cell, ours=ours):
+            return ours.build()(*ours.prepare(*cell.inputs(key, False)))
+
+        with pytest.raises(NotImplementedError, match="implementation='mosaic' cannot run: it runs on cuda, not on cpu"):
+            jax.jit(program).lower(jax.random.key(0))
+
+
+def test_what_is_asked_for_and_cannot_run_is_said_and_no_problem(asked_for):
+    names = "softmax forward float32 1024x512", "log_softmax backward bfloat16 4x4096 mode=vjp"
+    asked_for("mosaic")
+    run, rows, said = measured(*map(tiny, names), peers=frozenset({"jax.nn"}))
+    assert not run.problems
+    assert [reason.split(":")[0] for reason in run.left_out] == [*names]
+    assert "ours left out: NotImplementedError: softmax: implementation='mosaic' cannot run: it runs on cuda" in said
+    assert [row.implementation for row in rows] == ["jax.nn"] * 2
+    asked_for("xla")
+    run, rows, _ = measured(*map(tiny, names), peers=frozenset())
+    assert not run.left_out
+    assert [row.implementation for row in rows] == ["xla"] * 2
+    asked_for(None)
+    forced = Contender(OURS, lambda: functools.partial(jaxsoftmax.softmax, implementation="mosaic"))
+    assert measured(tiny(names[0], contenders=(forced,)))[0].problems
+
+
+def out_of_memory(*args, words="Out of memory while trying to allocate 8589934592 bytes."):
+    raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {words}")
+
+
+def test_cells_that_do_not_fit_are_left_out():
+    cell = tiny("softmax forward float32 1024x512")
+    large = dataclasses.replace(cell, inputs=out_of_memory, options="large")
+    run, rows, said = measured(large, cell, peers=frozenset())
+    assert not run.problems
+    assert [row.options for row in rows] == [""]
+    (reason,) = run.left_out
+    assert reason.startswith(f"{large.name}: its inputs do not fit into memory, JaxRuntimeError: RESOURCE_EXHAUSTED")
+    assert f"{reason}, left out" in said
+    with pytest.raises(ZeroDivisionError):
+        measured(dataclasses.replace(cell, inputs=lambda *args: 1 / 0))
+
+
+@pytest.mark.parametrize("step", ["first", "timed"])
+def test_calls_that_do_not_fit_are_left_out(step):
+    cell = tiny("softmax forward float32 1024x512")
+    if step == "first":
+        cell = dataclasses.replace(cell, contenders=(Contender(OURS, lambda: out_of_memory), cell.contenders[1]))
+    run, rows, _ = measured(cell, **({"clock": out_of_memory} if step == "timed" else {}))
+    assert not run.problems
+    assert [row.implementation for row in rows] == (["jax.nn"] if step == "first" else [])
+    assert len(run.left_out) == 1
+    too_large = functools.partial(out_of_memory, words="Shared memory size limit exceeded")
+    assert measured(dataclasses.replace(cell, contenders=(Contender(OURS, lambda: too_large),)))[0].problems
+
+
+@pytest.mark.parametrize("asked", [None, "xla"])
+def test_a_run_says_what_it_wrote(tmp_path, capsys, monkeypatch, asked_for, asked):
+    monkeypatch.setattr(harness, "gpu_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(harness, "Run", functools.partial(harness.Run, clock=wall_clock, effort=QUICK))
+    monkeypatch.setitem(SUITES, "softmax", lambda: [tiny("softmax forward float32 1024x512")])
+    options = ["--commit", "abc1234", "--peers", "", "--out", str(tmp_path)]
+    assert main(["softmax", *options, *(["--implementation", asked] if asked else [])]) == 0
+    path = tmp_path / "geforce-rtx-4090" / (asked or "") / "softmax.csv"
+    assert capsys.readouterr().out.splitlines()[-1] == f"appended to {path}, which may be sent as it is"
+    assert [row.implementation for row in results.read(path)] == ["xla"]
+    assert main(["softmax", *options, "--implementation", "mosaic"]) == 2
+    out, err = capsys.readouterr()
+    *_, reason, last = out.splitlines()
+    assert reason.startswith("left out: softmax forward float32 1024x512: NotImplementedError: softmax: ")
+    assert (last, err) == ("nothing was measured", "error: argument --implementation: mosaic ran nothing\n")
+    assert list(tmp_path.rglob("*.csv")) == [path]
+
+
+def test_a_peer_for_one_generation_of_gpus():
+    cell = tiny("softmax forward float32 1024x512")
+    peer = Contender("quack", lambda: jax.nn.softmax, capability=9)
+    _, rows, said = measured(dataclasses.replace(cell, contenders=(peer,)))
+    assert not rows
+    assert "quack: for compute capability 9.x, not for none, left out" in said
 
 
 def test_a_run_records_ours_and_peers_beside_the_copy():
@@ -1145,6 +1321,29 @@ def test_a_first_call_of_ours_that_fails_is_a_problem():
     assert [problem.split(":")[0] for problem in found] == list(first_call.programs())
 
 
+def test_a_first_call_that_was_asked_for_and_cannot_run_is_no_problem(monkeypatch, capsys, asked_for):
+    tiny_programs = dict.fromkeys(first_call.programs(), tiny("softmax forward float32 1024x512"))
+    monkeypatch.setattr(first_call, "programs", lambda: tiny_programs)
+    commands, said = [], []
+
+    def run(command, **options):
+        commands.append(command)
+        first_call.main(*command[3:])
+        return types.SimpleNamespace(stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    asked_for("mosaic")
+    assert first_call.measure(first_call.cells(), GPU, "abc", pytest.fail, peers=frozenset(), say=said.append) == []
+    assert {tuple(command[4:]) for command in commands} == {(OURS, "mosaic")}
+    assert said
+    assert all("ours left out: softmax: implementation='mosaic' cannot run: it runs on cuda" in line for line in said)
+    asked_for(None)
+    rows = []
+    assert first_call.measure(first_call.cells(), GPU, "abc", rows.append, peers=frozenset(), say=said.append) == []
+    assert commands[-1][4:] == [OURS]
+    assert {row.implementation for row in rows} == {"xla"}
+
+
 def test_the_passes_of_a_first_call():
     cell = tiny("softmax forward float32 1024x512")
     found = first_call.seconds(cell.contenders[0], cell.inputs(jax.random.key(0), False))
@@ -1159,6 +1358,21 @@ def test_plots_are_drawn(tmp_path, capsys):
     assert [str(path) for path in drawn] == sorted(capsys.readouterr().out.split())
     assert "softmax_forward.svg" in {path.name for path in drawn}
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+
+
+def test_plots_of_runs_on_triton_do_not_replace_others(tmp_path, capsys):
+    rows = a_full_run({name: cell for name, cell in CELLS.items() if name.startswith(("copy", "softmax forward float32"))})
+    chosen = written(tmp_path, rows).with_name("softmax_forward.svg")
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    before = chosen.read_bytes()
+    asked_for = written(tmp_path, [dataclasses.replace(row, us=3 * row.us) for row in on_triton(rows)], implementation="triton")
+    asked_for = asked_for.with_name(chosen.name)
+    capsys.readouterr()
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(chosen), str(asked_for)]
+    assert chosen.read_bytes() == before != asked_for.read_bytes()
+    assert main(["--plot", "--implementation", "triton", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(asked_for)]
 
 
 def drawn_words(path):
