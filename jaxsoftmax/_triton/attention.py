@@ -387,16 +387,29 @@ def attention_backward_keys(
     whole = span.whole_to - span.whole_from
     if CALL.some_whole:
         for i in range(0, CALL.groups * whole):
-            here = _started(given, b, key_head * CALL.groups + i // whole, CALL)
-            dk, dv = _add_queries(dk, dv, k, v, here, cols, span.whole_from + i % whole, limits, False, CALL)
+            group, place = _divided(i, whole)
+            here = _started(given, b, key_head * CALL.groups + group, CALL)
+            dk, dv = _add_queries(dk, dv, k, v, here, cols, span.whole_from + place, limits, False, CALL)
     if CALL.some_masked:
         rest = span.high - span.low - whole
         for i in range(0, CALL.groups * rest):
-            here = _started(given, b, key_head * CALL.groups + i // rest, CALL)
-            dk, dv = _add_queries(dk, dv, k, v, here, cols, _masked(i % rest, span), limits, True, CALL)
+            group, place = _divided(i, rest)
+            here = _started(given, b, key_head * CALL.groups + group, CALL)
+            dk, dv = _add_queries(dk, dv, k, v, here, cols, _masked(place, span), limits, True, CALL)
     at_key, at_value = _start(d_key, "d_key", b, key_head, CALL), _start(d_value, "d_value", b, key_head, CALL)
     _store(at_key, "d_key", first, CALL.block_kv, CALL.keys, dk * CALL.scale, CALL)
     _store(at_value, "d_value", first, CALL.block_kv, CALL.keys, dv * CALL.kept, CALL)
+
+
+@triton.jit
+def _divided(i, count):
+    """The quotient and the remainder of the index of a loop that runs a multiple of `count` times.
+
+    Loads of the first iterations are issued before the loop, whether it runs or not. A division by 0 there would let LLVM assume
+    that it does.
+    """
+    count = tl.maximum(count, 1)
+    return i // count, i % count
 
 
 @triton.jit

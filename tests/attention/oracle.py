@@ -125,12 +125,12 @@ def weights(
     k, v = (np.where(np.any(seen, -2)[..., None], a, 0.0) for a in (k, v))  # what nobody sees may hold NaN
     q = np.where(np.any(seen, -1)[..., None], q, 0.0)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
-    s, slope = scale * np.einsum("...th,...sh->...ts", q, k), np.full(shape, float(scale))
+    s, bend = scale * np.einsum("...th,...sh->...ts", q, k), np.ones(shape)
     size = np.abs(scale) * np.einsum("...th,...sh->...ts", np.abs(q), np.abs(k))
     if logits_soft_cap is not None:
         bent = np.tanh(s / logits_soft_cap)
-        s, slope = logits_soft_cap * bent, scale * (1 - bent**2)
-    missed = product * size * np.abs(slope / scale) if product else 0.0
+        s, bend = logits_soft_cap * bent, 1 - bent**2
+    missed = product * size * bend if product else 0.0
     if bias is not None:
         finite = np.where(to64(bias) == -np.inf, 0.0, to64(bias))
         s, size = s + finite, size + np.abs(finite)
@@ -145,7 +145,7 @@ def weights(
         budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
     unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
     z = np.ones(shape) if kept is None else kept
-    return Weights(q, k, v, seen, scale, slope, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
+    return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
 
 
 def attention(*args, **kwargs) -> tuple[Truth, Truth]:

@@ -115,8 +115,8 @@ _CONFIGS = {
         128: (Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     },
     ("backward_keys", 2): {
-        64: (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-        128: (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+        64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 4, 2), Config(64, 64, 8, 2)),
         256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
     },
     ("backward_keys", 4): {
