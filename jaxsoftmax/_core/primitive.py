@@ -96,11 +96,15 @@ def _types(this: Map, *avals, names, **params):
 def _batch(this: Map, operands, dims, *, names, **params):
     """Adds a batch axis: in front, or where the first batched operand has it if all have the same axes.
 
+    Neighbours among the axes of the softmax stay neighbours, as kernels need them: it is in front of those it would part.
     What is not batched gets size 1 there, if it may have that, and if its cotangent is not wanted.
     """
     at, size = next((dim, operand.shape[dim]) for operand, dim in zip(operands, dims, strict=True) if dim is not None)
     if this.is_aligned:
-        params["axes"] = tuple(axis + (axis >= at) for axis in params["axes"])
+        axes = params["axes"]
+        if axes and axes == tuple(range(axes[0], axes[-1] + 1)) and at <= axes[-1]:
+            at = min(at, axes[0])
+        params["axes"] = tuple(axis + (axis >= at) for axis in axes)
     else:
         at = 0
     wanted = params.get("wanted", ())
