@@ -2,7 +2,7 @@
 
 Triton is not among the packages that tests need: it is imported where it is used. Where it is installed, those tests run too:
 
-    uv run --extra triton pytest tests/softmax/test_triton.py tests/cross_entropy/test_triton.py tests/attention/test_triton.py
+    uv run --extra triton pytest tests/*/test_triton.py
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,15 @@ def run(kernel, operands, results, *, programs, warps=4, stages=3, zeroed=(), re
 
 def run_in_jax(kernel, operands, results, **options):
     """The same in a traced function."""
-    return list(jax.pure_callback(lambda *given: tuple(run(kernel, given, results, **options)), tuple(results), *operands))
+
+    def called(*given):
+        with _one_at_a_time:
+            return tuple(run(kernel, given, results, **options))
+
+    return list(jax.pure_callback(called, tuple(results), *operands))
+
+
+_one_at_a_time = threading.Lock()  # the interpreter changes Triton's functions while it runs a kernel; devices call in threads
 
 
 def _pointer(array):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 # What XLA has to know of an H200: facts of the GPU, not of a machine.
@@ -51,6 +52,13 @@ def sharding() -> jax.sharding.Sharding | str:
     except NotImplementedError as error:  # the plugin of another platform, or one without the libraries that it loads
         return f"needs a GPU, or jax's plugin for CUDA: {error}"
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh of GPUs that are there only for the compiler, where `sharding` gives no reason why there are none."""
+    topology = f"1x1x{math.prod(sizes)}"
+    devices = topologies.get_topology_desc(platform="cuda", topology=topology, target_config=H200).devices
+    return jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
 
 
 def compiled(f, *operands) -> str:
