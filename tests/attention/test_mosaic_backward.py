@@ -20,13 +20,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import explain
+from jaxsoftmax import explain, online
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import lowering as core_lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import mosaic, primitive
+from jaxsoftmax.ops.attention import _operands, mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
@@ -398,6 +398,26 @@ def test_cotangents_of_rows_that_see_nothing_have_no_effect(name, with_sinks):
         del given["sinks"]
         dlse[unseen] = -np.inf  # as of the square of an lse of -inf
     check(name, given, options, out=dout, lse=dlse)
+
+
+@pytest.mark.parametrize(("dtype", "headroom"), [("float16", 13.0), ("bfloat16", 0.0), ("float32", 0.0)])
+def test_rows_that_see_their_sink_alone_are_known_by_what_kernels_round(dtype, headroom):
+    sinks = np.random.default_rng(0).uniform(-50, 50, 1000).astype(np.float32)
+    state = online.lift_log2(jnp.asarray(sinks), headroom=headroom)
+    lse = online.lse_log2(state)[:, None]
+    assert np.any(lse[:, 0] != sinks)
+    there = {
+        "query": np.zeros((1, 1000, 8), dtype),
+        "key": np.zeros((5, 1000, 8), dtype),
+        "sinks": sinks,
+        "mask": np.zeros((1, 5)),
+    }
+    out = jnp.zeros((1, 1000, 8), dtype)
+    d_out, delta = _operands.cotangents_of_rows(there, out, lse, out + np.nan, None, (None, None))
+    assert not np.any(d_out)
+    assert not np.any(delta)
+    moved = _operands.cotangents_of_rows(there, out, lse + 1e-3, out + np.nan, None, (None, None))[0]
+    assert np.all(np.isnan(moved))
 
 
 # Deterministic: the same bits every time.
