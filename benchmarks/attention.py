@@ -236,6 +236,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
         replace(long, window=min(WINDOW, long.length // 16)),
         *(replace(usual, extras=(name,)) for name in ("causal_mask", "key_lengths", "bias")),
         replace(usual, dtype="float16"),
+        *(replace(usual, dtype="float32", causal=causal) for causal in (False, True)),
         *grid((4096,), deterministic=True),
     ]
     both = (replace(call, backward=True) for call in [*grid(up_to_most(LENGTHS_BACKWARD)), *backward])
@@ -471,8 +472,9 @@ def _contenders(call: Call):
     if call.deterministic:  # is compared with the same without
         return
     if call.dtype == "float32":  # the others have none
-        yield Contender("jax.nn", lambda: _of_jax_nn(call, "xla"))  # in TF32
-        yield Contender("jax.nn highest", lambda: jax.default_matmul_precision("highest")(_of_jax_nn(call, "xla")))
+        yield Contender("jax.nn", lambda: _as_measured(call, _of_jax_nn(call, "xla")))  # in TF32
+        highest = jax.default_matmul_precision("highest")
+        yield Contender("jax.nn highest", lambda: _as_measured(call, highest(_of_jax_nn(call, "xla"))))
         return
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
         # Alone, as it captures a CUDA graph when it is built, which what others start at that time breaks.
