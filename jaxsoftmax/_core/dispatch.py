@@ -10,8 +10,8 @@ parameters and `target` by name (the reference, `xla.py`, has all: `axis_name` i
 
 which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
 It may have `lacks(primitive, operands)`, whether there is no kernel for such operands at all, so that the reference runs even
-where it was forced, and `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected to be
-faster. `docs/design.md` has an example and says more.
+where it was forced, `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected to be
+faster, and `remark(target)`, what `explain` adds. `docs/design.md` has an example and says more.
 """
 
 import functools
@@ -61,12 +61,14 @@ class Decision:
       operands: the types of what the implementation gets, such as `float32[8,128]`; kernels get what a cast to float32 widens.
       implementation: the name of the implementation that runs.
       refusals: pairs of the name of an implementation that does not run and why: it cannot, or it would not pay.
+      remark: what is not known of it there, such as that it was run on no such GPU; None where there is nothing to say.
     """
 
     primitive: str
     operands: tuple[str, ...]
     implementation: str
     refusals: tuple[tuple[str, str], ...] = ()
+    remark: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Explanation(Sequence[Decision]):
         lines = [f"on {self.platform}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
             lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
             lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
         return "\n".join(lines)
 
@@ -186,7 +189,9 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
         if reason is None:
             given = wide if implementation == "xla" else types
             shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
-            return Decision(name, shown, implementation, tuple(refusals))
+            module = importlib.import_module(implementations[call.map.op][implementation])
+            remark = module.remark(target) if hasattr(module, "remark") else None
+            return Decision(name, shown, implementation, tuple(refusals), remark)
         if implementation == forced:
             raise NotImplementedError(f"{name}: implementation={forced!r} cannot run: {reason}")
         refusals.append((implementation, reason))

@@ -1,7 +1,11 @@
 """Functions of float32 numbers that Triton lacks."""
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -13,4 +17,4 @@ def tanh(x):
     square = x * x
     series = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
     series = (series * square + 1.33314422036e-1) * square - 3.33332819422e-1
-    return tl.where(tl.abs(x) < 0.625, x + x * square * series, 1 - 2 / (1 + tl.exp(2 * x)))
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, 1 - 2 / (1 + tl.exp2((2 * LOG2E) * x)))

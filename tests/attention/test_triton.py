@@ -57,11 +57,11 @@ def test_tangents_run_on_the_reference(on):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)], ids=str)
-def test_what_has_run_on_no_gpu_is_not_chosen(on, capability):
+def test_it_is_chosen_where_it_is_compiled_for(on, capability):
     on(capability)
     (decision,) = explain(lambda given: attend(**given), operands(), platform="cuda")
-    assert decision.implementation == "xla"
-    assert dict(decision.refusals)["triton"] == "it has run on no GPU yet; implementation='triton' asks for it"
+    assert decision.implementation == "triton"
+    assert "but run on 9.0 only" in decision.remark
 
 
 REFUSALS = {
@@ -188,6 +188,7 @@ def test_spans_hold_every_block_with_something_to_see(kinds, by_keys):
 EVERY = [pytest.param(c, marks=[] if c in ((8, 0), (9, 0)) else pytest.mark.slow) for c in CAPABILITIES]
 SIZES = {"bfloat16": [64, 128, 256, 512], "float32": [64, 128]}
 SPILLED = {"bfloat16": 32, "float32": 384}  # bytes that a thread may spill of a causal call
+SPILLED_AT_128 = 448  # of keys' derivatives where tensor cores read shared memory: half the threads are faster all the same
 SPILLED_AT_256 = 256  # where the sums of keys' derivatives take half of the registers
 SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers, at head sizes to 128
 
@@ -198,7 +199,10 @@ SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of thei
 def test_every_configuration_compiles_and_fits(monkeypatch, capability, dtype, size):
     given, options = with_features(["causal"], (size, size), (512, 512), dtype)
     for kernel in compiled(monkeypatch, capability, given, options, backward=size <= 256):
-        assert kernel.spilled <= (SPILLED_AT_256 if size == 256 else SPILLED[dtype]), kernel
+        most = SPILLED_AT_256 if size == 256 else SPILLED[dtype]
+        if size == 128 and dtype == "bfloat16" and "keys" in kernel.name and capability[0] in ours._READ_SHARED_MEMORY:
+            most = SPILLED_AT_128
+        assert kernel.spilled <= most, kernel
         assert kernel.shared <= target_of(capability).shared_memory, kernel
 
 

@@ -43,11 +43,11 @@ def test_it_runs_where_it_is_forced(on, name, capability):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)], ids=str)
-def test_what_has_run_on_no_gpu_is_not_chosen(on, capability):
+def test_it_is_chosen_where_it_is_compiled_for(on, capability):
     on(capability)
     (decision,) = explain(jaxsoftmax.softmax, X, platform="cuda")
-    assert decision.implementation == "xla"
-    assert dict(decision.refusals)["triton"] == "it has run on no GPU yet; implementation='triton' asks for it"
+    assert decision.implementation == "triton"
+    assert "but run on 9.0 only" in decision.remark
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
@@ -118,10 +118,11 @@ def test_configurations_fit(primitive, itemsize, inner):
     for cols in (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1):
         config = ours.config_for(primitive, cols, inner, itemsize)
         assert config.rows & (config.rows - 1) == config.cols & (config.cols - 1) == 0
-        assert config.rows * config.cols // (32 * config.warps) <= 32, (cols, config)
+        most = 64 if primitive == "softmax" and itemsize == 2 else 32  # a thread's
+        assert config.rows * config.cols // (32 * config.warps) <= most, (cols, config)
         assert config.slice % config.cols == 0
         if config.cols < cols:
-            assert -(-cols // config.slice) <= (128 if inner == 1 else 16), (cols, config)
+            assert -(-cols // config.slice) <= (512 if inner == 1 else 16), (cols, config)
         else:
             assert config.slice >= cols
 
@@ -147,8 +148,8 @@ def test_how_a_mask_is_indexed(shape, whole, axes, expected):
 
 PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
 CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (10, 0), (12, 0))]]
-SPILLED = 64  # bytes that a thread may spill, of loops with masks over rows that start anywhere
-SHAPES = [(64, 1), (64, 127), (64, 4096), (64, 16384), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]
+SPILLED = 256  # bytes that a thread may spill, of rows of 32768 elements of two arrays
+SHAPES = [(64, 1), (64, 127), (64, 4096), (64, 32768), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]
 
 
 @needs_triton

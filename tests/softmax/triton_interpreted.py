@@ -24,7 +24,12 @@ from .. import cases, oracle, triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
 
-LITTLE = {"_SEVERAL": {1: 1, 2: 1}, "_WHOLE": {1: 64, 2: 32}, "_LOOP": {1: 64, 2: 32}, "_SLICE": 128}
+LITTLE = {
+    "_SEVERAL": {1: 1, 2: 1},
+    "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
+    "_LOOP": dict.fromkeys(ours._LOOP, ((64, 2, 2), (64, 2, 1))),
+    "_SIDE_BY_SIDE": {"rows": 4, "whole": 64, "loop": (64, 2)},
+}
 ROWS = {"tiles": ({}, 0), "loop": (LITTLE, 0), "split": (LITTLE, 10**6)}  # how rows are spread: thresholds, multiprocessors
 
 

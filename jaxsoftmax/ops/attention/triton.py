@@ -1,6 +1,6 @@
 """Attention for NVIDIA GPUs since Ampere, in Triton; `_triton/attention.py` has the kernels, and says how they work.
 
-They have run on no GPU yet: they are compiled for each generation, and what they compute is tested in Triton's interpreter.
+They were run on an H200. For other generations they are compiled, and what they compute is tested in Triton's interpreter.
 """
 
 import math
@@ -78,7 +78,17 @@ def _is_whole(given) -> bool:
     return given["bias"].shape == (*batch_of(given), heads, length, keys)
 
 
-unprofitable = call.unprofitable
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
+    """Why the reference should be faster although the kernels could run, in words, or None."""
+    from jaxsoftmax.ops.attention import mosaic  # for which the reference is faster, too
+
+    reason = call.unmeasured(target)
+    if operands["query"].dtype == jnp.float32 and primitive == "dot_product_attention_vjp":
+        reason = None  # 'mosaic' has none
+    return reason or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
+
+
+remark = call.remark
 
 
 # How work is spread over programs.

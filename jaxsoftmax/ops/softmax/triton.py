@@ -1,10 +1,10 @@
 """The softmax family for NVIDIA GPUs since Ampere, in Triton; `_triton/rows.py` has the kernel, and says how it works.
 
-It has run on no GPU yet: it is compiled for each generation, and what it computes is tested in Triton's interpreter.
+It was run on an H200. For other generations it is compiled, and what it computes is tested in Triton's interpreter.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,10 +41,28 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     return None
 
 
-unprofitable = call.unprofitable
+def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
+    """Why the reference should be faster although the kernel could run, in words, or None."""
+    from jaxsoftmax.ops.softmax import mosaic  # what XLA fuses is the same for both
+
+    if (reason := call.unmeasured(target)) is not None:
+        return reason
+    x = operands["x"] if "x" in operands else operands["y"]
+    _, cols, inner = _three_axes(x.shape, axes)
+    if 1 < inner < 16 and cols * inner <= 256 and x.dtype.itemsize == 2:
+        return "rows of few numbers are side by side, and what is contiguous is shorter than a line of the cache"
+    return mosaic.unprofitable(primitive, target, operands, fused, cast, axes=axes, dtype=dtype, **params)
+
+
+remark = call.remark
 
 
 # How rows are spread over programs.
+
+# What a result needs of its whole row: the state of the scores, unless it is said here.
+_REDUCES = dict.fromkeys(("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp"), "sum")
+_REDUCES |= dict.fromkeys(("logsumexp_vjp", "cross_entropy_vjp"), "nothing")
+_OF_ROWS = ("logsumexp", "logsumexp_jvp", "cross_entropy")  # whose results are numbers of rows
 
 
 @dataclass(frozen=True)
@@ -64,44 +82,72 @@ class Config:
     slice: int
 
 
-# By how many arrays are held in registers, elements of a tile: of several rows, where they are short; of one row, at most; and
-# of a loop over a row, or of rows side by side.
+# Elements of a tile in registers, of several short rows; and of one row, at most, by how many arrays it has and the bytes of
+# an element. ptxas holds 16 bits as 32: of longer rows a multiprocessor would have one program, which waits for memory.
 _SEVERAL = {1: 2048, 2: 1024}
-_WHOLE = {1: 16384, 2: 16384}
-_LOOP = {1: 4096, 2: 4096}
-_SLICES = {"along": 128, "across": 16}  # at most, so that one program can merge their states
-_SLICE = 32768  # elements, at least
-_WIDE = 2**31 - 2**16  # elements, from which on offsets need 64 bits: those of the last tile may be beyond the array
+_WHOLE = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
+
+# Of longer rows: elements and warps of a tile, and tiles of a slice, by what is done and the bytes of an element, for rows that
+# are whole vectors of 16 bytes and others. Where a row is read twice, the fewer are under way, the more is still in the cache.
+_LOOP = {
+    ("state", 4): ((16384, 16, 1), (8192, 32, 1)),
+    ("state", 2): ((16384, 16, 1), (8192, 8, 1)),
+    ("sum", 4): ((16384, 32, 2), (8192, 32, 4)),
+    ("sum", 2): ((16384, 32, 2), (8192, 32, 4)),
+    ("state of rows", 4): ((4096, 4, 4), (4096, 4, 4)),
+    ("state of rows", 2): ((4096, 4, 4), (4096, 4, 4)),
+    ("nothing", 4): ((4096, 4, 1), (4096, 4, 1)),
+    ("nothing", 2): ((4096, 4, 1), (4096, 4, 1)),
+}
+_SIDE_BY_SIDE = {"rows": 32, "whole": 16384, "loop": (8192, 8)}  # how many, elements of a tile, and those and warps in a loop
+_SLICES = {"along": 512, "across": 16}  # at most, so that one program can merge their states
+_WIDE = 2**31 - 2**16  # elements, from which on offsets in a mask need 64 bits: those of the last tile may be beyond it
 
 
 def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
     """The configuration for rows of `cols` elements, with `inner` rows side by side; `itemsize` is that of the scores.
 
-    The number of rows does not matter, so the bits of a row do not depend on it.
+    The number of rows does not matter, so the bits of a row do not depend on it. Sizes are those that were fast on an H200.
     """
-    arrays = 2 if _REDUCES.get(primitive) == "sum" else 1
+    reduces = _REDUCES.get(primitive, "state")
+    arrays = 2 if reduces == "sum" else 1
     width = _power(cols)
-    if inner == 1:  # rows follow each other
-        rows, most = max(1, _SEVERAL[arrays] // width), _WHOLE[arrays]
-    else:  # rows lie side by side: a tile is as wide as a line of the cache
-        rows, most = min(_power(inner), 128 // itemsize), _LOOP[arrays]
-        if inner < 16:  # and few: those of several outer indices are together
-            rows = max(rows, _SEVERAL[arrays] // width)
-    if rows * width <= most:
-        return Config(rows, width, _warps(rows * width), width)
-    block = _LOOP[arrays] // rows
-    slices = _SLICES["along" if inner == 1 else "across"]
-    tiles = max(_SLICE // rows // block, math.ceil(cols / (slices * block)))
-    return Config(rows, block, 8, tiles * block)
+    if inner > 1:
+        return _side_by_side(cols, width, inner, arrays, itemsize)
+    is_ragged = cols * itemsize % 16 != 0
+    if width <= 1024 and (is_ragged or primitive in _OF_ROWS):  # no warp waits for another
+        return Config(max(1, (1024 if arrays == 2 else 4096 // itemsize) // width), width, 1, width)
+    rows = max(1, _SEVERAL[arrays] // width)
+    if rows * width <= _WHOLE[arrays, itemsize]:
+        return Config(rows, width, _warps(rows * width, arrays, itemsize), width)
+    kind = "state of rows" if reduces == "state" and primitive in _OF_ROWS else reduces
+    block, warps, tiles = _LOOP[kind, itemsize][is_ragged]
+    return Config(1, block, warps, block * max(tiles, math.ceil(cols / (_SLICES["along"] * block))))
 
 
-def _warps(elements: int) -> int:
+def _side_by_side(cols, width, inner, arrays, itemsize) -> Config:
+    """Likewise of rows that are not along the last axis: 32 of them are a line of the cache, or half of one."""
+    rows = min(_power(inner), _SIDE_BY_SIDE["rows"])
+    if inner < 16:  # those of several outer indices are together
+        rows = max(rows, _SEVERAL[arrays] // width)
+    elif rows * width > _SIDE_BY_SIDE["whole"]:
+        rows //= 2
+    if rows * width <= _SIDE_BY_SIDE["whole"]:
+        return Config(rows, width, _warps(rows * width, arrays, itemsize), width)
+    elements, warps = _SIDE_BY_SIDE["loop"]
+    rows = min(_power(inner), _SIDE_BY_SIDE["rows"])
+    block = max(1, elements // rows)
+    return Config(rows, block, warps, block * math.ceil(cols / (_SLICES["across"] * block)))
+
+
+def _warps(elements: int, arrays: int, itemsize: int) -> int:
     """How many warps have a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less.
 
-    There are no more threads than elements: two that have the same one might read it after one of them replaced it. A loop has
-    16: with 32, and rows that do not start with a vector, ptxas used 128 registers and more.
+    There are no more threads than elements: two that have the same one might read it after one of them replaced it. Long rows
+    of one array of 16 bits have twice as many for each thread, as fewer threads wait for each other.
     """
-    return min(16, max(elements // 1024, min(4, max(1, elements // 32))))
+    share = 2048 if elements >= 16384 and arrays == 1 and itemsize == 2 else 1024
+    return max(elements // share, min(4, max(1, elements // 32)))
 
 
 def _power(least: int) -> int:
@@ -171,12 +217,52 @@ def _state(x, axes, is_wanted):
     return [of_rows(x, axes, jnp.float32)] * 2 if is_wanted else []
 
 
-# What a result needs of its whole row: the state of the scores, unless it is said here.
-_REDUCES = dict.fromkeys(("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp"), "sum")
-_REDUCES |= dict.fromkeys(("logsumexp_vjp", "cross_entropy_vjp"), "nothing")
-_OF_ROWS = ("logsumexp", "logsumexp_jvp", "cross_entropy")  # whose results are numbers of rows
 _RESULTS_WITH_TOTAL = {"cross_entropy": 3, "cross_entropy_gradient": 4}
 _OPERANDS = ("t", "m", "d", "where", "scale", "a", "b", "c", "labels")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static of a call of the kernel.
+
+    Attributes:
+      map: the name of the primitive.
+      reduces: what of a row is needed for the result: the "state" of its scores, the "sum" that a derivative has, or "nothing".
+      step: "all"; or, in two runs, "states" and "finish".
+      outer, cols, inner: the sizes of the three axes.
+      where: None, or for each of the three axes where the mask has what belongs to an index, as `addresses.offset` says.
+      scale: None, or the same for the scale, of the first and the last axis.
+      rescales: whether tangents are multiplied with the scale.
+      cap: None, or the bound of `cap * tanh(x / cap)`.
+      total: whether the sum of the scores is wanted.
+      smoothing, z_loss: of the losses, for `cross_entropy_gradient`.
+      block_rows, block_cols: those of a tile.
+      slice: columns of a slice, a multiple of `block_cols`, where rows are longer than a tile. There are `count` in a row.
+      slices: a power of two that is no less than `count`.
+      programs: how many programs share the rows of a tile: 1, or as many as there are slices.
+      wide: whether offsets in the mask need 64 bits.
+    """
+
+    map: str
+    reduces: str
+    step: str
+    outer: int
+    cols: int
+    inner: int
+    where: Any
+    scale: Any
+    rescales: bool
+    cap: float | None
+    total: bool
+    smoothing: float
+    z_loss: float
+    block_rows: int
+    block_cols: int
+    slice: int
+    count: int
+    slices: int
+    programs: int
+    wide: bool
 
 
 def run(
@@ -218,45 +304,49 @@ def run(
 
     outer, cols, inner = _three_axes(x.shape, axes)
     config = config_for(primitive, cols, inner, x.dtype.itemsize)
-    slices = -(-cols // config.slice)
-    total = len(results) == _RESULTS_WITH_TOTAL.get(primitive)
-    constants: dict[str, Any] = {
-        "MAP": primitive,
-        "REDUCES": _REDUCES.get(primitive, "state"),
-        "OUTER": outer,
-        "COLS": cols,
-        "INNER": inner,
-        "WHERE": None if where is None else tuple(indexed(where.shape, x.shape, axes)),
-        "SCALE": None if scale is None else tuple(indexed(scale.shape, x.shape, axes)[::2]),
-        "RESCALES": bool(rescales and scale is not None),
-        "CAP": cap,
-        "TOTAL": total,
-        "SMOOTHING": smoothing,
-        "Z_LOSS": z_loss,
-        "BLOCK_ROWS": config.rows,
-        "BLOCK_COLS": config.cols,
-        "SLICE": config.slice,
-        "SLICES": _power(slices),
-        "WIDE": x.size >= _WIDE,
-    }
+    count = -(-cols // config.slice)
+    static = Call(
+        map=primitive,
+        reduces=_REDUCES.get(primitive, "state"),
+        step="all",
+        outer=outer,
+        cols=cols,
+        inner=inner,
+        where=None if where is None else tuple(indexed(where.shape, x.shape, axes)),
+        scale=None if scale is None else tuple(indexed(scale.shape, x.shape, axes)[::2]),
+        rescales=bool(rescales and scale is not None),
+        cap=cap,
+        total=len(results) == _RESULTS_WITH_TOTAL.get(primitive),
+        smoothing=smoothing,
+        z_loss=z_loss,
+        block_rows=config.rows,
+        block_cols=config.cols,
+        slice=config.slice,
+        count=count,
+        slices=_power(count),
+        programs=1,
+        wide=x.size >= _WIDE,
+    )
     blocks = -(-outer * inner // config.rows) if inner < 16 else outer * -(-inner // config.rows)
     unused = given.get("labels", x)  # of what may be replaced there is one use
     given |= {name: operand for name, operand in (("where", where), ("scale", scale)) if operand is not None}
     operands = [x, *(given.get(name, unused) for name in _OPERANDS)]
 
     def step(name, programs, states, results, replaces=False):
-        own: dict[str, Any] = {"STEP": name, "PROGRAMS": programs}
-        own |= dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
-        options = {"programs": blocks * programs, "warps": config.warps, "target": target, "replaces": replaces}
+        absent: dict[str, Any] = dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
+        options = {"programs": blocks * programs, "warps": config.warps, "target": target, "fuses": False, "replaces": replaces}
         states = [*states, *[unused] * (3 - len(states))]
-        return call.call(rows.rows, [*operands, *states], results, **options, **(constants | own))
+        own = replace(static, step=name, programs=programs)
+        return call.call(rows.rows, [*operands, *states], results, **options, CALL=own, **absent)
 
-    is_split = slices > 1 and blocks < 2 * target.multiprocessors
-    shared = slices if is_split and primitive not in _OF_ROWS else 1
-    if not is_split or constants["REDUCES"] == "nothing":
-        return step("all", shared, [], results, replaces)
-    states = [jax.ShapeDtypeStruct((outer * inner, slices), jnp.float32)] * (3 if total else 2)
-    return step("finish", shared, step("states", slices, [], states), results, replaces)
+    is_split = count > 1 and blocks < 2 * target.multiprocessors
+    if static.reduces == "nothing":
+        return step("all", count, [], results, replaces)
+    if not is_split:
+        return step("all", 1, [], results, replaces)
+    states = [jax.ShapeDtypeStruct((outer * inner, count), jnp.float32)] * (3 if static.total else 2)
+    states = step("states", count, [], states)
+    return step("finish", 1 if primitive in _OF_ROWS else count, states, results, replaces)
 
 
 def _three_axes(shape, axes) -> tuple[int, int, int]:
