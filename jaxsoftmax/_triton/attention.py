@@ -328,6 +328,7 @@ def attention_forward(
     ROWS: tl.constexpr = CALL.block_q
     COLS: tl.constexpr = CALL.value_width
     m, d, o = tl.full([ROWS], -INF, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+    sink = 0.0
     if _dims(CALL, "sinks") is not None:
         sink = tl.load(_start(sinks, "sinks", b, head, CALL)).to(tl.float32)
         m, d = online.lift_log2(d + sink, CALL.headroom, CALL.unit)
@@ -339,7 +340,11 @@ def attention_forward(
             m, d, o = _push(m, d, o, q, at, rows, _masked(i, span), limits, True, CALL)
     o *= tl.where(d == 0, 0.0, CALL.kept / d)[:, None]
     _store(_start(out, "out", b, head, CALL), "out", first, CALL.block_q, CALL.queries, o, CALL)
-    tl.store(_start(lse, "lse", b, head, CALL) + rows, online.lse_log2(m, d, CALL.unit), mask=rows < CALL.queries)
+    found = online.lse_log2(m, d, CALL.unit)
+    if _dims(CALL, "sinks") is not None:  # not rounded where a row sees nothing else
+        own_m, own_d = online.lift_log2(d * 0 + sink, CALL.headroom, CALL.unit)
+        found = tl.where((m == own_m) & (d == own_d), sink, found)
+    tl.store(_start(lse, "lse", b, head, CALL) + rows, found, mask=rows < CALL.queries)
 
 
 @triton.jit

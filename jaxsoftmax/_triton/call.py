@@ -78,7 +78,6 @@ def call(
     programs: int,
     warps: int,
     stages: int = 3,
-    fuses: bool = True,
     zeroed: tuple[int, ...] = (),
     target,
     replaces: bool = False,
@@ -86,14 +85,13 @@ def call(
 ) -> list[jax.Array]:
     """The results of a kernel, whose arguments are the operands, the results and then constants by name.
 
-    `stages` is how many iterations of a loop are in shared memory at once. Where it `fuses`, the compiler may add a product
-    before that is rounded, and which one it is may depend on the lane. Results that are `zeroed`, by index, are 0 before.
+    `stages` is how many iterations of a loop are in shared memory at once; results that are `zeroed`, by index, are 0 before.
     With `replaces` the first result takes the place of the first operand, which XLA copies where something else reads it. The
     target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
     """
     major, minor = target.compute_capability
     options = {"grid": (programs,), "num_warps": warps, "num_stages": stages, "zeroed_outputs": zeroed, "replaces": replaces}
-    options |= {"compute_capability": 10 * major + minor, "enable_fp_fusion": fuses, **constants}
+    options |= {"compute_capability": 10 * major + minor, **constants}
     return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
 
 
@@ -111,7 +109,7 @@ def _lower(ctx, *operands, kernel, results, options):
     if options.pop("replaces"):
         options["input_output_aliases"] = {0: 0}
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # since jax-triton 0.4
-        options |= {"out_type": results, "backend_options": {"enable_fp_fusion": options.pop("enable_fp_fusion")}}
+        options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True}}
         if "input_output_aliases" in options:  # a result in place of an operand is no argument of the kernel
             options[kernel.arg_names[len(operands)]] = None
     else:

@@ -52,22 +52,7 @@ def merge(m, d, other_m, other_d, size):
 def merge_along(m, d, size):
     """The state of all scores of the states in a tile `[rows, states]`, for each row."""
     top = tl.max(m, 1)
-    return known(top, sum_in_order(d * weights(m, top[:, None], size[:, None])))
-
-
-@triton.constexpr_function
-def _halvings(size):
-    return size.bit_length() - 1
-
-
-@triton.jit
-def sum_in_order(x):
-    """The sum along the rows of a tile whose width is a power of two: of neighbours first, whichever lanes have them."""
-    ROWS: tl.constexpr = x.shape[0]
-    for _ in tl.static_range(_halvings(x.shape[1])):
-        low, high = tl.split(tl.reshape(x, [ROWS, x.shape[1] // 2, 2]))
-        x = low + high
-    return tl.reshape(x, [ROWS])
+    return known(top, tl.sum(d * weights(m, top[:, None], size[:, None]), 1))
 
 
 @triton.jit

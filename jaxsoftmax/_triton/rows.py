@@ -4,14 +4,13 @@ An array is `[outer, cols, inner]`, and a row is what lies along `cols`. A progr
 
 1. It loads the tile and lifts it to a state of each row: `(m, d)` of the scores, with their sum where that is asked for; or for
    a derivative its sum along the row.
-2. A row longer than a tile is gone through in a loop, slice by slice, and the states of the slices are merged.
-3. The results are computed from the tile and the state, and stored. Of a longer row the tiles are loaded again, the last first,
-   as those are still in the cache.
+2. The results are computed from the tile and the state, and stored.
 
-Where there are too few rows for the GPU, each slice is a program, and the kernel runs twice: once for the states of the slices,
-once for what follows. The bits are the same: sums of slices are made in one order whatever the layout is, and no product is
-added unrounded, which would depend on the lane (`call.call(fuses=False)`). Reads and writes for each element are those of
-`ops/softmax/mosaic.py`, but that rows longer than a tile are read twice.
+Of rows that are somewhat longer than a tile a program goes through the tiles twice, the second time from the last, as those are
+still in the cache. Longer rows are cut into slices, each of which is a program, and the kernel runs twice: once for the states
+of the slices, which each program of the second run merges. Neither depends on how many rows there are, so a row always has the
+same bits. Reads and writes for each element are those of `ops/softmax/mosaic.py`, but that rows longer than a tile are read
+twice.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
@@ -340,10 +339,12 @@ def rows(
         if CALL.map == "logsumexp_vjp":
             state_d = tl.load(t + row, mask=exists, other=0).to(tl.float32)
         elif CALL.reduces != "nothing":
-            if CALL.block_cols >= CALL.cols:
+            if CALL.step == "finish":
+                state_m, state_d, total = _merged(slices_m, slices_d, slices_total, mine, row, CALL)
+            elif CALL.block_cols >= CALL.cols:
                 state_m, state_d, total = _lift(first, second, seen, factor, CALL)
             else:
-                state_m, state_d, total = _merged(slices_m, slices_d, slices_total, of, mine, row, columns, CALL)
+                state_m, state_d, total = _state_of_slice(0, of, mine, columns, CALL)
             state_m, state_d = _finished(state_m, state_d, CALL)
         if IS_WHOLE:
             of_row = _of_row(row, exists, state_m, state_d, t, a, b, c, labels, CALL)
@@ -378,29 +379,15 @@ def rows(
 
 
 @triton.jit
-def _merged(slices_m, slices_d, slices_total, of, rows, row, columns, CALL: tl.constexpr):
-    """The state of rows that are longer than a tile, and the sum of their scores, from those of their slices."""
+def _merged(slices_m, slices_d, slices_total, rows, row, CALL: tl.constexpr):
+    """The state of rows, and the sum of their scores, from those of their slices."""
     index = tl.arange(0, CALL.slices)[None, :]
-    if CALL.step == "finish":
-        given, place = rows.exists[:, None] & (index < CALL.count), row.to(tl.int64)[:, None] * CALL.count + index
-        states_m = tl.load(slices_m + place, mask=given, other=-INF)
-        states_d = tl.load(slices_d + place, mask=given, other=0)
-        totals = states_d
-        if CALL.total:
-            totals = tl.load(slices_total + place, mask=given, other=0)
-    else:
-        ROWS: tl.constexpr = CALL.block_rows
-        SLICES: tl.constexpr = CALL.slices
-        states_d = tl.zeros([ROWS, SLICES], tl.float32)
-        states_m, totals = states_d - INF, states_d
-        for k in range(CALL.count):
-            m, d, total = _state_of_slice(k, of, rows, columns, CALL)
-            states_m = tl.where(index == k, m[:, None], states_m)
-            states_d = tl.where(index == k, d[:, None], states_d)
-            if CALL.total:
-                totals = tl.where(index == k, total[:, None], totals)
-    m, d = online.merge_along(states_m, states_d, tl.abs(rows.scale))
-    total = online.sum_in_order(totals)
+    given, place = rows.exists[:, None] & (index < CALL.count), row.to(tl.int64)[:, None] * CALL.count + index
+    states_d = tl.load(slices_d + place, mask=given, other=0)
+    m, d = online.merge_along(tl.load(slices_m + place, mask=given, other=-INF), states_d, tl.abs(rows.scale))
+    total = d
+    if CALL.total:
+        total = tl.sum(tl.load(slices_total + place, mask=given, other=0), 1)
     if CALL.block_rows == 1:
         # As numbers: of a vector of one the compiler makes a whole tile in the layout of the states, and converts that.
         m, d = tl.full([1], tl.max(m, 0), tl.float32), tl.full([1], tl.sum(d, 0), tl.float32)

@@ -27,10 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns
 LITTLE = {
     "_SEVERAL": {1: 1, 2: 1},
     "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
-    "_LOOP": dict.fromkeys(ours._LOOP, ((64, 2, 2), (64, 2, 1))),
-    "_SIDE_BY_SIDE": {"rows": 4, "whole": 64, "loop": (64, 2)},
+    "_TWICE": dict.fromkeys(ours._TWICE, (512, 2)),
+    "_SIDE_BY_SIDE": {"rows": 4, "whole": 64, "long": (64, 2)},
 }
-ROWS = {"tiles": ({}, 0), "loop": (LITTLE, 0), "split": (LITTLE, 10**6)}  # how rows are spread: thresholds, multiprocessors
+SLICES = {"_TWICE": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
+ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are spread: thresholds
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,9 @@ def target(request, monkeypatch):
 
 def spreading(way, monkeypatch):
     """A target and thresholds with which all rows are spread in one way."""
-    thresholds, multiprocessors = ROWS[way]
-    for name, value in thresholds.items():
+    for name, value in ROWS[way].items():
         monkeypatch.setattr(ours, name, value)
-    return Target("cuda", (8, 0), multiprocessors, 163 << 10)
+    return Target("cuda", (8, 0), 108, 163 << 10)
 
 
 WIDTHS = [(3, 1), (1, 700), (2, 67, 3), (1, 40, 17)]

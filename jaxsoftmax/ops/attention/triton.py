@@ -82,10 +82,7 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     """Why the reference should be faster although the kernels could run, in words, or None."""
     from jaxsoftmax.ops.attention import mosaic  # for which the reference is faster, too
 
-    reason = call.unmeasured(target)
-    if operands["query"].dtype == jnp.float32 and primitive == "dot_product_attention_vjp":
-        reason = None  # 'mosaic' has none
-    return reason or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
+    return call.unmeasured(target) or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
 
 
 remark = call.remark

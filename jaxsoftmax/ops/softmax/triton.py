@@ -87,20 +87,18 @@ class Config:
 _SEVERAL = {1: 2048, 2: 1024}
 _WHOLE = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
 
-# Of longer rows: elements and warps of a tile, and tiles of a slice, by what is done and the bytes of an element, for rows that
-# are whole vectors of 16 bytes and others. Where a row is read twice, the fewer are under way, the more is still in the cache.
-_LOOP = {
-    ("state", 4): ((16384, 16, 1), (8192, 32, 1)),
-    ("state", 2): ((16384, 16, 1), (8192, 8, 1)),
-    ("sum", 4): ((16384, 32, 2), (8192, 32, 4)),
-    ("sum", 2): ((16384, 32, 2), (8192, 32, 4)),
-    ("state of rows", 4): ((4096, 4, 4), (4096, 4, 4)),
-    ("state of rows", 2): ((4096, 4, 4), (4096, 4, 4)),
-    ("nothing", 4): ((4096, 4, 1), (4096, 4, 1)),
-    ("nothing", 2): ((4096, 4, 1), (4096, 4, 1)),
-}
-_SIDE_BY_SIDE = {"rows": 32, "whole": 16384, "loop": (8192, 8)}  # how many, elements of a tile, and those and warps in a loop
-_SLICES = {"along": 512, "across": 16}  # at most, so that one program can merge their states
+# Elements of a tile, and its warps, of rows that two tiles hold: the larger they are, the fewer rows are under way, and the
+# more of them is still in the cache when it is read again.
+_TWICE = {"state": (16384, 16), "sum": (16384, 32)}
+
+# Elements of a tile, its warps, and tiles of a slice, of longer rows.
+_LONG = {"state": (8192, 8, 1), "sum": (8192, 8, 1), "nothing": (4096, 4, 1), "rows": (4096, 4, 4)}
+_SIDE_BY_SIDE = {
+    "rows": 32,
+    "whole": 16384,
+    "long": (8192, 8),
+}  # how many, elements of a tile, and those and warps of long rows
+_SLICES = {"along": 512, "across": 64}  # at most, so that each program can merge their states
 _WIDE = 2**31 - 2**16  # elements, from which on offsets in a mask need 64 bits: those of the last tile may be beyond it
 
 
@@ -114,14 +112,16 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
     width = _power(cols)
     if inner > 1:
         return _side_by_side(cols, width, inner, arrays, itemsize)
-    is_ragged = cols * itemsize % 16 != 0
-    if width <= 1024 and (is_ragged or primitive in _OF_ROWS):  # no warp waits for another
+    if width <= 1024 and (cols * itemsize % 16 or primitive in _OF_ROWS):  # no warp waits for another
         return Config(max(1, (1024 if arrays == 2 else 4096 // itemsize) // width), width, 1, width)
     rows = max(1, _SEVERAL[arrays] // width)
     if rows * width <= _WHOLE[arrays, itemsize]:
         return Config(rows, width, _warps(rows * width, arrays, itemsize), width)
-    kind = "state of rows" if reduces == "state" and primitive in _OF_ROWS else reduces
-    block, warps, tiles = _LOOP[kind, itemsize][is_ragged]
+    kind = "rows" if primitive in _OF_ROWS else reduces
+    if kind in _TWICE and cols <= 2 * _TWICE[kind][0]:
+        block, warps = _TWICE[kind]
+        return Config(1, block, warps, 2 * block)
+    block, warps, tiles = _LONG[kind]
     return Config(1, block, warps, block * max(tiles, math.ceil(cols / (_SLICES["along"] * block))))
 
 
@@ -134,7 +134,7 @@ def _side_by_side(cols, width, inner, arrays, itemsize) -> Config:
         rows //= 2
     if rows * width <= _SIDE_BY_SIDE["whole"]:
         return Config(rows, width, _warps(rows * width, arrays, itemsize), width)
-    elements, warps = _SIDE_BY_SIDE["loop"]
+    elements, warps = _SIDE_BY_SIDE["long"]
     rows = min(_power(inner), _SIDE_BY_SIDE["rows"])
     block = max(1, elements // rows)
     return Config(rows, block, warps, block * math.ceil(cols / (_SLICES["across"] * block)))
@@ -283,7 +283,7 @@ def run(
 ):
     """The results of the kernel for a primitive of this op or of cross-entropy.
 
-    Where rows are long and too few for the GPU it runs twice, with a program for each slice of a row.
+    Where rows are long it runs twice, with a program for each slice of a row.
 
     Args:
       primitive: its name.
@@ -334,16 +334,13 @@ def run(
 
     def step(name, programs, states, results, replaces=False):
         absent: dict[str, Any] = dict.fromkeys(("out_m", "out_d", "out_total")[len(results) - 1 :])
-        options = {"programs": blocks * programs, "warps": config.warps, "target": target, "fuses": False, "replaces": replaces}
+        options = {"programs": blocks * programs, "warps": config.warps, "target": target, "replaces": replaces}
         states = [*states, *[unused] * (3 - len(states))]
         own = replace(static, step=name, programs=programs)
         return call.call(rows.rows, [*operands, *states], results, **options, CALL=own, **absent)
 
-    is_split = count > 1 and blocks < 2 * target.multiprocessors
-    if static.reduces == "nothing":
+    if count == 1 or static.reduces == "nothing":
         return step("all", count, [], results, replaces)
-    if not is_split:
-        return step("all", 1, [], results, replaces)
     states = [jax.ShapeDtypeStruct((outer * inner, count), jnp.float32)] * (3 if static.total else 2)
     states = step("states", count, [], states)
     return step("finish", 1 if primitive in _OF_ROWS else count, states, results, replaces)
