@@ -48,10 +48,10 @@ def cotangents_of_rows(given, out, lse, d_out, d_lse, window):
         empty = alone = lse == -jnp.inf
         if "sinks" in given:
             sink = given["sinks"].astype(jnp.float32)[..., None]
-            size = jnp.abs(sink) + (
-                16 if out.dtype == jnp.float16 else 1
-            )  # kernels round it, in powers of two of larger numbers
-            alone |= (jnp.abs(lse - sink) <= 8 * jnp.finfo(jnp.float32).eps * size) & jnp.all(out == 0, -1).mT
+            # Kernels make it a power of two and back, in float16 with 13 taken off: at most one `eps` of the size was seen.
+            size = jnp.abs(sink) + (16 if out.dtype == jnp.float16 else 1)
+            is_sink = (lse == sink) | (jnp.abs(lse - sink) <= 2 * jnp.finfo(jnp.float32).eps * size)
+            alone |= is_sink & jnp.all(out == 0, -1).mT
         d_out, delta = jnp.where(alone.mT[..., None], 0, d_out), jnp.where(alone, 0, delta)
     if d_lse is not None:
         delta -= d_lse if empty is None else jnp.where(empty, 0, d_lse)
