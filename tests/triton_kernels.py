@@ -83,13 +83,15 @@ def compiled(f: Callable[[], Any], monkeypatch: Any) -> list[Compiled]:
 
     found = []
 
-    def compile_kernel(kernel, operands, results, *, programs, warps, target, stages=3, zeroed=(), replaces=False, **constants):
+    def compile_kernel(
+        kernel, operands, results, *, programs, warps, target, stages=3, fuses=True, zeroed=(), replaces=False, **constants
+    ):
         arrays = [_TYPES[a.dtype.name] for a in [*operands, *results]]
         signature = dict(zip(kernel.arg_names, arrays, strict=False)) | dict.fromkeys(constants, "constexpr")
         aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(arrays))}
         source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
         major, minor = target.compute_capability
-        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses}
         binary = triton.compile(source, GPUTarget("cuda", 10 * major + minor, 32), options)
         found.append(Compiled(binary.metadata.name, *_registers(binary.asm["ptx"]), binary.metadata.shared))
         return [jnp.zeros(result.shape, result.dtype) for result in results]
@@ -138,9 +140,11 @@ def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) ->
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
 
 
-def run(kernel, operands, results, *, programs, warps=4, stages=3, zeroed=(), replaces=False, target=None, **constants):
+def run(
+    kernel, operands, results, *, programs, warps=4, stages=3, fuses=True, zeroed=(), replaces=False, target=None, **constants
+):
     """The results of a kernel, of NumPy arrays."""
-    del warps, stages, target
+    del warps, stages, fuses, target
     given = [np.ascontiguousarray(operand) for operand in operands]
     out = [np.full(result.shape, 0 if index in zeroed else 7, result.dtype) for index, result in enumerate(results)]
     if replaces:

@@ -61,7 +61,7 @@ class Decision:
       operands: the types of what the implementation gets, such as `float32[8,128]`; kernels get what a cast to float32 widens.
       implementation: the name of the implementation that runs.
       refusals: pairs of the name of an implementation that does not run and why: it cannot, or it would not pay.
-      remark: what is not known of it there, such as that it was run on no such GPU; None where there is nothing to say.
+      remark: a caveat about the implementation on this GPU, such as that its kernels were only compiled for it, or None.
     """
 
     primitive: str

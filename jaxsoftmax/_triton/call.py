@@ -31,15 +31,15 @@ def unsupported(target) -> str | None:
     return None
 
 
-def unmeasured(target) -> str | None:
-    """Why the reference is preferred although the kernels could run, in words, or None."""
-    if target.compute_capability[0] == MEASURED:
-        return "'mosaic' is faster here, and what that does not run was not measured against the reference"
+def not_preferred(target) -> str | None:
+    """Why these kernels run on this target only where they are asked for, in words, or None."""
+    if target.compute_capability[0] == MEASURED:  # where 'mosaic' is faster; what that does not run was not compared
+        return "on Hopper it runs only where it is asked for"
     return None
 
 
 def remark(target) -> str | None:
-    """What is not known of the kernels on this target, in words, or None."""
+    """A caveat about the kernels on this target, in words, or None."""
     if target.compute_capability[0] == MEASURED:
         return None
     return f"compiled for compute capability {'.'.join(map(str, target.compute_capability))}, but run on {MEASURED}.0 only"
@@ -78,6 +78,7 @@ def call(
     programs: int,
     warps: int,
     stages: int = 3,
+    fuses: bool = True,
     zeroed: tuple[int, ...] = (),
     target,
     replaces: bool = False,
@@ -85,13 +86,14 @@ def call(
 ) -> list[jax.Array]:
     """The results of a kernel, whose arguments are the operands, the results and then constants by name.
 
-    `stages` is how many iterations of a loop are in shared memory at once; results that are `zeroed`, by index, are 0 before.
+    `stages` is how many iterations of a loop are in shared memory at once. Where it `fuses`, the compiler may add a product
+    before that is rounded, and which one it is may depend on the lane. Results that are `zeroed`, by index, are 0 before.
     With `replaces` the first result takes the place of the first operand, which XLA copies where something else reads it. The
     target says for which GPU it is compiled; jax-triton asks a GPU otherwise, and there may be none.
     """
     major, minor = target.compute_capability
     options = {"grid": (programs,), "num_warps": warps, "num_stages": stages, "zeroed_outputs": zeroed, "replaces": replaces}
-    options |= {"compute_capability": 10 * major + minor, **constants}
+    options |= {"compute_capability": 10 * major + minor, "enable_fp_fusion": fuses, **constants}
     return _call.bind(*operands, kernel=kernel, results=tuple(results), options=tuple(options.items()))
 
 
@@ -109,7 +111,7 @@ def _lower(ctx, *operands, kernel, results, options):
     if options.pop("replaces"):
         options["input_output_aliases"] = {0: 0}
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # since jax-triton 0.4
-        options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True}}
+        options |= {"out_type": results, "backend_options": {"enable_fp_fusion": options.pop("enable_fp_fusion")}}
         if "input_output_aliases" in options:  # a result in place of an operand is no argument of the kernel
             options[kernel.arg_names[len(operands)]] = None
     else:

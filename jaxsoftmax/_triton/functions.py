@@ -1,11 +1,11 @@
 """Functions of float32 numbers that Triton lacks."""
 
-import math
-
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(math.log2(math.e))
+from jaxsoftmax._triton import online
+
+LOG2E = online.LOG2E
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from jaxsoftmax import explain
 from jaxsoftmax.ops.cross_entropy import triton as ours
 
 from .. import cases
-from ..softmax.test_triton import CAPABILITIES, SPILLED
+from ..softmax.test_triton import CAPABILITIES, LARGE_TILES, SPILLED, SPILLED_OF_LARGE_TILES
 from ..triton_kernels import assert_passes_interpreted, compiled, lowering_without, needs_triton, target_of
 from .test_values import OPTIONS, together
 
@@ -73,12 +73,12 @@ def test_it_is_chosen_where_it_is_compiled_for(on):
 @pytest.mark.parametrize("primitive", ["cross_entropy", "cross_entropy_vjp", "cross_entropy_gradient"])
 def test_every_configuration_compiles_and_fits(monkeypatch, primitive, has_all, dtype, capability):
     target = target_of(capability)
-    for shape in [(64, 127), (64, 16384), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]:
+    for shape in [(64, 127), (64, 16384), *LARGE_TILES, (4, 50257), (8, 4096, 64), (8, 100, 5)]:
         call = functools.partial(call_of, primitive, shape, dtype, has_all, target)
         found = compiled(call, monkeypatch)
         assert {kernel.name.removesuffix("_triton").removesuffix("_states") for kernel in found} == {primitive}
         for kernel in found:
-            assert kernel.spilled <= SPILLED, (kernel, shape)
+            assert kernel.spilled <= (SPILLED_OF_LARGE_TILES if shape in LARGE_TILES else SPILLED), (kernel, shape)
             assert kernel.shared <= target.shared_memory, (kernel, shape)
 
 

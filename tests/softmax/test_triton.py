@@ -50,6 +50,46 @@ def test_it_is_chosen_where_it_is_compiled_for(on, capability):
     assert "but run on 9.0 only" in decision.remark
 
 
+def test_on_hopper_it_runs_only_where_it_is_asked_for(on):
+    on((9, 0))
+    x, where = jax.ShapeDtypeStruct((2, 3, 4), jnp.float32), jax.ShapeDtypeStruct((1, 3, 4), bool)  # a mask that mosaic refuses
+    (decision,) = explain(lambda x, where: jaxsoftmax.softmax(x, axis=(0, 1), where=where), x, where, platform="cuda")
+    assert decision.implementation == "xla"
+    assert dict(decision.refusals)["triton"] == "on Hopper it runs only where it is asked for"
+    (decision,) = explain(functools.partial(jaxsoftmax.softmax, implementation="triton"), X, platform="cuda")
+    assert decision.implementation == "triton"
+    assert decision.remark is None
+
+
+def test_explain_prints_the_remark(on):
+    on((8, 6))
+    text = str(explain(jaxsoftmax.softmax, X, platform="cuda"))
+    assert "      triton: compiled for compute capability 8.6, but run on 9.0 only" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((64, 16, 15), "bfloat16", "xla"),
+        ((64, 17, 15), "bfloat16", "xla"),
+        ((64, 18, 15), "bfloat16", "triton"),
+        ((64, 16, 16), "bfloat16", "triton"),
+        ((64, 16, 15), "float32", "triton"),
+    ],
+)
+def test_short_rows_with_few_beside_them_are_left_to_xla(on, shape, dtype, expected):
+    on((8, 0))
+    f = functools.partial(jaxsoftmax.softmax, axis=1)
+    (decision,) = explain(f, jax.ShapeDtypeStruct(shape, dtype), platform="cuda")
+    assert decision.implementation == expected
+
+
+def test_what_xla_computes_together_with_its_operand_is_left_to_it(on):
+    on((8, 0))
+    (decision,) = explain(lambda x: jaxsoftmax.softmax(x * 2 + 1), X, platform="cuda")
+    assert decision.implementation == "xla"
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
 def test_without_jax_triton_the_reason_names_what_to_install(on, capability):
     on(capability, is_installed=False)
@@ -111,14 +151,14 @@ assert not {"triton", "jax_triton"} & set(sys.modules)
 # How rows are spread over programs.
 
 
-@pytest.mark.parametrize("primitive", ["softmax", "softmax_jacobian"])
+@pytest.mark.parametrize("primitive", ["softmax", "softmax_jacobian", "logsumexp", "logsumexp_vjp"])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("inner", [1, 3, 16, 33, 4096])
 def test_configurations_fit(primitive, itemsize, inner):
     for cols in (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1):
         config = ours.config_for(primitive, cols, inner, itemsize)
         assert config.rows & (config.rows - 1) == config.cols & (config.cols - 1) == 0
-        most = 64 if primitive == "softmax" and itemsize == 2 else 32  # a thread's
+        most = 64 if primitive != "softmax_jacobian" and itemsize == 2 else 32  # a thread's
         assert config.rows * config.cols // (32 * config.warps) <= most, (cols, config)
         assert config.slice % config.cols == 0
         if config.cols < cols:
@@ -147,9 +187,11 @@ def test_how_a_mask_is_indexed(shape, whole, axes, expected):
 
 
 PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
-CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (10, 0), (12, 0))]]
-SPILLED = 256  # bytes that a thread may spill, of rows of 32768 elements of two arrays
-SHAPES = [(64, 1), (64, 127), (64, 4096), (64, 32768), (4, 50257), (4096, 50257), (8, 4096, 64), (8, 100, 5)]
+CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]]
+SPILLED = 64  # bytes that a thread may spill
+SPILLED_OF_LARGE_TILES = 256  # of two arrays, or with a mask and a cap
+LARGE_TILES = [(64, 32768), (8, 1000, 128)]
+SHAPES = [(64, 1), (64, 127), (64, 4096), *LARGE_TILES, (4, 50257), (8, 4096, 64), (8, 100, 5)]
 
 
 @needs_triton
@@ -164,7 +206,7 @@ def test_every_configuration_compiles_and_fits(monkeypatch, primitive, masked, d
         assert found
         for kernel in found:
             assert kernel.name in (f"{primitive}_triton", f"{primitive}_states_triton")
-            assert kernel.spilled <= SPILLED, (kernel, shape)
+            assert kernel.spilled <= (SPILLED_OF_LARGE_TILES if shape in LARGE_TILES else SPILLED), (kernel, shape)
             assert kernel.shared <= target.shared_memory, (kernel, shape)
 
 

@@ -25,10 +25,13 @@ from .. import cases, oracle, triton_kernels
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
 
 LITTLE = {
+    "_NARROW": 0,
     "_SEVERAL": {1: 1, 2: 1},
     "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
-    "_TWICE": dict.fromkeys(ours._TWICE, (512, 2)),
-    "_SIDE_BY_SIDE": {"rows": 4, "whole": 64, "long": (64, 2)},
+    "_TWICE": {"state": (64, 2), "sum": (128, 2)},
+    "_SIDE_BY_SIDE": 4,
+    "_WHOLE_SIDE_BY_SIDE": 64,
+    "_LONG_SIDE_BY_SIDE": (64, 2),
 }
 SLICES = {"_TWICE": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
 ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are spread: thresholds
@@ -197,19 +200,45 @@ def test_rows_that_hurt_are_those_of_the_reference(target, name):
         assert oracle.error(forward(name, x, -1, "float32", target, where)[0], TRUTH[name](x, -1, where)) <= 1
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, "softmax_jacobian"])
-def test_rows_that_are_split_have_the_bits_of_rows_that_are_not(name, monkeypatch):
-    for threshold, value in LITTLE.items():
-        monkeypatch.setattr(ours, threshold, value)
-    x = cases.inputs((2, 1000), "float32")["wide"]
-    found = []
-    for multiprocessors in (0, 10**6):
-        target = Target("cuda", (8, 0), multiprocessors, 163 << 10)
-        if name == "softmax_jacobian":
-            found.append(ours.softmax_jacobian(x, x[::-1], None, axes=(1,), dtype=jnp.float32, target=target))
-        else:
-            found.append(forward(name, x, -1, "float32", target)[0])
-    np.testing.assert_array_equal(*found)
+@pytest.mark.parametrize("shape", [(100,), (200,), (60, 17)], ids=cases.ident)
+@pytest.mark.parametrize("name", ["softmax", "softmax_jacobian"])
+def test_the_bits_of_a_row_depend_on_no_other_row(target, name, shape):
+    rows = cases.inputs((7, *shape), "float32")["wide"]
+
+    def of(x):
+        if name == "softmax":
+            return forward(name, x, 1, "float32", target)[0]
+        return ours.softmax_jacobian(x, x[..., ::-1].copy(), None, axes=(1,), dtype=jnp.float32, target=target)
+
+    alone = of(rows[:1])
+    for place in (1, 5):
+        moved = rows.copy()
+        moved[[0, place]] = moved[[place, 0]]
+        np.testing.assert_array_equal(of(moved)[place], alone[0])
+
+
+ONE, TWICE, SLICES_OF_ROWS = [("all", 1, False)], [("all", 1, True)], [("states", 2, True), ("finish", 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "cols", "expected"),
+    [
+        ("softmax", "tiles", 200, ONE),
+        ("softmax_jacobian", "tiles", 200, ONE),
+        ("softmax", "twice", 100, TWICE),
+        ("softmax_jacobian", "twice", 200, TWICE),
+        ("softmax", "slices", 200, SLICES_OF_ROWS),
+        ("softmax_jacobian", "slices", 200, SLICES_OF_ROWS),
+        ("logsumexp", "slices", 200, SLICES_OF_ROWS),
+        ("logsumexp_vjp", "slices", 200, [("all", 2, True)]),
+    ],
+)
+def test_rows_are_spread_as_the_ways_say(name, way, cols, expected, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ours.call, "call", lambda *args, CALL, **more: calls.append(CALL) or [None] * 4)
+    x = np.zeros((3, cols), np.float32)
+    ours.run(name, (1,), spreading(way, monkeypatch), [jax.ShapeDtypeStruct(x.shape, x.dtype)], x)
+    assert [(call.step, call.count, call.block_cols < call.cols) for call in calls] == expected
 
 
 @pytest.mark.parametrize("shape", [(3, 130), (1, 40, 17)], ids=cases.ident)

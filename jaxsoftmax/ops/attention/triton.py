@@ -82,7 +82,7 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     """Why the reference should be faster although the kernels could run, in words, or None."""
     from jaxsoftmax.ops.attention import mosaic  # for which the reference is faster, too
 
-    return call.unmeasured(target) or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
+    return call.not_preferred(target) or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
 
 
 remark = call.remark
