@@ -74,14 +74,16 @@ def test_explain_prints_the_remark(on):
         ((64, 17, 15), "bfloat16", "xla"),
         ((64, 18, 15), "bfloat16", "triton"),
         ((64, 16, 16), "bfloat16", "triton"),
-        ((64, 16, 15), "float32", "triton"),
+        ((64, 16, 15), "float32", "xla"),
+        ((64, 257, 1), "float32", "triton"),
     ],
 )
 def test_short_rows_with_few_beside_them_are_left_to_xla(on, shape, dtype, expected):
-    on((8, 0))
     f = functools.partial(jaxsoftmax.softmax, axis=1)
-    (decision,) = explain(f, jax.ShapeDtypeStruct(shape, dtype), platform="cuda")
-    assert decision.implementation == expected
+    for capability, implementation in (((8, 0), "triton"), ((9, 0), "mosaic")):
+        on(capability)
+        (decision,) = explain(f, jax.ShapeDtypeStruct(shape, dtype), platform="cuda")
+        assert decision.implementation == (expected if expected == "xla" else implementation)
 
 
 def test_what_xla_computes_together_with_its_operand_is_left_to_it(on):

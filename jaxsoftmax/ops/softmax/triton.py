@@ -43,14 +43,10 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernel could run, in words, or None."""
-    from jaxsoftmax.ops.softmax import mosaic  # what XLA fuses is the same for both
+    from jaxsoftmax.ops.softmax import mosaic  # what XLA fuses is the same for both, and so are rows that suit neither
 
     if (reason := call.not_preferred(target)) is not None:
         return reason
-    x = operands["x"] if "x" in operands else operands["y"]
-    _, cols, inner = _three_axes(x.shape, axes)
-    if 1 < inner < 16 and cols * inner <= 256 and x.dtype.itemsize == 2:  # [2^20, 16, 8]: 710 us, and XLA 368
-        return "XLA is faster at rows of 16 bits that are short and have few others beside them"
     return mosaic.unprofitable(primitive, target, operands, fused, cast, axes=axes, dtype=dtype, **params)
 
 
