@@ -96,7 +96,7 @@ def _types(this: Map, *avals, names, **params):
 def _batch(this: Map, operands, dims, *, names, **params):
     """Adds a batch axis: in front, or where the first batched operand has it if all have the same axes.
 
-    Neighbours among the axes of the softmax stay neighbours, as kernels need them: it is in front of those it would part.
+    Kernels need the axes of the softmax to be neighbours: a batch axis that stands between them is moved in front of them.
     What is not batched gets size 1 there, if it may have that, and if its cotangent is not wanted.
     """
     at, size = next((dim, operand.shape[dim]) for operand, dim in zip(operands, dims, strict=True) if dim is not None)

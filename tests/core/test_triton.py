@@ -231,7 +231,10 @@ def nested(transform):
 
     def gradient(op):
         f = transform(forward(op))
-        total = lambda *operands: jnp.sum(jnp.sin(f(*operands).astype(jnp.float32)))  # noqa: E731
+
+        def total(*operands):
+            return jnp.sum(jnp.sin(f(*operands).astype(jnp.float32)))
+
         return jax.grad(total, tuple(range(op.moving)))
 
     return gradient

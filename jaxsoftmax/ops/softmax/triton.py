@@ -43,7 +43,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernel could run, in words, or None."""
-    from jaxsoftmax.ops.softmax import mosaic  # what XLA fuses is the same for both, and so are rows that suit neither
+    from jaxsoftmax.ops.softmax import mosaic  # whose reasons hold here too: what XLA fuses, and short rows side by side
 
     if (reason := call.not_preferred(target)) is not None:
         return reason
