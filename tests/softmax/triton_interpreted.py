@@ -28,12 +28,13 @@ LITTLE = {
     "_NARROW": 0,
     "_SEVERAL": {1: 1, 2: 1},
     "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
-    "_TWICE": {"state": (64, 2), "sum": (128, 2)},
+    "_TWICE": 128,
+    "_WARPS_OF_TWO": {"state": 2, "sum": 2},
     "_SIDE_BY_SIDE": 4,
     "_WHOLE_SIDE_BY_SIDE": 64,
     "_LONG_SIDE_BY_SIDE": (64, 2),
 }
-SLICES = {"_TWICE": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
+SLICES = {"_WARPS_OF_TWO": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
 ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are spread: thresholds
 
 
@@ -226,7 +227,7 @@ ONE, TWICE, SLICES_OF_ROWS = [("all", 1, False)], [("all", 1, True)], [("states"
         ("softmax", "tiles", 200, ONE),
         ("softmax_jacobian", "tiles", 200, ONE),
         ("softmax", "twice", 100, TWICE),
-        ("softmax_jacobian", "twice", 200, TWICE),
+        ("softmax_jacobian", "twice", 100, TWICE),
         ("softmax", "slices", 200, SLICES_OF_ROWS),
         ("softmax_jacobian", "slices", 200, SLICES_OF_ROWS),
         ("logsumexp", "slices", 200, SLICES_OF_ROWS),

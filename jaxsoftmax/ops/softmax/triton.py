@@ -78,15 +78,17 @@ class Config:
     slice: int
 
 
-# Elements of a tile in registers, of several short rows; and of one row, at most, by how many arrays it has and the bytes of
-# an element. ptxas holds 16 bits as 32: of longer rows a multiprocessor would have one program, which waits for memory.
+# Elements of a tile in registers, of several short rows; and of one row, at most, by how many arrays it has, or the primitive,
+# and the bytes of an element. ptxas holds 16 bits as 32: of longer rows a multiprocessor would have one program, which waits
+# for memory.
 _SEVERAL = {1: 2048, 2: 1024}
 _NARROW = 1024  # columns of rows of which a warp has whole ones
 _WHOLE = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
+_WHOLE |= {("log_softmax_jvp", 4): 32768, ("log_softmax_vjp", 2): 8192}
 
-# Elements of a tile, and its warps, of rows that two tiles hold: the larger they are, the fewer rows are under way, and the
+# Columns of rows that two tiles hold, at most, and the warps of a tile: the larger it is, the fewer rows are under way, and the
 # more of them is still in the cache when it is read again.
-_TWICE = {"state": (16384, 16), "sum": (16384, 32)}
+_TWICE, _WARPS_OF_TWO = 32768, {"state": 16, "sum": 32}
 
 # Elements of a tile, its warps, and tiles of a slice, of longer rows.
 _LONG = {"state": (8192, 8, 1), "sum": (8192, 8, 1), "nothing": (4096, 4, 1), "rows": (4096, 4, 4)}
@@ -111,12 +113,11 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int) -> Config:
     if width <= _NARROW and (cols * itemsize % 16 or primitive in _OF_ROWS):  # no warp waits for another
         return Config(max(1, (1024 if arrays == 2 else 4096 // itemsize) // width), width, 1, width)
     rows = max(1, _SEVERAL[arrays] // width)
-    if rows * width <= _WHOLE[arrays, itemsize]:
+    if rows * width <= _WHOLE.get((primitive, itemsize), _WHOLE[arrays, itemsize]):
         return Config(rows, width, _warps(rows * width, arrays, itemsize), width)
     kind = "rows" if primitive in _OF_ROWS else reduces
-    if kind in _TWICE and cols <= 2 * _TWICE[kind][0]:
-        block, warps = _TWICE[kind]
-        return Config(1, block, warps, 2 * block)
+    if kind in _WARPS_OF_TWO and cols <= _TWICE:
+        return Config(1, width // 2, _WARPS_OF_TWO[kind], width)
     block, warps, tiles = _LONG[kind]
     return Config(1, block, warps, block * max(tiles, math.ceil(cols / (_SLICES["along"] * block))))
 
