@@ -59,15 +59,16 @@ class Weights:
     floor: float
 
 
-def seen_by(shape, *, mask, bias, is_causal, window, query_lengths, key_lengths, query_segments, key_segments):
+def seen_by(shape, *, mask, bias, is_causal, window, offset, query_lengths, key_lengths, query_segments, key_segments):
     """Which keys which queries see, `[*batch, N, T, S]`."""
     *batch, _, length, keys = shape
     seen = np.ones(shape, bool)
     rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
     left, right = window if isinstance(window, tuple) else (window, window)
-    seen &= True if left is None else cols >= rows - left
-    seen &= True if right is None else cols <= rows + right
-    seen &= cols <= rows if is_causal else True
+    at = rows if offset is None else rows + np.broadcast_to(offset, batch).reshape(*batch, 1, 1, 1)
+    seen &= True if left is None else cols >= at - left
+    seen &= True if right is None else cols <= at + right
+    seen &= cols <= at if is_causal else True
     if mask is not None:
         seen &= np.asarray(mask)
     if bias is not None:
@@ -94,6 +95,7 @@ def weights(
     query_seq_lengths=None,
     key_value_seq_lengths=None,
     local_window_size=None,
+    query_offset=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
     logits_soft_cap=None,
@@ -117,6 +119,7 @@ def weights(
         bias=bias,
         is_causal=is_causal,
         window=local_window_size,
+        offset=query_offset,
         query_lengths=query_seq_lengths,
         key_lengths=key_value_seq_lengths,
         query_segments=query_segment_ids,

@@ -951,7 +951,7 @@ REFUSALS = {
     "a mask of many keys": (
         lowering.operands((1,), 2, LONG + 1, 1, 1) | {"mask": lowering.shaped(1, 1, 1, LONG + 1, dtype="bool")},
         {},
-        f"at most {LONG} keys with a bias or mask, got {LONG + 1}",
+        f"at most {LONG} keys with a bias, a mask or an offset of queries, got {LONG + 1}",
     ),
     "float32": (lowering.operands(dtype="float32"), {}, "float32"),
     "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic": True}, "float32"),

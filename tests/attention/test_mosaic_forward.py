@@ -485,8 +485,8 @@ configs = st.sampled_from([Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)
 lengths = st.integers(1, 700)
 
 
-def window_sees(length, keys, window):
-    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
+def window_sees(length, keys, window, offset=0):
+    rows, cols = np.arange(length)[:, None] + offset, np.arange(keys)[None, :]
     left, right = window
     seen = np.ones((length, keys), bool)
     seen &= True if left is None else cols >= rows - left
@@ -553,14 +553,21 @@ def test_masks_of_heads_are_read_once():
 def tile_of(plan, arrays):
     """A tile whose operands are arrays in place of refs, and whose output is bfloat16."""
     operands = {name: Operand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()}
+    operands["query"] = Operand(lambda b: b, ref=shaped())
     return forward._Tile(plan, operands, {"out": shaped()}, {})
+
+
+offsets = st.integers(-50, 750)
 
 
 @compiled
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
 def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(length, keys, window, config, data):
-    plan = plan_of(length, keys, window, config, (1,))
-    arrays, seen = {}, window_sees(length, keys, window)
+    plan, arrays, offset = plan_of(length, keys, window, config, (1,)), {}, 0
+    if data.draw(st.booleans()):
+        offset = data.draw(offsets)
+        arrays["query_offset"] = np.asarray([offset], np.int32)
+    seen = window_sees(length, keys, window, offset)
     if data.draw(st.booleans()):
         arrays["query_lengths"] = np.asarray([data.draw(st.integers(0, length))], np.int32)
         seen[arrays["query_lengths"][0] :] = False
@@ -591,7 +598,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         first = block * plan.block_q + warpgroup * ROWS
         place = tile.place(block, *tile.look_up(block))
         tile_low, tile_high = tile.key_blocks(place)
-        low, high = plan.seen(place.lengths, first, ROWS, KERNEL)
+        low, high = tile.seen(place, first, ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         rows = forward._Rows(tile, warpgroup, place, first, high, high - low)
@@ -607,6 +614,46 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         assert set(np.flatnonzero(any_seen[group])) <= set(range(low, high))
         whole = range(whole_from, whole_to) if is_banded[0] else range(low, high)
         assert all(all_seen[group, block] for block in range(low, high) if block in whole)
+
+
+@compiled
+@given(st.integers(1, 16), st.integers(1, 4), lengths, st.tuples(sides, sides), st.integers(1, 12), st.data())
+def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, group, keys, window, most_splits, data):
+    config = Config(1, 64, 2)
+    size = -(-(-(-keys // 64)) // most_splits)  # key blocks of a split
+    splits = -(-(-(-keys // 64)) // size)
+    arrays, offset = {}, data.draw(offsets)
+    arrays["query_offset"] = np.asarray([offset], np.int32)
+    arrays["query_lengths"] = np.asarray([data.draw(st.integers(0, queries))], np.int32)
+    arrays["key_lengths"] = np.asarray([data.draw(st.integers(0, keys))], np.int32)
+    seen = window_sees(queries, keys, window, offset)
+    seen[arrays["query_lengths"][0] :], seen[:, arrays["key_lengths"][0] :] = False, False
+    plan = replace(plan_of(queries * group, keys, window, config, (1,), arrays), rows_of=queries, splits=splits)
+    any_seen, all_seen = (blocks_of(np.tile(seen, (group, 1)), plan, reduce)[0] for reduce in (np.any, np.all))
+    if keys % 64:
+        all_seen[-1] = False
+    tile, positions = tile_of(plan, arrays), []
+
+    @jax.jit
+    @jax.vmap
+    def steps_of(number):
+        place = tile.place(number, *tile.look_up(number))
+        low, high = tile.key_blocks(place)
+        rows = forward._Rows(tile, 0, place, jnp.int32(0), high, high - low)
+        positions.append(rows.is_banded)
+        return place.b, place.head, place.split, low, high, *tile.seen_whole(place, jnp.int32(0), ROWS), rows.last_key
+
+    heads = plan.query[1]
+    found = zip(*map(np.asarray, steps_of(jnp.arange(heads * splits))), strict=True)
+    assert plan.count == heads * splits == heads * len(plan.costs())
+    for number, (b, head, split, low, high, whole_from, whole_to, last_key) in enumerate(found):
+        assert (b, head, split) == (0, *divmod(number, splits))
+        first, last = split * size, min(split * size + size, plan.blocks_kv)
+        assert first <= low < high <= last
+        assert set(np.flatnonzero(any_seen[first:last]) + first) <= set(range(low, high))
+        assert all(all_seen[block] for block in range(low, high) if whole_from <= block < whole_to)
+        np.testing.assert_array_equal(last_key[: queries * group], np.tile(last_key[:queries], group))
+    assert positions[0]
 
 
 @compiled

@@ -142,6 +142,13 @@ FEATURES = {
     "window on two sides": case(local_window_size=(3, 30)),
     "window, some rows see nothing": case({"length": 70, "keys": 23}, local_window_size=(7, 0)),
     "causal window": case(is_causal=True, local_window_size=(9, 4)),
+    "offset, causal": case(None, lambda: {"query_offset": np.array([16, -3], np.int32)}, is_causal=True),
+    "offset, window": case({"batch": (2, 3)}, lambda: {"query_offset": np.uint32(9)}, local_window_size=(7, 2)),
+    "offset, some rows see nothing": case(
+        {"keys": 23}, lambda: {"query_offset": np.array([-3, 19]), **LENGTHS}, local_window_size=(3, None)
+    ),
+    "offset of one query": case({"length": 1}, lambda: {"query_offset": np.array([55, 30], np.int8)}, is_causal=True),
+    "offset without a window": case(None, lambda: {"query_offset": np.array([55, 30])}),
     "lengths": case(None, lambda: dict(LENGTHS)),
     "query lengths": case(None, lambda: {"query_seq_lengths": np.array([40, 7], np.int32)}),
     "key lengths": case(None, lambda: {"key_value_seq_lengths": np.array([56, 30], np.int32)}),
@@ -325,6 +332,9 @@ def calls(draw):
     if draw(yes):
         given["key_value_seq_lengths"] = np.asarray(np.random.default_rng(seed).integers(0, keys + 1, batch), np.int32)
     if draw(yes):
+        shape = batch if draw(yes) else ()
+        given["query_offset"] = np.asarray(np.random.default_rng(seed).integers(-9, 40, shape), np.int32)
+    if draw(yes):
         given["query_segment_ids"] = segments(length, seed, batch)
         given["key_value_segment_ids"] = segments(keys, seed + 1, batch)
     if draw(yes):
@@ -438,6 +448,27 @@ SIZES = [(8, 8), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256
 SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24)]
 WINDOWS = [(30, None), (200, None), (None, 30), (None, 200), (0, 0), (30, 30), (200, 300), (5, 200), (200, 0), (600, 0)]
 WIDE = {"length": 400, "keys": 500, "size": 64}
+FEW = {"length": 3, "keys": 700, "heads": 8, "key_heads": 2, "size": 64}  # queries, of which all of a key head are one tile
+
+
+def few(length=3, **options):
+    """All features that have to do with rows, for so many queries."""
+
+    def make():
+        return {
+            "query_seq_lengths": np.array([length, 2], np.int32),
+            "key_value_seq_lengths": np.array([651, 700], np.int32),
+            "query_offset": np.array([600, 123], np.int32),
+            "query_segment_ids": ids(length, 0, "sorted", 2),
+            "key_value_segment_ids": ids(700, 1, "sorted", 2),
+            "sinks": random((8,), "bias"),
+            "mask": random((2, 1, length, 700)),
+            "bias": random((8, length, 700), "bias"),
+        }
+
+    return case(FEW | {"length": length}, make, **options)
+
+
 EMPTY = np.zeros((130, 200), bool)
 IN_SHAPES = {
     **{f"{t} and {s}": case({"length": t, "keys": s, "size": 64}) for t, s in RAGGED},
@@ -456,6 +487,39 @@ IN_SHAPES = {
     **{f"window {window}, size 128": case(WIDE | {"size": 128}, local_window_size=window) for window in WINDOWS[::3]},
     "window beyond the keys": case(WIDE | {"keys": 100}, local_window_size=(20, 0)),
     "causal window": case(WIDE, is_causal=True, local_window_size=(150, 7)),
+    "offset, causal": case(WIDE, lambda: {"query_offset": np.array([100, -70])}, is_causal=True),
+    "offset, window": case(
+        WIDE | {"batch": (4,), "size": 128},
+        lambda: {"query_offset": np.array([0, 300, 77, 499]), **lengths_of([400, 390, 129, 64], [17, 500, 500, 499])()},
+        local_window_size=(150, 7),
+    ),
+    "few": case(FEW),
+    "few, one query": case(FEW | {"length": 1}),
+    "few, one of each head": case(FEW | {"length": 1, "heads": 2}),
+    "few, 64 rows": case(FEW | {"length": 16}),
+    "few, 65 rows": case(FEW | {"length": 65, "heads": 2}),
+    "few, one key": case(FEW | {"keys": 1}),
+    "few, no batch": case(FEW | {"batch": ()}),
+    "few, many tiles": case(FEW | {"batch": (9, 11), "keys": 200}),
+    "few, longer": case(FEW | {"length": 1, "keys": 20001, "batch": (1,), "key_heads": 1}),
+    **{f"few, sizes {h} and {v}": case(FEW | {"size": h, "value_size": v}) for h, v in SIZES},
+    "few, causal": case(FEW, is_causal=True),
+    "few, window": case(FEW, local_window_size=(1, 300)),
+    "few, offset": case(FEW, lambda: {"query_offset": np.array([690, 130])}, is_causal=True),
+    "few, offset, window": case(FEW, lambda: {"query_offset": np.array([690, 130])}, local_window_size=(200, 5)),
+    "few, lengths": case(FEW | {"batch": (4,)}, lengths_of([0, 3, 2, 3], [700, 0, 129, 64])),
+    "few, segments": segmented("sorted", 3, 700),
+    "few, soft cap": case(FEW, logits_soft_cap=2.0),
+    "few, sinks": case(FEW, lambda: {"sinks": random((8,), "bias")}),
+    "few, sinks alone": case(FEW, lambda: {"sinks": random((8,), "bias"), **lengths_of([0, 2], [7, 0])()}),
+    **{
+        f"few, {kind} {cases.ident(shape)}": case(FEW, lambda shape=shape, kind=kind: {kind: random(shape, kind)})
+        for shape in ((2, 8, 3, 700), (2, 1, 3, 700), (2, 8, 1, 700), (1, 1, 1, 700), (8, 3, 1), (8, 1, 1), (3, 1), ())
+        for kind in ("mask", "bias")
+    },
+    "few, everything": few(local_window_size=(500, 100), logits_soft_cap=9.0),
+    "few, everything of one query": few(1, local_window_size=(500, 100), logits_soft_cap=9.0),
+    "few, dropout": case(FEW, dropout_rate=0.3, dropout_rng=3),
     "lengths": case(WIDE | {"batch": (4,)}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128])),
     "lengths, causal": case(WIDE | {"batch": (4,)}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128]), is_causal=True),
     "lengths of queries": case(WIDE, lengths_of([0, 65], None)),
@@ -1623,6 +1687,12 @@ BAD = {
         {"key_value_seq_lengths": np.ones(3, np.int32)},
         ValueError,
         ["key_value_seq_lengths", "[*batch]", "(2,)", "(3,)"],
+    ),
+    "offset of floats": ({"query_offset": 1.0}, TypeError, ["query_offset", "integers", "float"]),
+    "offset of another batch": (
+        {"query_offset": np.ones((2, 1), np.int32)},
+        ValueError,
+        ["query_offset", "one number", "[*batch]", "(2,)", "(2, 1)"],
     ),
     "infinite scale": ({"scale": 1e300}, ValueError, ["scale", "finite in float32", "1e+300"]),
     "scale is NaN": ({"scale": np.nan}, ValueError, ["scale", "finite in float32", "nan"]),

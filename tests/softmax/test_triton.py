@@ -153,7 +153,9 @@ assert not {"triton", "jax_triton"} & set(sys.modules)
 # How rows are spread over programs.
 
 
-@pytest.mark.parametrize("primitive", ["softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp", "logsumexp_vjp"])
+@pytest.mark.parametrize(
+    "primitive", ["softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp", "logsumexp_vjp"]
+)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("inner", [1, 3, 16, 33, 4096])
 def test_configurations_fit(primitive, itemsize, inner):

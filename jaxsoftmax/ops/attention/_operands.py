@@ -1,5 +1,7 @@
 """What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,7 @@ from jaxsoftmax._core.operands import Operand
 # A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), and 2 for the
 # two words of a seed.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
-_OPERANDS |= {"query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
+_OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
 
 
@@ -33,6 +35,18 @@ def batch_of(arrays) -> tuple[int, ...]:
     """The batch that operands and results, or their types, have together, of those that are there."""
     there = [(name, array) for name, array in arrays.items() if array is not None]
     return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there))
+
+
+def without_offset(given, window):
+    """Operands and a window of the same meaning in which no query has an offset: a mask hides what the window did."""
+    if "query_offset" not in given:
+        return given, window
+    given, (left, right) = dict(given), window
+    position = given.pop("query_offset")[..., None, None, None] + lax.iota(jnp.int32, given["query"].shape[-3])[:, None]
+    key, terms = lax.iota(jnp.int32, given["key"].shape[-3]), [given[name] for name in ("mask",) if name in given]
+    terms += [] if left is None else [key >= position - left]
+    terms += [] if right is None else [key <= position + right]
+    return given | {"mask": functools.reduce(jnp.logical_and, terms)}, (None, None)
 
 
 def cotangents_of_rows(given, out, lse, d_out, d_lse, window):

@@ -35,6 +35,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -63,6 +64,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -90,6 +92,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -125,11 +128,14 @@ def dot_product_attention(
       bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores.
       mask: boolean, broadcast to `[*batch, N, T, S]`: which keys a query sees.
       scale: a concrete number that multiplies the products; None for `1 / sqrt(H)`.
-      is_causal: whether a query sees no key after its own position, both counted from 0.
+      is_causal: whether a query sees no key after its own position: keys are counted from 0, queries from `query_offset`.
       query_seq_lengths: integers `[*batch]`: how many queries there are; those behind them see nothing.
       key_value_seq_lengths: integers `[*batch]`: how many keys there are.
       local_window_size: how many keys before and after its own position a query sees: `(left, right)`, either None for all, or
         one number for both.
+      query_offset: integers `[*batch]`, or one for all: the position of the first query, from -2^29 to 2^29, None for 0. Where
+        keys are a cache, it is how many of them came before these queries. Nothing but `is_causal` and the window counts
+        positions.
       query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only; 64 bits run on the reference.
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
@@ -196,13 +202,18 @@ def dot_product_attention(
         operands["sinks"] = lax.expand_dims(_of_shape("sinks", sinks, "floating", (heads,), "[N]"), range(len(batch)))
     if drops := rate > 0 and not deterministic:
         operands["seeds"] = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
+    window = _window(local_window_size, is_causal, length, keys, query_offset is not None)
+    if query_offset is not None:
+        offset = _offset(query_offset, batch)
+        if window != (None, None):
+            operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
         return_lse=return_residual or means,
         scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
-        window=_window(local_window_size, is_causal, length, keys),
+        window=window,
         soft_cap=None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         dropout_rate=rate if drops else 0.0,
         precision=_precision(precision),
@@ -272,6 +283,17 @@ def _lengths(name, value, batch):
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         array = jnp.clip(array, 0, 2**31 - 1)
     return array.astype(np.int32)
+
+
+def _offset(value, batch):
+    """An offset as int32, one for each batch entry or one for all, within what sums with lengths do not exceed."""
+    array = arguments.array(_NAME, "query_offset", arguments.listed(_NAME, "query_offset", value), "integers")
+    if array.shape not in ((), batch):
+        raise ValueError(f"{_NAME}: query_offset must be one number or have the shape [*batch] = {batch}, got {array.shape}")
+    if array.dtype.itemsize >= 4:
+        array = jnp.minimum(array, 2**29)
+        array = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, -(2**29))
+    return array.astype(np.int32).reshape(array.shape or (1,) * len(batch))
 
 
 def _segments(queries, keys, batch, length, keys_length):
@@ -392,8 +414,8 @@ def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: 
     return jnp.broadcast_to(seeds, shape)
 
 
-def _window(value, is_causal, length, keys) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees, None where that rules out nothing."""
+def _window(value, is_causal, length, keys, is_offset) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query sees, None where that rules out nothing, wherever queries are."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}")
@@ -405,7 +427,8 @@ def _window(value, is_causal, length, keys) -> tuple[int | None, int | None]:
         raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}") from None
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"{_NAME}: local_window_size must not be negative, got {arguments.shown(value)}")
-    return _side(left, length), _side(0 if is_causal else right, keys)
+    ends = (None, None) if is_offset else (length, keys)
+    return _side(left, ends[0]), _side(0 if is_causal else right, ends[1])
 
 
 def _side(side: int | None, length) -> int | None:

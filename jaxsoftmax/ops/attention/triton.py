@@ -14,7 +14,7 @@ import numpy as np
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import _dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, cotangents_of_rows, cotangents_of_sinks
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, cotangents_of_rows, cotangents_of_sinks, without_offset
 from jaxsoftmax.ops.attention.xla import summed_to
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
@@ -80,9 +80,11 @@ def _is_whole(given) -> bool:
 
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
-    from jaxsoftmax.ops.attention import mosaic  # for which the reference is faster, too
-
-    return call.not_preferred(target) or mosaic.unprofitable(primitive, target, operands, fused, cast, **params)
+    del primitive, fused, cast, params
+    query, key = operands["query"], operands["key"]
+    if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
+        return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
+    return call.not_preferred(target)
 
 
 remark = call.remark
@@ -261,7 +263,7 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, **operands):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    given = _given(operands)
+    given, window = without_offset(_given(operands), window)
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
     results = {
         "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), given["query"].dtype),
@@ -276,7 +278,7 @@ def dot_product_attention_vjp(
 ):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
     del precision  # which `unsupported` has looked at
-    given, found = _given(operands), {}
+    (given, window), found = without_offset(_given(operands), window), {}
     batch = batch_of(given)
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)
     if "sinks" in wanted:
@@ -300,7 +302,7 @@ def dot_product_attention_vjp(
 
 # What they have in common.
 
-_COMMON = [operand.name for operand in OPERANDS if operand.name != "sinks"]
+_COMMON = [operand.name for operand in OPERANDS if operand.name not in ("query_offset", "sinks")]
 _L2 = 24 << 20  # bytes of what passes by that programs may share at a time
 _HEADROOM = {"float16": 13.0, "bfloat16": 0.0, "float32": 0.0}  # see `online.push_log2`: float16 holds weights up to 2^15
 

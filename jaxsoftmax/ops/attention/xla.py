@@ -211,7 +211,7 @@ class _Problem:
 
     def _visible(self, block):
         """Which tiles the window leaves: a bool for each of the rows and columns of tiles."""
-        (rows, cols), (left, right) = block, self.window
+        (rows, cols), (left, right) = block, self.window if self["query_offset"] is None else (None, None)
         i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, block, strict=True)])
         visible = np.ones(i.shape, bool)
         if left is not None:
@@ -301,9 +301,11 @@ class _Tile:
         """Which keys which queries see, to be broadcast with the scores, or None for all."""
         (rows, new_rows), (cols, new_cols) = self._positions(0), self._positions(1)
         (left, right), lengths = self.problem.window, [self.problem[name] for name in ("query_lengths", "key_lengths")]
-        terms = [new_rows, new_cols]
-        terms.append(None if left is None else cols >= rows - left)
-        terms.append(None if right is None else cols <= rows + right)
+        terms, at = [new_rows, new_cols], rows
+        if (offset := self.problem["query_offset"]) is not None:
+            at += offset
+        terms.append(None if left is None else cols >= at - left)
+        terms.append(None if right is None else cols <= at + right)
         terms += [None if most is None else places < most for places, most in zip((rows, cols), lengths, strict=True)]
         if (segments := self["query_segments"]) is not None:
             terms.append(segments == self["key_segments"])

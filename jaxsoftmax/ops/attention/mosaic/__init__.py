@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention._operands import OPERANDS, batch_of
-from jaxsoftmax.ops.attention.mosaic import backward, forward
+from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
 
-# The modules with the kernels, forward and backward, by the major compute capability of a GPU.
-GENERATIONS = {9: (forward, backward)}
+# The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
+GENERATIONS = {9: (forward, decode, backward)}
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
 DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
@@ -40,7 +40,7 @@ def unsupported(primitive, target, operands, *, scale, precision, deterministic,
     if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     if reason is None and primitive == "dot_product_attention_vjp":
-        return GENERATIONS[capability[0]][1].unsupported(given, wanted, deterministic)
+        return GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic)
     return reason
 
 
@@ -76,25 +76,17 @@ def _of_shapes(given):
     return None
 
 
-def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
-    """Why the reference should be faster although the kernel could run, in words, or None."""
-    del primitive, target, fused, cast, params
-    query, key = operands["query"], operands["key"]
-    if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
-        return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
-    return None
-
-
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, config=None, **operands):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    kernel, _ = GENERATIONS[target.compute_capability[0]]
+    many, few, _ = GENERATIONS[target.compute_capability[0]]
+    kernel = few if few.serves(operands["query"], operands["key"], dropout_rate) else many
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 
 def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    _, kernel = GENERATIONS[target.compute_capability[0]]
+    *_, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
     return kernel.attention_vjp(_given(operands), *saved, target=target, deterministic=deterministic, **options)

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
+from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks, without_offset
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
@@ -43,8 +43,8 @@ def unsupported(given, wanted, deterministic) -> str | None:
     query, keys = given["query"], given["key"].shape[-3]
     if query.dtype == jnp.float32:
         return "derivatives of float32 have no kernel"
-    if {"bias", "mask"} & set(given) and keys > _MAX_MASKED:
-        return f"there must be at most {_MAX_MASKED} keys with a bias or mask, got {keys}"
+    if {"bias", "mask", "query_offset"} & set(given) and keys > _MAX_MASKED:
+        return f"there must be at most {_MAX_MASKED} keys with a bias, a mask or an offset of queries, got {keys}"
     if "bias" in wanted and deterministic:
         shape, whole = given["bias"].shape, (*batch_of(given), query.shape[-2], query.shape[-3], keys)
         if shape != whole:
@@ -54,6 +54,7 @@ def unsupported(given, wanted, deterministic) -> str | None:
 
 def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
+    given, options["window"] = without_offset(given, options["window"])
     static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
     if set(wanted) - {"sinks"}:

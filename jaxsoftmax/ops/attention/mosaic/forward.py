@@ -50,38 +50,40 @@ def attention(given, *, target, config=None, **options):
     if "mask" in given and (seen := blocks.seen(given["mask"], lengths, *sizes)) is not None:
         given["seen"] = blocks.ends(seen)
     plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
-    return _run(plan, given, target)
+    out, lse = run(plan, given, target)
+    (length, heads, _), batch = plan.query, plan.batch
+    return [out.reshape(*batch, length, heads, plan.value_size), lse.reshape(*batch, heads, length)]
 
 
-def _run(plan, given, target):
-    """Runs the kernel."""
+def run(plan, given, target):
+    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`, or those of splits, as `Plan` says; flat."""
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
-    out_shape = count, length, heads, plan.value_size
+    out_shape, dtype = (count, *((heads, length) if plan.is_folded else (length, heads)), plan.value_size), refs["query"].dtype
     if config.split:
         for name in ("query", "key", "value"):
-            refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2:]))
-        out_shape = count * length, heads * plan.value_size
+            refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
+        out_shape = (count * heads * length, plan.value_size) if plan.is_folded else (count * length, heads * plan.value_size)
+    if plan.splits > 1:
+        out_shape, dtype = (count * heads * plan.splits * length, plan.value_size), jnp.float32
     threads = min(target.multiprocessors, plan.count)  # blocks of them
     if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
-    dtype = refs["query"].dtype
     results = plgpu.kernel(
         functools.partial(_kernel, plan, operands, threads),
         out_type=OrderedDict(
             out=jax.ShapeDtypeStruct(out_shape, dtype),
-            lse=jax.ShapeDtypeStruct((count * heads * length,), jnp.float32),
+            lse=jax.ShapeDtypeStruct((count * heads * plan.splits * length,), jnp.float32),
         ),
         grid=(threads,),
         grid_names=("block",),
         num_threads=config.consumers + config.producers,
         thread_name="warpgroup",
-        scratch_types=plan.scratch(dtype),
+        scratch_types=plan.scratch(refs["query"].dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="attention_forward_mosaic",
     )(refs)
-    out, lse = results["out"], results["lse"]
-    return [out.reshape(*plan.batch, length, heads, plan.value_size), lse.reshape(*plan.batch, heads, length)]
+    return results["out"], results["lse"]
 
 
 def _kernel(plan, operands, threads, refs, results, **memory):
@@ -115,7 +117,9 @@ class _Place:
     b: Any
     head: Any
     block: Any
+    split: Any
     lengths: list[Any]
+    offset: Any
     ranges: list[Any]
     seen: list[Any]
 
@@ -131,7 +135,7 @@ class _Tile:
 
     def look_up(self, number) -> list[Any]:
         """What operands say of a tile: its lengths and ranges, as far as there are any."""
-        b, _, block = self._coordinates(number)
+        b, _, block, _ = self._coordinates(number)
         found = []
         for name, count in FACTS.items():
             if name in self.operands:
@@ -141,38 +145,53 @@ class _Tile:
 
     def place(self, number, *found) -> _Place:
         """The place of a tile, with what was looked up."""
-        b, head, block = self._coordinates(number)
+        b, head, block, split = self._coordinates(number)
         found, lengths = list(found), []
-        for name, size in (("query_lengths", self.plan.query[0]), ("key_lengths", self.plan.key[0])):
+        for name, size in (("query_lengths", self.plan.queries), ("key_lengths", self.plan.key[0])):
             lengths.append(jnp.minimum(jnp.int32(size), found.pop(0)) if name in self.operands else jnp.int32(size))
+        offset = found.pop(0) if "query_offset" in self.operands else 0
         ranges = found[:4] if "ranges" in self.operands else []
-        return _Place(b, head, block, lengths, ranges, found[len(ranges) :])
+        return _Place(b, head, block, split, lengths, offset, ranges, found[len(ranges) :])
 
     def _coordinates(self, number):
-        """Batch entry, head, and block of queries of a tile."""
-        blocks, heads = jnp.int32(self.plan.blocks_q), jnp.int32(self.plan.query[1])
-        pair = lax.div(number, blocks)
-        return lax.div(pair, heads), lax.rem(pair, heads), lax.rem(number, blocks)
+        """Batch entry, head, block of queries, and split of the keys of a tile."""
+        heads, splits = jnp.int32(self.plan.query[1]), jnp.int32(self.plan.splits)
+        blocks = jnp.int32(self.plan.blocks_q * self.plan.splits)
+        pair, part = lax.div(number, blocks), lax.rem(number, blocks)
+        block, split = (part, jnp.int32(0)) if self.plan.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
+        return lax.div(pair, heads), lax.rem(pair, heads), block, split
 
     def key_blocks(self, place):
         """From and to which key block a tile goes, at least one."""
-        seen = self.plan.seen(place.lengths, place.block * self.plan.block_q, self.plan.block_q, KERNEL)
-        low, high = map(jnp.int32, seen)
+        low, high = self.seen(place, place.block * self.plan.block_q, self.plan.block_q)
         for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
-        low = jnp.clip(low, 0, self.plan.blocks_kv - 1)
-        return low, jnp.clip(high, low + 1, self.plan.blocks_kv)
+        size = self.plan.blocks_of_split
+        first = place.split * size
+        last = jnp.minimum(first + size, self.plan.blocks_kv)
+        low = jnp.clip(low, first, last - 1)
+        return low, jnp.clip(high, low + 1, last)
+
+    def seen(self, place, first, rows):
+        """What `Plan.seen` says for the queries of rows."""
+        limits = self.plan.seen(place.lengths, *self.queries_from(first, rows), KERNEL, place.offset)
+        return tuple(map(jnp.int32, limits))
+
+    def queries_from(self, first, rows):
+        """The first query that rows from `first` on belong to, and from there on how many they may belong to."""
+        return (0, self.plan.queries) if self.plan.is_folded else (first, rows)
 
     def seen_whole(self, place, first, rows):
         """What `Plan.seen` says, for key blocks of which all of these queries see every key; to may be before from."""
         queries, keys = place.lengths
         size = jnp.int32(self.plan.config.block_kv)
         left, right = self.plan.window
-        low, high = jnp.int32(0), lax.div(keys, size)
+        first, rows = self.queries_from(first, rows)
+        low, high, position = jnp.int32(0), lax.div(keys, size), first + place.offset
         if left is not None:
-            low = lax.div(jnp.maximum(first + rows - 1 - left, 0) + size - 1, size)
+            low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)
         if right is not None:
-            high = jnp.minimum(high, lax.div(jnp.maximum(first + right + 1, 0), size))
+            high = jnp.minimum(high, lax.div(jnp.maximum(position + right + 1, 0), size))
         if "query_lengths" in self.operands:
             high = jnp.where(first + rows <= queries, high, 0)
         if place.ranges:
@@ -239,19 +258,26 @@ class _Tile:
         full = self.memory[f"{letter}_full"].at[slot]
 
         def copy_part(cols, part):
-            plgpu.copy_gmem_to_smem(own.ref.at[own.index(b)].at[pl.ds(first, rows), head, cols], part, full)
+            at = self.at(name, pl.ds(first, rows), head)
+            plgpu.copy_gmem_to_smem(own.ref.at[own.index(b)].at[*at, cols], part, full)
 
         self.copy_parts(letter, slot, copy_part)
+
+    def at(self, name, rows, head):
+        """How rows of a head are addressed: heads come first where those that share keys are folded into rows."""
+        return (head, rows) if self.plan.is_folded and name in ("query", "out") else (rows, head)
 
     def _split(self, name, slot, b, first, rows, head):
         """The same for float32, of which the terms go to shared memory by way of registers, 0 beyond the ends."""
         own, letter = self.operands[name], name[0]
         length, heads, _ = self.plan.query if name == "query" else self.plan.key
-        size = own.ref.shape[1] // heads
+        entry, size = own.index(b), own.ref.shape[1] // heads
+        if self.plan.is_folded and name == "query":
+            entry, head, size = entry * heads + head, 0, own.ref.shape[1]
         for row in range(0, rows, ROWS):
             for col in range(0, size, SWIZZLED):
                 limits = length - first - row, size - col
-                start = own.index(b) * length + first + row
+                start = entry * length + first + row
                 shape = ROWS, SWIZZLED
                 piece = products.load_product(own.ref, start, head * size + col, limits, shape, varies=(True, True))
                 if row == col == 0:
@@ -277,7 +303,7 @@ class _Tile:
         tile_low, tile_high = self.key_blocks(place)
         first = place.block * self.plan.block_q + consumer * ROWS
         # Of the rows, which may be less than of the tile.
-        low, high = map(jnp.int32, self.plan.seen(place.lengths, first, ROWS, KERNEL))
+        low, high = self.seen(place, first, ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
         low = jnp.clip(low, tile_low, high - 1)
         count, end = high - low, steps + tile_high - tile_low
@@ -296,7 +322,7 @@ class _Rows:
         self.tile, self.plan, self.config, self.memory = tile, tile.plan, tile.plan.config, tile.memory
         self.operands, self.results = tile.operands, tile.results
         self.consumer, self.place, self.first, self.high, self.count = consumer, place, first, high, count
-        self.dtype, self.shape = self.results["out"].dtype, (ROWS, self.config.block_kv)
+        self.dtype, self.shape = self.operands["query"].ref.dtype, (ROWS, self.config.block_kv)
         slack, self.headroom = _SLACK_AND_HEADROOM[self.dtype.name]
         # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
         self.factor = self.plan.scale if self.plan.soft_cap is None else self.plan.soft_cap
@@ -311,8 +337,12 @@ class _Rows:
         self.first_key = self.last_key = None
         if self.is_banded:
             position = first + lax.iota(jnp.int32, ROWS)
-            self.first_key = None if left is None else position - left
+            if self.plan.is_folded:
+                one = self.plan.queries == 1
+                position = jnp.minimum(position, 0) if one else lax.rem(position, jnp.int32(self.plan.queries))
             last_key = jnp.where(position < place.lengths[0], place.lengths[1] - 1, -1)
+            position += place.offset
+            self.first_key = None if left is None else position - left
             self.last_key = last_key if right is None else jnp.minimum(last_key, position + right)
         self.segments: Any = None
         if "query_segments" in self.operands:
@@ -432,9 +462,17 @@ class _Rows:
         """The state before the first key: that of the sink, if there is one."""
         state = online.identity(())
         if "sinks" in self.operands:
-            sink = self.operands["sinks"][self.place.b, self.place.head].astype(jnp.float32)
-            state = online.lift_log2(sink, headroom=self.headroom, unit=self.unit)
+            state = online.lift_log2(self._sinks(), headroom=self.headroom, unit=self.unit)
         return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)))
+
+    def _sinks(self):
+        """The sinks of the rows, or the one of all; that of the first split alone."""
+        own, (length, heads, _) = self.operands["sinks"], self.plan.query
+        if not self.plan.is_folded:
+            return own[self.place.b, self.place.head].astype(jnp.float32)
+        first = (own.index(self.place.b) * heads + self.place.head) * length
+        sinks = products.load_product_rows(own.ref, first, length, self.shape)
+        return jnp.where(jnp.broadcast_to(self.place.split, (ROWS,)) == 0, sinks, -jnp.inf)
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""
@@ -494,15 +532,15 @@ class _Rows:
     def _store(self, state):
         """Stores the output, that of 16 bits by way of shared memory, and the log-sum-exp."""
         (length, heads, _), size, (b, head) = self.plan.query, self.plan.value_size, (self.place.b, self.place.head)
+        row = ((b * heads + head) * self.plan.splits + self.place.split) * length + self.first
         reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.plan.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
-        if self.config.split:
-            limits = length - self.first, size
-            products.store_product(self.results["out"], b * length + self.first, head * size, limits, o)
+        if self.results["out"].dtype == jnp.float32:
+            start = (row, 0) if self.plan.is_folded else (b * length + self.first, head * size)
+            products.store_product(self.results["out"], *start, (length - self.first, size), o)
         else:
             self._copy_out(o)
         lse = online.lse_log2(state, unit=self.unit)
-        row = (b * heads + head) * length + self.first
         products.store_product_rows(self.results["lse"], row, length - self.first, lse)
         if not self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -510,14 +548,12 @@ class _Rows:
 
     def _copy_out(self, o):
         letter, out = "o" if self.config.own_output else "q", self.results["out"]
-        b, rows, head = self.place.b, pl.ds(self.first, ROWS), self.place.head
+        b, at = self.place.b, self.tile.at("out", pl.ds(self.first, ROWS), self.place.head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, part in enumerate(self.tile.parts(letter, self.consumer)):
             part[...] = o[:, i * part.shape[1] : (i + 1) * part.shape[1]].astype(self.dtype)
         plgpu.commit_smem()
-        self.tile.copy_parts(
-            letter, self.consumer, lambda cols, part: plgpu.copy_smem_to_gmem(part, out.at[b, rows, head, cols])
-        )
+        self.tile.copy_parts(letter, self.consumer, lambda cols, part: plgpu.copy_smem_to_gmem(part, out.at[b, *at, cols]))
 
 
 def _pairs_of_terms(left, right):

@@ -15,7 +15,7 @@ from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
 # How many numbers an operand says of a tile. Where there are any, it depends on operands how long a tile takes.
-FACTS = {"query_lengths": 1, "key_lengths": 1, "ranges": 4, "seen": 2}
+FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "seen": 2}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Config:
 
 def config_for(head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16) -> Config:
     """The configuration for a call, as measured on an H200; `benchmarks/results/h200/attention.csv` has those of 16 bits."""
-    sizes = _padded(head_size), _padded(value_size)
+    sizes = padded(head_size), padded(value_size)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return Config(3, 64, 3, registers=(72, 144), ping_pong=False, split=True)
@@ -59,7 +59,7 @@ def config_for(head_size: int, value_size: int, window: Any = (None, None), dtyp
     return Config(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, ping_pong=False)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """A head size on chip."""
     return pl.cdiv(size, SWIZZLED) * SWIZZLED
 
@@ -69,6 +69,12 @@ class Plan(Call):
     """A call, and what follows from it.
 
     Attributes:
+      rows_of: where rows are those of all query heads that share keys, how many queries they belong to: row `i` to query
+        `i % rows_of`. `query` counts such rows as T, and key heads as N, and query and output are `[..., N, T, H]` then.
+      splits: into how many parts the keys are split. There are as many outputs, in float32, and log-sum-exps of each row.
+      is_folded: whether there is `rows_of`.
+      queries: how many there are.
+      blocks_of_split: key blocks of a split.
       block_q: queries of a tile.
       sizes: of the heads of keys and values on chip.
       is_ragged: whether lengths or head sizes are no multiples of a swizzled tile's, which is what TMA copies several of.
@@ -80,34 +86,46 @@ class Plan(Call):
     """
 
     value_size: int
+    rows_of: int | None = None
+    splits: int = 1
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
+        self.is_folded = self.rows_of is not None
+        self.queries = self.query[0] if self.rows_of is None else self.rows_of
         self.block_q = ROWS * config.consumers
         self.blocks_q, self.blocks_kv = pl.cdiv(length, self.block_q), pl.cdiv(keys, config.block_kv)
-        self.sizes = _padded(size), _padded(self.value_size)
+        self.blocks_of_split = pl.cdiv(self.blocks_kv, self.splits)
+        self.sizes = padded(size), padded(self.value_size)
         is_whole = length % 8 == keys % 8 == 0 and self.sizes == (size, self.value_size)
         self.is_ragged = not (config.split or is_whole)  # nothing that is split goes through TMA
         self.parts = (self.sizes[0] // SWIZZLED, self.sizes[1] // SWIZZLED) if self.is_ragged else (1, 1)
         self.value_products = 3 if config.split else self.parts[1]
         self.facts = sum(count for name, count in FACTS.items() if name in self.names)
         self.by_ticket = self.facts > 0
-        self.count = math.prod(self.batch) * heads * self.blocks_q
+        self.count = math.prod(self.batch) * heads * self.blocks_q * self.splits
 
-    def seen(self, lengths: Any, first: Any, rows: int, arithmetic: Arithmetic) -> tuple[Any, Any]:
-        """From and to which key block the window and the lengths let some of the queries from `first` on see a key."""
+    def seen(self, lengths: Any, first: Any, rows: int, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any]:
+        """From and to which key block the window and the lengths let some of the queries from `first` on see a key.
+
+        `offset` is the position of query 0.
+        """
         (queries, keys), (left, right), size = lengths, self.window, self.config.block_kv
         divide, minimum, maximum, where = arithmetic
         low, high = 0, divide(keys + size - 1, size)
         if left is not None:
-            low = divide(maximum(first - left, 0), size)
+            low = divide(maximum(first + offset - left, 0), size)
         if right is not None:
-            last = minimum(first + rows, queries) - 1
+            last = minimum(first + rows, queries) - 1 + offset
             high = minimum(high, divide(maximum(last + right, -1) + size, size))
         return low, where(first < queries, high, 0)
 
     def costs(self) -> tuple[int, ...]:
-        """How many key blocks each block of queries takes, at least one."""
+        """How many key blocks each block of queries takes, or each split, at least one."""
+        if self.is_folded:
+            low, high = self.seen((self.queries, self.key[0]), 0, self.queries, HOST)
+            size = self.blocks_of_split
+            return tuple(max(min(high, i * size + size) - max(low, i * size), 1) for i in range(self.splits))
         starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
         spans = (self.seen(lengths, first, self.block_q, HOST) for first in starts)
         return tuple(max(high - low, 1) for low, high in spans)
@@ -145,7 +163,7 @@ class Plan(Call):
         own: dict[str, Any] = {}
         if self.facts:
             own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers - 1)
-        if config.own_output and not config.split:
+        if config.own_output and not config.split and self.splits == 1:
             own |= {"o": memory(config.consumers, ROWS, value_size, value_parts)}
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
         return own | {

@@ -1,0 +1,116 @@
+"""Attention on Hopper where queries are few, as in decoding: the time of reading keys and values once is the limit.
+
+The rows of all query heads that share keys are one tile of the forward kernel, which so reads these keys once for all of them.
+Where there are fewer tiles than multiprocessors, keys are split too: each split has a state of its own, a row's log-sum-exp and
+its output in float32, and states are merged by XLA, with what comes behind. How many splits there are follows from shapes, so
+the bits of a sequence do not depend on the others of its batch.
+
+Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
+Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
+arXiv:1805.02867, section 3.1.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu import tiles
+from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention.mosaic import forward
+from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
+from jaxsoftmax.ops.attention.mosaic.operands import static_of
+
+MAX_SPLITS = 64  # the program that merges them grows with their number
+_MERGE_COST = 2.0  # of another program, in key blocks
+
+
+def serves(query, key, dropout_rate: float) -> bool:
+    """Whether the rows of a key head are one tile, of one consumer warpgroup. Dropout is not for decoding."""
+    return query.shape[-3] * query.shape[-2] // key.shape[-2] <= ROWS and not dropout_rate
+
+
+def config_for(head_size: int, value_size: int, dtype) -> Config:
+    """The configuration for a call: about 128 KiB of keys and values under way, more of which were no faster on an H200."""
+    largest = max(padded(head_size), padded(value_size))
+    if jnp.dtype(dtype) == jnp.float32:
+        stages = 4 if largest <= 64 else 2
+        return Config(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
+    if largest <= 128:
+        return Config(1, 128, 4 if largest <= 64 else 2, ping_pong=False)
+    return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
+
+
+def attention(given, *, target, config=None, **options):
+    """`[out, lse]` as in `forward.attention`."""
+    query, value = given["query"], given["value"]
+    (length, heads, size), (keys, key_heads, value_size) = query.shape[-3:], value.shape[-3:]
+    config = config or config_for(size, value_size, query.dtype)
+    static = static_of(given) | {"query": (length * heads // key_heads, key_heads, size)}
+    given = _folded(given, length, heads, key_heads)
+    rows = length * heads // key_heads
+    if "query_segments" in given:
+        given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], ROWS, config.block_kv)
+    if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), ROWS, config.block_kv)) is not None:
+        given["seen"] = blocks.ends(seen)
+    static["names"] = frozenset(given)
+    count = math.prod(static["batch"]) * key_heads
+    splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
+    plan = Plan(**static, **options, value_size=value_size, config=config, rows_of=length, splits=splits)
+    out, lse = forward.run(plan, given, target)
+    if splits > 1:
+        out, lse = _merged(out.reshape(-1, splits, rows, value_size), lse.reshape(-1, splits, rows), query.dtype)
+    batch = static["batch"]
+    out = out.reshape(*batch, heads, length, value_size)
+    return [jnp.swapaxes(out, -2, -3), lse.reshape(*batch, heads, length)]
+
+
+def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragged: bool) -> int:
+    """Into how many parts keys are split: of all numbers that give each as many key blocks, the one that should be fastest.
+
+    Args:
+      tiles_unsplit: how many tiles there are without splits.
+      blocks_kv: key blocks of a tile.
+      multiprocessors: blocks of threads that run at a time.
+      is_ragged: whether tiles have different numbers of key blocks, each up to `blocks_kv`, that only operands say.
+    """
+
+    def cost(splits):
+        size = -(-blocks_kv // splits)
+        own, merge = size + tiles.TILE_COST, (_MERGE_COST if splits > 1 else 0)
+        if is_ragged:  # they are handed out one by one; at the end multiprocessors wait for one tile
+            return tiles_unsplit * splits / multiprocessors * own + size + merge
+        return -(-tiles_unsplit * splits // multiprocessors) * own + merge
+
+    sizes = {-(-blocks_kv // splits) for splits in range(1, min(blocks_kv, MAX_SPLITS) + 1)}
+    return min(sorted(-(-blocks_kv // size) for size in sizes), key=cost)
+
+
+def _folded(given, length, heads, key_heads):
+    """Operands of which the rows of all query heads that share keys are rows: head by head, and queries in each."""
+    folded, group = dict(given), heads // key_heads
+    *batch, _, _, size = given["query"].shape
+    folded["query"] = jnp.swapaxes(given["query"], -2, -3).reshape(*batch, key_heads, group * length, size)
+    for name in ("bias", "mask"):
+        if name in given and given[name].shape[-3:-1] != (1, 1):
+            *batch, own_heads, own_length, keys = given[name].shape
+            shape = (key_heads, group) if own_heads > 1 else (1, 1)
+            array = given[name].reshape(*batch, *shape, own_length, keys)
+            array = jnp.broadcast_to(array, (*batch, shape[0], group, length, keys))
+            folded[name] = array.reshape(*batch, shape[0], group * length, keys)
+    if "query_segments" in given:
+        folded["query_segments"] = jnp.tile(given["query_segments"], group)
+    if "sinks" in given:
+        folded["sinks"] = jnp.repeat(given["sinks"].astype(jnp.float32), length, -1)
+    return folded
+
+
+def _merged(out, lse, dtype):
+    """The output and log-sum-exp of rows, of those of their splits, `[tiles, splits, rows, Hv]` and `[tiles, splits, rows]`."""
+    states = [online.State(lse[:, i], jnp.ones_like(lse[:, i]), out[:, i]) for i in range(lse.shape[1])]
+    m = functools.reduce(jnp.maximum, lse.swapaxes(0, 1))
+    states = [online.rescale(state, m) for state in states]
+    d, o = (functools.reduce(jnp.add, parts) for parts in ([s.d for s in states], [s.o for s in states]))
+    state = online.finish(online.State(m, d, o))
+    return state.o.astype(dtype), state.m

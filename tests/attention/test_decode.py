@@ -1,0 +1,231 @@
+"""Attention with few queries on Hopper, without a GPU: how operands are folded, keys split and states merged.
+
+The kernel is `forward`'s, and here it is played by NumPy. Natively it is run by `test_values.py`, for all features.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention import api
+from jaxsoftmax.ops.attention.mosaic import decode, forward
+from jaxsoftmax.ops.attention.mosaic.forward_plan import Plan
+
+from .. import kernels
+from . import test_mosaic_forward as lowering
+from . import test_values as values
+
+brute_force = settings(max_examples=200, deadline=None, derandomize=True)
+FEW = [name for name in values.IN_SHAPES if name.startswith("few") and name not in ("few, 65 rows", "few, dropout")]
+
+
+def played(plan, given, target):
+    """What the kernel gives, as `Plan` says it."""
+    del target
+    named = {name: np.asarray(array) for name, array in given.items()}
+
+    def whole(name, *axes):
+        """An operand of the whole batch, with these axes of the scores `[entries, heads, rows, keys]`."""
+        array = named[name]
+        own = array.shape[array.ndim - len(axes) :] if axes else ()
+        array = np.broadcast_to(array, (*plan.batch, *own)).reshape(-1, *own)
+        return np.expand_dims(array, [axis for axis in (1, 2, 3) if axis not in axes]) if len(axes) < 3 else array
+
+    (rows, heads, _), keys = plan.query, plan.key[0]
+    query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
+    scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
+    if plan.soft_cap is not None:
+        scores = plan.soft_cap * np.tanh(scores / plan.soft_cap)
+    own, cols, (left, right) = np.arange(rows)[:, None] % plan.rows_of, np.arange(keys), plan.window
+    at = own + (whole("query_offset") if "query_offset" in named else 0)
+    seen = np.ones(scores.shape, bool)
+    seen &= True if left is None else cols >= at - left
+    seen &= True if right is None else cols <= at + right
+    seen &= own < whole("query_lengths") if "query_lengths" in named else True
+    seen &= cols < whole("key_lengths") if "key_lengths" in named else True
+    if "query_segments" in named:
+        seen &= whole("query_segments", 2) == whole("key_segments", 3)
+    seen &= whole("mask", 1, 2, 3) if "mask" in named else True
+    if "bias" in named:
+        scores = scores + whole("bias", 1, 2, 3).astype(np.float64)
+    scores, outs, lses = np.where(seen, scores, -np.inf), [], []
+    for split in range(plan.splits):
+        size = plan.blocks_of_split * plan.config.block_kv
+        part = np.where(cols // size == split, scores, -np.inf)
+        sink = np.full((1, heads, rows, 1), -np.inf)
+        if split == 0 and "sinks" in named:
+            sink = whole("sinks", 1).reshape(-1, heads, rows, 1).astype(np.float64)
+        m = np.maximum(np.max(part, -1, keepdims=True), sink)
+        m = np.where(m == -np.inf, 0, m)
+        weights, d = np.exp(part - m), np.sum(np.exp(part - m), -1, keepdims=True) + np.exp(sink - m)
+        outs.append(np.einsum("bkrs,bskh->bkrh", weights, value) / np.where(d == 0, 1, d))
+        with np.errstate(divide="ignore"):
+            lses.append((m + np.log(d))[..., 0])
+    out, lse = np.stack(outs, 2), np.stack(lses, 2)
+    return jnp.asarray(out, jnp.float32 if plan.splits > 1 else given["query"].dtype), jnp.asarray(lse, jnp.float32)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel."""
+    found = []
+
+    def run(plan, given, target):
+        found.append(plan)
+        return played(plan, given, target)
+
+    def bind(_, operands, *, return_lse, precision, deterministic, implementation, **options):
+        del return_lse, precision, deterministic, implementation
+        return decode.attention(operands, target=HOPPER, **options)
+
+    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(api, "bind", bind)
+    return found
+
+
+@pytest.mark.parametrize("feature", FEW)
+def test_folded_operands_and_merged_states_are_attention(plans, feature):
+    given, options = values.IN_SHAPES[feature]("bfloat16")
+    moving, fixed = values.split(given)
+    results = values.function(options, fixed)(moving)
+    values.assert_right("mosaic", results, given, options)
+    (plan,) = plans
+    heads, key_heads = given["query"].shape[-2], given["key"].shape[-2]
+    assert plan.query[:2] == (given["query"].shape[-3] * heads // key_heads, key_heads)
+    assert plan.splits > 1 or given["key"].shape[-3] <= plan.config.block_kv or feature == "few, many tiles"
+
+
+def test_a_query_that_sees_nothing_in_any_split_gives_0(plans):
+    given = values.arrays(length=1, keys=700, size=64, dtype="bfloat16") | {"key_value_seq_lengths": np.array([0, 700])}
+    out, lse = jaxsoftmax.dot_product_attention(**given, return_residual=True)
+    assert plans[0].splits > 1
+    assert not np.any(np.asarray(out[0], np.float32))
+    assert np.all(lse[0] == -np.inf)
+    assert np.all(np.isfinite(lse[1]))
+
+
+# How many splits.
+
+CALLS = st.integers(1, 3000), st.integers(1, 5000), st.sampled_from([1, 78, 114, 132]), st.booleans()
+
+
+@brute_force
+@given(*CALLS)
+def test_splits_are_alike_and_none_is_empty(tiles, blocks, multiprocessors, is_ragged):
+    splits = decode.splits_for(tiles, blocks, multiprocessors, is_ragged)
+    size = math.ceil(blocks / splits)
+    assert 1 <= splits <= decode.MAX_SPLITS
+    assert (splits - 1) * size < blocks <= splits * size
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys", "splits"),
+    [
+        (8, 4096, 16),
+        (8, 32768, 16),
+        (8, 131072, 16),
+        (256, 4096, 1),
+        (1024, 4096, 1),
+        (1, 32768, 64),
+        (132, 32768, 1),
+        (8, 128, 1),
+    ],
+)
+def test_splits_of_common_calls(tiles, keys, splits):
+    assert decode.splits_for(tiles, keys // 128, 132, False) == splits
+
+
+# Lowered for CUDA.
+
+SIZES = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 72)]
+NAMES = [name for name in lowering.FEATURES if name != "dropout"]
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=lambda index: NAMES[index])
+def test_every_feature_lowers_for_cuda(index):
+    lengths, dtype = [(1, 4096), (3, 301)][index % 2], ["bfloat16", "float16", "float32"][index % 3]
+    sizes = SIZES[index % 2] if dtype == "float32" else SIZES[index % 5]
+    given, options = lowering.with_features([NAMES[index]], sizes, lengths, dtype)
+    lowering.lower(given, **options)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [*((own, "bfloat16") for own in SIZES), (SIZES[1], "float32")], ids=str)
+def test_everything_at_once_lowers_for_cuda(sizes, dtype):
+    names = [name for name in lowering.EVERYTHING if name != "dropout"]
+    given, options = lowering.with_features(names, sizes, (3, 301), dtype)
+    lowering.lower(given | {"query_offset": lowering.shaped(2, dtype="int32")}, **options)
+
+
+def test_every_configuration_is_lowered_and_fits():
+    every = {8, 16, 64, 80, 128, 192, 256}
+    for dtype, most in (("bfloat16", 256), ("float32", 128)):
+        found = {}
+        for sizes in itertools.product(*[sorted(size for size in every if size <= most)] * 2):
+            found[decode.config_for(*sizes, dtype)] = sizes
+        for config, sizes in found.items():
+            given, _ = lowering.with_features([], sizes, (1, 4096), dtype)
+            text = lowering.lower(given)
+            assert "attention_forward_mosaic" in text, config
+
+
+def merged_operands(batch, keys=4096):
+    return [lowering.shaped(batch, *shape) for shape in ((1, 8, 128), (keys, 2, 128), (keys, 2, 128))]
+
+
+def test_one_kernel_runs_and_xla_merges_the_states():
+    attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
+    few, many = (kernels.lowered_for_cuda(attend, *merged_operands(batch)) for batch in (1, 66))
+    assert [kernels.kernel_names(text) for text in (few, many)] == [[lowering.NAME]] * 2
+    assert "exponential" in few
+    assert "exponential" not in many
+
+
+@pytest.mark.parametrize(("length", "heads", "rate"), [(65, 2, 0.0), (9, 16, 0.0), (1, 2, 0.5)])
+def test_others_go_to_the_kernel_for_many(length, heads, rate):
+    query, key = lowering.shaped(1, length, heads, 64), lowering.shaped(1, 4096, 2, 64)
+    assert not decode.serves(query, key, rate)
+
+
+def test_plans_of_few_queries_have_as_many_costs_as_splits():
+    static = {"batch": (2,), "query": (12, 2, 64), "key": (1000, 2, 64), "names": frozenset(), "value_size": 64}
+    options = {"scale": 1.0, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0}
+    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16), rows_of=3, splits=4)
+    assert plan.costs() == (1, 1, 1, 1)
+    assert Plan(**static, **options | {"window": (None, None)}, config=plan.config, rows_of=3, splits=4).costs() == (2,) * 4
+    assert plan.count == 2 * 2 * 4
+
+
+# Natively.
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_native_bits_of_a_sequence_do_not_depend_on_the_others(splits, monkeypatch):
+    if splits:
+        monkeypatch.setattr(decode, "splits_for", lambda *args: splits)
+    shapes = [(5, 2, 8, 128), (5, 3000, 2, 128), (5, 3000, 2, 128)]
+    attend = jax.jit(functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic", is_causal=True))
+
+    def given(seed):
+        rng = np.random.default_rng(seed)
+        arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+        return arrays, rng.integers(0, 3001, 5), rng.integers(0, 3001, 5)
+
+    (arrays, lengths, offset), (others, *of_others) = given(1), given(2)
+    own = attend(*arrays, key_value_seq_lengths=lengths, query_offset=offset)
+    for place in range(5):
+        mixed = [other.at[place].set(array[place]) for array, other in zip(arrays, others, strict=True)]
+        for mine, other in zip((lengths, offset), of_others, strict=True):
+            other[place] = mine[place]
+        found = attend(*mixed, key_value_seq_lengths=of_others[0], query_offset=of_others[1])
+        np.testing.assert_array_equal(found[place], own[place])
