@@ -4,6 +4,7 @@ python -m benchmarks softmax               measure, print, and append to results
 python -m benchmarks softmax_sweep         likewise, softmax over 64 widths drawn at random
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
+python -m benchmarks decoding              likewise, attention of a few queries to the keys of a cache
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
@@ -25,6 +26,7 @@ from benchmarks import (
     bars,
     clock,
     cross_entropy,
+    decoding,
     first_call,
     harness,
     linear_cross_entropy,
@@ -41,6 +43,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax_sweep": sweep.cells,
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
+    "decoding": decoding.cells,
     "cross_entropy": cross_entropy.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
     "first_call": first_call.cells,

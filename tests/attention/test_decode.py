@@ -189,10 +189,17 @@ def test_one_kernel_runs_and_xla_merges_the_states():
     assert "exponential" not in many
 
 
-@pytest.mark.parametrize(("length", "heads", "rate"), [(65, 2, 0.0), (9, 16, 0.0), (1, 2, 0.5)])
-def test_others_go_to_the_kernel_for_many(length, heads, rate):
-    query, key = lowering.shaped(1, length, heads, 64), lowering.shaped(1, 4096, 2, 64)
-    assert not decode.serves(query, key, rate)
+@pytest.mark.parametrize(
+    ("length", "heads", "rate", "is_few"), [(64, 2, 0.0, True), (65, 2, 0.0, False), (9, 16, 0.0, False), (1, 2, 0.5, False)]
+)
+def test_which_kernel_a_call_goes_to(length, heads, rate, is_few, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        decode, "attention", lambda *args, **options: found.append(decode) or forward.attention(*args, **options)
+    )
+    given = lowering.operands(length=length, heads=heads) | {"dropout_rng": lowering.shaped(2, dtype="uint32")}
+    lowering.lower(given, dropout_rate=rate)
+    assert bool(found) == is_few
 
 
 def test_plans_of_few_queries_have_as_many_costs_as_splits():

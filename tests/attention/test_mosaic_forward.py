@@ -28,7 +28,7 @@ from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import mosaic
 from jaxsoftmax.ops.attention.mosaic import forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Operand, batch_index
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, Operand, batch_index
 
 from .. import cases, kernels, oracle
 from . import oracle as attention_oracle
@@ -620,8 +620,8 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
 @given(st.integers(1, 16), st.integers(1, 4), lengths, st.tuples(sides, sides), st.integers(1, 12), st.data())
 def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, group, keys, window, most_splits, data):
     config = Config(1, 64, 2)
-    size = -(-(-(-keys // 64)) // most_splits)  # key blocks of a split
-    splits = -(-(-(-keys // 64)) // size)
+    size = math.ceil(math.ceil(keys / 64) / most_splits)  # key blocks of a split
+    splits = math.ceil(math.ceil(keys / 64) / size)
     arrays, offset = {}, data.draw(offsets)
     arrays["query_offset"] = np.asarray([offset], np.int32)
     arrays["query_lengths"] = np.asarray([data.draw(st.integers(0, queries))], np.int32)

@@ -22,6 +22,7 @@ from benchmarks import (
     bars,
     check,
     cross_entropy,
+    decoding,
     first_call,
     harness,
     linear_cross_entropy,
@@ -42,6 +43,7 @@ CELLS = {cell.name: cell for cell in softmax.cells()}
 SWEEP = {cell.name: cell for cell in sweep.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
+DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
@@ -235,6 +237,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("softmax_sweep", SWEEP),
         ("attention", ATTENTION),
         ("attention_gradients", GRADIENTS),
+        ("decoding", DECODING),
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
         ("first_call", FIRST_CALLS),
@@ -599,7 +602,7 @@ def kinds(*suites):
 
 def test_all_cells_run_on_what_is_asked_for(asked_for):
     asked_for("mosaic")
-    for cell in kinds(CELLS, ATTENTION, GRADIENTS, LOSSES, LINEAR):
+    for cell in kinds(CELLS, ATTENTION, GRADIENTS, DECODING, LOSSES, LINEAR):
         (ours,) = [contender for contender in cell.contenders if contender.name == OURS]
 
         def program(key, cell=cell, ours=ours):
@@ -722,6 +725,23 @@ def test_cells_of_attention_run(options, pass_):
     assert row.flops > 0
     assert row.tflops == pytest.approx(row.flops / row.us / 1e6)
     assert row.copy_share is None
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"queries": 4}, {"ragged": True}, {"causal": True, "queries": 5}, {"dtype": "float32"}], ids=str
+)
+def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
+    cell = decoding.cell_of(decoding.Step(3, 50, heads=4, key_heads=2, head_size=16, **more))
+    run, rows, _ = measured(cell, peers=frozenset())
+    assert not run.problems
+    (row,) = rows
+    assert 0 < row.error <= 1
+    assert row.bytes == cell.bytes
+    inputs = cell.inputs(jax.random.key(0), True)
+    output = jax.jit(cell.contenders[0].build())(*inputs)
+    assert check.errors(cell, cell.contenders[0], inputs, output)[0] <= 1
+    query, *others = inputs
+    assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
 
 
 @pytest.mark.parametrize("options", ["value_size=128", "causal=1 window=32", "mask=causal", "bias=1xNxTxS", "key_lengths=1"])

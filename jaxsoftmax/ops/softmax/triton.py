@@ -83,7 +83,7 @@ class Config:
 # for memory.
 _SEVERAL = {1: 2048, 2: 1024}
 _NARROW = 1024  # columns of rows of which a warp has whole ones
-_WHOLE = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
+_WHOLE: dict[tuple[Any, int], int] = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
 _WHOLE |= {("log_softmax_jvp", 4): 32768, ("log_softmax_vjp", 2): 8192}
 
 # Columns of rows that two tiles hold, at most, and the warps of a tile: the larger it is, the fewer rows are under way, and the

@@ -13,6 +13,7 @@ arXiv:1805.02867, section 3.1.
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 
 from jaxsoftmax import online
@@ -22,13 +23,9 @@ from jaxsoftmax.ops.attention.mosaic import forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
 from jaxsoftmax.ops.attention.mosaic.operands import static_of
 
+MAX_ROWS = ROWS  # of a key head: they are one tile of one consumer warpgroup
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
-
-
-def serves(query, key, dropout_rate: float) -> bool:
-    """Whether the rows of a key head are one tile, of one consumer warpgroup. Dropout is not for decoding."""
-    return query.shape[-3] * query.shape[-2] // key.shape[-2] <= ROWS and not dropout_rate
 
 
 def config_for(head_size: int, value_size: int, dtype) -> Config:
@@ -111,6 +108,6 @@ def _merged(out, lse, dtype):
     states = [online.State(lse[:, i], jnp.ones_like(lse[:, i]), out[:, i]) for i in range(lse.shape[1])]
     m = functools.reduce(jnp.maximum, lse.swapaxes(0, 1))
     states = [online.rescale(state, m) for state in states]
-    d, o = (functools.reduce(jnp.add, parts) for parts in ([s.d for s in states], [s.o for s in states]))
-    state = online.finish(online.State(m, d, o))
-    return state.o.astype(dtype), state.m
+    sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *states)
+    state = online.finish(sums._replace(m=m))
+    return jnp.asarray(state.o, dtype), state.m

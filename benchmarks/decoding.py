@@ -1,0 +1,150 @@
+"""The cells of decoding: attention of one query, or a few, for each sequence, to the keys of a cache.
+
+The shape is that of the queries, `[batch, queries, heads, size]`. `bytes` are those of keys and values, as many as lengths
+say: what a step cannot do without reading. `flops` are those of both products. A sequence, and the heads of a key head,
+are checked.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cells import OURS, Cell, Contender, library
+from benchmarks.softmax import ELEMENTS, copy_cell
+from tests.attention import oracle
+
+CHUNK = 512  # queries of a part of a prompt
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a cell computes.
+
+    Attributes:
+      batch, queries, heads, key_heads, keys, head_size: the sizes.
+      ragged: whether sequences have different lengths, from 1 to all keys.
+      causal: whether the queries are the last ones of each sequence, and see no key behind their own.
+      dtype: of the operands.
+    """
+
+    batch: int
+    keys: int
+    queries: int = 1
+    heads: int = 32
+    key_heads: int = 8
+    head_size: int = 128
+    ragged: bool = False
+    causal: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of query, key and value."""
+        of_keys = self.batch, self.keys, self.key_heads, self.head_size
+        return [(self.batch, self.queries, self.heads, self.head_size), of_keys, of_keys]
+
+    @property
+    def options(self) -> str:
+        words = {"causal": self.causal, "keys": self.keys, "kv_heads": self.key_heads, "ragged": self.ragged}
+        return " ".join(f"{name}={value:d}" for name, value in words.items() if value)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many keys each sequence has."""
+        if not self.ragged:
+            return np.full(self.batch, self.keys)
+        return np.random.default_rng(0).integers(1, self.keys + 1, self.batch)
+
+    def arguments(self, lengths: Any = None) -> dict[str, Any]:
+        """The keyword arguments of `jaxsoftmax.dot_product_attention`."""
+        given: dict[str, Any] = {} if lengths is None else {"key_value_seq_lengths": lengths}
+        return given | ({"is_causal": True, "query_offset": self.keys - self.queries} if self.causal else {})
+
+
+def cells(scale: int = 1) -> list[Cell]:
+    """All cells, with so many times fewer keys: a copy, with which the others are compared, and steps."""
+    steps = (replace(step, keys=max(step.keys // scale, step.queries)) for step in _steps())
+    return [copy_cell("bfloat16", ELEMENTS // scale), *map(cell_of, steps)]
+
+
+def _steps() -> Iterator[Step]:
+    for heads, key_heads in ((32, 8), (64, 8), (16, 16)):
+        for batch in (32, 128):
+            yield from (Step(batch, keys, heads=heads, key_heads=key_heads) for keys in (4096, 32768))
+    yield from (Step(1, keys) for keys in (4096, 32768, 131072))
+    yield from (Step(batch, keys, queries=4) for batch in (32, 1) for keys in (4096, 32768))
+    for size in (64, 256):
+        yield from (Step(batch, keys, head_size=size) for batch in (32, 1) for keys in (4096, 32768))
+    yield Step(32, 5000)
+    yield Step(3, 20001)
+    yield Step(64, 32768, ragged=True)
+    yield Step(8, 4096, dtype="float32")
+    yield from (Step(1, 32768, queries=CHUNK, causal=causal) for causal in (False, True))
+
+
+def cell_of(step: Step) -> Cell:
+    itemsize = jnp.dtype(step.dtype).itemsize
+    read = 2 * int(step.lengths.sum()) * step.key_heads * step.head_size
+    hidden = step.queries * (step.queries - 1) // 2 if step.causal else 0
+    pairs = step.queries * int(step.lengths.sum()) - step.batch * hidden
+    return Cell(
+        "decoding",
+        "forward",
+        step.dtype,
+        step.shapes[0],
+        step.options,
+        read * itemsize,
+        functools.partial(_inputs, step),
+        tuple(_contenders(step)),
+        _no_truth,
+        flops=4 * pairs * step.heads * step.head_size,
+        sample=functools.partial(_sample, step),
+    )
+
+
+def _no_truth(*rows):
+    raise AssertionError("decoding is compared by `sample`")
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "dtype"))
+def _operands(key, hurtful, shapes, dtype):
+    """Standard normals, queries 16 times as large if `hurtful`."""
+    arrays = [jax.random.normal(own, shape, dtype) for own, shape in zip(jax.random.split(key, 3), shapes, strict=True)]
+    return (jnp.where(hurtful, 16 * arrays[0], arrays[0]), *arrays[1:])
+
+
+def _inputs(step: Step, key, hurtful: bool) -> tuple[Any, ...]:
+    operands = _operands(key, hurtful, tuple(step.shapes), step.dtype)
+    return (*operands, jnp.asarray(step.lengths, jnp.int32)) if step.ragged else operands
+
+
+def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
+    """The heads of a key head of the last sequence, the first and the last queries, and the truth of them."""
+    group, last = step.heads // step.key_heads, step.batch - 1
+    key_head = step.key_heads // 2
+    heads, at = slice(key_head * group, (key_head + 1) * group), np.unique([0, 1, step.queries // 2, -1 % step.queries])
+    at = at[at < step.queries]
+    query, key, value = (np.asarray(array[last:]) for array in inputs[:3])
+    seen = np.arange(step.keys) < step.lengths[last]
+    if step.causal:
+        seen = seen & (np.arange(step.keys) <= step.keys - step.queries + at[:, None])
+    operands = query[:, at, heads], key[:, :, key_head : key_head + 1], value[:, :, key_head : key_head + 1]
+    mask = np.broadcast_to(seen, (len(at), step.keys))
+    product = oracle.THREE_PRODUCTS if step.dtype == "float32" else 0.0
+    return [(np.asarray(output[last:])[:, at, heads], oracle.attention(*operands, mask=mask, product=product)[0])]
+
+
+def _contenders(step: Step) -> Iterator[Contender]:
+    yield Contender(OURS, lambda: lambda q, k, v, *more: library.dot_product_attention(q, k, v, **step.arguments(*more)))
+    if step.ragged or step.causal:
+        return
+    yield Contender("jax.nn", lambda: functools.partial(jax.nn.dot_product_attention, implementation="xla"))
+    if step.dtype != "float32":
+        # Alone, as it captures a CUDA graph when it is built, which what others start at that time breaks.
+        cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        yield Contender("cudnn", lambda: cudnn, alone=True)
