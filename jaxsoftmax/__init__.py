@@ -2,7 +2,7 @@
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dispatch import explain
-from jaxsoftmax.ops.attention.api import dot_product_attention
+from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, update_pages
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 
@@ -14,6 +14,8 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
+    "paged_attention",
     "softmax",
+    "update_pages",
 ]
 __version__ = "0.1.0"

@@ -41,6 +41,11 @@ def played(plan, given, target):
         return np.expand_dims(array, [axis for axis in (1, 2, 3) if axis not in axes]) if len(axes) < 3 else array
 
     (rows, heads, _), keys = plan.query, plan.key[0]
+    if plan.page:
+        table = np.clip(whole("page_table", 3), 0, plan.pages - 1)[:, 0, 0]
+        for name in ("key", "value"):
+            pages = named[f"{name}_pages"].reshape(plan.pages, *named[f"{name}_pages"].shape[-3:])
+            named[name] = pages[table].reshape(*plan.batch, -1, *pages.shape[2:])
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
     scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
     if plan.soft_cap is not None:
@@ -74,9 +79,8 @@ def played(plan, given, target):
     return jnp.asarray(out, jnp.float32 if plan.splits > 1 else given["query"].dtype), jnp.asarray(lse, jnp.float32)
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel."""
+def play(monkeypatch, **more):
+    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel; `more` are options."""
     found = []
 
     def run(plan, given, target):
@@ -85,11 +89,16 @@ def plans(monkeypatch):
 
     def bind(_, operands, *, return_lse, precision, deterministic, implementation, **options):
         del return_lse, precision, deterministic, implementation
-        return decode.attention(operands, target=HOPPER, **options)
+        return decode.attention(operands, target=HOPPER, **options, **more)
 
     monkeypatch.setattr(forward, "run", run)
     monkeypatch.setattr(api, "bind", bind)
     return found
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    return play(monkeypatch)
 
 
 @pytest.mark.parametrize("feature", FEW)

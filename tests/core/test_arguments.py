@@ -110,6 +110,7 @@ ATTENTION = {
     "query_seq_lengths": {"None", "ints"},
     "key_value_seq_lengths": {"None", "ints"},
     "local_window_size": {"None", "an int", "a huge int", "ints", "0-d int", "0-d int of JAX"},
+    "query_offset": {"None", "an int", "ints", "0-d int", "0-d int of JAX"},
     "query_segment_ids": {"None"},
     "key_value_segment_ids": {"None"},
     "logits_soft_cap": {"None", "an int", "a float", "a long double", "0-d int", "0-d int of JAX"},
@@ -131,6 +132,13 @@ FLAX = {name: ATTENTION[name] for name in inspect.signature(attention_fn).parame
     "promote_dtype": {"None"} | FUNCTIONS,
 }
 OPERANDS = {name: set() for name in QKV}
+PAGES = dict.fromkeys(("key_pages", "value_pages"), np.zeros((5, 3, 4, 8), np.float32)) | {
+    "page_table": np.zeros((2, 2), np.int32)
+}
+PAGED = {"query": Q} | PAGES | {"lengths": np.ones(2, np.int32)}
+OF_PAGED = ("bias", "mask", "scale", "is_causal", "local_window_size", "query_offset", "logits_soft_cap", "sinks", "precision")
+OF_PAGED = {name: ATTENTION[name] for name in (*OF_PAGED, "implementation", "return_residual")} | {"lengths": {"ints"}}
+WRITTEN = PAGES | {"key": Q, "value": Q, "positions": np.ones(2, np.int32)}
 ROPE = {"input_positions": {"None"} | NUMBERS | BOOLS | {"a traced float", "a traced bool"}, "rope": FUNCTIONS}
 
 
@@ -143,6 +151,8 @@ CALLS = {
     "log_softmax": (jaxsoftmax.log_softmax, {"x": X}, SOFTMAX),
     "logsumexp": (jaxsoftmax.logsumexp, {"a": X}, LOGSUMEXP),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
+    "paged_attention": (jaxsoftmax.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
+    "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}}),
     "attention_fn": (attention_fn, QKV, OPERANDS | FLAX),
     "attention_fn_with_rope": (attention_fn_with_rope, QKV | {"rope": lambda x, _=None: x}, OPERANDS | ROPE),
     "explain": (

@@ -56,6 +56,7 @@ def call(op: str, x, **options):
     """A public function, of one array and labels, or of the same one as often as it takes some."""
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
+    others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
     if op == "linear_cross_entropy":
         options |= {"class_axis": 0, "reduction": "none"}
         options.pop("axis", None)
@@ -108,7 +109,7 @@ def test_every_dtype_of_the_support_matrix_runs(row):
 
 
 def test_the_support_matrix_lists_every_implementation_and_op_once():
-    ops = [name for name in jaxsoftmax.__all__ if name not in ("explain", "online")]
+    ops = [name for name in jaxsoftmax.__all__ if name not in ("explain", "online", "update_pages")]
     expected = [(name, op) for op in ops for name in dispatch.implementations[folder(op)]]
     assert sorted((name, op) for name, op, *_ in ROWS) == sorted(expected)
 

@@ -1,6 +1,7 @@
 """What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ from jax import lax
 
 from jaxsoftmax._core.operands import Operand
 
-# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), and 2 for the
-# two words of a seed.
+# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 2 for the two
+# words of a seed, pages P of so many keys each, and M for the pages of a sequence.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
+_PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M"}
 
 
 def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
@@ -21,6 +23,8 @@ def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
 
 
 OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)
+_OTHERS = ("bias", "mask", "key_lengths", "query_offset", "sinks")
+PAGED_OPERANDS = _records({name: (_OPERANDS | _PAGED)[name] for name in ("query", *_PAGED, *_OTHERS)})
 
 # The operands that have tangents and cotangents, those tangents, and the cotangents of the results.
 MOVING = {operand.name: operand for operand in OPERANDS if operand.name in ("query", "key", "value", "bias", "sinks")}
@@ -28,7 +32,7 @@ TANGENTS = tuple(operand.called(f"d_{name}") for name, operand in MOVING.items()
 COTANGENTS = tuple(result.called(f"d_{result.name}") for result in RESULTS)
 
 AXES = _OPERANDS | _RESULTS
-AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)}
+AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)} | _PAGED
 
 
 def batch_of(arrays) -> tuple[int, ...]:
@@ -37,13 +41,37 @@ def batch_of(arrays) -> tuple[int, ...]:
     return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there))
 
 
+def without_pages(given):
+    """Operands in which keys and values follow each other in the order of a page table, as dot_product_attention takes them.
+
+    Numbers of pages are clipped to those that there are.
+    """
+    table, found = given["page_table"], {name: array for name, array in given.items() if name not in _PAGED}
+    for name in ("key", "value"):
+        *batch, count, page, heads, size = given[f"{name}_pages"].shape
+        first = count * lax.iota(jnp.int32, math.prod(batch)).reshape(*batch, 1)  # of the pages of a batch entry
+        pages = given[f"{name}_pages"].reshape(-1, page, heads, size)[jnp.clip(table, 0, count - 1) + first]
+        found[name] = pages.reshape(*pages.shape[:-4], -1, heads, size)
+    return found
+
+
+def types_without_pages(types):
+    """The types of `without_pages`, of the types of operands, of which some may be None."""
+    there = {name: kind for name, kind in types.items() if kind is not None}
+    return dict.fromkeys(types) | jax.eval_shape(
+        without_pages, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in there.items()}
+    )
+
+
 def without_offset(given, window):
     """Operands and a window of the same meaning in which no query has an offset: a mask hides what the window did."""
     if "query_offset" not in given:
         return given, window
     given, (left, right) = dict(given), window
-    position = given.pop("query_offset")[..., None, None, None] + lax.iota(jnp.int32, given["query"].shape[-3])[:, None]
-    key, terms = lax.iota(jnp.int32, given["key"].shape[-3]), [given[name] for name in ("mask",) if name in given]
+    ones, terms = (1,) * (given["query"].ndim - 2), [given[name] for name in ("mask",) if name in given]
+    row = lax.broadcasted_iota(jnp.int32, (*ones, given["query"].shape[-3], 1), len(ones))
+    key = lax.broadcasted_iota(jnp.int32, (*ones, 1, given["key"].shape[-3]), len(ones) + 1)
+    position = given.pop("query_offset")[..., None, None, None] + row
     terms += [] if left is None else [key >= position - left]
     terms += [] if right is None else [key <= position + right]
     return given | {"mask": functools.reduce(jnp.logical_and, terms)}, (None, None)

@@ -228,6 +228,231 @@ def dot_product_attention(
     return (out, residual) if return_residual else out
 
 
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    query_offset: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    implementation: str | None = None,
+    precision: lax.PrecisionLike = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention to keys and values in pages, which a table puts in order: a cache that sequences of any lengths share.
+
+    It is `dot_product_attention` of `key = key_pages[page_table]`, its first two axes flattened, and of values likewise, with
+    `key_value_seq_lengths=lengths`; key `i` of a sequence is in page `page_table[..., i // page]`, at `i % page`. Where queries
+    are few, kernels read pages where they are; elsewhere, and where it is differentiated, keys and values are gathered.
+
+    Args:
+      query: `[*batch, T, N, H]`, as for `dot_product_attention`.
+      key_pages: `[pages, page, K, H]`, of the dtype of query: pages of so many keys each, of all sequences.
+      value_pages: `[pages, page, K, Hv]`, likewise.
+      page_table: integers `[*batch, M]`: the pages of each sequence, in their order. Numbers below 0 or beyond the last page
+        count as the first and the last page: nothing outside is read. Those of pages from `lengths` on have no effect.
+      lengths: integers `[*batch]`: how many keys each sequence has, new ones included; at most `M * page` are seen.
+      bias: floating, broadcast to `[*batch, N, T, M * page]`.
+      mask: boolean, likewise.
+      scale: as for `dot_product_attention`, as are all others but `query_offset`.
+      is_causal: whether a query sees no key after its own position.
+      local_window_size: how many keys before and after its own position a query sees.
+      query_offset: integers `[*batch]`, or one for all: the position of the first query. None for `lengths - T`: queries are
+        the last tokens.
+      logits_soft_cap: a concrete positive number.
+      sinks: floating `[N]`.
+      implementation: None for the best one, or the name of the one that must run.
+      precision: of the products of float32 operands.
+      return_residual: whether to return the log-sum-exp of the scores too.
+
+    Returns:
+      `[*batch, T, N, Hv]` in the dtype of `query`; with `return_residual`, a pair of it and the log-sum-exp, `[*batch, T, N]`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention`.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180.
+    """
+    name = "paged_attention"
+    dispatch.check_implementation("attention", name, implementation)
+    is_causal, return_residual = arguments.flags(name, is_causal=is_causal, return_residual=return_residual)
+    query = arguments.array(name, "query", query, "floating")
+    if query.dtype.name not in DTYPES:
+        raise TypeError(f"{name}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
+    if query.ndim < 3 or 0 in query.shape[-2:]:
+        raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
+    batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
+    key_pages, value_pages = pages_of(name, key_pages=key_pages, value_pages=value_pages)
+    if key_pages.dtype != query.dtype:
+        raise TypeError(f"{name}: key_pages must have the dtype of query, got {key_pages.dtype} and {query.dtype}")
+    if key_pages.shape[-1] != size or heads % key_pages.shape[-2]:
+        raise ValueError(
+            f"{name}: key_pages must have the head size of query, and a number of heads that divides that of query,"
+            f" got shapes {key_pages.shape} and {query.shape}"
+        )
+    table = table_of(name, page_table, batch)
+    keys = table.shape[-1] * key_pages.shape[-3]
+    lengths = _lengths("lengths", lengths, batch, name)
+    operands = {"query": query, "page_table": table, "key_lengths": lengths}
+    ones = (1,) * len(batch)
+    operands |= {
+        "key_pages": key_pages.reshape(*ones, *key_pages.shape),
+        "value_pages": value_pages.reshape(*ones, *value_pages.shape),
+    }
+    for which, array, kind in (("bias", bias, "floating"), ("mask", mask, "boolean")):
+        if array is not None:
+            operands[which] = scores_like(which, arguments.array(name, which, array, kind), (*batch, heads, length, keys), name)
+    if sinks is not None:
+        operands["sinks"] = lax.expand_dims(_of_shape("sinks", sinks, "floating", (heads,), "[N]", name), range(len(batch)))
+    window = _window(local_window_size, is_causal, length, keys, True, name)
+    if query_offset is not None:
+        query_offset = _offset(query_offset, batch, name)
+    if window != (None, None):
+        operands["query_offset"] = lengths - length if query_offset is None else query_offset
+    out, *lse = bind(
+        primitive.PAGED,
+        operands,
+        return_lse=return_residual,
+        scale=1 / math.sqrt(size) if scale is None else _scale(scale, query.dtype, name),
+        window=window,
+        soft_cap=None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, accumulator(query.dtype)),
+        precision=_precision(precision, name),
+        deterministic=_xla_is_deterministic(),
+        implementation=implementation,
+    )
+    return (out, jnp.swapaxes(lse[0], -1, -2)) if lse else out
+
+
+def update_pages(
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    positions: ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Pages in which the keys and values of new tokens are written; in place where the pages are donated.
+
+    Under `jax.jit(..., donate_argnums=...)`, or in a loop that carries the pages, nothing but the new tokens is written.
+
+    Args:
+      key_pages: `[pages, page, K, H]`.
+      value_pages: `[pages, page, K, Hv]`, of the same dtype.
+      key: `[*batch, T, K, H]`, of T new tokens of each sequence; cast to the dtype of the pages.
+      value: `[*batch, T, K, Hv]`, likewise.
+      page_table: integers `[*batch, M]`, as `paged_attention` takes it.
+      positions: integers `[*batch]`: that of the first new token of each sequence, how many keys it had.
+
+    Returns:
+      The two arrays of pages. Tokens whose position is below 0 or from `M * page` on, or whose page does not exist, are left
+      out. Where two tokens have the same place, one of them is there.
+
+    Raises:
+      TypeError: an argument is no array of the right kind.
+      ValueError: an argument has a shape that does not fit.
+    """
+    name = "update_pages"
+    key_pages, value_pages = pages_of(name, key_pages=key_pages, value_pages=value_pages)
+    key, value = (arguments.array(name, which, array, "floating") for which, array in (("key", key), ("value", value)))
+    count, page = key_pages.shape[:2]
+    for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
+        if array.ndim < 3 or array.shape[-2:] != pages.shape[-2:]:
+            raise ValueError(f"{name}: {which} must have the axes [*batch, T, *{pages.shape[-2:]}], got shape {array.shape}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
+    batch, length = key.shape[:-3], key.shape[-3]
+    table, first = table_of(name, page_table, batch), _lengths("positions", positions, batch, name)
+    at = first[..., None] + lax.broadcasted_iota(np.int32, (*batch, length), len(batch))
+    inside = (at >= 0) & (at < table.shape[-1] * page)
+    numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
+    numbers = jnp.where(inside & (numbers >= 0), numbers, count)  # beyond the last page: such updates are dropped
+    place = numbers, at % page
+    key_pages = key_pages.at[place].set(key.astype(key_pages.dtype), mode="drop")
+    return key_pages, value_pages.at[place].set(value.astype(value_pages.dtype), mode="drop")
+
+
+def pages_of(function: str, **arrays: ArrayLike) -> list[jax.Array]:
+    """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
+    keys, values = found = [arguments.array(function, name, array, "floating") for name, array in arrays.items()]
+    for name, array in zip(arrays, found, strict=True):
+        if array.ndim != 4 or 0 in array.shape:
+            raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
+    if values.shape[:-1] != keys.shape[:-1] or values.dtype != keys.dtype:
+        raise ValueError(
+            f"{function}: value_pages must have the pages, heads and dtype of key_pages,"
+            f" got {values.dtype} {values.shape} and {keys.dtype} {keys.shape}"
+        )
+    return found
+
+
+def table_of(function: str, value: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
+    """A table of pages, `[*batch, M]`, int32."""
+    table = arguments.array(function, "page_table", value, "integers")
+    if table.ndim != len(batch) + 1 or table.shape[:-1] != batch:
+        raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
+    return _of_32_bits(table)
+
+
+def _of_32_bits(array):
+    """Integers as int32: one that int32 does not hold is as good as the next that it does."""
+    if array.dtype.itemsize > 4 or array.dtype == np.uint32:
+        limits = np.iinfo(np.int32)
+        array = jnp.clip(array, 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else limits.min, limits.max)
+    return array.astype(np.int32)
+
+
 def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     """Query, key and value, of shapes and dtypes that go together."""
     query, key, value = found = [arguments.array(_NAME, name, array, "floating") for name, array in arrays.items()]
@@ -256,40 +481,37 @@ def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     return found
 
 
-def scores_like(name, array, shape):
+def scores_like(name, array, shape, function=_NAME):
     """`array` with the axes of the scores, of which it may have size 1."""
     extra = array.ndim - len(shape)
     if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
         array = lax.squeeze(array, range(extra))
     fits = array.ndim <= len(shape) and all(own in (1, size) for own, size in zip(array.shape[::-1], shape[::-1], strict=False))
     if not fits:
-        raise ValueError(f"{_NAME}: {name} must broadcast to [*batch, N, T, S], got shape {array.shape} for {shape}")
+        raise ValueError(f"{function}: {name} must broadcast to [*batch, N, T, S], got shape {array.shape} for {shape}")
     return lax.expand_dims(array, range(len(shape) - array.ndim))
 
 
-def _of_shape(name, value, kind, shape, axes):
+def _of_shape(name, value, kind, shape, axes, function=_NAME):
     """`value` as an array of a dtype of this kind and of this shape."""
-    array = arguments.array(_NAME, name, value, kind)
+    array = arguments.array(function, name, value, kind)
     if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
         array = array.reshape(())
     if array.shape != shape:
-        raise ValueError(f"{_NAME}: {name} must have the shape {axes} = {shape}, got {array.shape}")
+        raise ValueError(f"{function}: {name} must have the shape {axes} = {shape}, got {array.shape}")
     return array
 
 
-def _lengths(name, value, batch):
-    """Lengths as int32: one that int32 does not hold is as good as the largest that it does."""
-    array = _of_shape(name, arguments.listed(_NAME, name, value), "integers", batch, "[*batch]")
-    if array.dtype.itemsize > 4 or array.dtype == np.uint32:
-        array = jnp.clip(array, 0, 2**31 - 1)
-    return array.astype(np.int32)
+def _lengths(name, value, batch, function=_NAME):
+    """Lengths as int32."""
+    return _of_32_bits(_of_shape(name, arguments.listed(function, name, value), "integers", batch, "[*batch]", function))
 
 
-def _offset(value, batch):
+def _offset(value, batch, function=_NAME):
     """An offset as int32, one for each batch entry or one for all, within what sums with lengths do not exceed."""
-    array = arguments.array(_NAME, "query_offset", arguments.listed(_NAME, "query_offset", value), "integers")
+    array = arguments.array(function, "query_offset", arguments.listed(function, "query_offset", value), "integers")
     if array.shape not in ((), batch):
-        raise ValueError(f"{_NAME}: query_offset must be one number or have the shape [*batch] = {batch}, got {array.shape}")
+        raise ValueError(f"{function}: query_offset must be one number or have the shape [*batch] = {batch}, got {array.shape}")
     if array.dtype.itemsize >= 4:
         array = jnp.minimum(array, 2**29)
         array = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, -(2**29))
@@ -318,11 +540,11 @@ def _segments(queries, keys, batch, length, keys_length):
     return {"query_segments": queries, "key_segments": keys}
 
 
-def _scale(value, dtype):
-    scale = arguments.number(_NAME, "scale", value, "; multiply the query instead")
+def _scale(value, dtype, function=_NAME):
+    scale = arguments.number(function, "scale", value, "; multiply the query instead")
     kind = jnp.finfo(accumulator(dtype))
     if not abs(scale) <= float(kind.max):
-        raise ValueError(f"{_NAME}: scale must be finite in {kind.dtype}, got {scale}")
+        raise ValueError(f"{function}: scale must be finite in {kind.dtype}, got {scale}")
     return scale
 
 
@@ -336,30 +558,30 @@ _MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
 }
 
 
-def _precision(value: Any) -> Literal["high", "highest"]:
+def _precision(value: Any, function: str = _NAME) -> Literal["high", "highest"]:
     """Whether float32 products must be those of float32, or may be made of three bfloat16 products."""
     if value is None:
         value = jax.config.jax_default_matmul_precision
     if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
         return "highest"
     several = isinstance(value, tuple | list)
-    found = [_one_precision(one) for one in (value if several else [value])]
+    found = [_one_precision(one, function) for one in (value if several else [value])]
     if several and not (len(found) == 2 and all(isinstance(one, lax.Precision) for one in found)):
-        raise ValueError(f"{_NAME}: several precisions must be two of jax.lax.Precision, got {arguments.shown(value)}")
+        raise ValueError(f"{function}: several precisions must be two of jax.lax.Precision, got {arguments.shown(value)}")
     return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in found) else "high"
 
 
-def _one_precision(value):
+def _one_precision(value, function):
     if value is None or isinstance(value, lax.Precision | lax.DotAlgorithmPreset):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{_NAME}: precision must be None, a string or one of jax.lax's, got {arguments.shown(value)}")
+        raise TypeError(f"{function}: precision must be None, a string or one of jax.lax's, got {arguments.shown(value)}")
     if value in lax.DotAlgorithmPreset.__members__:
         return lax.DotAlgorithmPreset[value]
     try:
         return lax.Precision(value)
     except ValueError:
-        raise ValueError(f"{_NAME}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
+        raise ValueError(f"{function}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
 
 
 def _with_means(out, lse, value, query_lengths):
@@ -414,19 +636,23 @@ def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: 
     return jnp.broadcast_to(seeds, shape)
 
 
-def _window(value, is_causal, length, keys, is_offset) -> tuple[int | None, int | None]:
+def _window(value, is_causal, length, keys, is_offset, function=_NAME) -> tuple[int | None, int | None]:
     """How many keys before and after its own position a query sees, None where that rules out nothing, wherever queries are."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
-        raise ValueError(f"{_NAME}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}")
+        raise ValueError(
+            f"{function}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}"
+        )
     try:
         if any(isinstance(side, bool | np.bool_) for side in sides):
             raise TypeError
         left, right = (None if side is None else operator.index(side) for side in sides)
     except TypeError:
-        raise TypeError(f"{_NAME}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}") from None
+        raise TypeError(
+            f"{function}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}"
+        ) from None
     if any(side is not None and side < 0 for side in (left, right)):
-        raise ValueError(f"{_NAME}: local_window_size must not be negative, got {arguments.shown(value)}")
+        raise ValueError(f"{function}: local_window_size must not be negative, got {arguments.shown(value)}")
     ends = (None, None) if is_offset else (length, keys)
     return _side(left, ends[0]), _side(0 if is_causal else right, ends[1])
 

@@ -10,6 +10,10 @@ All operands have the same number of batch axes in front, each of size 1 where a
 tangents may be None, for zero, and so may one of the cotangents. Parameters of all are `scale`, `window`, `soft_cap`,
 `dropout_rate`, `precision`, `deterministic` (whether derivatives must have the same bits run after run) and `implementation`;
 of the first `return_lse`, of the last `wanted`: the names of the operands whose cotangents it returns.
+
+`paged_attention` is the first with keys and values in pages, `[pages, keys, heads, size]`, and with `page_table`, the numbers
+of the pages of a sequence in their order. It has no dropout, lengths of queries or segments. Where it is differentiated, keys
+and values are gathered, and it is the first.
 """
 
 import jax
@@ -20,7 +24,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
-from jaxsoftmax.ops.attention._operands import COTANGENTS, MOVING, OPERANDS, RESULTS, TANGENTS, batch_of
+from jaxsoftmax.ops.attention._operands import (
+    COTANGENTS,
+    MOVING,
+    OPERANDS,
+    PAGED_OPERANDS,
+    RESULTS,
+    TANGENTS,
+    batch_of,
+    without_pages,
+)
 from jaxsoftmax.ops.attention.xla import summed_to
 
 # What out and lse are called where derivatives save them.
@@ -30,7 +43,7 @@ SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")
 def _types(operands, *, return_lse=True, **params):
     """The types of out and lse, or of their tangents."""
     del params
-    query, value = operands["query"], operands["value"]
+    query, value = operands["query"], operands["value"] if "value" in operands else operands["value_pages"]
     batch, (*_, length, heads, _) = batch_of(operands), query.shape
     out = jax.ShapeDtypeStruct((*batch, length, heads, value.shape[-1]), query.dtype)
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
@@ -63,6 +76,15 @@ ATTENTION_VJP = define(
         lambda operands, wanted, **params: [operands[name] for name in wanted],
         lambda wanted, **params: [MOVING[name] for name in wanted],
         linear=tuple(cotangent.name for cotangent in COTANGENTS),
+    )
+)
+PAGED = define(
+    Map(
+        "attention",
+        "paged_attention",
+        PAGED_OPERANDS,
+        _types,
+        lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
     )
 )
 
@@ -107,7 +129,17 @@ def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
     return {name: summed_to(found[name], kind.shape) for name, kind in types.items()}
 
 
+def _paged_jvp(operands, tangents, **params):
+    """That of attention to keys and values which are gathered from their pages."""
+
+    def gathered(moving):
+        return bind(ATTENTION, without_pages(operands | moving), dropout_rate=0.0, **params)
+
+    return jax.jvp(gathered, ({name: operands[name] for name in tangents},), (tangents,))
+
+
 set_jvp(ATTENTION, _attention_jvp)
+set_jvp(PAGED, _paged_jvp)
 set_transpose(ATTENTION, _attention_transpose)
 set_transpose(ATTENTION_JVP, _jvp_transpose)
 set_transpose(ATTENTION_VJP, _vjp_transpose)

@@ -14,7 +14,17 @@ import numpy as np
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import _dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, cotangents_of_rows, cotangents_of_sinks, without_offset
+from jaxsoftmax.ops.attention._operands import (
+    AXES,
+    OPERANDS,
+    PAGED_OPERANDS,
+    batch_of,
+    cotangents_of_rows,
+    cotangents_of_sinks,
+    types_without_pages,
+    without_offset,
+    without_pages,
+)
 from jaxsoftmax.ops.attention.xla import summed_to
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
@@ -31,8 +41,8 @@ def unsupported(primitive, target, operands, *, precision, deterministic, wanted
     del params
     if (reason := call.unsupported(target)) is not None:
         return reason
-    given = _given(operands)
-    is_forward = primitive == "dot_product_attention"
+    given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
+    is_forward = primitive != "dot_product_attention_vjp"
     reason = _of_types(given, precision, MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD) or _of_shapes(given)
     if reason is None and "bias" in wanted and deterministic and not _is_whole(given):
         return f"the derivative of a bias that is broadcast, of shape {given['bias'].shape}, is summed in any order"
@@ -81,7 +91,7 @@ def _is_whole(given) -> bool:
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del primitive, fused, cast, params
-    query, key = operands["query"], operands["key"]
+    query, key = operands["query"], operands.get("key") or operands["key_pages"]
     if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
         return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
     return call.not_preferred(target)
@@ -271,6 +281,14 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
     }
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
     return _run("forward", given, {"sinks": given.get("sinks")}, results, target, **options)[: 2 if return_lse else 1]
+
+
+def paged_attention(*, target, precision=None, deterministic=False, **given):
+    """Attention as in `xla.paged_attention`, of keys and values that are gathered from their pages before."""
+    del precision, deterministic
+    operands = {name: given.pop(name, None) for name in [operand.name for operand in PAGED_OPERANDS]}
+    there = without_pages({name: array for name, array in operands.items() if array is not None})
+    return dot_product_attention(target=target, dropout_rate=0.0, **there, **given)
 
 
 def dot_product_attention_vjp(

@@ -30,7 +30,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import AXES, batch_of
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, PAGED_OPERANDS, batch_of, without_pages
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -67,6 +67,14 @@ def dot_product_attention(*, return_lse=True, **given):
     state = online.finish(state)
     out = _heads_last(state.o).astype(problem["query"].dtype)
     return [out, lax.collapse(state.m, -3, -1)] if return_lse else [out]
+
+
+def paged_attention(**given):
+    """The same, of keys and values in pages."""
+    operands = {name: given.pop(name) for name in [operand.name for operand in PAGED_OPERANDS]}
+    absent = {operand.name: None for operand in OPERANDS}
+    there = without_pages({name: array for name, array in operands.items() if array is not None})
+    return dot_product_attention(**absent | there, **given, dropout_rate=0.0)
 
 
 def dot_product_attention_jvp(**given):
@@ -332,7 +340,7 @@ class _Tile:
 
 # Which axes an operand has as those of heads, rows and columns, where "1" is none.
 _GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N2": "N12", "": "111"}
-_axes = {name: _GROUPED[axes] for name, axes in AXES.items()} | {"delta": "NT1"}
+_axes = {name: _GROUPED[axes] for name, axes in AXES.items() if axes in _GROUPED} | {"delta": "NT1"}
 
 
 def _grouped(name, array, heads):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention._operands import OPERANDS, batch_of
+from jaxsoftmax.ops.attention._operands import OPERANDS, PAGED_OPERANDS, batch_of, types_without_pages, without_pages
 from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
 
 # The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
@@ -18,9 +18,9 @@ DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 
 
-def _given(named):
+def _given(named, operands=OPERANDS):
     """The operands that are there."""
-    return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
+    return {operand.name: named[operand.name] for operand in operands if named.get(operand.name) is not None}
 
 
 def lacks(primitive, operands) -> bool:
@@ -35,7 +35,7 @@ def unsupported(primitive, target, operands, *, scale, precision, deterministic,
     if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
         served = " or ".join(f"{major}.x" for major in GENERATIONS)
         return f"it needs compute capability {served}, got {target.platform} {capability}"
-    given = _given(operands)
+    given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
     reason = _of_types(given, precision) or _of_shapes(given)
     if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
@@ -83,6 +83,16 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
     kernel = few if length * heads // key_heads <= few.MAX_ROWS and not dropout_rate else many
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
+
+
+def paged_attention(*, target, precision=None, deterministic=False, return_lse=True, **given):
+    """Attention as in `xla.paged_attention`: keys and values of many queries are gathered from their pages before."""
+    del precision, deterministic
+    operands = _given({name: given.pop(name, None) for name in [operand.name for operand in PAGED_OPERANDS]}, PAGED_OPERANDS)
+    _, few, _ = GENERATIONS[target.compute_capability[0]]
+    if not few.serves_pages(**operands):
+        return dot_product_attention(target=target, return_lse=return_lse, dropout_rate=0.0, **without_pages(operands), **given)
+    return few.attention(operands, target=target, dropout_rate=0.0, **given)[: 2 if return_lse else 1]
 
 
 def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):

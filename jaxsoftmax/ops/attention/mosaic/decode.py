@@ -5,6 +5,8 @@ Where there are fewer tiles than multiprocessors, keys are split too: each split
 its output in float32, and states are merged by XLA, with what comes behind. How many splits there are follows from shapes, so
 the bits of a sequence do not depend on the others of its batch.
 
+Keys and values may be in pages: a key block is copied page by page then, from where the page table says.
+
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
 arXiv:1805.02867, section 3.1.
@@ -12,6 +14,7 @@ arXiv:1805.02867, section 3.1.
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +22,12 @@ import jax.numpy as jnp
 from jaxsoftmax import online
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
-from jaxsoftmax.ops.attention.mosaic.operands import static_of
 
 MAX_ROWS = ROWS  # of a key head: they are one tile of one consumer warpgroup
+PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
 
@@ -39,26 +43,37 @@ def config_for(head_size: int, value_size: int, dtype) -> Config:
     return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
 
 
+def serves_pages(query, key_pages, **others) -> bool:
+    """Whether pages are read where they are."""
+    del others
+    page, key_heads, _ = key_pages.shape[-3:]
+    is_few = query.shape[-3] * query.shape[-2] // key_heads <= MAX_ROWS
+    return is_few and page in PAGES and query.dtype != jnp.float32
+
+
 def attention(given, *, target, config=None, **options):
-    """`[out, lse]` as in `forward.attention`."""
-    query, value = given["query"], given["value"]
-    (length, heads, size), (keys, key_heads, value_size) = query.shape[-3:], value.shape[-3:]
+    """`[out, lse]` as in `forward.attention`, of keys and values in pages too."""
+    query, pages = given["query"], given.get("key_pages")
+    (length, heads, size), batch = query.shape[-3:], batch_of(given)
+    keys, key_heads, _ = key = (given["key"] if pages is None else pages).shape[-3:]
+    value_size, rows = given["value" if pages is None else "value_pages"].shape[-1], length * heads // key_heads
     config = config or config_for(size, value_size, query.dtype)
-    static = static_of(given) | {"query": (length * heads // key_heads, key_heads, size)}
+    if pages is not None:
+        keys *= given["page_table"].shape[-1]
+        options |= {"page": key[0], "pages": pages.shape[-4]}
+        config = replace(config, registers=(40, config.registers[1]))  # for the numbers of pages
     given = _folded(given, length, heads, key_heads)
-    rows = length * heads // key_heads
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], ROWS, config.block_kv)
     if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), ROWS, config.block_kv)) is not None:
         given["seen"] = blocks.ends(seen)
-    static["names"] = frozenset(given)
-    count = math.prod(static["batch"]) * key_heads
+    count = math.prod(batch) * key_heads
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
-    plan = Plan(**static, **options, value_size=value_size, config=config, rows_of=length, splits=splits)
+    shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
+    plan = Plan(**shapes, **options, names=frozenset(given), config=config, rows_of=length, splits=splits)
     out, lse = forward.run(plan, given, target)
     if splits > 1:
         out, lse = _merged(out.reshape(-1, splits, rows, value_size), lse.reshape(-1, splits, rows), query.dtype)
-    batch = static["batch"]
     out = out.reshape(*batch, heads, length, value_size)
     return [jnp.swapaxes(out, -2, -3), lse.reshape(*batch, heads, length)]
 

@@ -59,6 +59,8 @@ def run(plan, given, target):
     """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`, or those of splits, as `Plan` says; flat."""
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
+    for name in ("key_pages", "value_pages") if plan.page else ():
+        refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
     out_shape, dtype = (count, *((heads, length) if plan.is_folded else (length, heads)), plan.value_size), refs["query"].dtype
     if config.split:
         for name in ("query", "key", "value"):
@@ -230,26 +232,41 @@ class _Tile:
         copy = self._split if self.plan.config.split else self._copy
         size, count = self.plan.config.block_kv, high - low
 
-        def copy_block(name, i):
-            stage = self.stage(steps + i)
-            copy(name, stage, place.b, (high - 1 - i) * size, size, key_head)
+        def copy_block(name, i, pages):
+            stage, first = self.stage(steps + i), (high - 1 - i) * size
+            if pages:
+                self._copy_pages(name, stage, place.b, pages, first, key_head)
+            else:
+                copy(name, stage, place.b, first, size, key_head)
 
+        pages = self._pages(place, high - 1)
         if "k" in letters:
-            copy_block("key", 0)
+            copy_block("key", 0, pages)
         if "q" in letters:
             for consumer in range(self.plan.config.consumers):
                 copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
 
-        @pl.loop(1, count)
-        def _(i):
+        def copy_both(i, before):
+            pages = self._pages(place, high - 1 - i)
             if "k" in letters:
-                copy_block("key", i)
+                copy_block("key", i, pages)
             if "v" in letters:
-                copy_block("value", i - 1)
+                copy_block("value", i - 1, before)
+            return pages
 
+        pages = lax.fori_loop(1, count, copy_both, pages)
         if "v" in letters:
-            copy_block("value", count - 1)
+            copy_block("value", count - 1, pages)
         return steps + count
+
+    def _pages(self, place, block):
+        """The numbers of the pages of a key block, behind the last key that of the last; none where there are no pages."""
+        page, table = self.plan.page, self.operands.get("page_table")
+        if table is None:
+            return []
+        first, last = lax.div(block * self.plan.config.block_kv, jnp.int32(page)), jnp.maximum(place.lengths[1] - 1, 0)
+        places = [jnp.minimum(first + i, lax.div(last, jnp.int32(page))) for i in range(self.plan.pages_of_block)]
+        return [jnp.clip(table[place.b, at], 0, self.plan.pages - 1) for at in places]
 
     def _copy(self, name, slot, b, first, rows, head):
         """Copies rows of an operand to a slot by TMA, once it is empty."""
@@ -262,6 +279,20 @@ class _Tile:
             plgpu.copy_gmem_to_smem(own.ref.at[own.index(b)].at[*at, cols], part, full)
 
         self.copy_parts(letter, slot, copy_part)
+
+    def _copy_pages(self, name, slot, b, pages, first, head):
+        """Copies the keys of a key block, of which `first` is the first, to a slot from their pages."""
+        own, letter = self.operands[f"{name}_pages"], name[0]
+        plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
+        full, rows = self.memory[f"{letter}_full"].at[slot], min(self.plan.page, self.plan.config.block_kv)
+        start = lax.rem(first, jnp.int32(self.plan.page)) if rows < self.plan.page else 0
+        for i, number in enumerate(pages):
+            entry, into = own.index(b) * self.plan.pages + number, pl.ds(i * rows, rows)
+
+            def copy_part(cols, part, entry=entry, into=into):
+                plgpu.copy_gmem_to_smem(own.ref.at[entry].at[pl.ds(start, rows), head, cols], part.at[into], full)
+
+            self.copy_parts(letter, slot, copy_part)
 
     def at(self, name, rows, head):
         """How rows of a head are addressed: heads come first where those that share keys are folded into rows."""

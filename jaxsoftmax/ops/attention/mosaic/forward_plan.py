@@ -72,6 +72,9 @@ class Plan(Call):
       rows_of: where rows are those of all query heads that share keys, how many queries they belong to: row `i` to query
         `i % rows_of`. `query` counts such rows as T, and key heads as N, and query and output are `[..., N, T, H]` then.
       splits: into how many parts the keys are split. There are as many outputs, in float32, and log-sum-exps of each row.
+      page: how many keys a page has, where keys and values are in pages; else 0.
+      pages: how many of them there are.
+      pages_of_block: how many a key block has, or 1 where a page has several key blocks.
       is_folded: whether there is `rows_of`.
       queries: how many there are.
       blocks_of_split: key blocks of a split.
@@ -88,11 +91,14 @@ class Plan(Call):
     value_size: int
     rows_of: int | None = None
     splits: int = 1
+    page: int = 0
+    pages: int = 0
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
         self.is_folded = self.rows_of is not None
         self.queries = self.query[0] if self.rows_of is None else self.rows_of
+        self.pages_of_block = max(1, config.block_kv // self.page) if self.page else 1
         self.block_q = ROWS * config.consumers
         self.blocks_q, self.blocks_kv = pl.cdiv(length, self.block_q), pl.cdiv(keys, config.block_kv)
         self.blocks_of_split = pl.cdiv(self.blocks_kv, self.splits)
@@ -172,8 +178,8 @@ class Plan(Call):
             "v": memory(config.stages, config.block_kv, value_size, value_parts),
             "q_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.consumers),
             "q_empty": plgpu.Barrier(num_barriers=config.consumers),
-            "k_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_arrivals=value_parts, num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=head_parts * self.pages_of_block, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=value_parts * self.pages_of_block, num_barriers=config.stages),
             "k_empty": plgpu.Barrier(**everyone),
             "v_empty": plgpu.Barrier(**everyone),
         }

@@ -1,0 +1,363 @@
+"""Attention to a cache in pages, and how pages are written."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax.ops.attention.mosaic import decode
+
+from .. import cases, kernels, oracle
+from . import oracle as attention_oracle
+from . import test_decode, test_values
+from .test_mosaic_forward import NAME, shaped
+
+attend = jaxsoftmax.paged_attention
+quick = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def paged(
+    batch=(3,), length=2, heads=8, key_heads=2, size=64, page=16, pages=40, most=20, dtype="bfloat16", seed=0, value_size=None
+):
+    """The operands of a call: pages in any order, some in several sequences, and numbers of pages that there are not."""
+    rng = np.random.default_rng(seed)
+    of_keys = (pages, page, key_heads)
+    shapes = {
+        "query": (*batch, length, heads, size),
+        "key_pages": (*of_keys, size),
+        "value_pages": (*of_keys, value_size or size),
+    }
+    arrays = {name: (2 * rng.standard_normal(shape)).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
+    table = rng.integers(0, pages, (*batch, most)).astype(np.int32)
+    if most:
+        table.flat[:: 7 * most] = pages + 3
+        table.flat[1 :: 7 * most] = -2
+    lengths = rng.integers(0, most * page + 1, batch).astype(np.int32)
+    if lengths.size > 1:
+        lengths.flat[:2] = most * page + 5, 0
+    return arrays | {"page_table": table, "lengths": lengths}
+
+
+def gathered(arrays, **more):
+    """The operands of `dot_product_attention` of the same meaning."""
+    pages, table = arrays["key_pages"].shape[0], arrays["page_table"]
+    found = {"query": arrays["query"], "key_value_seq_lengths": arrays["lengths"]}
+    for name in ("key", "value"):
+        array = arrays[f"{name}_pages"][np.clip(table, 0, pages - 1)]
+        found[name] = array.reshape(*table.shape[:-1], -1, *array.shape[-2:])
+    return found | more
+
+
+def features(batch, length, heads, keys):
+    """What may be asked for, by name: arrays and options."""
+    random = test_values.random
+    return {
+        "plain": ({}, {}),
+        "causal": ({}, {"is_causal": True}),
+        "window": ({}, {"local_window_size": (50, 3)}),
+        "offset": ({"query_offset": np.full(batch, 30, np.int32)}, {"is_causal": True}),
+        "one offset": ({"query_offset": np.int32(77)}, {"local_window_size": (40, None)}),
+        "soft cap": ({}, {"logits_soft_cap": 3.0}),
+        "sinks": ({"sinks": random((heads,), "bias")}, {}),
+        "mask": ({"mask": random((*batch, 1, length, keys))}, {}),
+        "mask of keys": ({"mask": random((keys,))}, {"is_causal": True}),
+        "bias": ({"bias": random((heads, length, keys), "bias")}, {}),
+        "scale": ({}, {"scale": 0.3}),
+    }
+
+
+FEATURES = list(features((1,), 1, 1, 16))
+
+
+def check(arrays, feature, name="xla", call=attend):
+    """Holds a call to float64."""
+    batch, (length, heads) = arrays["lengths"].shape, arrays["query"].shape[-3:-1]
+    keys = arrays["page_table"].shape[-1] * arrays["key_pages"].shape[1]
+    more, options = features(batch, length, heads, keys)[feature]
+    results = call(**arrays, **more, **options, return_residual=True)
+    moves = "is_causal" in options or "local_window_size" in options
+    last = {"query_offset": arrays["lengths"].astype(np.int64) - length} if moves else {}
+    test_values.assert_right(name, results, gathered(arrays, **last | more), options)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_reference(feature, dtype):
+    check(paged(dtype=dtype, size=16), feature, call=functools.partial(attend, precision="highest"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": ()},
+        {"batch": (2, 2)},
+        {"page": 1},
+        {"page": 5, "pages": 1},
+        {"most": 1},
+        {"length": 9, "key_heads": 8},
+        {"value_size": 24},
+        {"length": 0},
+        {"most": 0},
+    ],
+    ids=str,
+)
+def test_sizes(sizes):
+    check(paged(**{"dtype": "float32", "size": 16} | sizes), "causal", call=functools.partial(attend, precision="highest"))
+
+
+@pytest.mark.parametrize(
+    ("feature", "page"), [*((feature, 16) for feature in FEATURES), *(("causal", page) for page in (8, 128, 256))]
+)
+def test_the_kernel_as_numpy_plays_it(feature, page, monkeypatch):
+    plans = test_decode.play(monkeypatch, dropout_rate=0.0)
+    check(paged(page=page, most=1 + 1000 // page), feature, "mosaic")
+    (plan,) = plans
+    assert plan.page == page
+    assert plan.pages_of_block == max(1, plan.config.block_kv // page)
+    assert plan.splits > 1
+
+
+# Transformations.
+
+
+def test_derivatives_are_those_of_gathered_keys():
+    arrays = paged(dtype="float32", size=16)
+    moving = {name: arrays.pop(name) for name in ("query", "key_pages", "value_pages")}
+
+    def loss(moving):
+        return jnp.sum(attend(**moving, **arrays, is_causal=True) ** 2)
+
+    def gathered_loss(moving):
+        given = gathered(moving | arrays | {name: np.zeros(moving[name].shape) for name in ("key_pages", "value_pages")})
+        for name in ("key", "value"):
+            pages = moving[f"{name}_pages"][np.clip(arrays["page_table"], 0, 39)]
+            given[name] = pages.reshape(given[name].shape)
+        return jnp.sum(jaxsoftmax.dot_product_attention(**given, is_causal=True, query_offset=arrays["lengths"] - 2) ** 2)
+
+    for derivative in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
+        actual, expected = (jax.jit(derivative(f))(moving) for f in (loss, gathered_loss))
+        for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mapped", [("query", "page_table", "lengths"), ("key_pages", "value_pages"), ("page_table",)], ids=str)
+def test_vmap(mapped):
+    several = [paged(dtype="float32", size=16, seed=seed) for seed in range(3)]
+    fixed = {name: array for name, array in several[0].items() if name not in mapped}
+    stacked = {name: np.stack([arrays[name] for arrays in several]) for name in mapped}
+    actual = jax.vmap(lambda own: attend(**fixed, **own, is_causal=True))(stacked)
+    for arrays, one in zip(several, actual, strict=True):
+        expected = attend(**fixed, **{name: arrays[name] for name in mapped}, is_causal=True)
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
+
+
+# Lowered for CUDA.
+
+
+def types(page=16, dtype="bfloat16", batch=2, length=1, heads=8, size=64, most=30, pages=100):
+    of_pages = shaped(pages, page, 2, size, dtype=dtype)
+    table, lengths = shaped(batch, most, dtype="int32"), shaped(batch, dtype="int32")
+    return shaped(batch, length, heads, size, dtype=dtype), of_pages, of_pages, table, lengths
+
+
+def lower(*types, **options):
+    forced = functools.partial(attend, implementation="mosaic", is_causal=True, **options)
+    return kernels.lowered_for_cuda(forced, *types, kernels=[NAME])
+
+
+@pytest.mark.parametrize(
+    ("page", "size"),
+    [  # by default each page and each configuration once
+        pytest.param(page, size, marks=cases.slow_unless(index % 5 == place))
+        for index, page in enumerate(decode.PAGES)
+        for place, size in enumerate([64, 128, 192, 256, 80])
+    ],
+)
+def test_pages_are_read_where_they_are(page, size):
+    for heads in (8, 16):  # rows that TMA clips, and whole ones
+        assert "stablehlo.gather" not in lower(*types(page, heads=heads, size=size))
+
+
+@pytest.mark.parametrize("other", [{"page": 24}, {"dtype": "float32"}, {"length": 40}], ids=str)
+def test_what_is_gathered_before(other):
+    assert "stablehlo.gather" in lower(*types(**other))
+
+
+def test_what_runs():
+    assert [d.implementation for d in explain(attend, *types(), platform="cuda")] == ["mosaic"]
+    assert [d.primitive for d in explain(attend, *types(), platform="cuda")] == ["paged_attention"]
+    (decision,) = explain(attend, *types(size=20), platform="cuda")
+    assert decision.implementation == "xla"
+    assert "head size must be a multiple of 8" in dict(decision.refusals)["mosaic"]
+
+
+# Natively.
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"page": page, "most": 1 + 700 // page} for page in decode.PAGES),
+        *({"size": size, "length": length} for size in (128, 256, 80) for length in (1, 4)),
+        {"heads": 16, "length": 4, "page": 32},
+        {"heads": 2, "length": 1, "batch": (2, 30)},
+        {"page": 24},
+        {"length": 40},
+        {"dtype": "float16", "page": 8},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_native_values(sizes, feature):
+    check(
+        paged(**sizes),
+        feature,
+        "mosaic",
+        call=jax.jit(functools.partial(attend, implementation="mosaic"), static_argnames=STATIC),
+    )
+
+
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_residual")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("page", [16, 256])
+def test_native_what_is_behind_the_last_page_is_not_read(page):
+    arrays = paged(page=page, most=1 + 700 // page, pages=100)
+    lengths = np.array([page + 1, 3 * page, 1], np.int32)
+    needed = {
+        number for table, length in zip(arrays["page_table"], lengths, strict=True) for number in table[: -(-length // page)]
+    }
+    others = [number for number in range(100) if number not in np.clip(list(needed), 0, 99)]
+    for name in ("key_pages", "value_pages"):
+        arrays[name][others] = np.nan
+    out = jax.jit(functools.partial(attend, implementation="mosaic"))(**arrays | {"lengths": lengths})
+    assert np.all(np.isfinite(np.asarray(out, np.float32)))
+
+
+# Writing.
+
+
+@quick
+@given(
+    page=st.integers(1, 5), pages=st.integers(1, 6), most=st.integers(0, 4), length=st.integers(0, 4), seed=st.integers(0, 999)
+)
+def test_tokens_are_written_where_they_are_read(page, pages, most, length, seed):
+    rng = np.random.default_rng(seed)
+    keys, values = rng.standard_normal((pages, page, 2, 3)), rng.standard_normal((pages, page, 2, 4))
+    table = rng.permutation(np.arange(-1, 3 * most + 2))[: 3 * most].reshape(3, most)  # each page in one sequence
+    positions, expected = rng.integers(-2, most * page + 2, 3), (keys.astype(np.float32), values.astype(np.float32))
+    key, value = (rng.standard_normal((3, length, 2, size)).astype(np.float32) for size in (3, 4))
+    actual = jaxsoftmax.update_pages(*expected, key, value, table, positions)
+    for b in range(3):
+        for t in range(length):
+            at = positions[b] + t
+            if 0 <= at < most * page and 0 <= table[b, at // page] < pages:
+                for array, new in zip(expected, (key, value), strict=True):
+                    array[table[b, at // page], at % page] = new[b, t]
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_donated_pages_are_written_in_place():
+    _, pages, _, table, lengths = types(dtype="float32")
+    new = shaped(2, 1, 2, 64, dtype="float32")
+    compiled = jax.jit(jaxsoftmax.update_pages, donate_argnums=(0, 1)).lower(pages, pages, new, new, table, lengths).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * pages.size * 4
+    assert memory.temp_size_in_bytes < 2**16
+
+
+def test_a_step_of_decoding_is_attention_to_all_tokens_so_far():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 12, 2, 16)).astype(np.float32)
+    pages = jnp.zeros((8, 4, 2, 16))
+    table = np.array([[5, 0, 3], [2, 7, 1]])
+
+    @jax.jit
+    def step(pages, own):
+        at, *own = own
+        new = [array[:, None] for array in own]
+        pages = jaxsoftmax.update_pages(*pages, *new[1:], table, jnp.full(2, at))
+        return pages, attend(new[0], *pages, table, jnp.full(2, at + 1), is_causal=True)[:, 0]
+
+    along = [np.swapaxes(array, 0, 1) for array in (query, key, value)]
+    _, found = jax.lax.scan(step, (pages, pages), (np.arange(12), *along))
+    expected = attention_oracle.attention(query, key, value, is_causal=True)[0]
+    assert oracle.error(np.swapaxes(found, 0, 1), expected) <= 1
+
+
+# Arguments.
+
+WRONG = {
+    "pages of three axes": (
+        {"key_pages": np.zeros((5, 4, 16))},
+        ValueError,
+        ["key_pages", "[pages, page, heads, size]", "(5, 4, 16)"],
+    ),
+    "no pages": ({"value_pages": np.zeros((0, 16, 2, 16))}, ValueError, ["value_pages", "none of them 0"]),
+    "values of other pages": (
+        {"value_pages": np.zeros((3, 16, 2, 16), np.float32)},
+        ValueError,
+        ["value_pages", "(3, 16, 2, 16)"],
+    ),
+    "pages of another dtype": (
+        {name: np.zeros((40, 16, 2, 16), np.float16) for name in ("key_pages", "value_pages")},
+        TypeError,
+        ["key_pages", "dtype of query", "float16", "float32"],
+    ),
+    "another head size": (
+        {name: np.zeros((40, 16, 2, 8), np.float32) for name in ("key_pages", "value_pages")},
+        ValueError,
+        ["key_pages", "head size", "(40, 16, 2, 8)"],
+    ),
+    "heads that do not divide": ({"query": np.zeros((3, 2, 7, 16), np.float32)}, ValueError, ["key_pages", "divides"]),
+    "query of two axes": ({"query": np.zeros((7, 16), np.float32)}, ValueError, ["query", "[*batch, T, N, H]", "(7, 16)"]),
+    "query of integers": ({"query": np.zeros((3, 2, 8, 16), int)}, TypeError, ["query", "floating"]),
+    "table of floats": ({"page_table": np.zeros((3, 20))}, TypeError, ["page_table", "integers"]),
+    "table of another batch": ({"page_table": np.zeros((2, 20), int)}, ValueError, ["page_table", "[*batch, M]", "(2, 20)"]),
+    "lengths of another batch": ({"lengths": np.zeros(2, int)}, ValueError, ["lengths", "[*batch]", "(2,)", "(3,)"]),
+    "mask of another length": ({"mask": np.zeros((2, 7), bool)}, ValueError, ["mask", "(2, 7)"]),
+    "no such implementation": ({"implementation": "cuda"}, ValueError, ["implementation", "'mosaic'", "'cuda'"]),
+    "a negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "-1"]),
+    "one that cannot run": ({"implementation": "mosaic"}, NotImplementedError, ["paged_attention", "not on cpu"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_arguments_are_named(kind):
+    wrong, error, words = WRONG[kind]
+    if kind == "one that cannot run" and jax.default_backend() == "gpu":
+        pytest.skip("it can run here")
+    with pytest.raises(error) as found:
+        attend(**paged(dtype="float32", size=16) | wrong)
+    assert all(word in str(found.value) for word in ["paged_attention", *words]), str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"key": np.zeros((3, 1, 2, 8))}, ["key", "(3, 1, 2, 8)"]),
+        ({"value": np.zeros((3, 2, 2, 16))}, ["value", "as many tokens"]),
+        ({"positions": np.zeros(4, int)}, ["positions", "(4,)"]),
+        ({"page_table": np.zeros(20, int)}, ["page_table", "(20,)"]),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_writing_are_named(wrong, words):
+    new = np.zeros((3, 1, 2, 16))
+    arrays = paged(dtype="float32", size=16)
+    given = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table")} | {"positions": arrays["lengths"]}
+    with pytest.raises(ValueError) as found:  # noqa: PT011
+        jaxsoftmax.update_pages(**given | {"key": new, "value": new} | wrong)
+    assert all(word in str(found.value) for word in ["update_pages", *words]), str(found.value)
