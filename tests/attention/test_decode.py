@@ -108,6 +108,7 @@ def test_folded_operands_and_merged_states_are_attention(plans, feature):
     results = values.function(options, fixed)(moving)
     values.assert_right("mosaic", results, given, options)
     (plan,) = plans
+    assert len(plan.costs()) == plan.blocks_q * plan.splits
     heads, key_heads = given["query"].shape[-2], given["key"].shape[-2]
     assert plan.query[:2] == (given["query"].shape[-3] * heads // key_heads, key_heads)
     assert plan.splits > 1 or given["key"].shape[-3] <= plan.config.block_kv or feature == "few, many tiles"
@@ -161,16 +162,17 @@ NAMES = [name for name in lowering.FEATURES if name != "dropout"]
 
 @pytest.mark.parametrize("index", range(len(NAMES)), ids=lambda index: NAMES[index])
 def test_every_feature_lowers_for_cuda(index):
-    lengths, dtype = [(1, 4096), (3, 301)][index % 2], ["bfloat16", "float16", "float32"][index % 3]
+    lengths, dtype = [(1, 4096), (3, 301), (60, 400)][index // 2 % 3], ["bfloat16", "float16", "float32"][index % 3]
     sizes = SIZES[index % 2] if dtype == "float32" else SIZES[index % 5]
     given, options = lowering.with_features([NAMES[index]], sizes, lengths, dtype)
     lowering.lower(given, **options)
 
 
+@pytest.mark.parametrize("length", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("sizes", "dtype"), [*((own, "bfloat16") for own in SIZES), (SIZES[1], "float32")], ids=str)
-def test_everything_at_once_lowers_for_cuda(sizes, dtype):
+def test_everything_at_once_lowers_for_cuda(sizes, dtype, length):
     names = [name for name in lowering.EVERYTHING if name != "dropout"]
-    given, options = lowering.with_features(names, sizes, (3, 301), dtype)
+    given, options = lowering.with_features(names, sizes, (length, 301), dtype)
     lowering.lower(given | {"query_offset": lowering.shaped(2, dtype="int32")}, **options)
 
 
@@ -179,7 +181,7 @@ def test_every_configuration_is_lowered_and_fits():
     for dtype, most in (("bfloat16", 256), ("float32", 128)):
         found = {}
         for sizes in itertools.product(*[sorted(size for size in every if size <= most)] * 2):
-            found[decode.config_for(*sizes, dtype)] = sizes
+            found[decode.config_for(*sizes, dtype, 8, (None, None))] = sizes
         for config, sizes in found.items():
             given, _ = lowering.with_features([], sizes, (1, 4096), dtype)
             text = lowering.lower(given)
@@ -199,7 +201,8 @@ def test_one_kernel_runs_and_xla_merges_the_states():
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "rate", "is_few"), [(64, 2, 0.0, True), (65, 2, 0.0, False), (9, 16, 0.0, False), (1, 2, 0.5, False)]
+    ("length", "heads", "rate", "is_few"),
+    [(64, 2, 0.0, True), (65, 2, 0.0, False), (64, 16, 0.0, True), (65, 16, 0.0, False), (1, 2, 0.5, False)],
 )
 def test_which_kernel_a_call_goes_to(length, heads, rate, is_few, monkeypatch):
     found = []
@@ -214,7 +217,7 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few, monkeypatch):
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
     static = {"batch": (2,), "query": (12, 2, 64), "key": (1000, 2, 64), "names": frozenset(), "value_size": 64}
     options = {"scale": 1.0, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0}
-    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16), rows_of=3, splits=4)
+    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16, 12, (None, 0)), rows_of=3, splits=4)
     assert plan.costs() == (1, 1, 1, 1)
     assert Plan(**static, **options | {"window": (None, None)}, config=plan.config, rows_of=3, splits=4).costs() == (2,) * 4
     assert plan.count == 2 * 2 * 4

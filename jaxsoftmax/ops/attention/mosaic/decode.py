@@ -1,6 +1,7 @@
 """Attention on Hopper where queries are few, as in decoding: the time of reading keys and values once is the limit.
 
-The rows of all query heads that share keys are one tile of the forward kernel, which so reads these keys once for all of them.
+The rows of all query heads that share keys are folded: the forward kernel has them in one tile, or in several if they are more
+than 64, and so reads these keys once for all of them.
 Where there are fewer tiles than multiprocessors, keys are split too: each split has a state of its own, a row's log-sum-exp and
 its output in float32, and states are merged by XLA, with what comes behind. How many splits there are follows from shapes, so
 the bits of a sequence do not depend on the others of its batch.
@@ -23,17 +24,20 @@ from jaxsoftmax import online
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention._operands import batch_of
-from jaxsoftmax.ops.attention.mosaic import forward
+from jaxsoftmax.ops.attention.mosaic import forward, forward_plan
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
 
-MAX_ROWS = ROWS  # of a key head: they are one tile of one consumer warpgroup
 PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
+_REGISTERS_WITH_PAGES = {1: (40, 232), 2: (40, 232), 3: (40, 152)}  # by consumers: producers have the numbers of pages
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
 
 
-def config_for(head_size: int, value_size: int, dtype) -> Config:
-    """The configuration for a call: about 128 KiB of keys and values under way, more of which were no faster on an H200."""
+def config_for(head_size: int, value_size: int, dtype, rows: int, window) -> Config:
+    """The configuration for so many rows: of 64, about 128 KiB of keys and values under way, more of which were no faster."""
+    if rows > ROWS:
+        config = forward_plan.config_for(head_size, value_size, window, dtype)
+        return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
     largest = max(padded(head_size), padded(value_size))
     if jnp.dtype(dtype) == jnp.float32:
         stages = 4 if largest <= 64 else 2
@@ -43,12 +47,16 @@ def config_for(head_size: int, value_size: int, dtype) -> Config:
     return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
 
 
+def serves(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
+    """Whether queries are few, by the shapes: a tile has those of several heads, or the rows of a key head are one tile."""
+    length, group = query[-3], query[-2] // key[-2]
+    return length <= ROWS and (group > 1 or length * group <= ROWS)
+
+
 def serves_pages(query, key_pages, **others) -> bool:
     """Whether pages are read where they are."""
     del others
-    page, key_heads, _ = key_pages.shape[-3:]
-    is_few = query.shape[-3] * query.shape[-2] // key_heads <= MAX_ROWS
-    return is_few and page in PAGES and query.dtype != jnp.float32
+    return serves(query.shape, key_pages.shape) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
 
 
 def attention(given, *, target, config=None, **options):
@@ -57,17 +65,18 @@ def attention(given, *, target, config=None, **options):
     (length, heads, size), batch = query.shape[-3:], batch_of(given)
     keys, key_heads, _ = key = (given["key"] if pages is None else pages).shape[-3:]
     value_size, rows = given["value" if pages is None else "value_pages"].shape[-1], length * heads // key_heads
-    config = config or config_for(size, value_size, query.dtype)
+    config = config or config_for(size, value_size, query.dtype, rows, options["window"])
     if pages is not None:
         keys *= given["page_table"].shape[-1]
         options |= {"page": key[0], "pages": pages.shape[-4]}
-        config = replace(config, registers=(40, config.registers[1]))  # for the numbers of pages
+        config = replace(config, registers=_REGISTERS_WITH_PAGES[config.consumers])
+    sizes = ROWS * config.consumers, config.block_kv
     given = _folded(given, length, heads, key_heads)
     if "query_segments" in given:
-        given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], ROWS, config.block_kv)
-    if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), ROWS, config.block_kv)) is not None:
+        given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
+    if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), *sizes)) is not None:
         given["seen"] = blocks.ends(seen)
-    count = math.prod(batch) * key_heads
+    count = math.prod(batch) * key_heads * -(-rows // sizes[0])
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
     plan = Plan(**shapes, **options, names=frozenset(given), config=config, rows_of=length, splits=splits)

@@ -127,11 +127,12 @@ class Plan(Call):
         return low, where(first < queries, high, 0)
 
     def costs(self) -> tuple[int, ...]:
-        """How many key blocks each block of queries takes, or each split, at least one."""
+        """How many key blocks each block of queries takes, or each of its splits, at least one."""
         if self.is_folded:
             low, high = self.seen((self.queries, self.key[0]), 0, self.queries, HOST)
             size = self.blocks_of_split
-            return tuple(max(min(high, i * size + size) - max(low, i * size), 1) for i in range(self.splits))
+            own = [max(min(high, i * size + size) - max(low, i * size), 1) for i in range(self.splits)]
+            return tuple(own * self.blocks_q)
         starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
         spans = (self.seen(lengths, first, self.block_q, HOST) for first in starts)
         return tuple(max(high - low, 1) for low, high in spans)
