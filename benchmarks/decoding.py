@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import ELEMENTS, copy_cell
+from jaxsoftmax import online
 from tests.attention import oracle
 
 CHUNK = 512  # queries of a part of a prompt
@@ -29,6 +30,8 @@ class Step:
       batch, queries, heads, key_heads, keys, head_size: the sizes.
       ragged: whether sequences have different lengths, from 1 to all keys.
       causal: whether the queries are the last ones of each sequence, and see no key behind their own.
+      page: how many keys a page has, or 0 where keys are one array. Pages are in any order.
+      prefix: how many keys more, before these, all sequences share. `with_prefix` is attention to both.
       dtype: of the operands.
     """
 
@@ -40,17 +43,24 @@ class Step:
     head_size: int = 128
     ragged: bool = False
     causal: bool = False
+    page: int = 0
+    prefix: int = 0
     dtype: str = "bfloat16"
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of query, key and value."""
-        of_keys = self.batch, self.keys, self.key_heads, self.head_size
-        return [(self.batch, self.queries, self.heads, self.head_size), of_keys, of_keys]
+        """Of query, key and value, in pages or not, and of a prefix."""
+        of_head = self.key_heads, self.head_size
+        of_keys = (self.batch, self.keys, *of_head)
+        if self.page:
+            of_keys = (self.batch * self.keys // self.page, self.page, *of_head)
+        prefix = [(self.prefix, *of_head)] * 2 if self.prefix else []
+        return [(self.batch, self.queries, self.heads, self.head_size), of_keys, of_keys, *prefix]
 
     @property
     def options(self) -> str:
-        words = {"causal": self.causal, "keys": self.keys, "kv_heads": self.key_heads, "ragged": self.ragged}
+        words = {"causal": self.causal, "keys": self.keys, "kv_heads": self.key_heads, "page": self.page}
+        words |= {"prefix": self.prefix, "ragged": self.ragged}
         return " ".join(f"{name}={value:d}" for name, value in words.items() if value)
 
     @property
@@ -83,15 +93,17 @@ def _steps() -> Iterator[Step]:
     yield Step(32, 5000)
     yield Step(3, 20001)
     yield Step(64, 32768, ragged=True)
+    yield from (Step(batch, keys, page=page) for page in (16, 64) for batch in (32, 1) for keys in (4096, 32768))
+    yield from (Step(64, 8192 + 128), Step(64, 128, prefix=8192))
     yield Step(8, 4096, dtype="float32")
     yield from (Step(1, 32768, queries=CHUNK, causal=causal) for causal in (False, True))
 
 
 def cell_of(step: Step) -> Cell:
     itemsize = jnp.dtype(step.dtype).itemsize
-    read = 2 * int(step.lengths.sum()) * step.key_heads * step.head_size
+    read = 2 * (int(step.lengths.sum()) + step.prefix) * step.key_heads * step.head_size
     hidden = step.queries * (step.queries - 1) // 2 if step.causal else 0
-    pairs = step.queries * int(step.lengths.sum()) - step.batch * hidden
+    pairs = step.queries * int((step.lengths + step.prefix).sum()) - step.batch * hidden
     return Cell(
         "decoding",
         "forward",
@@ -114,13 +126,18 @@ def _no_truth(*rows):
 @functools.partial(jax.jit, static_argnames=("shapes", "dtype"))
 def _operands(key, hurtful, shapes, dtype):
     """Standard normals, queries 16 times as large if `hurtful`."""
-    arrays = [jax.random.normal(own, shape, dtype) for own, shape in zip(jax.random.split(key, 3), shapes, strict=True)]
+    keys = jax.random.split(key, len(shapes))
+    arrays = [jax.random.normal(own, shape, dtype) for own, shape in zip(keys, shapes, strict=True)]
     return (jnp.where(hurtful, 16 * arrays[0], arrays[0]), *arrays[1:])
 
 
 def _inputs(step: Step, key, hurtful: bool) -> tuple[Any, ...]:
     operands = _operands(key, hurtful, tuple(step.shapes), step.dtype)
-    return (*operands, jnp.asarray(step.lengths, jnp.int32)) if step.ragged else operands
+    lengths = jnp.asarray(step.lengths, jnp.int32)
+    if step.page:
+        pages = step.shapes[1][0]
+        return (*operands, jax.random.permutation(key, pages).astype(jnp.int32).reshape(step.batch, -1), lengths)
+    return (*operands, lengths) if step.ragged else operands
 
 
 def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
@@ -129,19 +146,39 @@ def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
     key_head = step.key_heads // 2
     heads, at = slice(key_head * group, (key_head + 1) * group), np.unique([0, 1, step.queries // 2, -1 % step.queries])
     at = at[at < step.queries]
-    query, key, value = (np.asarray(array[last:]) for array in inputs[:3])
+    query, key, value = inputs[:3]
+    if step.page:
+        key, value = (array[inputs[3][last]].reshape(1, -1, *array.shape[2:]) for array in (key, value))
+    query, key, value = (np.asarray(array[-1:]) for array in (query, key, value))
+    if step.prefix:
+        prefix = (np.asarray(array)[None] for array in inputs[3:])
+        key, value = (np.concatenate(both, 1) for both in zip(prefix, (key, value), strict=True))
     seen = np.arange(step.keys) < step.lengths[last]
     if step.causal:
         seen = seen & (np.arange(step.keys) <= step.keys - step.queries + at[:, None])
     operands = query[:, at, heads], key[:, :, key_head : key_head + 1], value[:, :, key_head : key_head + 1]
-    mask = np.broadcast_to(seen, (len(at), step.keys))
+    mask = np.pad(np.broadcast_to(seen, (len(at), step.keys)), ((0, 0), (step.prefix, 0)), constant_values=True)
     product = oracle.THREE_PRODUCTS if step.dtype == "float32" else 0.0
     return [(np.asarray(output[last:])[:, at, heads], oracle.attention(*operands, mask=mask, product=product)[0])]
 
 
+def with_prefix(query, key, value, prefix_key, prefix_value):
+    """Attention of one query of each sequence to a prefix that all share, and to keys of its own: two states, merged."""
+    attend = functools.partial(library.dot_product_attention, return_residual=True)
+    shared = attend(query[:, 0], prefix_key, prefix_value)
+    own = [result[:, 0] for result in attend(query, key, value)]
+    states = [online.State(lse, jnp.ones_like(lse), out.astype(jnp.float32)) for out, lse in (shared, own)]
+    return jnp.asarray(online.finish(online.merge(*states)).o, query.dtype)[:, None]
+
+
 def _contenders(step: Step) -> Iterator[Contender]:
-    yield Contender(OURS, lambda: lambda q, k, v, *more: library.dot_product_attention(q, k, v, **step.arguments(*more)))
-    if step.ragged or step.causal:
+    if step.prefix:
+        yield Contender(OURS, lambda: with_prefix)
+    elif step.page:
+        yield Contender(OURS, lambda: lambda *inputs: library.paged_attention(*inputs))
+    else:
+        yield Contender(OURS, lambda: lambda q, k, v, *more: library.dot_product_attention(q, k, v, **step.arguments(*more)))
+    if step.ragged or step.causal or step.page or step.prefix:
         return
     yield Contender("jax.nn", lambda: functools.partial(jax.nn.dot_product_attention, implementation="xla"))
     if step.dtype != "float32":

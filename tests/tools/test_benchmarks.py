@@ -728,7 +728,9 @@ def test_cells_of_attention_run(options, pass_):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"queries": 4}, {"ragged": True}, {"causal": True, "queries": 5}, {"dtype": "float32"}], ids=str
+    "more",
+    [{}, {"queries": 4}, {"ragged": True}, {"causal": True, "queries": 5}, {"dtype": "float32"}, {"page": 10}, {"prefix": 70}],
+    ids=str,
 )
 def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
     cell = decoding.cell_of(decoding.Step(3, 50, heads=4, key_heads=2, head_size=16, **more))

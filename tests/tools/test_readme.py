@@ -39,6 +39,7 @@ def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
 
 
 ROWS = support_matrix()
+DOCUMENTS = ("decoding", "design", "differences", "flax", "support")  # those with code
 DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
 
 
@@ -121,7 +122,7 @@ def test_the_files_of_an_op_are_its_implementations(op):
 
 
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("document", ["README.md", "docs/design.md", "docs/differences.md", "docs/flax.md", "docs/support.md"])
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in DOCUMENTS)])
 def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
         assert_prints(document)
