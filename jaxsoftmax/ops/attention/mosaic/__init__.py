@@ -79,7 +79,7 @@ def _of_shapes(given):
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, config=None, **operands):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     many, few, _ = GENERATIONS[target.compute_capability[0]]
-    kernel = few if few.serves(operands["query"].shape, operands["key"].shape) and not dropout_rate else many
+    kernel = few if few.serves(operands["query"].shape) and not dropout_rate else many
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 

@@ -2,8 +2,8 @@
 
 The rows of all query heads that share keys are folded: the forward kernel has them in one tile, or in several if they are more
 than 64, and so reads these keys once for all of them.
-Where there are fewer tiles than multiprocessors, keys are split too: each split has a state of its own, a row's log-sum-exp and
-its output in float32, and states are merged by XLA, with what comes behind. How many splits there are follows from shapes, so
+Where there are fewer tiles than multiprocessors, keys are split too: each split has a state `(m, d, o)` of its own, in float32,
+and states are merged by XLA, with what comes behind. How many splits there are follows from shapes, so
 the bits of a sequence do not depend on the others of its batch.
 
 Keys and values may be in pages: a key block is copied page by page then, from where the page table says.
@@ -26,6 +26,7 @@ from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import forward, forward_plan
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
+from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
 _REGISTERS_WITH_PAGES = {1: (40, 232), 2: (40, 232), 3: (40, 152)}  # by consumers: producers have the numbers of pages
@@ -47,16 +48,15 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window) -> Con
     return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
 
 
-def serves(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
-    """Whether queries are few, by the shapes: a tile has those of several heads, or the rows of a key head are one tile."""
-    length, group = query[-3], query[-2] // key[-2]
-    return length <= ROWS and (group > 1 or length * group <= ROWS)
+def serves(query: tuple[int, ...]) -> bool:
+    """Whether queries are few, by the shape of the query: no more than a consumer warpgroup has rows."""
+    return query[-3] <= ROWS
 
 
 def serves_pages(query, key_pages, **others) -> bool:
     """Whether pages are read where they are."""
     del others
-    return serves(query.shape, key_pages.shape) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
+    return serves(query.shape) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
 
 
 def attention(given, *, target, config=None, **options):
@@ -80,9 +80,12 @@ def attention(given, *, target, config=None, **options):
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
     plan = Plan(**shapes, **options, names=frozenset(given), config=config, rows_of=length, splits=splits)
-    out, lse = forward.run(plan, given, target)
+    out, *numbers = forward.run(plan, given, target)
     if splits > 1:
-        out, lse = _merged(out.reshape(-1, splits, rows, value_size), lse.reshape(-1, splits, rows), query.dtype)
+        m, d = (array.reshape(-1, splits, rows) for array in numbers)
+        out, lse = _merged(online.State(m, d, out.reshape(-1, splits, rows, value_size)), plan.unit / LOG2E, query.dtype)
+    else:
+        (lse,) = numbers
     out = out.reshape(*batch, heads, length, value_size)
     return [jnp.swapaxes(out, -2, -3), lse.reshape(*batch, heads, length)]
 
@@ -127,11 +130,13 @@ def _folded(given, length, heads, key_heads):
     return folded
 
 
-def _merged(out, lse, dtype):
-    """The output and log-sum-exp of rows, of those of their splits, `[tiles, splits, rows, Hv]` and `[tiles, splits, rows]`."""
-    states = [online.State(lse[:, i], jnp.ones_like(lse[:, i]), out[:, i]) for i in range(lse.shape[1])]
-    m = functools.reduce(jnp.maximum, lse.swapaxes(0, 1))
-    states = [online.rescale(state, m) for state in states]
+def _merged(splits, scale: float, dtype):
+    """The output and log-sum-exp of rows, of the states of their splits, `[tiles, splits, rows]`, `m` in units of `scale`."""
+    unit = jnp.float32(scale)
+    states = [online.State(*(part[:, i] for part in splits)) for i in range(splits.m.shape[1])]
+    states = [state._replace(o=jnp.where(state.d[..., None] == 0, 0, state.o)) for state in states]
+    m = functools.reduce(jnp.maximum, [state.m for state in states])
+    states = [online.rescale(state, m, scale=unit) for state in states]
     sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *states)
-    state = online.finish(sums._replace(m=m))
+    state = online.finish(sums._replace(m=m * unit))
     return jnp.asarray(state.o, dtype), state.m

@@ -56,7 +56,7 @@ def attention(given, *, target, config=None, **options):
 
 
 def run(plan, given, target):
-    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`, or those of splits, as `Plan` says; flat."""
+    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`."""
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
     for name in ("key_pages", "value_pages") if plan.page else ():
@@ -66,17 +66,16 @@ def run(plan, given, target):
         for name in ("query", "key", "value"):
             refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
         out_shape = (count * heads * length, plan.value_size) if plan.is_folded else (count * length, heads * plan.value_size)
+    rows = jax.ShapeDtypeStruct((count * heads * plan.splits * length,), jnp.float32)
+    numbers = {"lse": rows}
     if plan.splits > 1:
-        out_shape, dtype = (count * heads * plan.splits * length, plan.value_size), jnp.float32
+        out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
     threads = min(target.multiprocessors, plan.count)  # blocks of them
     if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     results = plgpu.kernel(
         functools.partial(_kernel, plan, operands, threads),
-        out_type=OrderedDict(
-            out=jax.ShapeDtypeStruct(out_shape, dtype),
-            lse=jax.ShapeDtypeStruct((count * heads * plan.splits * length,), jnp.float32),
-        ),
+        out_type=OrderedDict(out=jax.ShapeDtypeStruct(out_shape, dtype), **numbers),
         grid=(threads,),
         grid_names=("block",),
         num_threads=config.consumers + config.producers,
@@ -85,7 +84,7 @@ def run(plan, given, target):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="attention_forward_mosaic",
     )(refs)
-    return results["out"], results["lse"]
+    return [results[name] for name in ("out", *numbers)]
 
 
 def _kernel(plan, operands, threads, refs, results, **memory):
@@ -150,7 +149,7 @@ class _Tile:
         b, head, block, split = self._coordinates(number)
         found, lengths = list(found), []
         for name, size in (("query_lengths", self.plan.queries), ("key_lengths", self.plan.key[0])):
-            lengths.append(jnp.minimum(jnp.int32(size), found.pop(0)) if name in self.operands else jnp.int32(size))
+            lengths.append(jnp.clip(found.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = found.pop(0) if "query_offset" in self.operands else 0
         ranges = found[:4] if "ranges" in self.operands else []
         return _Place(b, head, block, split, lengths, offset, ranges, found[len(ranges) :])
@@ -164,15 +163,16 @@ class _Tile:
         return lax.div(pair, heads), lax.rem(pair, heads), block, split
 
     def key_blocks(self, place):
-        """From and to which key block a tile goes, at least one."""
+        """From and to which key block a tile goes, at least one; and whether it is of a split without any, and goes nowhere."""
         low, high = self.seen(place, place.block * self.plan.block_q, self.plan.block_q)
         for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         size = self.plan.blocks_of_split
         first = place.split * size
         last = jnp.minimum(first + size, self.plan.blocks_kv)
+        is_empty = None if self.plan.splits == 1 else (high <= first) | (low >= last) | (high <= low)
         low = jnp.clip(low, first, last - 1)
-        return low, jnp.clip(high, low + 1, last)
+        return low, jnp.clip(high, low + 1, last), is_empty
 
     def seen(self, place, first, rows):
         """What `Plan.seen` says for the queries of rows."""
@@ -227,7 +227,14 @@ class _Tile:
 
     def produce(self, letters, place, steps):
         """Copies what a tile needs of these, the last key block first; gives how many steps there have been."""
-        low, high = self.key_blocks(place)
+        low, high, is_empty = self.key_blocks(place)
+        if is_empty is None:
+            self._produce(letters, place, steps, low, high)
+            return steps + high - low
+        pl.when(~is_empty)(lambda: self._produce(letters, place, steps, low, high))
+        return jnp.where(is_empty, steps, steps + high - low)
+
+    def _produce(self, letters, place, steps, low, high):
         key_head = lax.div(place.head, jnp.int32(self.plan.query[1] // self.plan.key[1]))
         copy = self._split if self.plan.config.split else self._copy
         size, count = self.plan.config.block_kv, high - low
@@ -257,7 +264,6 @@ class _Tile:
         pages = lax.fori_loop(1, count, copy_both, pages)
         if "v" in letters:
             copy_block("value", count - 1, pages)
-        return steps + count
 
     def _pages(self, place, block):
         """The numbers of the pages of a key block, behind the last key that of the last; none where there are no pages."""
@@ -331,8 +337,33 @@ class _Tile:
 
     def consume(self, consumer, place, steps):
         """Computes the rows of a consumer; gives how many steps there have been."""
-        tile_low, tile_high = self.key_blocks(place)
+        low, high, is_empty = self.key_blocks(place)
         first = place.block * self.plan.block_q + consumer * ROWS
+        if is_empty is None:
+            self._consume(consumer, place, first, steps, low, high)
+            return steps + high - low
+        pl.when(is_empty)(lambda: self._store_nothing(place, first))
+        pl.when(~is_empty)(lambda: self._consume(consumer, place, first, steps, low, high))
+        return jnp.where(is_empty, steps, steps + high - low)
+
+    def row(self, place, first):
+        """The number of a row among those of all splits."""
+        (length, heads, _), splits = self.plan.query, self.plan.splits
+        return ((place.b * heads + place.head) * splits + place.split) * length + first
+
+    def store_rows(self, place, first, **numbers):
+        """Stores a number of each of the rows from `first` on, to results by name."""
+        for name, values in numbers.items():
+            limit = self.plan.query[0] - first
+            products.store_product_rows(self.results[name], self.row(place, first), limit, values)
+
+    def _store_nothing(self, place, first):
+        """Stores the state of no scores, but for the sums of values, which do not count then."""
+        nothing = online.identity(())
+        is_row = lax.iota(jnp.int32, ROWS) >= 0  # always: Mosaic GPU finds no layout for constants
+        self.store_rows(place, first, m=jnp.where(is_row, nothing.m, 0.0), d=jnp.where(is_row, nothing.d, 1.0))
+
+    def _consume(self, consumer, place, first, steps, tile_low, tile_high):
         # Of the rows, which may be less than of the tile.
         low, high = self.seen(place, first, ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
@@ -343,7 +374,6 @@ class _Tile:
         steps = steps + tile_high - high
         pl.run_scoped(functools.partial(rows.attend, steps), plgpu.ACC((ROWS, self.plan.sizes[1]), jnp.float32))
         lax.fori_loop(steps + count, end, rows.skip, None)
-        return end
 
 
 class _Rows:
@@ -357,7 +387,7 @@ class _Rows:
         slack, self.headroom = _SLACK_AND_HEADROOM[self.dtype.name]
         # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
         self.factor = self.plan.scale if self.plan.soft_cap is None else self.plan.soft_cap
-        self.unit, scale_log2 = (LOG2E, 1.0) if "bias" in self.operands else (1.0, LOG2E * self.factor)
+        self.unit, scale_log2 = self.plan.unit, LOG2E * self.factor if self.plan.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         self._push = functools.partial(online.push_log2, **options)
         left, right = self.plan.window
@@ -501,8 +531,8 @@ class _Rows:
         own, (length, heads, _) = self.operands["sinks"], self.plan.query
         if not self.plan.is_folded:
             return own[self.place.b, self.place.head].astype(jnp.float32)
-        first = (own.index(self.place.b) * heads + self.place.head) * length
-        sinks = products.load_product_rows(own.ref, first, length, self.shape)
+        first = (own.index(self.place.b) * heads + self.place.head) * length + self.first
+        sinks = products.load_product_rows(own.ref, first, length - self.first, self.shape)
         return jnp.where(jnp.broadcast_to(self.place.split, (ROWS,)) == 0, sinks, -jnp.inf)
 
     def _scores(self, s, mask, block, *, banded):
@@ -562,8 +592,13 @@ class _Rows:
 
     def _store(self, state):
         """Stores the output, that of 16 bits by way of shared memory, and the log-sum-exp."""
-        (length, heads, _), size, (b, head) = self.plan.query, self.plan.value_size, (self.place.b, self.place.head)
-        row = ((b * heads + head) * self.plan.splits + self.place.split) * length + self.first
+        (length, _, _), size, (b, head) = self.plan.query, self.plan.value_size, (self.place.b, self.place.head)
+        row = self.tile.row(self.place, self.first)
+        if self.plan.splits > 1:
+            products.store_product(self.results["out"], row, 0, (length - self.first, size), state.o)
+            self.tile.store_rows(self.place, self.first, m=state.m, d=state.d)
+            self._leave_queries()
+            return
         reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.plan.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if self.results["out"].dtype == jnp.float32:
@@ -571,8 +606,11 @@ class _Rows:
             products.store_product(self.results["out"], *start, (length - self.first, size), o)
         else:
             self._copy_out(o)
-        lse = online.lse_log2(state, unit=self.unit)
-        products.store_product_rows(self.results["lse"], row, length - self.first, lse)
+        self.tile.store_rows(self.place, self.first, lse=online.lse_log2(state, unit=self.unit))
+        self._leave_queries()
+
+    def _leave_queries(self):
+        """Says that the queries' shared memory is empty, if the output had it."""
         if not self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.memory["q_empty"].at[self.consumer])

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call
+from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
@@ -71,7 +72,9 @@ class Plan(Call):
     Attributes:
       rows_of: where rows are those of all query heads that share keys, how many queries they belong to: row `i` to query
         `i % rows_of`. `query` counts such rows as T, and key heads as N, and query and output are `[..., N, T, H]` then.
-      splits: into how many parts the keys are split. There are as many outputs, in float32, and log-sum-exps of each row.
+      splits: into how many parts the keys are split. Results of more than one are states: of each split of a row `o`, `m` and
+        `d` in float32, where `o` has no meaning if `d` is 0.
+      unit: that of `m`, see `online.push_log2`. Scores with a bias may be as large as `finfo.min`, and are not to be rounded.
       page: how many keys a page has, where keys and values are in pages; else 0.
       pages: how many of them there are.
       pages_of_block: how many a key block has, or 1 where a page has several key blocks.
@@ -97,6 +100,7 @@ class Plan(Call):
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
         self.is_folded = self.rows_of is not None
+        self.unit = LOG2E if "bias" in self.names else 1.0
         self.queries = self.query[0] if self.rows_of is None else self.rows_of
         self.pages_of_block = max(1, config.block_kv // self.page) if self.page else 1
         self.block_q = ROWS * config.consumers
