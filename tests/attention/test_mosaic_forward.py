@@ -652,6 +652,25 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     assert positions[0]
 
 
+@pytest.mark.parametrize("page", [8, 16, 64, 256])
+def test_the_pages_of_a_key_block(page):
+    """Of sequences of no key, fewer than none, some, and more than the table has pages for; the last block sticks out of it."""
+    rng = np.random.default_rng(0)
+    most, found = -(-200 // page), np.array([0, -(2**31), 1, page, page + 1, 200, 2**31 - 1], np.int32)
+    table = rng.integers(-3, 12, (len(found), most)).astype(np.int32)
+    static = {"batch": (len(found),), "query": (4, 2, 64), "key": (most * page, 2, 64), "value_size": 64, "rows_of": 1}
+    options = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "page": page, "pages": 9}
+    plan = Plan(**static, **options, names=frozenset({"key_lengths", "page_table"}), config=Config(1, 128, 2))
+    tile = tile_of(plan, {"key_lengths": found, "page_table": table})
+    for b, length in enumerate(np.clip(found, 0, most * page)):
+        place = tile.place(jnp.int32(2 * b), *tile.look_up(jnp.int32(2 * b)))
+        assert int(place.lengths[1]) == length
+        last = max(int(length) - 1, 0) // page
+        for block in range(plan.blocks_kv):
+            places = [min(block * 128 // page + i, last) for i in range(max(1, 128 // page))]
+            assert [int(number) for number in tile._pages(place, block)] == [np.clip(table[b, at], 0, 8) for at in places]
+
+
 @compiled
 @given(lengths, lengths, configs, st.integers(1, 9), st.booleans(), st.integers(0, 99))
 def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, count, is_sorted, seed):

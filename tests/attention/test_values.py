@@ -522,6 +522,9 @@ IN_SHAPES = {
     },
     "few, everything": few(local_window_size=(500, 100), logits_soft_cap=9.0),
     "few, everything of one query": few(1, local_window_size=(500, 100), logits_soft_cap=9.0),
+    "few, bias of the least number": case(
+        FEW | {"keys": 645}, lambda: {"bias": np.full((8, 3, 645), np.finfo(np.float32).min, np.float32)}
+    ),
     "few, dropout": case(FEW, dropout_rate=0.3, dropout_rng=3),
     "lengths": case(WIDE | {"batch": (4,)}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128])),
     "lengths, causal": case(WIDE | {"batch": (4,)}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128]), is_causal=True),

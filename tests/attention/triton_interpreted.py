@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 
+import jaxsoftmax
 from jaxsoftmax._core import lowering
 from jaxsoftmax._triton import attention as kernels_of_attention
 from jaxsoftmax.ops.attention import _dropout as dropout
@@ -87,6 +88,16 @@ def test_head_sizes(sizes, dtype):
         dtype
     )
     values.check_cotangents("triton", given, options)
+
+
+def test_keys_in_pages():
+    rng = np.random.default_rng(0)
+    query, pages = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 4, 16), (5, 8, 2, 16)))
+    given = query, pages, pages, np.array([[3, 0, 9, 1], [2, 2, -1, 4]]), np.array([29, 7])
+    actual = jax.jit(functools.partial(jaxsoftmax.paged_attention, implementation="triton", is_causal=True))(*given)
+    expected = jaxsoftmax.paged_attention(*given, implementation="xla", is_causal=True)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    assert ran == ["forward"]
 
 
 @pytest.mark.parametrize("kind", ["mask", "segments"])

@@ -135,7 +135,7 @@ def dot_product_attention(
         one number for both.
       query_offset: integers `[*batch]`, or one for all: the position of the first query, from -2^29 to 2^29, None for 0. Where
         keys are a cache, it is how many of them came before these queries. Nothing but `is_causal` and the window counts
-        positions.
+        positions. Derivatives make a mask of it, with a byte for each query and key.
       query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only; 64 bits run on the reference.
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
@@ -294,23 +294,29 @@ def paged_attention(
     """Attention to keys and values in pages, which a table puts in order: a cache that sequences of any lengths share.
 
     It is `dot_product_attention` of `key = key_pages[page_table]`, its first two axes flattened, and of values likewise, with
-    `key_value_seq_lengths=lengths`; key `i` of a sequence is in page `page_table[..., i // page]`, at `i % page`. Where queries
-    are few, kernels read pages where they are; elsewhere, and where it is differentiated, keys and values are gathered.
+    `key_value_seq_lengths=lengths`; key `i` of a sequence is in page `page_table[..., i // page]`, at `i % page`. On Hopper
+    pages of 8, 16, ..., 256 keys are read where they are, in 16 bits and for up to 64 queries. Elsewhere, and where it is
+    differentiated, keys and values of whole tables are gathered first, which takes memory for them.
+
+    Arguments that are not described here are as for `dot_product_attention`. It has no segments, lengths of queries, dropout or
+    `fully_masked_rows`.
 
     Args:
       query: `[*batch, T, N, H]`, as for `dot_product_attention`.
       key_pages: `[pages, page, K, H]`, of the dtype of query: pages of so many keys each, of all sequences.
       value_pages: `[pages, page, K, Hv]`, likewise.
       page_table: integers `[*batch, M]`: the pages of each sequence, in their order. Numbers below 0 or beyond the last page
-        count as the first and the last page: nothing outside is read. Those of pages from `lengths` on have no effect.
-      lengths: integers `[*batch]`: how many keys each sequence has, new ones included; at most `M * page` are seen.
+        count as the first and the last page: nothing outside is read. Those of pages from `lengths` on have no effect, so no
+        number has to stand for "none". (`update_pages` writes nothing where a page does not exist.)
+      lengths: integers `[*batch]`: how many keys each sequence has, new ones included, from 0 to `M * page`; what is below or
+        above counts as these.
       bias: floating, broadcast to `[*batch, N, T, M * page]`.
       mask: boolean, likewise.
-      scale: as for `dot_product_attention`, as are all others but `query_offset`.
+      scale: a concrete number, None for `1 / sqrt(H)`.
       is_causal: whether a query sees no key after its own position.
       local_window_size: how many keys before and after its own position a query sees.
       query_offset: integers `[*batch]`, or one for all: the position of the first query. None for `lengths - T`: queries are
-        the last tokens.
+        the last tokens. One before position 0 sees nothing if it `is_causal`.
       logits_soft_cap: a concrete positive number.
       sinks: floating `[N]`.
       implementation: None for the best one, or the name of the one that must run.
@@ -318,7 +324,8 @@ def paged_attention(
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
-      `[*batch, T, N, Hv]` in the dtype of `query`; with `return_residual`, a pair of it and the log-sum-exp, `[*batch, T, N]`.
+      `[*batch, T, N, Hv]` in the dtype of `query`; with `return_residual`, a pair of it and the log-sum-exp, `[*batch, T, N]`,
+      float32 (float64), `-inf` where nothing is seen.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `dot_product_attention`.
@@ -334,7 +341,7 @@ def paged_attention(
     if query.ndim < 3 or 0 in query.shape[-2:]:
         raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
     batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
-    key_pages, value_pages = pages_of(name, key_pages=key_pages, value_pages=value_pages)
+    key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
     if key_pages.dtype != query.dtype:
         raise TypeError(f"{name}: key_pages must have the dtype of query, got {key_pages.dtype} and {query.dtype}")
     if key_pages.shape[-1] != size or heads % key_pages.shape[-2]:
@@ -342,7 +349,7 @@ def paged_attention(
             f"{name}: key_pages must have the head size of query, and a number of heads that divides that of query,"
             f" got shapes {key_pages.shape} and {query.shape}"
         )
-    table = table_of(name, page_table, batch)
+    table = _table(name, page_table, batch)
     keys = table.shape[-1] * key_pages.shape[-3]
     lengths = _lengths("lengths", lengths, batch, name)
     operands = {"query": query, "page_table": table, "key_lengths": lengths}
@@ -360,7 +367,7 @@ def paged_attention(
     if query_offset is not None:
         query_offset = _offset(query_offset, batch, name)
     if window != (None, None):
-        operands["query_offset"] = lengths - length if query_offset is None else query_offset
+        operands["query_offset"] = jnp.clip(lengths, 0, keys) - length if query_offset is None else query_offset
     out, *lse = bind(
         primitive.PAGED,
         operands,
@@ -385,7 +392,8 @@ def update_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """Pages in which the keys and values of new tokens are written; in place where the pages are donated.
 
-    Under `jax.jit(..., donate_argnums=...)`, or in a loop that carries the pages, nothing but the new tokens is written.
+    Under `jax.jit(..., donate_argnums=...)`, or in a loop that carries the pages, nothing but the new tokens is written. Pages
+    may be sharded by heads; sequences that are sharded have pages of their own, inside a `jax.shard_map`.
 
     Args:
       key_pages: `[pages, page, K, H]`.
@@ -404,7 +412,7 @@ def update_pages(
       ValueError: an argument has a shape that does not fit.
     """
     name = "update_pages"
-    key_pages, value_pages = pages_of(name, key_pages=key_pages, value_pages=value_pages)
+    key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
     key, value = (arguments.array(name, which, array, "floating") for which, array in (("key", key), ("value", value)))
     count, page = key_pages.shape[:2]
     for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
@@ -413,7 +421,7 @@ def update_pages(
     if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
     batch, length = key.shape[:-3], key.shape[-3]
-    table, first = table_of(name, page_table, batch), _lengths("positions", positions, batch, name)
+    table, first = _table(name, page_table, batch), _lengths("positions", positions, batch, name)
     at = first[..., None] + lax.broadcasted_iota(np.int32, (*batch, length), len(batch))
     inside = (at >= 0) & (at < table.shape[-1] * page)
     numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
@@ -423,7 +431,7 @@ def update_pages(
     return key_pages, value_pages.at[place].set(value.astype(value_pages.dtype), mode="drop")
 
 
-def pages_of(function: str, **arrays: ArrayLike) -> list[jax.Array]:
+def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
     keys, values = found = [arguments.array(function, name, array, "floating") for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
@@ -437,9 +445,9 @@ def pages_of(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     return found
 
 
-def table_of(function: str, value: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
+def _table(function: str, value: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
     """A table of pages, `[*batch, M]`, int32."""
-    table = arguments.array(function, "page_table", value, "integers")
+    table = arguments.array(function, "page_table", arguments.listed(function, "page_table", value), "integers")
     if table.ndim != len(batch) + 1 or table.shape[:-1] != batch:
         raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
     return _of_32_bits(table)

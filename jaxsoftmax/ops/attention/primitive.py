@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxsoftmax._core import lowering, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
@@ -129,17 +130,32 @@ def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
     return {name: summed_to(found[name], kind.shape) for name, kind in types.items()}
 
 
-def _paged_jvp(operands, tangents, **params):
-    """That of attention to keys and values which are gathered from their pages."""
-
-    def gathered(moving):
+def _gathered(operands, moving, params):
+    """`paged_attention` as a function of some operands, whose pages are gathered: on explicit meshes that of the reference."""
+    types = [jax.typeof(operand) for operand in operands.values()]
+    if sharding.explicit_mesh(types) is None:
         return bind(ATTENTION, without_pages(operands | moving), dropout_rate=0.0, **params)
+    results = [jax.typeof(result) for result in jax.eval_shape(lambda: bind(PAGED, operands, **params))]
+    return jax.tree.leaves(lowering.on_reference(PAGED, operands | moving, results, **params))
 
-    return jax.jvp(gathered, ({name: operands[name] for name in tangents},), (tangents,))
+
+def _paged_jvp(operands, tangents, **params):
+    moving = {name: operands[name] for name in tangents}
+    return jax.jvp(lambda moving: _gathered(operands, moving, params), (moving,), (tangents,))
+
+
+def _paged_transpose(cotangents, operands, types, **params):
+    """The transpose in the pages of values, in which alone it is linear."""
+    if set(types) != {"value_pages"}:
+        raise NotImplementedError(f"paged_attention: it is linear in value_pages alone, and not in {' and '.join(types)}")
+    zeros = {"value_pages": jnp.zeros(types["value_pages"].shape, types["value_pages"].dtype)}
+    results, pull = jax.vjp(lambda moving: _gathered(operands | zeros, moving, params), zeros)
+    return pull([jnp.zeros_like(r) if c is None else c for c, r in zip(cotangents, results, strict=True)])[0]
 
 
 set_jvp(ATTENTION, _attention_jvp)
 set_jvp(PAGED, _paged_jvp)
+set_transpose(PAGED, _paged_transpose)
 set_transpose(ATTENTION, _attention_transpose)
 set_transpose(ATTENTION_JVP, _jvp_transpose)
 set_transpose(ATTENTION_VJP, _vjp_transpose)

@@ -133,8 +133,8 @@ def _folded(given, length, heads, key_heads):
 def _merged(splits, scale: float, dtype):
     """The output and log-sum-exp of rows, of the states of their splits, `[tiles, splits, rows]`, `m` in units of `scale`."""
     unit = jnp.float32(scale)
+    splits = splits._replace(o=jnp.where(splits.d[..., None] == 0, 0, splits.o))
     states = [online.State(*(part[:, i] for part in splits)) for i in range(splits.m.shape[1])]
-    states = [state._replace(o=jnp.where(state.d[..., None] == 0, 0, state.o)) for state in states]
     m = functools.reduce(jnp.maximum, [state.m for state in states])
     states = [online.rescale(state, m, scale=unit) for state in states]
     sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *states)
