@@ -171,6 +171,8 @@ class _Tile:
         first = place.split * size
         last = jnp.minimum(first + size, self.plan.blocks_kv)
         is_empty = None if self.plan.splits == 1 else (high <= first) | (low >= last) | (high <= low)
+        if is_empty is not None and "sinks" in self.operands:
+            is_empty &= place.split > 0  # the first one starts with the sinks
         low = jnp.clip(low, first, last - 1)
         return low, jnp.clip(high, low + 1, last), is_empty
 
