@@ -29,7 +29,7 @@ from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Pl
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
-_REGISTERS_WITH_PAGES = {1: (40, 232), 2: (40, 232), 3: (40, 152)}  # by consumers: producers have the numbers of pages
+_REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
 
@@ -83,7 +83,7 @@ def attention(given, *, target, config=None, **options):
     out, *numbers = forward.run(plan, given, target)
     if splits > 1:
         m, d = (array.reshape(-1, splits, rows) for array in numbers)
-        out, lse = _merged(online.State(m, d, out.reshape(-1, splits, rows, value_size)), plan.unit / LOG2E, query.dtype)
+        out, lse = _merged(m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, query.dtype)
     else:
         (lse,) = numbers
     out = out.reshape(*batch, heads, length, value_size)
@@ -130,13 +130,14 @@ def _folded(given, length, heads, key_heads):
     return folded
 
 
-def _merged(splits, scale: float, dtype):
+def _merged(m, d, o, scale: float, dtype):
     """The output and log-sum-exp of rows, of the states of their splits, `[tiles, splits, rows]`, `m` in units of `scale`."""
-    unit = jnp.float32(scale)
-    splits = splits._replace(o=jnp.where(splits.d[..., None] == 0, 0, splits.o))
-    states = [online.State(*(part[:, i] for part in splits)) for i in range(splits.m.shape[1])]
-    m = functools.reduce(jnp.maximum, [state.m for state in states])
-    states = [online.rescale(state, m, scale=unit) for state in states]
+    unit, states = jnp.float32(scale), []
+    for i in range(m.shape[1]):  # one by one: what is done to all of them XLA does in a program of its own
+        state = online.State(m[:, i], d[:, i], o[:, i])
+        states.append(state._replace(o=jnp.where(d[:, i, :, None] == 0, 0, o[:, i])))
+    top = functools.reduce(jnp.maximum, [state.m for state in states])
+    states = [online.rescale(state, top, scale=unit) for state in states]
     sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *states)
-    state = online.finish(sums._replace(m=m * unit))
+    state = online.finish(sums._replace(m=top * unit))
     return jnp.asarray(state.o, dtype), state.m

@@ -71,7 +71,9 @@ def run(plan, given, target):
     if plan.splits > 1:
         out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    if (table := tiles.table(plan, threads)) is not None:
+    # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
+    is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
+    if is_ordered and (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     results = plgpu.kernel(
         functools.partial(_kernel, plan, operands, threads),
