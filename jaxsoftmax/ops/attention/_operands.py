@@ -41,6 +41,13 @@ def batch_of(arrays) -> tuple[int, ...]:
     return lax.broadcast_shapes(*(array.shape[: array.ndim - len(AXES[name])] for name, array in there))
 
 
+def paged(given):
+    """The operands of paged attention that are there, and what else is given, both by name."""
+    names = {operand.name for operand in PAGED_OPERANDS}
+    operands = {name: array for name, array in given.items() if name in names and array is not None}
+    return operands, {name: option for name, option in given.items() if name not in names}
+
+
 def without_pages(given):
     """Operands in which keys and values follow each other in the order of a page table, as dot_product_attention takes them.
 

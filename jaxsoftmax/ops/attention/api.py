@@ -186,20 +186,13 @@ def dot_product_attention(
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
     operands = {"query": query, "key": key, "value": value}
-    if bias is not None:
-        bias = arguments.array(_NAME, "bias", bias, "floating")
-        operands["bias"] = scores_like("bias", bias, (*batch, heads, length, keys))
-    if mask is not None:
-        mask = arguments.array(_NAME, "mask", mask, "boolean", "; what is added to the scores goes into bias")
-        operands["mask"] = scores_like("mask", mask, (*batch, heads, length, keys))
+    operands |= _of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, keys))
     if query_seq_lengths is not None:
         operands["query_lengths"] = _lengths("query_seq_lengths", query_seq_lengths, batch)
     if key_value_seq_lengths is not None:
         operands["key_lengths"] = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if query_segment_ids is not None or key_value_segment_ids is not None:
         operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
-    if sinks is not None:
-        operands["sinks"] = lax.expand_dims(_of_shape("sinks", sinks, "floating", (heads,), "[N]"), range(len(batch)))
     if drops := rate > 0 and not deterministic:
         operands["seeds"] = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
     window = _window(local_window_size, is_causal, length, keys, query_offset is not None)
@@ -328,7 +321,9 @@ def paged_attention(
       float32 (float64), `-inf` where nothing is seen.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention`.
+      TypeError: an argument is of the wrong type or dtype, or traced although it must be concrete.
+      ValueError: an argument has a shape or a value that does not fit; no such `implementation` or `precision`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
 
     Source: Kwon et al. 2023, arXiv:2309.06180.
     """
@@ -358,11 +353,7 @@ def paged_attention(
         "key_pages": key_pages.reshape(*ones, *key_pages.shape),
         "value_pages": value_pages.reshape(*ones, *value_pages.shape),
     }
-    for which, array, kind in (("bias", bias, "floating"), ("mask", mask, "boolean")):
-        if array is not None:
-            operands[which] = scores_like(which, arguments.array(name, which, array, kind), (*batch, heads, length, keys), name)
-    if sinks is not None:
-        operands["sinks"] = lax.expand_dims(_of_shape("sinks", sinks, "floating", (heads,), "[N]", name), range(len(batch)))
+    operands |= _of_scores(name, bias, mask, sinks, (*batch, heads, length, keys))
     window = _window(local_window_size, is_causal, length, keys, True, name)
     if query_offset is not None:
         query_offset = _offset(query_offset, batch, name)
@@ -486,6 +477,20 @@ def _operands(**arrays: ArrayLike) -> list[jax.Array]:
             f"{_NAME}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
             f" in shapes {query.shape} and {key.shape}"
         )
+    return found
+
+
+def _of_scores(function, bias, mask, sinks, shape):
+    """Bias, mask and sinks of scores of a shape, as far as there are any, by the names of the operands."""
+    found, (*batch, heads, _, _) = {}, shape
+    if bias is not None:
+        found["bias"] = scores_like("bias", arguments.array(function, "bias", bias, "floating"), shape, function)
+    if mask is not None:
+        mask = arguments.array(function, "mask", mask, "boolean", "; what is added to the scores goes into bias")
+        found["mask"] = scores_like("mask", mask, shape, function)
+    if sinks is not None:
+        sinks = _of_shape("sinks", sinks, "floating", (heads,), "[N]", function)
+        found["sinks"] = lax.expand_dims(sinks, range(len(batch)))
     return found
 
 

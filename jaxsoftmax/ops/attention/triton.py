@@ -17,10 +17,10 @@ from jaxsoftmax.ops.attention import _dropout
 from jaxsoftmax.ops.attention._operands import (
     AXES,
     OPERANDS,
-    PAGED_OPERANDS,
     batch_of,
     cotangents_of_rows,
     cotangents_of_sinks,
+    paged,
     types_without_pages,
     without_offset,
     without_pages,
@@ -286,9 +286,8 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
 def paged_attention(*, target, precision=None, deterministic=False, **given):
     """Attention as in `xla.paged_attention`, of keys and values that are gathered from their pages before."""
     del precision, deterministic
-    operands = {name: given.pop(name, None) for name in [operand.name for operand in PAGED_OPERANDS]}
-    there = without_pages({name: array for name, array in operands.items() if array is not None})
-    return dot_product_attention(target=target, dropout_rate=0.0, **there, **given)
+    operands, options = paged(given)
+    return dot_product_attention(target=target, dropout_rate=0.0, **without_pages(operands), **options)
 
 
 def dot_product_attention_vjp(

@@ -30,7 +30,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, PAGED_OPERANDS, batch_of, without_pages
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, paged, without_pages
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -71,10 +71,9 @@ def dot_product_attention(*, return_lse=True, **given):
 
 def paged_attention(**given):
     """The same, of keys and values in pages."""
-    operands = {name: given.pop(name) for name in [operand.name for operand in PAGED_OPERANDS]}
+    operands, options = paged(given)
     absent = {operand.name: None for operand in OPERANDS}
-    there = without_pages({name: array for name, array in operands.items() if array is not None})
-    return dot_product_attention(**absent | there, **given, dropout_rate=0.0)
+    return dot_product_attention(**absent | without_pages(operands), **options, dropout_rate=0.0)
 
 
 def dot_product_attention_jvp(**given):

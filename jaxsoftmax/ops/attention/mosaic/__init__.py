@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention._operands import OPERANDS, PAGED_OPERANDS, batch_of, types_without_pages, without_pages
+from jaxsoftmax.ops.attention._operands import OPERANDS, batch_of, paged, types_without_pages, without_pages
 from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
 
 # The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
@@ -18,9 +18,9 @@ DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 
 
-def _given(named, operands=OPERANDS):
+def _given(named):
     """The operands that are there."""
-    return {operand.name: named[operand.name] for operand in operands if named.get(operand.name) is not None}
+    return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
 
 
 def lacks(primitive, operands) -> bool:
@@ -87,11 +87,13 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
 def paged_attention(*, target, precision=None, deterministic=False, return_lse=True, **given):
     """Attention as in `xla.paged_attention`: keys and values of many queries are gathered from their pages before."""
     del precision, deterministic
-    operands = _given({name: given.pop(name, None) for name in [operand.name for operand in PAGED_OPERANDS]}, PAGED_OPERANDS)
+    operands, options = paged(given)
     _, few, _ = GENERATIONS[target.compute_capability[0]]
     if not few.serves_pages(**operands):
-        return dot_product_attention(target=target, return_lse=return_lse, dropout_rate=0.0, **without_pages(operands), **given)
-    return few.attention(operands, target=target, dropout_rate=0.0, **given)[: 2 if return_lse else 1]
+        return dot_product_attention(
+            target=target, return_lse=return_lse, dropout_rate=0.0, **without_pages(operands), **options
+        )
+    return few.attention(operands, target=target, dropout_rate=0.0, **options)[: 2 if return_lse else 1]
 
 
 def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):

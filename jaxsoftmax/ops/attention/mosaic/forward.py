@@ -239,6 +239,7 @@ class _Tile:
         return jnp.where(is_empty, steps, steps + high - low)
 
     def _produce(self, letters, place, steps, low, high):
+        """Copies the queries of a tile, and its key blocks from `high - 1` down to `low`."""
         key_head = lax.div(place.head, jnp.int32(self.plan.query[1] // self.plan.key[1]))
         copy = self._split if self.plan.config.split else self._copy
         size, count = self.plan.config.block_kv, high - low
@@ -368,6 +369,7 @@ class _Tile:
         self.store_rows(place, first, m=jnp.where(is_row, nothing.m, 0.0), d=jnp.where(is_row, nothing.d, 1.0))
 
     def _consume(self, consumer, place, first, steps, tile_low, tile_high):
+        """Computes the rows from `first` on, of the key blocks that the tile goes to."""
         # Of the rows, which may be less than of the tile.
         low, high = self.seen(place, first, ROWS)
         high = jnp.clip(high, tile_low + 1, tile_high)
@@ -402,9 +404,9 @@ class _Rows:
         self.first_key = self.last_key = None
         if self.is_banded:
             position = first + lax.iota(jnp.int32, ROWS)
-            if self.plan.is_folded:
-                one = self.plan.queries == 1
-                position = jnp.minimum(position, 0) if one else lax.rem(position, jnp.int32(self.plan.queries))
+            if self.plan.is_folded:  # a remainder by 1 is a constant, for which Mosaic GPU finds no layout
+                queries = self.plan.queries
+                position = lax.rem(position, jnp.int32(queries)) if queries > 1 else jnp.minimum(position, 0)
             last_key = jnp.where(position < place.lengths[0], place.lengths[1] - 1, -1)
             position += place.offset
             self.first_key = None if left is None else position - left
