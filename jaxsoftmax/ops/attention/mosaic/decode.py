@@ -1,8 +1,8 @@
 """Attention on Hopper where queries are few, as in decoding: the time of reading keys and values once is the limit.
 
 The rows of all query heads that share keys are folded: the forward kernel has up to 192 of them in a tile, and reads these keys
-once for each tile. Where tiles do not fill the multiprocessors, keys are split too. Each split has a state `(m, d, o)`
-of its own, in float32, and XLA merges them, with what comes behind. How many splits there are follows from shapes, so the bits of a
+once for each tile. Where tiles do not fill the multiprocessors, keys are split too. Each split has a state `(m, d, o)` of its
+own, in float32, and XLA merges them, with what comes behind. How many splits there are follows from shapes, so the bits of a
 sequence do not depend on what is in the others of its batch.
 
 Keys and values may be in pages: a key block is copied page by page then, from where the page table says.
