@@ -100,7 +100,8 @@ class Cell:
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
       blocks: how many blocks have to be visited, where some need not be; 0 where they are not counted.
       sample: where outputs are not made row by row: from the inputs and an output, pairs of a part of it and its truth.
-      fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output.
+      fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output,
+        with which the first entries of its result are compared.
       repeatable: whether ours must give the same bits each time.
       program: whether it is measured as a program of many kernels: by the wall clock, with copies and gaps, and its memory.
     """

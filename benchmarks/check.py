@@ -78,7 +78,8 @@ def differing_bits(
     with ThreadPoolExecutor(len(FEW_ROWS)) as pool:  # each row count is compiled anew
         results = pool.map(alone, [fewer for _, fewer, _ in calls])
         for (words, _, part), result in zip(calls, results, strict=True):
-            if not _same(result, part):
+            own = jax.tree.map(lambda array, like: array[tuple(map(slice, like.shape))], result, part)
+            if not _same(own, part):
                 found.append(f"rows have other bits where there are only {words}")
     return found
 

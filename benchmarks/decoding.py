@@ -116,6 +116,7 @@ def cell_of(step: Step) -> Cell:
         _no_truth,
         flops=4 * pairs * step.heads * step.head_size,
         sample=functools.partial(_sample, step),
+        fewer=functools.partial(_fewer, step),
     )
 
 
@@ -160,6 +161,19 @@ def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
     mask = np.pad(np.broadcast_to(seen, (len(at), step.keys)), ((0, 0), (step.prefix, 0)), constant_values=True)
     product = oracle.THREE_PRODUCTS if step.dtype == "float32" else 0.0
     return [(np.asarray(output[last:])[:, at, heads], oracle.attention(*operands, mask=mask, product=product)[0])]
+
+
+def _fewer(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """A call in which all sequences but the first have other queries, and no keys where they may have fewer.
+
+    One with fewer sequences may have other bits: keys are split to fill the GPU.
+    """
+    if step.batch == 1:
+        return []
+    query, *others = inputs
+    if step.ragged or step.page:
+        others[-1] = others[-1].at[1:].set(0)
+    return [("NaN and no keys in the others", (query.at[1:].set(jnp.nan), *others), output[:1])]
 
 
 def with_prefix(query, key, value, prefix_key, prefix_value):

@@ -744,6 +744,10 @@ def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
     assert check.errors(cell, cell.contenders[0], inputs, output)[0] <= 1
     query, *others = inputs
     assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
+    ((_, fewer, part),) = cell.fewer(inputs, output)
+    result = jax.jit(cell.contenders[0].build())(*fewer)
+    assert not np.array_equal(result[1:], output[1:])
+    np.testing.assert_array_equal(result[:1], part)
 
 
 @pytest.mark.parametrize("options", ["value_size=128", "causal=1 window=32", "mask=causal", "bias=1xNxTxS", "key_lengths=1"])
