@@ -2,7 +2,7 @@
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dispatch import explain
-from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, update_pages
+from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, quantize, update_pages
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 
@@ -15,6 +15,7 @@ __all__ = [
     "logsumexp",
     "online",
     "paged_attention",
+    "quantize",
     "softmax",
     "update_pages",
 ]

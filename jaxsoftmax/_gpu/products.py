@@ -20,6 +20,7 @@ from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, frag
 # Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
 # `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
 
+BYTES = plgpu.Layout.WGMMA_8BIT  # four elements of the same rows in a register, from column `4 * (lane % 4)` on, in steps of 16
 _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
 _OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
@@ -107,6 +108,72 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
         return terms
 
     return tuple(emit(split, arrays=[(product, _PRODUCT)], results=[_kind(product.shape, jnp.bfloat16)] * 2))
+
+
+def widened(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any] = ()) -> jax.Array:
+    """64 rows of 8 bits in a dtype of 16 bits, which has all these numbers; or times scales in float32, and rounded then.
+
+    Args:
+      piece: int8 `[64, cols]` in `BYTES`, cols a multiple of 16.
+      dtype: of the result, which has the layout of `piece`.
+      is_float: whether `piece` has the bits of float8_e4m3fn.
+      scales: scalars int32, the bits of float32 numbers, one for each of 1, 2, 4 or 8 equal parts of the rows.
+    """
+    i32, code = integer(32), _widen(jnp.dtype(dtype).name, is_float=is_float, is_scaled=bool(scales))
+
+    def convert(*given):
+        *bits, piece = given
+        # A thread has 4 elements each of rows `16 * warp + lane / 4` and 8 below, which say whose scale is theirs.
+        row, own = _product_position()[0], []
+        for below in range(2):
+            at, found = arith.addi(row, constant(8 * below)), bits[0] if bits else constant(0)
+            for part, bound in enumerate(bits[1:], 1):
+                is_behind = arith.cmpi(arith.CmpIPredicate.sge, at, constant(64 // len(bits) * part))
+                found = arith.select(is_behind, bound, found)
+            own.append(found)
+        out_type, words = ir.VectorType.get((4,), utils.dtype_to_ir_type(jnp.dtype(dtype))), ir.VectorType.get((2,), i32)
+        registers = []
+        for index, register in enumerate(piece.registers.flat):
+            word = vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), register), [], [0])
+            pairs: list[Any] = [llvm.inline_asm(i32, [word, own[index % 2]], half, "=r,r,r") for half in code]
+            registers.append(vector.bitcast(out_type, vector.from_elements(words, pairs)))
+        return registers
+
+    kind = plgpu.ShapeDtypeStruct(piece.shape, dtype, layout=BYTES)
+    return emit(convert, scalars=scales, arrays=[(piece, BYTES)], results=kind)
+
+
+def _widen(dtype: str, *, is_float: bool, is_scaled: bool) -> list[str]:
+    """PTX for the first and for the last two of four bytes, in `$1`; a scale is in `$2`.
+
+    Integers are put into the last bits of a number that is large enough, which is subtracted then: the unit that converts them
+    has a quarter of the rate. bfloat16 has bits for 7 of theirs; the first one, in the place of the last bit of its exponent,
+    makes 256 of the 128 that are subtracted from the others.
+    """
+    name, found = {"bfloat16": "bf16", "float16": "f16"}[dtype], []
+    for first in (0, 2):
+        if is_float:
+            code, is_done = f"cvt.rn.f16x2.e4m3x2 pair, w{first};", name == "f16" and not is_scaled
+            code += "mov.b32 {h0, h1}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
+        elif is_scaled:
+            code, is_done = "xor.b32 rest, $1, 0x80808080;", False
+            for i in range(2):
+                code += f"prmt.b32 pair, rest, 0x4b000000, {0x7540 + first + i};"
+                code += f"mov.b32 f{i}, pair; sub.f32 f{i}, f{i}, 0f4b000080;"
+        else:
+            bytes_, is_done = 0x4140 + 0x101 * first, True
+            code = f"xor.b32 rest, $1, 0x80808080; prmt.b32 pair, rest, 0x64, {bytes_};"
+            code += "mov.b32 rest, 0x64806480; sub.f16x2 pair, pair, rest;"
+            if name == "bf16":
+                code = f"prmt.b32 pair, $1, 0x43, {bytes_}; and.b32 rest, pair, 0xff80ff80; and.b32 pair, pair, 0xff7fff7f;"
+                code += "sub.bf16x2 pair, pair, rest;"
+        if is_scaled:
+            code += "mul.f32 f0, f0, $2; mul.f32 f1, f1, $2;"
+        if not is_done:
+            code += f"cvt.rn.{name}x2.f32 pair, f1, f0;"
+        registers = ".reg .b32 pair, rest; .reg .b16 w0, w2, h0, h1; .reg .f32 f0, f1;"
+        found.append(f"{{ {registers} mov.b32 {{w0, w2}}, $1; {code} mov.b32 $0, pair; }}")
+    return found
 
 
 def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool], transposed=False) -> jax.Array:

@@ -10,6 +10,9 @@ a kernel rounds the weights to them before they are multiplied: one more `half_u
 cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
 a unit of a result that has 16 bits itself.
 
+Kernels have weights of float16 `2^13` times as large: a log-sum-exp is the difference of two numbers of 13 then, in powers of
+two, that are rounded by up to 2^-21 each, or 11 * 2^-24 in all after a product with log(2); `lifted` is that.
+
 Where `cotangents` are to be `tight`, a score's cotangent `ds = p g` with `g = z dp - delta + dlse` errs, in float32, by
 
     e(ds) = e(p) |ds| + p (1 + e(p)) e(g),   e(p) = unit + e(lse) + 8 * 2^-24, relative to p,
@@ -109,6 +112,7 @@ def weights(
     """
     narrow = half_unit(query.dtype) + product
     floor = 2.0**-25 if query.dtype == np.float16 else TINY
+    lifted = 16 * EPS if query.dtype == np.float16 else 0.0
     groups = query.shape[-2] // key.shape[-2]
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))
@@ -146,6 +150,7 @@ def weights(
         p_sink = np.where(lse == -np.inf, 0.0, np.exp(sink - lse))
         unit = np.where(p > 0, (8 + 3 * np.abs(s - m[..., None]) + 8 * size) * EPS + missed, 0.0)
         budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
+        budget += lifted
     unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
     z = np.ones(shape) if kept is None else kept
     return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, narrow, floor)

@@ -6,6 +6,7 @@ The kernel is `forward`'s, and here it is played by NumPy. Natively it is run by
 import functools
 import itertools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import api
 from jaxsoftmax.ops.attention.mosaic import decode, forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import Plan
+from jaxsoftmax.ops.attention.mosaic.operands import HOST
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 from .. import kernels
@@ -49,6 +51,8 @@ def played(plan, given, target):
             own = np.broadcast_to(pages, (*plan.batch, *pages.shape[-4:])).reshape(-1, *pages.shape[-4:])
             named[name] = np.stack([entry[numbers] for entry, numbers in zip(own, table, strict=True)])
             named[name] = named[name].reshape(*plan.batch, -1, *pages.shape[-2:])
+    for name in ("key", "value") if plan.bytes_dtype else ():
+        named[name] = of_bytes(plan, named, name)
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
     scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
     if plan.soft_cap is not None:
@@ -67,7 +71,7 @@ def played(plan, given, target):
         scores = scores + whole("bias", 1, 2, 3).astype(np.float64)
     scores, states = np.where(seen, scores, -np.inf), []
     for split in range(plan.splits):
-        size = plan.blocks_of_split * plan.config.block_kv
+        size = -(-plan.blocks_kv // plan.splits) * plan.config.block_kv
         part = np.where(cols // size == split, scores, -np.inf)
         sink = np.full((1, heads, rows, 1), -np.inf)
         if split == 0 and "sinks" in named:
@@ -83,6 +87,17 @@ def played(plan, given, target):
     with np.errstate(divide="ignore"):
         lse = m + np.log(d)
     return [jnp.asarray(o / np.where(d == 0, 1, d)[..., None], given["query"].dtype), jnp.asarray(lse, jnp.float32)]
+
+
+def of_bytes(plan, named, name):
+    """Keys or values of 8 bits as the kernel multiplies them, `[*batch, keys, heads, size]`, from what has the same bits."""
+    array = named[name].view(jnp.dtype(plan.bytes_dtype)).astype(np.float32)
+    if (scale := named.get(f"{name}_page_scale")) is None:
+        return array.astype(np.float64) * named[f"{name}_scale"][..., None, :, None]
+    numbers = np.clip(named["page_table"], 0, plan.pages - 1)
+    entries = np.broadcast_to(scale.view(np.float32), (*plan.batch, *scale.shape[-2:]))
+    scale = np.repeat(np.take_along_axis(entries, numbers[..., None], -2), plan.page, -2)
+    return (array * scale[..., None]).astype(named["query"].dtype)
 
 
 def play(monkeypatch, **more):
@@ -141,6 +156,15 @@ def test_splits_are_alike_and_none_is_empty(tiles, blocks, multiprocessors, is_r
     size = math.ceil(blocks / splits)
     assert 1 <= splits <= decode.MAX_SPLITS
     assert (splits - 1) * size < blocks <= splits * size
+
+
+@brute_force
+@given(low=st.integers(0, 40), count=st.integers(-9, 300), splits=st.integers(1, 64))
+def test_parts_of_splits_follow_each_other(low, count, splits):
+    plan = types.SimpleNamespace(splits=splits)
+    parts = [Plan.part(plan, low, low + count, split, HOST) for split in range(splits)]
+    assert [block for own in parts for block in range(*own)] == list(range(low, low + count))
+    assert max((end - start for start, end in parts)) <= max(0, math.ceil(count / splits))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from jaxsoftmax._core.operands import Operand
 # words of a seed, pages P of so many keys each, and M for the pages of a sequence.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
+_OPERANDS |= {"key_scale": "K", "value_scale": "K"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
-_PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M"}
+_PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
 
 
 def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
@@ -23,7 +24,7 @@ def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
 
 
 OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)
-_OTHERS = ("bias", "mask", "key_lengths", "query_offset", "sinks")
+_OTHERS = ("bias", "mask", "key_lengths", "query_offset", "sinks", "key_scale", "value_scale")
 PAGED_OPERANDS = _records({name: (_OPERANDS | _PAGED)[name] for name in ("query", *_PAGED, *_OTHERS)})
 
 # The operands that have tangents and cotangents, those tangents, and the cotangents of the results.
@@ -57,9 +58,28 @@ def without_pages(given):
     for name in ("key", "value"):
         *batch, count, page, heads, size = given[f"{name}_pages"].shape
         first = count * lax.iota(jnp.int32, math.prod(batch)).reshape(*batch, 1)  # of the pages of a batch entry
-        pages = given[f"{name}_pages"].reshape(-1, page, heads, size)[jnp.clip(table, 0, count - 1) + first]
+        numbers = jnp.clip(table, 0, count - 1) + first
+        pages = given[f"{name}_pages"].reshape(-1, page, heads, size)[numbers]
+        if f"{name}_page_scale" in given:
+            scale = given[f"{name}_page_scale"].reshape(-1, heads)[numbers]
+            pages = _times(pages, scale[..., None, :], given["query"].dtype)
         found[name] = pages.reshape(*pages.shape[:-4], -1, heads, size)
+    has_page_scales = {"key_page_scale", "value_page_scale"} & set(given)
+    return dequantised(found) if has_page_scales else found
+
+
+def dequantised(given, dtype=None):
+    """Operands of which none is of 8 bits: keys and values times their scales, in a dtype, None for that of the queries."""
+    found = {name: array for name, array in given.items() if name not in ("key_scale", "value_scale")}
+    for name in ("key", "value"):
+        if given.get(f"{name}_scale") is not None:
+            found[name] = _times(given[name], given[f"{name}_scale"][..., None, :], dtype or given["query"].dtype)
     return found
+
+
+def _times(array, scale, dtype):
+    """Keys or values of 8 bits times the scales of their heads, rounded to a dtype."""
+    return (array.astype(scale.dtype) * scale[..., None]).astype(dtype)
 
 
 def types_without_pages(types):

@@ -9,17 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxsoftmax._core import arguments, dispatch
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention._operands import dequantised
 
 Window = int | tuple[int | None, int | None] | None
 
 _NAME = "dot_product_attention"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+BYTES = ("float8_e4m3fn", "int8")  # of keys and values with a scale
 
 
 @overload
@@ -40,6 +42,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -69,6 +73,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -97,6 +103,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -122,9 +130,9 @@ def dot_product_attention(
 
     Args:
       query: `[*batch, T, N, H]`, float16, bfloat16, float32 or float64, with any number of batch axes or none.
-      key: `[*batch, S, K, H]`, of the same dtype. N is a multiple of K: each key head serves N / K query heads that follow one
-        another.
-      value: `[*batch, S, K, Hv]`, of the same dtype.
+      key: `[*batch, S, K, H]`, of the same dtype, or of 8 bits. N is a multiple of K: each key head serves N / K query heads
+        that follow one another.
+      value: `[*batch, S, K, Hv]`, of the dtype of key.
       bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores.
       mask: boolean, broadcast to `[*batch, N, T, S]`: which keys a query sees.
       scale: a concrete number that multiplies the products; None for `1 / sqrt(H)`.
@@ -140,6 +148,10 @@ def dot_product_attention(
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
       sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
+      key_scale: floating `[K]` or `[*batch, K]`, of keys of float8_e4m3fn or int8, which stand for what they are times the
+        scale; None for 1. `jaxsoftmax.quantize` makes such keys. On Hopper up to 64 queries of 16 bits read them as they are.
+        For other kernels, and where it is differentiated, products are made first, in memory and in the dtype of query.
+      value_scale: likewise, of values.
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
       broadcast_dropout: whether the same weights are dropped in all heads and all of the batch, as Flax has it.
@@ -186,6 +198,8 @@ def dot_product_attention(
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
     operands = {"query": query, "key": key, "value": value}
+    scales = _scales(_NAME, query, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
+    operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
     operands |= _of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, keys))
     if query_seq_lengths is not None:
         operands["query_lengths"] = _lengths("query_seq_lengths", query_seq_lengths, batch)
@@ -201,6 +215,8 @@ def dot_product_attention(
         if window != (None, None):
             operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
+    if means:
+        operands = dequantised(operands)
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
@@ -217,7 +233,7 @@ def dot_product_attention(
         return out
     residual = jnp.swapaxes(lse[0], -1, -2)
     if means:
-        out = _with_means(out, residual, value, operands.get("query_lengths"))
+        out = _with_means(out, residual, operands["value"], operands.get("query_lengths"))
     return (out, residual) if return_residual else out
 
 
@@ -237,6 +253,8 @@ def paged_attention(
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
@@ -259,6 +277,8 @@ def paged_attention(
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
@@ -280,6 +300,8 @@ def paged_attention(
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: bool = False,
@@ -296,7 +318,7 @@ def paged_attention(
 
     Args:
       query: `[*batch, T, N, H]`, as for `dot_product_attention`.
-      key_pages: `[pages, page, K, H]`, of the dtype of query: pages of so many keys each, of all sequences.
+      key_pages: `[pages, page, K, H]`, of the dtype of query or of 8 bits: pages of so many keys each, of all sequences.
       value_pages: `[pages, page, K, Hv]`, likewise.
       page_table: integers `[*batch, M]`: the pages of each sequence, in their order. Numbers below 0 or beyond the last page
         count as the first and the last page: nothing outside is read. Those of pages from `lengths` on have no effect, so no
@@ -312,6 +334,9 @@ def paged_attention(
         the last tokens. One before position 0 sees nothing if it `is_causal`.
       logits_soft_cap: a concrete positive number.
       sinks: floating `[N]`.
+      key_scale: floating `[K]` or `[pages, K]`, of keys of float8_e4m3fn or int8, as for `dot_product_attention`. Products with
+        scales of pages are rounded to the dtype of query.
+      value_scale: likewise, of values.
       implementation: None for the best one, or the name of the one that must run.
       precision: of the products of float32 operands.
       return_residual: whether to return the log-sum-exp of the scores too.
@@ -337,8 +362,11 @@ def paged_attention(
         raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
     batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
     key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
-    if key_pages.dtype != query.dtype:
-        raise TypeError(f"{name}: key_pages must have the dtype of query, got {key_pages.dtype} and {query.dtype}")
+    if key_pages.dtype != query.dtype and key_pages.dtype.name not in BYTES:
+        raise TypeError(
+            f"{name}: key_pages must have the dtype of query or one of {', '.join(BYTES)},"
+            f" got {key_pages.dtype} and {query.dtype}"
+        )
     if key_pages.shape[-1] != size or heads % key_pages.shape[-2]:
         raise ValueError(
             f"{name}: key_pages must have the head size of query, and a number of heads that divides that of query,"
@@ -353,6 +381,9 @@ def paged_attention(
         "key_pages": key_pages.reshape(*ones, *key_pages.shape),
         "value_pages": value_pages.reshape(*ones, *value_pages.shape),
     }
+    scales = _scales(name, query, key_pages, key_pages.shape[:3:2], key=key_scale, value=value_scale)
+    for which, own in scales.items():
+        operands[which if own.ndim == 1 else which.replace("_", "_page_")] = lax.expand_dims(own, range(len(batch)))
     operands |= _of_scores(name, bias, mask, sinks, (*batch, heads, length, keys))
     window = _window(local_window_size, is_causal, length, keys, True, name)
     if query_offset is not None:
@@ -380,6 +411,9 @@ def update_pages(
     value: ArrayLike,
     page_table: ArrayLike,
     positions: ArrayLike,
+    *,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Pages in which the keys and values of new tokens are written; in place where the pages are donated.
 
@@ -393,6 +427,9 @@ def update_pages(
       value: `[*batch, T, K, Hv]`, likewise.
       page_table: integers `[*batch, M]`, as `paged_attention` takes it.
       positions: integers `[*batch]`: that of the first new token of each sequence, how many keys it had.
+      key_scale: floating `[K]` or `[pages, K]`, of pages of float8_e4m3fn or int8: new keys are divided by it, as `quantize`
+        does; None for 1.
+      value_scale: likewise, of values.
 
     Returns:
       The two arrays of pages. Tokens whose position is below 0 or from `M * page` on, or whose page does not exist, are left
@@ -418,14 +455,83 @@ def update_pages(
     numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
     numbers = jnp.where(inside & (numbers >= 0), numbers, count)  # beyond the last page: such updates are dropped
     place = numbers, at % page
-    key_pages = key_pages.at[place].set(key.astype(key_pages.dtype), mode="drop")
-    return key_pages, value_pages.at[place].set(value.astype(value_pages.dtype), mode="drop")
+    scales = _scales(name, key, key_pages, key_pages.shape[:3:2], key=key_scale, value=value_scale)
+    found = []
+    for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
+        if (own := scales.get(f"{which}_scale")) is not None:
+            own = own if own.ndim == 1 else own[jnp.minimum(numbers, count - 1)]
+            array = _quantized(array, own, pages.dtype)
+        found.append(pages.at[place].set(array.astype(pages.dtype), mode="drop"))
+    return found[0], found[1]
+
+
+def quantize(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """`x / scale` in 8 bits, as keys and values of a cache may be; `x` is about `scale` times what it gives.
+
+    For heads of a known largest absolute value `top`, the scale is `top / 448` for float8_e4m3fn, and `top / 127` for int8.
+
+    Args:
+      x: floating `[..., heads, size]`.
+      scale: floating, broadcast to `[..., heads]`, positive; 0 counts as 1.
+      dtype: float8_e4m3fn, or int8.
+
+    Returns:
+      `x / scale` rounded to the nearest number of the dtype; what is beyond -448 and 448, or -127 and 127, becomes these.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: `scale` does not broadcast to the shape of `x` without its last axis.
+    """
+    x, scale = (arguments.array("quantize", name, array, "floating") for name, array in (("x", x), ("scale", scale)))
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.name not in BYTES:
+        raise TypeError(f"quantize: dtype must be {' or '.join(BYTES)}, got {arguments.shown(dtype)}")
+    rows = x.shape[:-1]
+    if len(scale.shape) > len(rows) or any(own not in (1, n) for own, n in zip(scale.shape[::-1], rows[::-1], strict=False)):
+        raise ValueError(f"quantize: scale must broadcast to the shape of x without its last axis, {rows}, got {scale.shape}")
+    return _quantized(x, scale, kind)
+
+
+def _quantized(x, scale, dtype):
+    """See `quantize`."""
+    wide = jnp.promote_types(accumulator(x.dtype), scale.dtype)
+    scale = jnp.where(scale == 0, 1, scale).astype(wide)[..., None]
+    x = x.astype(wide) / lax.expand_dims(scale, range(x.ndim - scale.ndim))
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
+    top = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -top, top).astype(dtype)
+
+
+def _scales(function, query, keys, shape, **scales):
+    """The scales of keys and values of 8 bits, by the names of the operands; those of heads have the axes of the batch.
+
+    `shape` is the largest that they may have, of which the last axis is heads.
+    """
+    found = {}
+    if keys.dtype.name not in BYTES:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise TypeError(f"{function}: {name}_scale goes with keys of dtype {' or '.join(BYTES)}, got {keys.dtype}")
+        return found
+    for name, scale in scales.items():
+        scale = jnp.ones(shape[-1:]) if scale is None else scale
+        array = arguments.array(function, f"{name}_scale", scale, "floating")
+        if array.shape not in (shape, shape[-1:]):
+            raise ValueError(f"{function}: {name}_scale must have the shape {shape[-1:]} or {shape}, got {array.shape}")
+        found[f"{name}_scale"] = array.astype(accumulator(query.dtype))
+    return found
 
 
 def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
-    keys, values = found = [arguments.array(function, name, array, "floating") for name, array in arrays.items()]
+    keys, values = found = [arguments.array(function, name, array) for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
+        if array.dtype.name not in BYTES:
+            arguments.array(function, name, array, "floating", f", or of dtype {' or '.join(BYTES)}")
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
     if values.shape[:-1] != keys.shape[:-1] or values.dtype != keys.dtype:
@@ -454,13 +560,19 @@ def _of_32_bits(array):
 
 def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = found = [arguments.array(_NAME, name, array, "floating") for name, array in arrays.items()]
+    query, key, value = found = [arguments.array(_NAME, name, array) for name, array in arrays.items()]
+    for name, array in zip(arrays, found, strict=True):
+        if name == "query" or array.dtype.name not in BYTES:
+            arguments.array(_NAME, name, array, "floating")
     if query.dtype.name not in DTYPES:
         raise TypeError(f"{_NAME}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
     axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
     for name, array, expected in zip(arrays, found, axes, strict=True):
-        if array.dtype != query.dtype:
-            raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {array.dtype} and {query.dtype}")
+        if array.dtype != query.dtype and not (name != "query" and key.dtype == value.dtype and key.dtype.name in BYTES):
+            raise TypeError(
+                f"{_NAME}: {name} must have the dtype of query, or key and value one of {', '.join(BYTES)},"
+                f" got {array.dtype} and {query.dtype}"
+            )
         if array.ndim < 3 or array.ndim != query.ndim:
             shapes = f"{array.shape} with a query of {query.shape}" if name != "query" else array.shape
             raise ValueError(f"{_NAME}: {name} must have the axes {expected}, got shape {shapes}")

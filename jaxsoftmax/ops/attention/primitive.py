@@ -11,10 +11,15 @@ tangents may be None, for zero, and so may one of the cotangents. Parameters of 
 `dropout_rate`, `precision`, `deterministic` (whether derivatives must have the same bits run after run) and `implementation`;
 of the first `return_lse`, of the last `wanted`: the names of the operands whose cotangents it returns.
 
+Keys and values may have 8 bits; then `key_scale` and `value_scale` are there too, of their heads, float32. Where attention is
+differentiated they are multiplied first. `dot_product_attention_jvp` and the others do not have them.
+
 `paged_attention` is the first with keys and values in pages, `[pages, keys, heads, size]`, and with `page_table`, the numbers
-of the pages of a sequence in their order. It has no dropout, lengths of queries or segments. Where it is differentiated, keys
-and values are gathered, and it is the first.
+of the pages of a sequence in their order. Scales may be those of pages, `[pages, heads]`. It has no dropout, lengths of queries
+or segments. Where it is differentiated, keys and values are gathered, and it is the first.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +38,7 @@ from jaxsoftmax.ops.attention._operands import (
     RESULTS,
     TANGENTS,
     batch_of,
+    dequantised,
     without_pages,
 )
 from jaxsoftmax.ops.attention.xla import summed_to
@@ -91,6 +97,8 @@ PAGED = define(
 
 
 def _attention_jvp(operands, tangents, *, return_lse, **params):
+    if not {"key_scale", "value_scale"}.isdisjoint(operands):
+        return _jvp_of(lambda given: bind(ATTENTION, dequantised(given), return_lse=return_lse, **params), operands, tangents)
     results = bind(ATTENTION, operands, return_lse=True, **params)
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
@@ -101,9 +109,11 @@ def _attention_jvp(operands, tangents, *, return_lse, **params):
 
 def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
     """The transpose of attention in the values, in which alone it is linear."""
-    del return_lse
     if set(types) != {"value"}:
         raise NotImplementedError(f"dot_product_attention: it is linear in value alone, and not in {' and '.join(types)}")
+    if "value_scale" in operands:
+        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
+        return _transpose_of(lambda given: attend(dequantised(given)), cotangents, operands, types)
     operands = operands | {"value": jnp.zeros(types["value"].shape, types["value"].dtype)}
     out, lse = bind(ATTENTION, operands, return_lse=True, **params)
     (d_value,) = bind(ATTENTION_VJP, operands | {"out": out, "lse": lse, "d_out": cotangents[0]}, wanted=("value",), **params)
@@ -130,26 +140,36 @@ def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
     return {name: summed_to(found[name], kind.shape) for name, kind in types.items()}
 
 
-def _gathered(operands, moving, params):
-    """`paged_attention` as a function of some operands, whose pages are gathered: on explicit meshes that of the reference."""
+def _gathered(operands, params):
+    """`paged_attention` as a function that gathers pages: on explicit meshes that of the reference."""
     types = [jax.typeof(operand) for operand in operands.values()]
     if sharding.explicit_mesh(types) is None:
-        return bind(ATTENTION, without_pages(operands | moving), dropout_rate=0.0, **params)
+        return bind(ATTENTION, without_pages(operands), dropout_rate=0.0, **params)
     results = [jax.typeof(result) for result in jax.eval_shape(lambda: bind(PAGED, operands, **params))]
-    return jax.tree.leaves(lowering.on_reference(PAGED, operands | moving, results, **params))
+    return jax.tree.leaves(lowering.on_reference(PAGED, operands, results, **params))
 
 
 def _paged_jvp(operands, tangents, **params):
-    moving = {name: operands[name] for name in tangents}
-    return jax.jvp(lambda moving: _gathered(operands, moving, params), (moving,), (tangents,))
+    return _jvp_of(functools.partial(_gathered, params=params), operands, tangents)
 
 
 def _paged_transpose(cotangents, operands, types, **params):
     """The transpose in the pages of values, in which alone it is linear."""
     if set(types) != {"value_pages"}:
         raise NotImplementedError(f"paged_attention: it is linear in value_pages alone, and not in {' and '.join(types)}")
-    zeros = {"value_pages": jnp.zeros(types["value_pages"].shape, types["value_pages"].dtype)}
-    results, pull = jax.vjp(lambda moving: _gathered(operands | zeros, moving, params), zeros)
+    return _transpose_of(functools.partial(_gathered, params=params), cotangents, operands, types)
+
+
+def _jvp_of(f, operands, tangents):
+    """The results and tangents of a function of the operands, by name."""
+    moving = {name: operands[name] for name in tangents}
+    return jax.jvp(lambda moving: f(operands | moving), (moving,), (tangents,))
+
+
+def _transpose_of(f, cotangents, operands, types):
+    """The transpose of a function of the operands, by name, in those of these types."""
+    zeros = {name: jnp.zeros(kind.shape, kind.dtype) for name, kind in types.items()}
+    results, pull = jax.vjp(lambda moving: f(operands | moving), zeros)
     return pull([jnp.zeros_like(r) if c is None else c for c, r in zip(cotangents, results, strict=True)])[0]
 
 

@@ -20,6 +20,7 @@ from jaxsoftmax.ops.attention._operands import (
     batch_of,
     cotangents_of_rows,
     cotangents_of_sinks,
+    dequantised,
     paged,
     types_without_pages,
     without_offset,
@@ -273,7 +274,7 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, **operands):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    given, window = without_offset(_given(operands), window)
+    given, window = without_offset(_given(dequantised(operands)), window)
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
     results = {
         "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), given["query"].dtype),

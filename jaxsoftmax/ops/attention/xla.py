@@ -30,7 +30,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, paged, without_pages
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, paged, without_pages
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -44,7 +44,7 @@ ROWS, COLS = 0, 1  # the axes of the scores
 
 def dot_product_attention(*, return_lse=True, **given):
     """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`."""
-    problem = _Problem(**given)
+    problem = _Problem(**dequantised(given, accumulator(given["query"].dtype)))
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):

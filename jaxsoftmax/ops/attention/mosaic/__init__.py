@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention._operands import OPERANDS, batch_of, paged, types_without_pages, without_pages
+from jaxsoftmax.ops.attention._operands import (
+    OPERANDS,
+    batch_of,
+    dequantised,
+    paged,
+    types_without_pages,
+    without_pages,
+)
 from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
 
 # The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
@@ -80,6 +87,8 @@ def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, retu
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     many, few, _ = GENERATIONS[target.compute_capability[0]]
     kernel = few if few.serves(operands["query"].shape) and not dropout_rate else many
+    if kernel is many or not few.serves_as_stored(*(operands[name] for name in ("query", "key", "value"))):
+        operands = dequantised(operands)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 

@@ -2,10 +2,11 @@
 
 The rows of all query heads that share keys are folded: the forward kernel has up to 192 of them in a tile, and reads these keys
 once for each tile. Where tiles do not fill the multiprocessors, keys are split too. Each split has a state `(m, d, o)` of its
-own, in float32, and XLA merges them, with what comes behind. How many splits there are follows from shapes, so the bits of a
-sequence do not depend on what is in the others of its batch.
+own, in float32, and XLA merges them, with what comes behind. How many splits there are follows from shapes, and where they
+begin from what a sequence's own queries see. So its bits do not depend on what is in the others of its batch.
 
-Keys and values may be in pages: a key block is copied page by page then, from where the page table says.
+Keys and values may be in pages: a key block is copied page by page then, from where the page table says. They may be of 8 bits:
+two warpgroups multiply them with their scales and round them to the dtype of the queries, in shared memory.
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -18,6 +19,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import tiles
@@ -31,10 +33,17 @@ PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are
 _REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
+_FILLED = 0.75  # how much of its key blocks a tile has, about, where only operands say it
 
 
-def config_for(head_size: int, value_size: int, dtype, rows: int, window) -> Config:
+def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_bytes=False) -> Config:
     """The configuration for so many rows: of 64, about 128 KiB of keys and values under way, more of which were no faster."""
+    if is_bytes:
+        largest = max(padded(head_size), padded(value_size))
+        if largest > 128:  # ptxas has no registers for its products beside more warpgroups
+            return Config(1, 64, 1, registers=(88, 240), ping_pong=False, producers=3, byte_stages=2)
+        stages, copied = (4, 8) if largest <= 64 else (2, 4)
+        return Config(1, 64, stages, registers=(56, 232), ping_pong=False, producers=5, byte_stages=copied)
     if rows > ROWS:
         config = forward_plan.config_for(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
@@ -52,25 +61,35 @@ def serves(query: tuple[int, ...]) -> bool:
     return query[-3] <= ROWS
 
 
-def serves_pages(query, key_pages, **others) -> bool:
+def serves_pages(query, key_pages, value_pages, **others) -> bool:
     """Whether pages are read where they are."""
     del others
-    return serves(query.shape) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
+    return serves_as_stored(query, key_pages, value_pages) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
+
+
+def serves_as_stored(query, key, value) -> bool:
+    """Whether keys and values are read as they are, of 8 bits too; of these TMA copies rows of a multiple of 16 bytes."""
+    is_wide = key.dtype == value.dtype == query.dtype
+    return serves(query.shape) and (is_wide or (query.dtype != jnp.float32 and key.shape[-1] % 16 == value.shape[-1] % 16 == 0))
 
 
 def attention(given, *, target, config=None, **options):
-    """`[out, lse]` as in `forward.attention`, of keys and values in pages too."""
+    """`[out, lse]` as in `forward.attention`, of keys and values in pages and of 8 bits too."""
     query, pages = given["query"], given.get("key_pages")
     (length, heads, size), batch = query.shape[-3:], batch_of(given)
     keys, key_heads, _ = key = (given["key"] if pages is None else pages).shape[-3:]
     value_size, rows = given["value" if pages is None else "value_pages"].shape[-1], length * heads // key_heads
-    config = config or config_for(size, value_size, query.dtype, rows, options["window"])
+    bytes_dtype = dtype.name if (dtype := (given["key"] if pages is None else pages).dtype).itemsize == 1 else None
+    config = config or config_for(size, value_size, query.dtype, rows, options["window"], bytes_dtype is not None)
     if pages is not None:
         keys *= given["page_table"].shape[-1]
         options |= {"page": key[0], "pages": pages.shape[-4]}
-        config = replace(config, registers=_REGISTERS_WITH_PAGES[config.consumers])
+        if bytes_dtype is None:
+            config = replace(config, registers=_REGISTERS_WITH_PAGES[config.consumers])
     sizes = ROWS * config.consumers, config.block_kv
     given = _folded(given, length, heads, key_heads)
+    if bytes_dtype is not None:
+        given = _as_bits(given)
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
     if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), *sizes)) is not None:
@@ -78,7 +97,8 @@ def attention(given, *, target, config=None, **options):
     count = math.prod(batch) * key_heads * -(-rows // sizes[0])
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
-    plan = Plan(**shapes, **options, names=frozenset(given), config=config, rows_of=length, splits=splits)
+    options |= {"rows_of": length, "splits": splits, "bytes_dtype": bytes_dtype}
+    plan = Plan(**shapes, **options, names=frozenset(given), config=config)
     out, *numbers = forward.run(plan, given, target)
     if splits > 1:
         m, d = (array.reshape(-1, splits, rows) for array in numbers)
@@ -102,8 +122,8 @@ def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragg
     def cost(splits):
         size = -(-blocks_kv // splits)
         own, merge = size + tiles.TILE_COST, (_MERGE_COST if splits > 1 else 0)
-        if is_ragged:  # they are handed out one by one; at the end multiprocessors wait for one tile
-            return tiles_unsplit * splits / multiprocessors * own + size + merge
+        if is_ragged and tiles_unsplit * splits > multiprocessors:  # some come later; at the end all wait for one of them
+            return _FILLED * tiles_unsplit * splits / multiprocessors * own + size + merge
         return -(-tiles_unsplit * splits // multiprocessors) * own + merge
 
     sizes = {-(-blocks_kv // splits) for splits in range(1, min(blocks_kv, MAX_SPLITS) + 1)}
@@ -127,6 +147,13 @@ def _folded(given, length, heads, key_heads):
     if "sinks" in given:
         folded["sinks"] = jnp.repeat(given["sinks"].astype(jnp.float32), length, -1)
     return folded
+
+
+def _as_bits(given):
+    """Operands of which keys and values are int8, and scales of pages int32, with the same bits."""
+    kinds = {"": jnp.int8, "_pages": jnp.int8, "_page_scale": jnp.int32}
+    names = {f"{of}{rest}": kind for of in ("key", "value") for rest, kind in kinds.items()}
+    return {name: lax.bitcast_convert_type(a, names[name]) if name in names else a for name, a in given.items()}
 
 
 def _merged(m, d, o, scale: float, dtype):

@@ -12,9 +12,12 @@ Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 
 
 A float32 operand is split into the sum of two of bfloat16, and a product is three of theirs: all but that of the low terms.
 Producers split them, in registers; the output goes from registers to global memory.
+
+Keys and values of 8 bits are copied as they are, and two more warpgroups convert them, once for all query heads of a tile.
 """
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -98,12 +101,20 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
     (less, more), config = plan.config.registers, plan.config
 
-    for i, letters in enumerate(("kqv",) if config.producers == 1 else ("kq", "v")):
+    if config.byte_stages:
+        turns = config.producers // 2
+        converters = [functools.partial(tile.convert, letter, turn, turns) for turn in range(turns) for letter in "kv"]
+        producers = [functools.partial(tile.produce, "kqv"), *converters]
+    else:
+        producers = [
+            functools.partial(tile.produce, letters) for letters in (["kqv"] if config.producers == 1 else ["kq", "v"])
+        ]
+    for i, work in enumerate(producers):
 
         @pl.when(warpgroup == config.consumers + i)
-        def _(i=i, letters=letters):
+        def _(i=i, work=work):
             plgpu.set_max_registers(less, action="decrease")
-            own_tiles.each(functools.partial(tile.produce, letters), None if i else tile.look_up)
+            own_tiles.each(work, None if i else tile.look_up)
 
     @pl.when(warpgroup < config.consumers)
     def _():
@@ -169,14 +180,13 @@ class _Tile:
         low, high = self.seen(place, place.block * self.plan.block_q, self.plan.block_q)
         for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
-        size = self.plan.blocks_of_split
-        first = place.split * size
-        last = jnp.minimum(first + size, self.plan.blocks_kv)
-        is_empty = None if self.plan.splits == 1 else (high <= first) | (low >= last) | (high <= low)
+        if self.plan.splits > 1:
+            low, high = self.plan.part(low, high, place.split, KERNEL)
+        is_empty = None if self.plan.splits == 1 else high <= low
         if is_empty is not None and "sinks" in self.operands:
             is_empty &= place.split > 0  # the first one starts with the sinks
-        low = jnp.clip(low, first, last - 1)
-        return low, jnp.clip(high, low + 1, last), is_empty
+        low = jnp.clip(low, 0, self.plan.blocks_kv - 1)
+        return low, jnp.clip(high, low + 1, self.plan.blocks_kv), is_empty
 
     def seen(self, place, first, rows):
         """What `Plan.seen` says for the queries of rows."""
@@ -206,6 +216,14 @@ class _Tile:
 
     def stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.config.stages))
+
+    def byte_stage(self, step):
+        return lax.rem(step, jnp.int32(self.plan.config.byte_stages))
+
+    def copied(self, name):
+        """The letter of what an operand is copied to: a capital one where it has 8 bits, and is converted then."""
+        letter = name[0]
+        return letter.upper() if self.plan.config.byte_stages and letter in "kv" else letter
 
     def copy_parts(self, letter, slot, copy):
         """Does `copy(columns, part)` for each part of a slot."""
@@ -245,7 +263,8 @@ class _Tile:
         size, count = self.plan.config.block_kv, high - low
 
         def copy_block(name, i, pages):
-            stage, first = self.stage(steps + i), (high - 1 - i) * size
+            stage = self.byte_stage(steps + i) if self.plan.config.byte_stages else self.stage(steps + i)
+            first = (high - 1 - i) * size
             if pages:
                 self._copy_pages(name, stage, place.b, pages, first, key_head)
             else:
@@ -281,7 +300,7 @@ class _Tile:
 
     def _copy(self, name, slot, b, first, rows, head):
         """Copies rows of an operand to a slot by TMA, once it is empty."""
-        own, letter = self.operands[name], name[0]
+        own, letter = self.operands[name], self.copied(name)
         plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
         full = self.memory[f"{letter}_full"].at[slot]
 
@@ -293,7 +312,7 @@ class _Tile:
 
     def _copy_pages(self, name, slot, b, pages, first, head):
         """Copies the keys of a key block, of which `first` is the first, to a slot from their pages."""
-        own, letter = self.operands[f"{name}_pages"], name[0]
+        own, letter = self.operands[f"{name}_pages"], self.copied(name)
         plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
         full, rows = self.memory[f"{letter}_full"].at[slot], min(self.plan.page, self.plan.config.block_kv)
         start = lax.rem(first, jnp.int32(self.plan.page)) if rows < self.plan.page else 0
@@ -329,16 +348,71 @@ class _Tile:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory[f"{letter}_full"].at[slot])
 
+    # Converters.
+
+    def convert(self, letter, turn, turns, place, steps):
+        """Converts keys or values of a tile to the dtype of the queries, in those steps that are its turn; gives the steps."""
+        low, high, is_empty = self.key_blocks(place)
+        count, name = high - low if is_empty is None else jnp.where(is_empty, 0, high - low), {"k": "key", "v": "value"}[letter]
+
+        start = lax.rem(jnp.int32(turn) - lax.rem(steps, jnp.int32(turns)) + turns, jnp.int32(turns))
+
+        def pages_of(i):
+            has_scales = f"{name}_page_scale" in self.operands
+            return self._pages(place, jnp.maximum(high - 1 - i, 0)) if has_scales else []
+
+        def convert_block(i, carry):
+            pages, scales = carry
+            i = start + turns * i
+            following = pages_of(i + 2 * turns), self._scales(name, place, pages)  # long before they are needed
+            self._convert_block(letter, self.stage(steps + i), self.byte_stage(steps + i), scales)
+            return following
+
+        scales = self._scales(name, place, pages_of(start))
+        own = lax.div(jnp.maximum(count - start, 0) + turns - 1, jnp.int32(turns))
+        lax.fori_loop(0, own, convert_block, (pages_of(start + turns), scales))
+        return steps + count
+
+    def _convert_block(self, letter, slot, byte_slot, scales):
+        """Converts keys or values, with the bits of a scale for each of so many equal parts of them."""
+        byte, rows = letter.upper(), self.plan.config.block_kv
+        plgpu.barrier_wait(self.memory[f"{byte}_full"].at[byte_slot])
+        is_float = self.plan.bytes_dtype != "int8"
+        for i, (source, into) in enumerate(zip(self.parts(byte, byte_slot), self.parts(letter, slot), strict=True)):
+            width = min(into.shape[1], 2 * SWIZZLED)  # each store takes two barriers, whatever its size
+            for row, col in itertools.product(range(0, rows, ROWS), range(0, into.shape[1], width)):
+                at = slice(row, row + ROWS), slice(col, col + width)
+                first, last = (edge * len(scales) // rows for edge in (row, row + ROWS))
+                piece = plgpu.load(source.at[at], layout=products.BYTES)
+                own = scales[first : max(last, first + 1)]
+                piece = products.widened(piece, into.dtype, is_float=is_float, scales=own)
+                if i == row == col == 0:
+                    plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
+                into[at] = piece
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory[f"{letter}_full"].at[slot])
+        plgpu.barrier_arrive(self.memory[f"{byte}_empty"].at[byte_slot])
+
+    def _scales(self, name, place, pages):
+        """The bits of the scales of a key block, if they are those of its pages; consumers multiply with that of a head."""
+        return [self.operands[f"{name}_page_scale"][place.b, number, place.head] for number in pages]
+
     # Consumers.
 
     def start(self, consumer):
         """Says that all of shared memory is empty, and that the first consumer has the tensor cores first."""
+        for stage in range(self.plan.config.byte_stages):
+            pl.when(consumer == 0)(functools.partial(self._leave_bytes, stage))
         for stage in range(self.plan.config.stages):
             plgpu.barrier_arrive(self.memory["k_empty"].at[stage])
             plgpu.barrier_arrive(self.memory["v_empty"].at[stage])
         plgpu.barrier_arrive(self.memory["q_empty"].at[consumer])
         if self.plan.config.ping_pong:
             pl.when(consumer == self.plan.config.consumers - 1)(lambda: ptx.named_barrier_arrive(jnp.int32(_PING_PONG)))
+
+    def _leave_bytes(self, stage):
+        for letter in "KV":
+            plgpu.barrier_arrive(self.memory[f"{letter}_empty"].at[stage])
 
     def consume(self, consumer, place, steps):
         """Computes the rows of a consumer; gives how many steps there have been."""
@@ -401,6 +475,8 @@ class _Rows:
         self.has_high = right is not None or self.plan.key[0] % self.config.block_kv != 0 or bool(of_operands)
         self.has_low = left is not None or "ranges" in self.operands
         self.is_banded = self.has_high or self.has_low
+        own = {name: self.operands.get(f"{name}_scale") for name in ("key", "value")}
+        self.scales = {name: scale[place.b, place.head] for name, scale in own.items() if scale is not None}
         self.first_key = self.last_key = None
         if self.is_banded:
             position = first + lax.iota(jnp.int32, ROWS)
@@ -543,6 +619,8 @@ class _Rows:
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""
+        if "key" in self.scales:
+            s = s * self.scales["key"]
         if self.plan.soft_cap is not None:
             s = tanh(s * (self.plan.scale / self.plan.soft_cap))
         if "bias" in self.operands:
@@ -600,6 +678,8 @@ class _Rows:
         """Stores the output, that of 16 bits by way of shared memory, and the log-sum-exp."""
         (length, _, _), size, (b, head) = self.plan.query, self.plan.value_size, (self.place.b, self.place.head)
         row = self.tile.row(self.place, self.first)
+        if "value" in self.scales:
+            state = state._replace(o=state.o * self.scales["value"])
         if self.plan.splits > 1:
             products.store_product(self.results["out"], row, 0, (length - self.first, size), state.o)
             self.tile.store_rows(self.place, self.first, m=state.m, d=state.d)

@@ -32,6 +32,8 @@ class Config:
       ping_pong: whether consumers multiply one at a time, so that one uses the tensor cores while another exponentiates.
       split: whether operands are float32, of each of which there are two terms; the output needs no shared memory then.
       producers: warpgroups that copy: one, or one for queries and keys and one for values.
+      byte_stages: key blocks of 8 bits in shared memory, and as many of values; 0 if they have more. Of the producers one
+        copies then, and as many convert keys as values; if several of each, they take turns, each with stages of its own.
     """
 
     consumers: int
@@ -42,6 +44,7 @@ class Config:
     ping_pong: bool = True
     split: bool = False
     producers: int = 1
+    byte_stages: int = 0
 
 
 def config_for(head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16) -> Config:
@@ -72,15 +75,15 @@ class Plan(Call):
     Attributes:
       rows_of: where rows are those of all query heads that share keys, how many queries they belong to: row `i` to query
         `i % rows_of`. `query` counts such rows as T, and key heads as N, and query and output are `[..., N, T, H]` then.
-      splits: into how many parts the keys are split. Results of more than one are states: of each split of a row `o`, `m` and
-        `d` in float32, where `o` has no meaning if `d` is 0.
+      splits: into how many parts the key blocks that a tile sees are split. Results of more than one are states: of each split
+        of a row `o`, `m` and `d` in float32, where `o` has no meaning if `d` is 0.
       unit: that of `m`, see `online.push_log2`. Scores with a bias may be as large as `finfo.min`, and are not to be rounded.
       page: how many keys a page has, where keys and values are in pages; else 0.
       pages: how many of them there are.
+      bytes_dtype: the dtype of keys and values if they have 8 bits; they come as int8 with the same bits then.
       pages_of_block: how many a key block has, or 1 where a page has several key blocks.
       is_folded: whether there is `rows_of`.
       queries: how many there are.
-      blocks_of_split: key blocks of a split.
       block_q: queries of a tile.
       sizes: of the heads of keys and values on chip.
       is_ragged: whether lengths or head sizes are no multiples of a swizzled tile's, which is what TMA copies several of.
@@ -96,6 +99,7 @@ class Plan(Call):
     splits: int = 1
     page: int = 0
     pages: int = 0
+    bytes_dtype: str | None = None
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
@@ -105,7 +109,6 @@ class Plan(Call):
         self.pages_of_block = max(1, config.block_kv // self.page) if self.page else 1
         self.block_q = ROWS * config.consumers
         self.blocks_q, self.blocks_kv = pl.cdiv(length, self.block_q), pl.cdiv(keys, config.block_kv)
-        self.blocks_of_split = pl.cdiv(self.blocks_kv, self.splits)
         self.sizes = padded(size), padded(self.value_size)
         is_whole = length % 8 == keys % 8 == 0 and self.sizes == (size, self.value_size)
         self.is_ragged = not (config.split or is_whole)  # nothing that is split goes through TMA
@@ -130,13 +133,18 @@ class Plan(Call):
             high = minimum(high, divide(maximum(last + right, -1) + size, size))
         return low, where(first < queries, high, 0)
 
+    def part(self, low: Any, high: Any, split: Any, arithmetic: Arithmetic) -> tuple[Any, Any]:
+        """From and to which key block a split goes, of those from `low` to `high`; to is not behind from if nowhere."""
+        size = arithmetic.divide(arithmetic.maximum(high - low, 0) + self.splits - 1, self.splits)
+        first = low + split * size
+        return first, arithmetic.minimum(first + size, high)
+
     def costs(self) -> tuple[int, ...]:
         """How many key blocks each block of queries takes, or each of its splits, at least one."""
         if self.is_folded:
-            low, high = self.seen((self.queries, self.key[0]), 0, self.queries, HOST)
-            size = self.blocks_of_split
-            own = [max(min(high, i * size + size) - max(low, i * size), 1) for i in range(self.splits)]
-            return tuple(own * self.blocks_q)
+            seen = self.seen((self.queries, self.key[0]), 0, self.queries, HOST)
+            parts = [self.part(*seen, split, HOST) for split in range(self.splits)]
+            return tuple([max(high - low, 1) for low, high in parts] * self.blocks_q)
         starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
         spans = (self.seen(lengths, first, self.block_q, HOST) for first in starts)
         return tuple(max(high - low, 1) for low, high in spans)
@@ -160,11 +168,12 @@ class Plan(Call):
         """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
         config = self.config
         (head_size, head_parts), (value_size, value_parts) = zip(self.sizes, self.parts, strict=True)
-        tiling, swizzle = plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128)
+        tiling = plgpu.TilingTransform((8, SWIZZLED))
 
-        def memory(slots, rows, size, parts):
+        def memory(slots, rows, size, parts, dtype=dtype):
             if config.split:
-                return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, swizzle))
+                return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
+            swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
             if not self.is_ragged:
                 return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
             # A slab of 64 columns has the same bytes with tiles and without, and without them TMA clips it anywhere.
@@ -177,14 +186,21 @@ class Plan(Call):
         if config.own_output and not config.split and self.splits == 1:
             own |= {"o": memory(config.consumers, ROWS, value_size, value_parts)}
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
+        copies = [parts * self.pages_of_block for parts in (head_parts, value_parts)]
+        if config.byte_stages:
+            for letter, size, parts, count in zip("KV", self.sizes, self.parts, copies, strict=True):
+                own[letter] = memory(config.byte_stages, config.block_kv, size, parts, jnp.int8)
+                own[f"{letter}_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
+                own[f"{letter}_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
+            copies = [1, 1]
         return own | {
             "q": memory(config.consumers, ROWS, head_size, head_parts),
             "k": memory(config.stages, config.block_kv, head_size, head_parts),
             "v": memory(config.stages, config.block_kv, value_size, value_parts),
             "q_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.consumers),
             "q_empty": plgpu.Barrier(num_barriers=config.consumers),
-            "k_full": plgpu.Barrier(num_arrivals=head_parts * self.pages_of_block, num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_arrivals=value_parts * self.pages_of_block, num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies[0], num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
             "k_empty": plgpu.Barrier(**everyone),
             "v_empty": plgpu.Barrier(**everyone),
         }
