@@ -3,6 +3,7 @@
 The kernel is `forward`'s, and here it is played by NumPy. Natively it is run by `test_values.py`, for all features.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -214,9 +215,21 @@ def test_every_configuration_is_lowered_and_fits(length):
         for sizes in itertools.product(*[sorted(size for size in every if size <= most)] * 2):
             found[decode.config_for(*sizes, dtype, 2 * length, (None, None))] = sizes  # two heads share a key head
         for config, sizes in found.items():
+            lowering.assert_registers_fit(config)
             given, _ = lowering.with_features([], sizes, (length, 4096), dtype)
             text = lowering.lower(given)
             assert "attention_forward_mosaic" in text, config
+
+
+@pytest.mark.parametrize("size", range(8, 257, 8))
+def test_configurations_for_bytes_and_pages_have_enough_registers(size):
+    config = decode.config_for(size, size, "bfloat16", 4, (None, None), is_bytes=True)
+    lowering.assert_registers_fit(config)
+    turns = (config.producers - 1) // 2
+    assert config.stages % turns == config.byte_stages % turns == 0  # each converter has stages of its own
+    for rows in (4, 100, 150):
+        config = decode.config_for(size, size, "bfloat16", rows, (None, None))
+        lowering.assert_registers_fit(dataclasses.replace(config, registers=decode.REGISTERS_WITH_PAGES[config.consumers]))
 
 
 def merged_operands(batch, keys=4096):

@@ -30,7 +30,7 @@ from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Pl
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
-_REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
+REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
 _FILLED = 0.75  # how much of its key blocks a tile has, about, where only operands say it
@@ -43,7 +43,7 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_byt
         if largest > 128:  # ptxas has no registers for its products beside more warpgroups
             return Config(1, 64, 1, registers=(88, 240), ping_pong=False, producers=3, byte_stages=2)
         stages, copied = (4, 8) if largest <= 64 else (2, 4)
-        return Config(1, 64, stages, registers=(56, 232), ping_pong=False, producers=5, byte_stages=copied)
+        return Config(1, 64, stages, registers=(56, 200), ping_pong=False, producers=5, byte_stages=copied)
     if rows > ROWS:
         config = forward_plan.config_for(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
@@ -85,7 +85,7 @@ def attention(given, *, target, config=None, **options):
         keys *= given["page_table"].shape[-1]
         options |= {"page": key[0], "pages": pages.shape[-4]}
         if bytes_dtype is None:
-            config = replace(config, registers=_REGISTERS_WITH_PAGES[config.consumers])
+            config = replace(config, registers=REGISTERS_WITH_PAGES[config.consumers])
     sizes = ROWS * config.consumers, config.block_kv
     given = _folded(given, length, heads, key_heads)
     if bytes_dtype is not None:
