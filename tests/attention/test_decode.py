@@ -221,12 +221,21 @@ def test_every_configuration_is_lowered_and_fits(length):
             assert "attention_forward_mosaic" in text, config
 
 
-@pytest.mark.parametrize("size", range(8, 257, 8))
-def test_configurations_for_bytes_and_pages_have_enough_registers(size):
-    config = decode.config_for(size, size, "bfloat16", 4, (None, None), is_bytes=True)
+SLABS = range(64, 257, 64)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [*itertools.product(SLABS, SLABS)])
+def test_configurations_for_bytes_fit_into_shared_memory_and_registers(size, value_size):
+    config = decode.config_for(size, value_size, "bfloat16", 4, (None, None), is_bytes=True)
     lowering.assert_registers_fit(config)
-    turns = (config.producers - 1) // 2
-    assert config.stages % turns == config.byte_stages % turns == 0  # each converter has stages of its own
+    of_key = config.block_kv * (2 * config.stages + config.byte_stages)
+    queries = 2 * decode.ROWS * (size + (value_size if config.own_output else 0))
+    assert of_key * (size + value_size) + queries <= 222 * 1024  # tickets, barriers and alignment take a few KiB
+    assert config.own_output or size == value_size
+
+
+@pytest.mark.parametrize("size", SLABS)
+def test_configurations_for_pages_have_enough_registers(size):
     for rows in (4, 100, 150):
         config = decode.config_for(size, size, "bfloat16", rows, (None, None))
         lowering.assert_registers_fit(dataclasses.replace(config, registers=decode.REGISTERS_WITH_PAGES[config.consumers]))

@@ -649,14 +649,20 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     heads = plan.query[1]
     found = zip(*map(np.asarray, steps_of(jnp.arange(heads * splits))), strict=True)
     assert plan.count == heads * splits == heads * len(plan.costs())
+    blocks = [[] for _ in range(heads)]
+    parts = [[] for _ in range(heads)]
     for number, (b, head, split, low, high, whole_from, whole_to, last_key) in enumerate(found):
         assert (b, head, split) == (0, *divmod(number, splits))
-        first, last = split * size, min(split * size + size, plan.blocks_kv)
-        assert first <= low <= high <= last
+        assert 0 <= low <= high <= plan.blocks_kv
         assert low < high or (splits > 1 and not (has_sinks and split == 0))
-        assert set(np.flatnonzero(any_seen[first:last]) + first) <= set(range(low, high))
+        parts[head].append(range(low, high))
         assert all(all_seen[block] for block in range(low, high) if whole_from <= block < whole_to)
         np.testing.assert_array_equal(last_key[: queries * group], np.tile(last_key[:queries], group))
+    for own in parts:
+        blocks = [block for part in own for block in part]
+        assert blocks == list(range(min(blocks, default=0), max(blocks, default=-1) + 1))
+        assert set(np.flatnonzero(any_seen)) <= set(blocks)
+        assert max(map(len, own)) <= max(1, math.ceil(len(blocks) / splits))
     assert positions[0]
 
 

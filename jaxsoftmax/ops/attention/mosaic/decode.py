@@ -39,11 +39,12 @@ _FILLED = 0.75  # how much of its key blocks a tile has, about, where only opera
 def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_bytes=False) -> Config:
     """The configuration for so many rows: of 64, about 128 KiB of keys and values under way, more of which were no faster."""
     if is_bytes:
-        largest = max(padded(head_size), padded(value_size))
-        if largest > 128:  # ptxas has no registers for its products beside more warpgroups
-            return Config(1, 64, 1, registers=(88, 240), ping_pong=False, producers=3, byte_stages=2)
-        stages, copied = (4, 8) if largest <= 64 else (2, 4)
-        return Config(1, 64, stages, registers=(56, 200), ping_pong=False, producers=5, byte_stages=copied)
+        sizes = padded(head_size), padded(value_size)
+        block, stages, copied = (128, 2, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2, 2)
+        if sum(sizes) > 384:
+            stages, copied = 1, 3 if sizes[0] == sizes[1] else 2
+        own_output = sizes[0] != sizes[1]  # else it is where the queries were
+        return Config(1, block, stages, own_output, (88, 240), ping_pong=False, producers=3, byte_stages=copied)
     if rows > ROWS:
         config = forward_plan.config_for(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
@@ -52,7 +53,7 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_byt
         stages = 4 if largest <= 64 else 2
         return Config(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
     if largest <= 128:
-        return Config(1, 128, 4 if largest <= 64 else 2, ping_pong=False)
+        return Config(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
     return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
 
 

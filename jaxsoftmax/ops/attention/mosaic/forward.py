@@ -101,14 +101,9 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
     (less, more), config = plan.config.registers, plan.config
 
-    if config.byte_stages:
-        turns = config.producers // 2
-        converters = [functools.partial(tile.convert, letter, turn, turns) for turn in range(turns) for letter in "kv"]
-        producers = [functools.partial(tile.produce, "kqv"), *converters]
-    else:
-        producers = [
-            functools.partial(tile.produce, letters) for letters in (["kqv"] if config.producers == 1 else ["kq", "v"])
-        ]
+    letters = {1: ["kqv"], 2: ["kq", "v"], 3: ["kqv"]}[config.producers]
+    producers = [functools.partial(tile.produce, own) for own in letters]
+    producers += [functools.partial(tile.convert, letter) for letter in "kv" if config.byte_stages]
     for i, work in enumerate(producers):
 
         @pl.when(warpgroup == config.consumers + i)
@@ -350,12 +345,10 @@ class _Tile:
 
     # Converters.
 
-    def convert(self, letter, turn, turns, place, steps):
-        """Converts keys or values of a tile to the dtype of the queries, in those steps that are its turn; gives the steps."""
+    def convert(self, letter, place, steps):
+        """Converts keys or values of a tile to the dtype of the queries; gives how many steps there have been."""
         low, high, is_empty = self.key_blocks(place)
         count, name = high - low if is_empty is None else jnp.where(is_empty, 0, high - low), {"k": "key", "v": "value"}[letter]
-
-        start = lax.rem(jnp.int32(turn) - lax.rem(steps, jnp.int32(turns)) + turns, jnp.int32(turns))
 
         def pages_of(i):
             has_scales = f"{name}_page_scale" in self.operands
@@ -363,14 +356,12 @@ class _Tile:
 
         def convert_block(i, carry):
             pages, scales = carry
-            i = start + turns * i
-            following = pages_of(i + 2 * turns), self._scales(name, place, pages)  # long before they are needed
+            following = pages_of(i + 2), self._scales(name, place, pages)  # long before they are needed
             self._convert_block(letter, self.stage(steps + i), self.byte_stage(steps + i), scales)
             return following
 
-        scales = self._scales(name, place, pages_of(start))
-        own = lax.div(jnp.maximum(count - start, 0) + turns - 1, jnp.int32(turns))
-        lax.fori_loop(0, own, convert_block, (pages_of(start + turns), scales))
+        scales = self._scales(name, place, pages_of(0))
+        lax.fori_loop(0, count, convert_block, (pages_of(1), scales))
         return steps + count
 
     def _convert_block(self, letter, slot, byte_slot, scales):

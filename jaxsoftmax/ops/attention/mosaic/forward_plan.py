@@ -31,9 +31,9 @@ class Config:
       registers: of a thread of a producer, and of a consumer.
       ping_pong: whether consumers multiply one at a time, so that one uses the tensor cores while another exponentiates.
       split: whether operands are float32, of each of which there are two terms; the output needs no shared memory then.
-      producers: warpgroups that copy: one, or one for queries and keys and one for values.
-      byte_stages: key blocks of 8 bits in shared memory, and as many of values; 0 if they have more. Of the producers one
-        copies then, and as many convert keys as values; if several of each, they take turns, each with stages of its own.
+      producers: warpgroups that copy: one, or one for queries and keys and one for values; or three, of which one copies, one
+        converts keys of 8 bits, and one values.
+      byte_stages: key blocks of 8 bits in shared memory, and as many of values; 0 if they have more.
     """
 
     consumers: int
