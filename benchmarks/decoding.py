@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxsoftmax
 from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import ELEMENTS, copy_cell
 from jaxsoftmax import online
 from tests.attention import oracle
 
 CHUNK = 512  # queries of a part of a prompt
+BYTES = ("float8_e4m3fn", "int8")
+SCALE = {"float8_e4m3fn": 4 / 448, "int8": 4 / 127}  # of standard normals, of which a few are beyond
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Step:
       ragged: whether sequences have different lengths, from 1 to all keys.
       causal: whether the queries are the last ones of each sequence, and see no key behind their own.
       page: how many keys a page has, or 0 where keys are one array. Pages are in any order.
+      cache: the dtype of keys and values if it has 8 bits, with a scale for each head; else empty.
+      filled: of how many keys a mask says that they are there, as that of a module of Flax does, or 0.
       prefix: how many keys more, before these, all sequences share. `with_prefix` is attention to both.
       dtype: of the operands.
     """
@@ -44,6 +49,8 @@ class Step:
     ragged: bool = False
     causal: bool = False
     page: int = 0
+    cache: str = ""
+    filled: int = 0
     prefix: int = 0
     dtype: str = "bfloat16"
 
@@ -59,15 +66,21 @@ class Step:
 
     @property
     def options(self) -> str:
-        words = {"causal": self.causal, "keys": self.keys, "kv_heads": self.key_heads, "page": self.page}
-        words |= {"prefix": self.prefix, "ragged": self.ragged}
-        return " ".join(f"{name}={value:d}" for name, value in words.items() if value)
+        words = {
+            "cache": self.cache,
+            "causal": self.causal,
+            "filled": self.filled,
+            "keys": self.keys,
+            "kv_heads": self.key_heads,
+        }
+        words |= {"page": self.page, "prefix": self.prefix, "ragged": self.ragged}
+        return " ".join(f"{name}={value if name == 'cache' else int(value)}" for name, value in words.items() if value)
 
     @property
     def lengths(self) -> np.ndarray:
         """How many keys each sequence has."""
         if not self.ragged:
-            return np.full(self.batch, self.keys)
+            return np.full(self.batch, self.filled or self.keys)
         return np.random.default_rng(0).integers(1, self.keys + 1, self.batch)
 
     def arguments(self, lengths: Any = None) -> dict[str, Any]:
@@ -95,12 +108,15 @@ def _steps() -> Iterator[Step]:
     yield Step(64, 32768, ragged=True)
     yield from (Step(batch, keys, page=page) for page in (16, 64) for batch in (32, 1) for keys in (4096, 32768))
     yield from (Step(64, 8192 + 128), Step(64, 128, prefix=8192))
+    yield from (Step(32, 4096, cache=cache, head_size=size) for cache in BYTES for size in (128, 64, 256))
+    yield from (Step(batch, 32768, cache=BYTES[0], page=page) for batch, page in ((1, 0), (1, 16), (32, 16)))
+    yield Step(32, 32768, filled=4096)
     yield Step(8, 4096, dtype="float32")
     yield from (Step(1, 32768, queries=CHUNK, causal=causal) for causal in (False, True))
 
 
 def cell_of(step: Step) -> Cell:
-    itemsize = jnp.dtype(step.dtype).itemsize
+    itemsize = jnp.dtype(step.cache or step.dtype).itemsize
     read = 2 * (int(step.lengths.sum()) + step.prefix) * step.key_heads * step.head_size
     hidden = step.queries * (step.queries - 1) // 2 if step.causal else 0
     pairs = step.queries * int((step.lengths + step.prefix).sum()) - step.batch * hidden
@@ -134,11 +150,19 @@ def _operands(key, hurtful, shapes, dtype):
 
 def _inputs(step: Step, key, hurtful: bool) -> tuple[Any, ...]:
     operands = _operands(key, hurtful, tuple(step.shapes), step.dtype)
-    lengths = jnp.asarray(step.lengths, jnp.int32)
+    lengths, scale = jnp.asarray(step.lengths, jnp.int32), ()
+    if step.cache:
+        scale = (jnp.full(step.key_heads, SCALE[step.cache], jnp.float32),)
+        operands = (operands[0], *(_quantized(array, scale[0], step.cache) for array in operands[1:]))
     if step.page:
         pages = step.shapes[1][0]
-        return (*operands, jax.random.permutation(key, pages).astype(jnp.int32).reshape(step.batch, -1), lengths)
-    return (*operands, lengths) if step.ragged else operands
+        return (*operands, *scale, jax.random.permutation(key, pages).astype(jnp.int32).reshape(step.batch, -1), lengths)
+    if step.filled:
+        return (*operands, jnp.broadcast_to(jnp.arange(step.keys) < step.filled, (step.batch, 1, 1, step.keys)))
+    return (*operands, *scale, lengths) if step.ragged else (*operands, *scale)
+
+
+_quantized = jax.jit(jaxsoftmax.quantize, static_argnames="dtype")
 
 
 def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
@@ -149,8 +173,10 @@ def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
     at = at[at < step.queries]
     query, key, value = inputs[:3]
     if step.page:
-        key, value = (array[inputs[3][last]].reshape(1, -1, *array.shape[2:]) for array in (key, value))
+        key, value = (array[inputs[-2][last]].reshape(1, -1, *array.shape[2:]) for array in (key, value))
     query, key, value = (np.asarray(array[-1:]) for array in (query, key, value))
+    if step.cache:
+        key, value = (array.astype(np.float64) * np.asarray(inputs[3], np.float64)[:, None] for array in (key, value))
     if step.prefix:
         prefix = (np.asarray(array)[None] for array in inputs[3:])
         key, value = (np.concatenate(both, 1) for both in zip(prefix, (key, value), strict=True))
@@ -171,7 +197,9 @@ def _fewer(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[str, tu
     if step.batch == 1:
         return []
     query, *others = inputs
-    if step.ragged or step.page:
+    if step.filled:
+        others[-1] = others[-1].at[1:].set(False)
+    elif step.ragged or step.page:
         others[-1] = others[-1].at[1:].set(0)
     return [("NaN and no keys in the others", (query.at[1:].set(jnp.nan), *others), output[:1])]
 
@@ -185,14 +213,28 @@ def with_prefix(query, key, value, prefix_key, prefix_value):
     return jnp.asarray(online.finish(online.merge(*states)).o, query.dtype)[:, None]
 
 
+def _jax_nn_with_mask(query, key, value, mask):
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+
+
+def _scales(scale):
+    """One scale for keys and values, if there is one."""
+    return {"key_scale": scale[0], "value_scale": scale[0]} if scale else {}
+
+
 def _contenders(step: Step) -> Iterator[Contender]:
     if step.prefix:
         yield Contender(OURS, lambda: with_prefix)
     elif step.page:
-        yield Contender(OURS, lambda: lambda *inputs: library.paged_attention(*inputs))
+        yield Contender(OURS, lambda: lambda q, k, v, *more: library.paged_attention(q, k, v, *more[-2:], **_scales(more[:-2])))
+    elif step.cache:
+        yield Contender(OURS, lambda: lambda q, k, v, *scale: library.dot_product_attention(q, k, v, **_scales(scale)))
+    elif step.filled:
+        yield Contender(OURS, lambda: lambda q, k, v, mask: library.dot_product_attention(q, k, v, mask=mask))
+        yield Contender("jax.nn", lambda: _jax_nn_with_mask)
     else:
         yield Contender(OURS, lambda: lambda q, k, v, *more: library.dot_product_attention(q, k, v, **step.arguments(*more)))
-    if step.ragged or step.causal or step.page or step.prefix:
+    if step.ragged or step.causal or step.page or step.prefix or step.cache or step.filled:
         return
     yield Contender("jax.nn", lambda: functools.partial(jax.nn.dot_product_attention, implementation="xla"))
     if step.dtype != "float32":

@@ -729,7 +729,18 @@ def test_cells_of_attention_run(options, pass_):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"queries": 4}, {"ragged": True}, {"causal": True, "queries": 5}, {"dtype": "float32"}, {"page": 10}, {"prefix": 70}],
+    [
+        {},
+        {"queries": 4},
+        {"ragged": True},
+        {"causal": True, "queries": 5},
+        {"dtype": "float32"},
+        {"page": 10},
+        {"prefix": 70},
+        {"cache": "int8"},
+        {"cache": "float8_e4m3fn", "page": 10},
+        {"filled": 30},
+    ],
     ids=str,
 )
 def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
@@ -745,6 +756,7 @@ def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
     query, *others = inputs
     assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
     ((_, fewer, part),) = cell.fewer(inputs, output)
+    assert not np.any(np.isnan(part.astype(np.float32)))
     result = jax.jit(cell.contenders[0].build())(*fewer)
     assert not np.array_equal(result[1:], output[1:])
     np.testing.assert_array_equal(result[:1], part)
