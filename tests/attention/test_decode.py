@@ -55,10 +55,12 @@ def played(plan, given, target):
     for name in ("key", "value") if plan.bytes_dtype else ():
         named[name] = of_bytes(plan, named, name)
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
+    if plan.is_strided:
+        query = query.reshape(*query.shape[:2], heads, plan.head_group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
     scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
     if plan.soft_cap is not None:
         scores = plan.soft_cap * np.tanh(scores / plan.soft_cap)
-    own, cols, (left, right) = np.arange(rows)[:, None] % plan.rows_of, np.arange(keys), plan.window
+    own, cols, (left, right) = np.arange(rows)[:, None] // plan.head_group, np.arange(keys), plan.window
     at = own + (whole("query_offset") if "query_offset" in named else 0)
     seen = np.ones(scores.shape, bool)
     seen &= True if left is None else cols >= at - left
@@ -87,7 +89,14 @@ def played(plan, given, target):
         return [jnp.asarray(array, jnp.float32) for array in (o, m * (LOG2E / plan.unit), d)]
     with np.errstate(divide="ignore"):
         lse = m + np.log(d)
-    return [jnp.asarray(o / np.where(d == 0, 1, d)[..., None], given["query"].dtype), jnp.asarray(lse, jnp.float32)]
+    o = (o / np.where(d == 0, 1, d)[..., None])[:, :, 0]
+    if plan.is_strided:
+        o = (
+            o.reshape(*o.shape[:2], plan.queries, plan.head_group, -1)
+            .swapaxes(1, 2)
+            .reshape(len(o), plan.queries, -1, o.shape[-1])
+        )
+    return [jnp.asarray(o, given["query"].dtype), jnp.asarray(lse, jnp.float32)]
 
 
 def of_bytes(plan, named, name):
@@ -254,6 +263,18 @@ def test_one_kernel_runs_and_xla_merges_the_states():
 
 
 @pytest.mark.parametrize(
+    ("heads", "dtype", "is_strided"),
+    [(8, "bfloat16", True), (12, "bfloat16", False), (2, "float16", True), (8, "float32", False)],
+)
+def test_several_queries_and_their_output_are_copied_as_they_are_where_groups_allow_it(heads, dtype, is_strided):
+    attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
+    operands = [lowering.shaped(66, *shape, dtype=dtype) for shape in ((4, heads, 128), (4096, 2, 128), (4096, 2, 128))]
+    text = kernels.lowered_for_cuda(attend, *operands, kernels=[lowering.NAME])
+    transposed = [line for line in text.splitlines() if "stablehlo.transpose" in line and "x128x" in line]
+    assert len(transposed) == (0 if is_strided else 2)
+
+
+@pytest.mark.parametrize(
     ("length", "heads", "rate", "is_few"),
     [(64, 2, 0.0, True), (65, 2, 0.0, False), (64, 16, 0.0, True), (1, 2, 0.5, False)],
 )
@@ -270,9 +291,9 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few, monkeypatch):
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
     static = {"batch": (2,), "query": (12, 2, 64), "key": (1000, 2, 64), "names": frozenset(), "value_size": 64}
     options = {"scale": 1.0, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0}
-    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16, 12, (None, 0)), rows_of=3, splits=4)
+    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16, 12, (None, 0)), head_group=4, splits=4)
     assert plan.costs() == (1, 1, 1, 1)
-    assert Plan(**static, **options | {"window": (None, None)}, config=plan.config, rows_of=3, splits=4).costs() == (2,) * 4
+    assert Plan(**static, **options | {"window": (None, None)}, config=plan.config, head_group=4, splits=4).costs() == (2,) * 4
     assert plan.count == 2 * 2 * 4
 
 

@@ -630,8 +630,8 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     seen[arrays["query_lengths"][0] :], seen[:, arrays["key_lengths"][0] :] = False, False
     if has_sinks := data.draw(st.booleans()):
         arrays["sinks"] = np.zeros((1, 4 * queries), np.float32)
-    plan = replace(plan_of(queries * group, keys, window, config, (1,), arrays), rows_of=queries, splits=splits)
-    any_seen, all_seen = (blocks_of(np.tile(seen, (group, 1)), plan, reduce)[0] for reduce in (np.any, np.all))
+    plan = replace(plan_of(queries * group, keys, window, config, (1,), arrays), head_group=group, splits=splits)
+    any_seen, all_seen = (blocks_of(np.repeat(seen, group, 0), plan, reduce)[0] for reduce in (np.any, np.all))
     if keys % 64:
         all_seen[-1] = False
     tile, positions = tile_of(plan, arrays), []
@@ -657,7 +657,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
         assert low < high or (splits > 1 and not (has_sinks and split == 0))
         parts[head].append(range(low, high))
         assert all(all_seen[block] for block in range(low, high) if whole_from <= block < whole_to)
-        np.testing.assert_array_equal(last_key[: queries * group], np.tile(last_key[:queries], group))
+        np.testing.assert_array_equal(last_key[: queries * group], np.repeat(last_key[: queries * group : group], group))
     for own in parts:
         blocks = [block for part in own for block in part]
         assert blocks == list(range(min(blocks, default=0), max(blocks, default=-1) + 1))
@@ -672,7 +672,7 @@ def test_the_pages_of_a_key_block(page):
     rng = np.random.default_rng(0)
     most, found = -(-200 // page), np.array([0, -(2**31), 1, page, page + 1, 200, 2**31 - 1], np.int32)
     table = rng.integers(-3, 12, (len(found), most)).astype(np.int32)
-    static = {"batch": (len(found),), "query": (4, 2, 64), "key": (most * page, 2, 64), "value_size": 64, "rows_of": 1}
+    static = {"batch": (len(found),), "query": (4, 2, 64), "key": (most * page, 2, 64), "value_size": 64, "head_group": 4}
     options = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "page": page, "pages": 9}
     plan = Plan(**static, **options, names=frozenset({"key_lengths", "page_table"}), config=Config(1, 128, 2))
     tile = tile_of(plan, {"key_lengths": found, "page_table": table})

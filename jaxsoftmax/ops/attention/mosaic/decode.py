@@ -88,7 +88,9 @@ def attention(given, *, target, config=None, **options):
         if bytes_dtype is None:
             config = replace(config, registers=REGISTERS_WITH_PAGES[config.consumers])
     sizes = ROWS * config.consumers, config.block_kv
-    given = _folded(given, length, heads, key_heads)
+    group = heads // key_heads
+    is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
+    given = _folded(given, length, key_heads, group, is_strided)
     if bytes_dtype is not None:
         given = _as_bits(given)
     if "query_segments" in given:
@@ -98,7 +100,7 @@ def attention(given, *, target, config=None, **options):
     count = math.prod(batch) * key_heads * -(-rows // sizes[0])
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
-    options |= {"rows_of": length, "splits": splits, "bytes_dtype": bytes_dtype}
+    options |= {"head_group": group, "is_strided": is_strided, "splits": splits, "bytes_dtype": bytes_dtype}
     plan = Plan(**shapes, **options, names=frozenset(given), config=config)
     out, *numbers = forward.run(plan, given, target)
     if splits > 1:
@@ -106,8 +108,10 @@ def attention(given, *, target, config=None, **options):
         out, lse = _merged(m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, query.dtype)
     else:
         (lse,) = numbers
-    out = out.reshape(*batch, heads, length, value_size)
-    return [jnp.swapaxes(out, -2, -3), lse.reshape(*batch, heads, length)]
+    if splits > 1 or not is_strided:
+        out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
+    lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
+    return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]
 
 
 def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragged: bool) -> int:
@@ -131,22 +135,26 @@ def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragg
     return min(sorted(-(-blocks_kv // size) for size in sizes), key=cost)
 
 
-def _folded(given, length, heads, key_heads):
-    """Operands of which the rows of all query heads that share keys are rows: head by head, and queries in each."""
-    folded, group = dict(given), heads // key_heads
-    *batch, _, _, size = given["query"].shape
-    folded["query"] = jnp.swapaxes(given["query"], -2, -3).reshape(*batch, key_heads, group * length, size)
+def _folded(given, length, key_heads, group, is_strided):
+    """Operands of which the rows of all query heads that share keys are rows: query by query, and heads in each."""
+    folded, rows = dict(given), length * group
+    if not is_strided:
+        *batch, _, _, size = given["query"].shape
+        query = jnp.swapaxes(given["query"].reshape(*batch, length, key_heads, group, size), -3, -4)
+        folded["query"] = query.reshape(*batch, key_heads, rows, size)
     for name in ("bias", "mask"):
         if name in given and given[name].shape[-3:-1] != (1, 1):
             *batch, own_heads, own_length, keys = given[name].shape
             shape = (key_heads, group) if own_heads > 1 else (1, 1)
-            array = given[name].reshape(*batch, *shape, own_length, keys)
-            array = jnp.broadcast_to(array, (*batch, shape[0], group, length, keys))
-            folded[name] = array.reshape(*batch, shape[0], group * length, keys)
+            array = jnp.swapaxes(given[name].reshape(*batch, *shape, own_length, keys), -2, -3)
+            array = jnp.broadcast_to(array, (*batch, shape[0], length, group, keys))
+            folded[name] = array.reshape(*batch, shape[0], rows, keys)
     if "query_segments" in given:
-        folded["query_segments"] = jnp.tile(given["query_segments"], group)
+        folded["query_segments"] = jnp.repeat(given["query_segments"], group, -1)
     if "sinks" in given:
-        folded["sinks"] = jnp.repeat(given["sinks"].astype(jnp.float32), length, -1)
+        *batch, _ = given["sinks"].shape
+        sinks = given["sinks"].astype(jnp.float32).reshape(*batch, key_heads, 1, group)
+        folded["sinks"] = jnp.broadcast_to(sinks, (*batch, key_heads, length, group)).reshape(*batch, key_heads * rows)
     return folded
 
 

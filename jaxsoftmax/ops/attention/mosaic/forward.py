@@ -64,7 +64,7 @@ def run(plan, given, target):
     refs, operands = laid_out(plan.batch, given)
     for name in ("key_pages", "value_pages") if plan.page else ():
         refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
-    out_shape, dtype = (count, *((heads, length) if plan.is_folded else (length, heads)), plan.value_size), refs["query"].dtype
+    out_shape, dtype = (count, *refs["query"].shape[1:-1], plan.value_size), refs["query"].dtype
     if config.split:
         for name in ("query", "key", "value"):
             refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
@@ -185,19 +185,15 @@ class _Tile:
 
     def seen(self, place, first, rows):
         """What `Plan.seen` says for the queries of rows."""
-        limits = self.plan.seen(place.lengths, *self.queries_from(first, rows), KERNEL, place.offset)
+        limits = self.plan.seen(place.lengths, *self.plan.queries_from(first, rows, KERNEL), KERNEL, place.offset)
         return tuple(map(jnp.int32, limits))
-
-    def queries_from(self, first, rows):
-        """The first query that rows from `first` on belong to, and from there on how many they may belong to."""
-        return (0, self.plan.queries) if self.plan.is_folded else (first, rows)
 
     def seen_whole(self, place, first, rows):
         """What `Plan.seen` says, for key blocks of which all of these queries see every key; to may be before from."""
         queries, keys = place.lengths
         size = jnp.int32(self.plan.config.block_kv)
         left, right = self.plan.window
-        first, rows = self.queries_from(first, rows)
+        first, rows = self.plan.queries_from(first, rows, KERNEL)
         low, high, position = jnp.int32(0), lax.div(keys, size), first + place.offset
         if left is not None:
             low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)
@@ -320,8 +316,13 @@ class _Tile:
             self.copy_parts(letter, slot, copy_part)
 
     def at(self, name, rows, head):
-        """How rows of a head are addressed: heads come first where those that share keys are folded into rows."""
-        return (head, rows) if self.plan.is_folded and name in ("query", "out") else (rows, head)
+        """How rows of a head are addressed: those of all heads that share keys, or of keys."""
+        if not self.plan.is_folded or name not in ("query", "out"):
+            return rows, head
+        if not self.plan.is_strided:
+            return head, rows
+        group = self.plan.head_group
+        return pl.ds(lax.div(rows.start, jnp.int32(group)), rows.size // group), pl.ds(head * group, group)
 
     def _split(self, name, slot, b, first, rows, head):
         """The same for float32, of which the terms go to shared memory by way of registers, 0 beyond the ends."""
@@ -471,9 +472,8 @@ class _Rows:
         self.first_key = self.last_key = None
         if self.is_banded:
             position = first + lax.iota(jnp.int32, ROWS)
-            if self.plan.is_folded:  # a remainder by 1 is a constant, for which Mosaic GPU finds no layout
-                queries = self.plan.queries
-                position = lax.rem(position, jnp.int32(queries)) if queries > 1 else jnp.minimum(position, 0)
+            if self.plan.is_folded:
+                position = lax.div(position, jnp.int32(self.plan.head_group))
             last_key = jnp.where(position < place.lengths[0], place.lengths[1] - 1, -1)
             position += place.offset
             self.first_key = None if left is None else position - left

@@ -73,8 +73,10 @@ class Plan(Call):
     """A call, and what follows from it.
 
     Attributes:
-      rows_of: where rows are those of all query heads that share keys, how many queries they belong to: row `i` to query
-        `i % rows_of`. `query` counts such rows as T, and key heads as N, and query and output are `[..., N, T, H]` then.
+      head_group: where rows are those of all query heads that share keys, how many heads these are: row `i` is of query
+        `i // head_group` and of head `i % head_group`. `query` counts such rows as T, and key heads as N, and query and output
+        are `[..., N, T, H]` then.
+      is_strided: whether they are `[..., queries, heads, H]` even so; the group divides 64 then.
       splits: into how many parts the key blocks that a tile sees are split. Results of more than one are states: of each split
         of a row `o`, `m` and `d` in float32, where `o` has no meaning if `d` is 0.
       unit: that of `m`, see `online.push_log2`. Scores with a bias may be as large as `finfo.min`, and are not to be rounded.
@@ -82,7 +84,7 @@ class Plan(Call):
       pages: how many of them there are.
       bytes_dtype: the dtype of keys and values if they have 8 bits; they come as int8 with the same bits then.
       pages_of_block: how many a key block has, or 1 where a page has several key blocks.
-      is_folded: whether there is `rows_of`.
+      is_folded: whether there is a `head_group`.
       queries: how many there are.
       block_q: queries of a tile.
       sizes: of the heads of keys and values on chip.
@@ -95,7 +97,8 @@ class Plan(Call):
     """
 
     value_size: int
-    rows_of: int | None = None
+    head_group: int | None = None
+    is_strided: bool = False
     splits: int = 1
     page: int = 0
     pages: int = 0
@@ -103,15 +106,15 @@ class Plan(Call):
 
     def __post_init__(self):
         (length, heads, size), keys, config = self.query, self.key[0], self.config
-        self.is_folded = self.rows_of is not None
+        self.is_folded = self.head_group is not None
         self.unit = LOG2E if "bias" in self.names else 1.0
-        self.queries = self.query[0] if self.rows_of is None else self.rows_of
+        self.queries = self.query[0] // (self.head_group or 1)
         self.pages_of_block = max(1, config.block_kv // self.page) if self.page else 1
         self.block_q = ROWS * config.consumers
         self.blocks_q, self.blocks_kv = pl.cdiv(length, self.block_q), pl.cdiv(keys, config.block_kv)
         self.sizes = padded(size), padded(self.value_size)
         is_whole = length % 8 == keys % 8 == 0 and self.sizes == (size, self.value_size)
-        self.is_ragged = not (config.split or is_whole)  # nothing that is split goes through TMA
+        self.is_ragged = not config.split and (self.is_strided or not is_whole)  # nothing that is split goes through TMA
         self.parts = (self.sizes[0] // SWIZZLED, self.sizes[1] // SWIZZLED) if self.is_ragged else (1, 1)
         self.value_products = 3 if config.split else self.parts[1]
         self.facts = sum(count for name, count in FACTS.items() if name in self.names)
@@ -141,13 +144,16 @@ class Plan(Call):
 
     def costs(self) -> tuple[int, ...]:
         """How many key blocks each block of queries takes, or each of its splits, at least one."""
-        if self.is_folded:
-            seen = self.seen((self.queries, self.key[0]), 0, self.queries, HOST)
-            parts = [self.part(*seen, split, HOST) for split in range(self.splits)]
-            return tuple([max(high - low, 1) for low, high in parts] * self.blocks_q)
-        starts, lengths = range(0, self.query[0], self.block_q), (self.query[0], self.key[0])
-        spans = (self.seen(lengths, first, self.block_q, HOST) for first in starts)
-        return tuple(max(high - low, 1) for low, high in spans)
+        starts, lengths = range(0, self.query[0], self.block_q), (self.queries, self.key[0])
+        spans = (self.seen(lengths, *self.queries_from(first, self.block_q, HOST), HOST) for first in starts)
+        parts = (self.part(*span, split, HOST) for span in spans for split in range(self.splits))
+        return tuple(max(high - low, 1) for low, high in parts)
+
+    def queries_from(self, first: Any, rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
+        """The first query that rows from `first` on belong to, and from there on how many they may belong to."""
+        if not self.is_folded:
+            return first, rows
+        return arithmetic.divide(first, self.head_group), (rows + self.head_group - 2) // self.head_group + 1
 
     def group(self, costs: tuple[int, ...]) -> int:
         """For how many heads at a time tiles are handed out.
@@ -170,7 +176,7 @@ class Plan(Call):
         (head_size, head_parts), (value_size, value_parts) = zip(self.sizes, self.parts, strict=True)
         tiling = plgpu.TilingTransform((8, SWIZZLED))
 
-        def memory(slots, rows, size, parts, dtype=dtype):
+        def memory(slots, rows, size, parts, dtype=dtype, group=None):
             if config.split:
                 return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
             swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
@@ -178,13 +184,17 @@ class Plan(Call):
                 return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
             # A slab of 64 columns has the same bytes with tiles and without, and without them TMA clips it anywhere.
             shape = (slots, parts, rows, size // parts)
-            return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=t) for t in ((swizzle,), (tiling, swizzle))))
+            whole = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+            if group is not None:
+                shape = (slots, parts, rows // group, group, size // parts)
+            return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), whole)
 
         own: dict[str, Any] = {}
+        group = self.head_group if self.is_strided else None
         if self.facts:
             own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers - 1)
         if config.own_output and not config.split and self.splits == 1:
-            own |= {"o": memory(config.consumers, ROWS, value_size, value_parts)}
+            own |= {"o": memory(config.consumers, ROWS, value_size, value_parts, group=group)}
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
         copies = [parts * self.pages_of_block for parts in (head_parts, value_parts)]
         if config.byte_stages:
@@ -194,7 +204,7 @@ class Plan(Call):
                 own[f"{letter}_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
         return own | {
-            "q": memory(config.consumers, ROWS, head_size, head_parts),
+            "q": memory(config.consumers, ROWS, head_size, head_parts, group=group),
             "k": memory(config.stages, config.block_kv, head_size, head_parts),
             "v": memory(config.stages, config.block_kv, value_size, value_parts),
             "q_full": plgpu.Barrier(num_arrivals=head_parts, num_barriers=config.consumers),
