@@ -20,7 +20,9 @@ from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, frag
 # Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
 # `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
 
-BYTES = plgpu.Layout.WGMMA_8BIT  # four elements of the same rows in a register, from column `4 * (lane % 4)` on, in steps of 16
+BYTES_LAYOUT = (
+    plgpu.Layout.WGMMA_8BIT
+)  # four elements of the same rows in a register, from column `4 * (lane % 4)` on, in steps of 16
 _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
 _OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
@@ -110,11 +112,11 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(emit(split, arrays=[(product, _PRODUCT)], results=[_kind(product.shape, jnp.bfloat16)] * 2))
 
 
-def widened(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any] = ()) -> jax.Array:
+def from_bytes(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any] = ()) -> jax.Array:
     """64 rows of 8 bits in a dtype of 16 bits, which has all these numbers; or times scales in float32, and rounded then.
 
     Args:
-      piece: int8 `[64, cols]` in `BYTES`, cols a multiple of 16.
+      piece: int8 `[64, cols]` in `BYTES_LAYOUT`, cols a multiple of 16.
       dtype: of the result, which has the layout of `piece`.
       is_float: whether `piece` has the bits of float8_e4m3fn.
       scales: scalars int32, the bits of float32 numbers, one for each of 1, 2, 4 or 8 equal parts of the rows.
@@ -139,22 +141,23 @@ def widened(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any] = 
             registers.append(vector.bitcast(out_type, vector.from_elements(words, pairs)))
         return registers
 
-    kind = plgpu.ShapeDtypeStruct(piece.shape, dtype, layout=BYTES)
-    return emit(convert, scalars=scales, arrays=[(piece, BYTES)], results=kind)
+    kind = plgpu.ShapeDtypeStruct(piece.shape, dtype, layout=BYTES_LAYOUT)
+    return emit(convert, scalars=scales, arrays=[(piece, BYTES_LAYOUT)], results=kind)
 
 
 def _widen(dtype: str, *, is_float: bool, is_scaled: bool) -> list[str]:
     """PTX for the first and for the last two of four bytes, in `$1`; a scale is in `$2`.
 
     Integers are put into the last bits of a number that is large enough, which is subtracted then: the unit that converts them
-    has a quarter of the rate. bfloat16 has bits for 7 of theirs; the first one, in the place of the last bit of its exponent,
-    makes 256 of the 128 that are subtracted from the others.
+    has a quarter of the rate. bfloat16 has place for 7 of the 8 bits behind the byte 0x43, which makes 128 + b of them. The
+    first bit, that of the sign, falls on the last bit of the exponent: with it, and without the 7, the number is 256, not 128.
+    So the difference of both is b, or b - 128.
     """
     name, found = {"bfloat16": "bf16", "float16": "f16"}[dtype], []
     for first in (0, 2):
         if is_float:
             code, is_done = f"cvt.rn.f16x2.e4m3x2 pair, w{first};", name == "f16" and not is_scaled
-            code += "mov.b32 {h0, h1}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
+            code += "" if is_done else "mov.b32 {h0, h1}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
         elif is_scaled:
             code, is_done = "xor.b32 rest, $1, 0x80808080;", False
             for i in range(2):

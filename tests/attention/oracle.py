@@ -112,7 +112,7 @@ def weights(
     """
     narrow = half_unit(query.dtype) + product
     floor = 2.0**-25 if query.dtype == np.float16 else TINY
-    lifted = 16 * EPS if query.dtype == np.float16 else 0.0
+    lifted = 11 * EPS if query.dtype == np.float16 else 0.0
     groups = query.shape[-2] // key.shape[-2]
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))

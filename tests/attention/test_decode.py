@@ -73,9 +73,18 @@ def played(plan, given, target):
     if "bias" in named:
         scores = scores + whole("bias", 1, 2, 3).astype(np.float64)
     scores, states = np.where(seen, scores, -np.inf), []
+
+    def numbers(name, most):
+        own = np.clip(whole(name), 0, most) if name in named else np.full((1, 1, 1, 1), most)
+        return np.broadcast_to(own, (len(scores), 1, 1, 1)).ravel().tolist()
+
+    facts = numbers("query_lengths", plan.queries), numbers("key_lengths", keys)
+    offsets = np.broadcast_to(whole("query_offset") if "query_offset" in named else 0, (len(scores), 1, 1, 1)).ravel().tolist()
+    visited = [plan.seen(lengths, 0, plan.queries, HOST, at) for *lengths, at in zip(*facts, offsets, strict=True)]
     for split in range(plan.splits):
-        size = -(-plan.blocks_kv // plan.splits) * plan.config.block_kv
-        part = np.where(cols // size == split, scores, -np.inf)
+        parts = np.array([plan.part(*entry, split, HOST) for entry in visited]).reshape(-1, 2) * plan.config.block_kv
+        first, last = (parts[:, side].reshape(-1, 1, 1, 1) for side in range(2))
+        part = np.where((cols >= first) & (cols < last), scores, -np.inf)
         sink = np.full((1, heads, rows, 1), -np.inf)
         if split == 0 and "sinks" in named:
             sink = whole("sinks", 1).reshape(-1, heads, rows, 1).astype(np.float64)

@@ -172,9 +172,10 @@ def test_every_configuration_fits_into_shared_memory_and_registers(dtype):
 
 def assert_registers_fit(config):
     """What a block has when it starts, as many for each thread, is enough: else a kernel waits for registers for ever."""
-    warpgroups, (less, more) = config.producers + config.consumers, config.registers
+    producers, (less, more) = config.producers + config.converters, config.registers
+    warpgroups = producers + config.consumers
     start = min(240, 65536 // (128 * warpgroups) // 8 * 8)
-    assert config.producers * less + config.consumers * more <= warpgroups * start, config
+    assert producers * less + config.consumers * more <= warpgroups * start, config
     assert less % 8 == more % 8 == 0
 
 
@@ -649,8 +650,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     heads = plan.query[1]
     found = zip(*map(np.asarray, steps_of(jnp.arange(heads * splits))), strict=True)
     assert plan.count == heads * splits == heads * len(plan.costs())
-    blocks = [[] for _ in range(heads)]
-    parts = [[] for _ in range(heads)]
+    parts: list[list[range]] = [[] for _ in range(heads)]
     for number, (b, head, split, low, high, whole_from, whole_to, last_key) in enumerate(found):
         assert (b, head, split) == (0, *divmod(number, splits))
         assert 0 <= low <= high <= plan.blocks_kv

@@ -193,6 +193,47 @@ def test_vmap(mapped):
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"batch": ()}, {}),
+        ({"keys": 0}, {}),
+        ({"batch": (0,)}, {}),
+        ({"dtype": "bfloat16", "length": 65}, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}),
+    ],
+    ids=str,
+)
+def test_other_calls_are_those_of_what_bytes_stand_for(sizes, options):
+    arrays = quantised(**{"length": 3, "size": 16} | sizes)
+    rounded = {name: np.asarray(array, arrays["query"].dtype) for name, array in plain(arrays).items()}
+    actual, expected = (jaxsoftmax.dot_product_attention(**given, **options) for given in (arrays, rounded))
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_queries():
+    arrays = quantised(length=3, size=16, dtype="float64")
+    expected = jaxsoftmax.dot_product_attention(**plain(arrays))
+    np.testing.assert_allclose(jaxsoftmax.dot_product_attention(**arrays), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_rows_that_see_nothing_may_give_the_mean_and_others_are_as_they_were(kind):
+    arrays = quantised(length=3, size=16, dtype="bfloat16", key_heads=4) | {"mask": np.arange(3)[:, None] != np.zeros(700)}
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    specs = {
+        name: P("x") for name in ("query", "key", "value", "value_scale")
+    }  # which is of heads, and the others of the batch
+    placed = {name: jax.device_put(array, NamedSharding(mesh, specs.get(name, P()))) for name, array in arrays.items()}
+    with jax.set_mesh(mesh):
+        zero, mean = (
+            jax.jit(functools.partial(jaxsoftmax.dot_product_attention, fully_masked_rows=rows))(**placed)
+            for rows in ("zero", "mean")
+        )
+    np.testing.assert_array_equal(mean[:, 1:], zero[:, 1:])
+    np.testing.assert_allclose(mean[:, 0].astype(np.float32), plain(arrays)["value"].mean(1), rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_heads_over_two_devices(kind, in_pages):
@@ -219,8 +260,9 @@ def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
     of_keys = [shaped(2, 4096, 2, own, dtype=kind) for own in (size, value_size)]
     lower = lambda q, k, v, a, b: attend(q, k, v, key_scale=a, value_scale=b)  # noqa: E731
     text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, size), *of_keys, scale, scale, kernels=[NAME])
-    assert "4096x2x" in text
-    assert f"x4096x2x{size}xbf16" not in text
+    for own in (size, value_size):
+        assert f"x4096x2x{own}xbf16" not in text
+        assert f"x4096x2x{own}xf32" not in text
 
 
 @pytest.mark.parametrize("page", decode.PAGES)
@@ -232,6 +274,8 @@ def test_bytes_in_pages_are_read_as_they_are(page, of_pages):
     lower = lambda q, k, v, t, n, a, b: attend(q, k, v, t, n, key_scale=a, value_scale=b)  # noqa: E731
     text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, 64), pages, pages, table, lengths, scale, scale, kernels=[NAME])
     assert "stablehlo.gather" not in text
+    assert f"x{page}x2x64xbf16" not in text
+    assert f"x{page}x2x64xf32" not in text
 
 
 @pytest.mark.parametrize(("length", "size", "dtype"), [(65, 64, "bfloat16"), (1, 24, "bfloat16"), (1, 64, "float32")], ids=str)
@@ -242,7 +286,7 @@ def test_what_is_multiplied_before(length, size, dtype):
     assert f"x4096x2x{size}x{'f32' if dtype == 'float32' else 'bf16'}" in text
 
 
-def test_kernels_and_the_reference_take_them():
+def test_the_kernel_and_the_reference_take_them():
     types = shaped(2, 1, 8, 64), shaped(2, 4096, 2, 64, dtype="int8"), shaped(2, 4096, 2, 64, dtype="int8")
     for name in ("mosaic", "xla"):
         forced = functools.partial(jaxsoftmax.dot_product_attention, implementation=name)
@@ -315,6 +359,8 @@ def test_quantised_numbers_saturate(kind):
     top = 127 if kind == "int8" else 448
     found = jaxsoftmax.quantize(np.array([[1e9, -1e9, 1.0, np.inf]], np.float32), np.float32(1), kind)
     np.testing.assert_array_equal(found.astype(jnp.float32), [[top, -top, 1, top]])
+    nan = np.asarray(jaxsoftmax.quantize(np.full((1, 1), np.nan, np.float32), np.float32(1), kind), np.float32)
+    assert nan == 0 if kind == "int8" else np.isnan(nan)
     assert np.all(np.asarray(jaxsoftmax.quantize(np.zeros((2, 3), np.float32), np.zeros(2, np.float32), kind), np.float32) == 0)
 
 
@@ -346,13 +392,15 @@ def bad(**more):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (bad(key=np.zeros((2, 700, 2, 16), np.int16)), TypeError, ["key", "int16"]),
-        (bad(key=np.zeros((2, 700, 2, 16), np.float32)), TypeError, ["key", "int8", "float8_e4m3fn", "float32"]),
-        (bad(value=in_bytes((2, 700, 2, 16), "float8_e4m3fn", 0)), TypeError, ["key", "int8", "float8_e4m3fn"]),
+        (bad(key=np.zeros((2, 700, 2, 16), np.int16)), TypeError, ["key must", "int8", "float8_e4m3fn", "got int16"]),
+        (bad(key=np.zeros((2, 700, 2, 16), np.float16)), TypeError, ["key must", "query", "int8", "got float16 and float32"]),
+        (bad(key=np.zeros((2, 700, 2, 16), np.float32)), TypeError, ["value must", "key", "got int8 and float32"]),
+        (bad(value=in_bytes((2, 700, 2, 16), "float8_e4m3fn", 0)), TypeError, ["value must", "got float8_e4m3fn and int8"]),
         (bad(key_scale=np.ones(3, np.float32)), ValueError, ["key_scale", "(2,)", "(2, 2)", "(3,)"]),
         (bad(value_scale=np.ones(2, np.int32)), TypeError, ["value_scale", "floating", "int32"]),
         (lambda: bad(**test_values.arrays(length=3))(), TypeError, ["key_scale", "int8", "float8_e4m3fn", "float32"]),
         (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(3), "int8"), ValueError, ["scale", "(2,)", "(3,)"]),
+        (lambda: jaxsoftmax.quantize(np.float32(1), np.float32(1), "int8"), ValueError, ["x must", "()"]),
         (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(2), "int16"), TypeError, ["dtype", "int8", "int16"]),
         (lambda: jaxsoftmax.quantize(np.ones((2, 3), int), np.ones(2), "int8"), TypeError, ["x", "floating", "int"]),
         (

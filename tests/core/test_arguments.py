@@ -115,6 +115,8 @@ ATTENTION = {
     "key_value_segment_ids": {"None"},
     "logits_soft_cap": {"None", "an int", "a float", "a long double", "0-d int", "0-d int of JAX"},
     "sinks": {"None"},
+    "key_scale": {"None"},
+    "value_scale": {"None"},
     "dropout_rate": {"a float"},
     "dropout_rng": {"a key"},
     "fully_masked_rows": set(),
@@ -137,7 +139,8 @@ PAGES = dict.fromkeys(("key_pages", "value_pages"), np.zeros((5, 3, 4, 8), np.fl
 }
 PAGED = {"query": Q} | PAGES | {"lengths": np.ones(2, np.int32)}
 OF_PAGED = ("bias", "mask", "scale", "is_causal", "local_window_size", "query_offset", "logits_soft_cap", "sinks", "precision")
-OF_PAGED = {name: ATTENTION[name] for name in (*OF_PAGED, "implementation", "return_residual")} | {"lengths": {"ints"}}
+SCALES = {"key_scale": {"None"}, "value_scale": {"None"}}
+OF_PAGED = {name: ATTENTION[name] for name in (*OF_PAGED, "implementation", "return_residual")} | {"lengths": {"ints"}} | SCALES
 WRITTEN = PAGES | {"key": Q, "value": Q, "positions": np.ones(2, np.int32)}
 ROPE = {"input_positions": {"None"} | NUMBERS | BOOLS | {"a traced float", "a traced bool"}, "rope": FUNCTIONS}
 
@@ -152,7 +155,12 @@ CALLS = {
     "logsumexp": (jaxsoftmax.logsumexp, {"a": X}, LOGSUMEXP),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
     "paged_attention": (jaxsoftmax.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
-    "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}}),
+    "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}} | SCALES),
+    "quantize": (
+        jaxsoftmax.quantize,
+        {"x": X, "scale": np.float32(1), "dtype": "int8"},
+        {"x": {"five axes", "a traced array"}, "scale": {"a float", "nan", "a traced float"}, "dtype": set()},
+    ),
     "attention_fn": (attention_fn, QKV, OPERANDS | FLAX),
     "attention_fn_with_rope": (attention_fn_with_rope, QKV | {"rope": lambda x, _=None: x}, OPERANDS | ROPE),
     "explain": (

@@ -62,7 +62,7 @@ def without_pages(given):
         pages = given[f"{name}_pages"].reshape(-1, page, heads, size)[numbers]
         if f"{name}_page_scale" in given:
             scale = given[f"{name}_page_scale"].reshape(-1, heads)[numbers]
-            pages = _times(pages, scale[..., None, :], given["query"].dtype)
+            pages = _times(pages, scale, given["query"].dtype)
         found[name] = pages.reshape(*pages.shape[:-4], -1, heads, size)
     has_page_scales = {"key_page_scale", "value_page_scale"} & set(given)
     return dequantised(found) if has_page_scales else found
@@ -73,13 +73,13 @@ def dequantised(given, dtype=None):
     found = {name: array for name, array in given.items() if name not in ("key_scale", "value_scale")}
     for name in ("key", "value"):
         if given.get(f"{name}_scale") is not None:
-            found[name] = _times(given[name], given[f"{name}_scale"][..., None, :], dtype or given["query"].dtype)
+            found[name] = _times(given[name], given[f"{name}_scale"], dtype or given["query"].dtype)
     return found
 
 
 def _times(array, scale, dtype):
-    """Keys or values of 8 bits times the scales of their heads, rounded to a dtype."""
-    return (array.astype(scale.dtype) * scale[..., None]).astype(dtype)
+    """Keys or values of 8 bits, `[..., keys, heads, size]`, times the scales `[..., heads]`, rounded to a dtype."""
+    return (array.astype(scale.dtype) * scale[..., None, :, None]).astype(dtype)
 
 
 def types_without_pages(types):

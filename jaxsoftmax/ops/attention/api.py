@@ -11,11 +11,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax._core import arguments, dispatch
+from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention._operands import dequantised
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -117,7 +116,8 @@ def dot_product_attention(
     """Attention, `softmax(scale * query key^T + bias) value` for each head, without the T x S matrix in memory.
 
     Arithmetic is float32 inside, up to `precision`, or float64 where the operands are. It may be differentiated, any number of
-    times and in both modes, in `query`, `key`, `value`, `bias` and `sinks`, also through the residual.
+    times and in both modes, in `query`, `key`, `value`, `bias`, `sinks` and the scales, also through the residual. Cotangents
+    of float8_e4m3fn have its few bits; int8 has none.
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all leave, and that `bias` does not
     rule out with `-inf`. One that sees none gives 0, and so do its gradients; `fully_masked_rows` may say otherwise. What keys
@@ -150,7 +150,8 @@ def dot_product_attention(
       sinks: floating `[N]`, a score for each head of a key without a value: it is added to the denominator, as it is.
       key_scale: floating `[K]` or `[*batch, K]`, of keys of float8_e4m3fn or int8, which stand for what they are times the
         scale; None for 1. `jaxsoftmax.quantize` makes such keys. On Hopper up to 64 queries of 16 bits read them as they are.
-        For other kernels, and where it is differentiated, products are made first, in memory and in the dtype of query.
+        For other kernels, and where it is differentiated, products are made first, in memory and in the dtype of query,
+        which rounds them, and in float16 makes what is beyond 65504 infinite.
       value_scale: likewise, of values.
       dropout_rate: the part of the weights that are dropped, concrete, in [0, 1); the others are divided by `1 - dropout_rate`.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, whatever the implementation and the sharding.
@@ -198,7 +199,7 @@ def dot_product_attention(
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
     operands = {"query": query, "key": key, "value": value}
-    scales = _scales(_NAME, query, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
+    scales = _scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
     operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
     operands |= _of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, keys))
     if query_seq_lengths is not None:
@@ -215,8 +216,6 @@ def dot_product_attention(
         if window != (None, None):
             operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
-    if means:
-        operands = dequantised(operands)
     out, *lse = bind(
         primitive.ATTENTION,
         operands,
@@ -233,7 +232,7 @@ def dot_product_attention(
         return out
     residual = jnp.swapaxes(lse[0], -1, -2)
     if means:
-        out = _with_means(out, residual, operands["value"], operands.get("query_lengths"))
+        out = _with_means(out, residual, operands)
     return (out, residual) if return_residual else out
 
 
@@ -381,7 +380,7 @@ def paged_attention(
         "key_pages": key_pages.reshape(*ones, *key_pages.shape),
         "value_pages": value_pages.reshape(*ones, *value_pages.shape),
     }
-    scales = _scales(name, query, key_pages, key_pages.shape[:3:2], key=key_scale, value=value_scale)
+    scales = _scales(name, query.dtype, key_pages, (key_pages.shape[0], key_pages.shape[2]), key=key_scale, value=value_scale)
     for which, own in scales.items():
         operands[which if own.ndim == 1 else which.replace("_", "_page_")] = lax.expand_dims(own, range(len(batch)))
     operands |= _of_scores(name, bias, mask, sinks, (*batch, heads, length, keys))
@@ -421,14 +420,14 @@ def update_pages(
     may be sharded by heads; sequences that are sharded have pages of their own, inside a `jax.shard_map`.
 
     Args:
-      key_pages: `[pages, page, K, H]`.
+      key_pages: `[pages, page, K, H]`, floating, or int8.
       value_pages: `[pages, page, K, Hv]`, of the same dtype.
-      key: `[*batch, T, K, H]`, of T new tokens of each sequence; cast to the dtype of the pages.
+      key: floating `[*batch, T, K, H]`, of T new tokens of each sequence; cast to the dtype of the pages, or if that is of
+        8 bits divided by the scale, and rounded as `quantize` does.
       value: `[*batch, T, K, Hv]`, likewise.
       page_table: integers `[*batch, M]`, as `paged_attention` takes it.
       positions: integers `[*batch]`: that of the first new token of each sequence, how many keys it had.
-      key_scale: floating `[K]` or `[pages, K]`, of pages of float8_e4m3fn or int8: new keys are divided by it, as `quantize`
-        does; None for 1.
+      key_scale: floating `[K]` or `[pages, K]`, of pages of float8_e4m3fn or int8, as `paged_attention` takes it; None for 1.
       value_scale: likewise, of values.
 
     Returns:
@@ -455,7 +454,7 @@ def update_pages(
     numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
     numbers = jnp.where(inside & (numbers >= 0), numbers, count)  # beyond the last page: such updates are dropped
     place = numbers, at % page
-    scales = _scales(name, key, key_pages, key_pages.shape[:3:2], key=key_scale, value=value_scale)
+    scales = _scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
     found = []
     for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
         if (own := scales.get(f"{which}_scale")) is not None:
@@ -472,23 +471,24 @@ def quantize(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
 
     Args:
       x: floating `[..., heads, size]`.
-      scale: floating, broadcast to `[..., heads]`, positive; 0 counts as 1.
+      scale: floating, broadcast to `[..., heads]`; positive, and no subnormal number. Where it is 0, so may the result be all
+        the same: attention multiplies it with 0.
       dtype: float8_e4m3fn, or int8.
 
     Returns:
-      `x / scale` rounded to the nearest number of the dtype; what is beyond -448 and 448, or -127 and 127, becomes these.
+      `x / scale` rounded to the nearest number of the dtype; what is beyond -448 and 448, or -127 and 127, becomes these. NaN
+      stays NaN in float8_e4m3fn, and becomes 0 in int8. There is a gradient in float8_e4m3fn alone.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: `scale` does not broadcast to the shape of `x` without its last axis.
     """
     x, scale = (arguments.array("quantize", name, array, "floating") for name, array in (("x", x), ("scale", scale)))
-    try:
-        kind = jnp.dtype(dtype)
-    except TypeError:
-        kind = None
-    if kind is None or kind.name not in BYTES:
-        raise TypeError(f"quantize: dtype must be {' or '.join(BYTES)}, got {arguments.shown(dtype)}")
+    kind = arguments.dtype("quantize", "dtype", dtype, " or ".join(BYTES))
+    if kind.name not in BYTES:
+        raise TypeError(f"quantize: dtype must be {' or '.join(BYTES)}, got {kind}")
+    if x.ndim == 0:
+        raise ValueError("quantize: x must have the axes [..., heads, size], got shape ()")
     rows = x.shape[:-1]
     if len(scale.shape) > len(rows) or any(own not in (1, n) for own, n in zip(scale.shape[::-1], rows[::-1], strict=False)):
         raise ValueError(f"quantize: scale must broadcast to the shape of x without its last axis, {rows}, got {scale.shape}")
@@ -501,13 +501,13 @@ def _quantized(x, scale, dtype):
     scale = jnp.where(scale == 0, 1, scale).astype(wide)[..., None]
     x = x.astype(wide) / lax.expand_dims(scale, range(x.ndim - scale.ndim))
     if dtype == jnp.int8:
-        return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
+        return jnp.clip(jnp.round(jnp.where(jnp.isnan(x), 0, x)), -127, 127).astype(dtype)
     top = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -top, top).astype(dtype)
 
 
-def _scales(function, query, keys, shape, **scales):
-    """The scales of keys and values of 8 bits, by the names of the operands; those of heads have the axes of the batch.
+def _scales(function, dtype, keys, shape, **scales):
+    """The scales of keys and values of 8 bits, as what results of a dtype are summed in, by the names of the operands.
 
     `shape` is the largest that they may have, of which the last axis is heads.
     """
@@ -515,23 +515,24 @@ def _scales(function, query, keys, shape, **scales):
     if keys.dtype.name not in BYTES:
         for name, scale in scales.items():
             if scale is not None:
-                raise TypeError(f"{function}: {name}_scale goes with keys of dtype {' or '.join(BYTES)}, got {keys.dtype}")
+                raise TypeError(
+                    f"{function}: {name}_scale must be None unless keys and values are of dtype {' or '.join(BYTES)},"
+                    f" got one with {keys.dtype}"
+                )
         return found
     for name, scale in scales.items():
         scale = jnp.ones(shape[-1:]) if scale is None else scale
         array = arguments.array(function, f"{name}_scale", scale, "floating")
         if array.shape not in (shape, shape[-1:]):
             raise ValueError(f"{function}: {name}_scale must have the shape {shape[-1:]} or {shape}, got {array.shape}")
-        found[f"{name}_scale"] = array.astype(accumulator(query.dtype))
+        found[f"{name}_scale"] = array.astype(accumulator(dtype))
     return found
 
 
 def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
-    keys, values = found = [arguments.array(function, name, array) for name, array in arrays.items()]
+    keys, values = found = [_floating_or_bytes(function, name, array) for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
-        if array.dtype.name not in BYTES:
-            arguments.array(function, name, array, "floating", f", or of dtype {' or '.join(BYTES)}")
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
     if values.shape[:-1] != keys.shape[:-1] or values.dtype != keys.dtype:
@@ -540,6 +541,13 @@ def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
             f" got {values.dtype} {values.shape} and {keys.dtype} {keys.shape}"
         )
     return found
+
+
+def _floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """An array of floating point numbers, or of 8 bits."""
+    array = arguments.array(function, name, value)
+    hint = "" if name == "query" else f", or of dtype {' or '.join(BYTES)}"
+    return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
 
 
 def _table(function: str, value: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
@@ -560,17 +568,14 @@ def _of_32_bits(array):
 
 def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = found = [arguments.array(_NAME, name, array) for name, array in arrays.items()]
-    for name, array in zip(arrays, found, strict=True):
-        if name == "query" or array.dtype.name not in BYTES:
-            arguments.array(_NAME, name, array, "floating")
+    query, key, value = found = [_floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
     if query.dtype.name not in DTYPES:
         raise TypeError(f"{_NAME}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
     axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
     for name, array, expected in zip(arrays, found, axes, strict=True):
-        if array.dtype != query.dtype and not (name != "query" and key.dtype == value.dtype and key.dtype.name in BYTES):
+        if array.dtype != query.dtype and array.dtype.name not in BYTES:
             raise TypeError(
-                f"{_NAME}: {name} must have the dtype of query, or key and value one of {', '.join(BYTES)},"
+                f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(BYTES)},"
                 f" got {array.dtype} and {query.dtype}"
             )
         if array.ndim < 3 or array.ndim != query.ndim:
@@ -580,6 +585,8 @@ def _operands(**arrays: ArrayLike) -> list[jax.Array]:
             raise ValueError(f"{_NAME}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}")
         if 0 in array.shape[-2:]:
             raise ValueError(f"{_NAME}: {name} must have heads of at least size 1, got shape {array.shape}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"{_NAME}: value must have the dtype of key, got {value.dtype} and {key.dtype}")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"{_NAME}: key must have the head size of query, got shapes {key.shape} and {query.shape}")
     if value.shape[-3:-1] != key.shape[-3:-1]:
@@ -709,13 +716,16 @@ def _one_precision(value, function):
         raise ValueError(f"{function}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
 
 
-def _with_means(out, lse, value, query_lengths):
+def _with_means(out, lse, operands):
     """`out` with the mean of all values in the place of 0 where a query sees no key, but for those behind `query_lengths`."""
-    empty = lse[..., None] == -jnp.inf
+    names = [name for name in ("value", "value_scale") if name in operands]
+    (value, *scale), _ = sharding.alike(primitive.ATTENTION, names, [operands[name] for name in names])
+    empty, query_lengths = lse[..., None] == -jnp.inf, operands.get("query_lengths")
     if query_lengths is not None:
         positions = lax.iota(np.int32, out.shape[-3]).reshape((1,) * query_lengths.ndim + (-1, 1, 1))
         empty &= positions < query_lengths[..., None, None, None]
-    means = jnp.mean(value, -3, dtype=accumulator(value.dtype), keepdims=True).astype(out.dtype)
+    means = jnp.mean(value, -3, dtype=lse.dtype, keepdims=True)
+    means = (means * scale[0][..., None, :, None] if scale else means).astype(out.dtype)
     return jnp.where(empty, of_every_head(means, out.shape[-2]), out)
 
 

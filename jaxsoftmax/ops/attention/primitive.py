@@ -96,8 +96,13 @@ PAGED = define(
 )
 
 
+def _is_of_bytes(operands):
+    """Whether there are scales, of keys or values of 8 bits."""
+    return not {"key_scale", "value_scale"}.isdisjoint(operands)
+
+
 def _attention_jvp(operands, tangents, *, return_lse, **params):
-    if not {"key_scale", "value_scale"}.isdisjoint(operands):
+    if _is_of_bytes(operands):
         return _jvp_of(lambda given: bind(ATTENTION, dequantised(given), return_lse=return_lse, **params), operands, tangents)
     results = bind(ATTENTION, operands, return_lse=True, **params)
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
@@ -109,9 +114,11 @@ def _attention_jvp(operands, tangents, *, return_lse, **params):
 
 def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
     """The transpose of attention in the values, in which alone it is linear."""
-    if set(types) != {"value"}:
-        raise NotImplementedError(f"dot_product_attention: it is linear in value alone, and not in {' and '.join(types)}")
-    if "value_scale" in operands:
+    if set(types) not in ({"value"}, {"value_scale"}):
+        raise NotImplementedError(
+            f"dot_product_attention: it is linear in value or value_scale alone, and not in {' and '.join(types)}"
+        )
+    if _is_of_bytes(operands | types):
         attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
         return _transpose_of(lambda given: attend(dequantised(given)), cotangents, operands, types)
     operands = operands | {"value": jnp.zeros(types["value"].shape, types["value"].dtype)}

@@ -6,7 +6,8 @@ own, in float32, and XLA merges them, with what comes behind. How many splits th
 begin from what a sequence's own queries see. So its bits do not depend on what is in the others of its batch.
 
 Keys and values may be in pages: a key block is copied page by page then, from where the page table says. They may be of 8 bits:
-two warpgroups multiply them with their scales and round them to the dtype of the queries, in shared memory.
+two warpgroups convert them to the dtype of the queries, in shared memory. The scale of a head multiplies scores and output;
+scales of pages multiply what is converted, which is rounded then.
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -44,7 +45,7 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_byt
         if sum(sizes) > 384:
             stages, copied = 1, 3 if sizes[0] == sizes[1] else 2
         own_output = sizes[0] != sizes[1]  # else it is where the queries were
-        return Config(1, block, stages, own_output, (88, 240), ping_pong=False, producers=3, byte_stages=copied)
+        return Config(1, block, stages, own_output, (88, 240), ping_pong=False, byte_stages=copied)
     if rows > ROWS:
         config = forward_plan.config_for(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
@@ -78,9 +79,10 @@ def attention(given, *, target, config=None, **options):
     """`[out, lse]` as in `forward.attention`, of keys and values in pages and of 8 bits too."""
     query, pages = given["query"], given.get("key_pages")
     (length, heads, size), batch = query.shape[-3:], batch_of(given)
-    keys, key_heads, _ = key = (given["key"] if pages is None else pages).shape[-3:]
+    stored = given["key"] if pages is None else pages
+    keys, key_heads, _ = key = stored.shape[-3:]
     value_size, rows = given["value" if pages is None else "value_pages"].shape[-1], length * heads // key_heads
-    bytes_dtype = dtype.name if (dtype := (given["key"] if pages is None else pages).dtype).itemsize == 1 else None
+    bytes_dtype = stored.dtype.name if stored.dtype.itemsize == 1 else None
     config = config or config_for(size, value_size, query.dtype, rows, options["window"], bytes_dtype is not None)
     if pages is not None:
         keys *= given["page_table"].shape[-1]

@@ -83,7 +83,7 @@ def run(plan, given, target):
         out_type=OrderedDict(out=jax.ShapeDtypeStruct(out_shape, dtype), **numbers),
         grid=(threads,),
         grid_names=("block",),
-        num_threads=config.consumers + config.producers,
+        num_threads=config.consumers + config.producers + config.converters,
         thread_name="warpgroup",
         scratch_types=plan.scratch(refs["query"].dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -101,9 +101,8 @@ def _kernel(plan, operands, threads, refs, results, **memory):
     own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
     (less, more), config = plan.config.registers, plan.config
 
-    letters = {1: ["kqv"], 2: ["kq", "v"], 3: ["kqv"]}[config.producers]
-    producers = [functools.partial(tile.produce, own) for own in letters]
-    producers += [functools.partial(tile.convert, letter) for letter in "kv" if config.byte_stages]
+    producers = [functools.partial(tile.produce, letters) for letters in {1: ["kqv"], 2: ["kq", "v"]}[config.producers]]
+    producers += [functools.partial(tile.convert, letter) for letter in "kv"[: config.converters]]
     for i, work in enumerate(producers):
 
         @pl.when(warpgroup == config.consumers + i)
@@ -212,9 +211,9 @@ class _Tile:
         return lax.rem(step, jnp.int32(self.plan.config.byte_stages))
 
     def copied(self, name):
-        """The letter of what an operand is copied to: a capital one where it has 8 bits, and is converted then."""
+        """The name of the shared memory that an operand is copied to: that for bytes where it has 8 bits."""
         letter = name[0]
-        return letter.upper() if self.plan.config.byte_stages and letter in "kv" else letter
+        return f"{letter}_bytes" if self.plan.config.byte_stages and letter in "kv" else letter
 
     def copy_parts(self, letter, slot, copy):
         """Does `copy(columns, part)` for each part of a slot."""
@@ -321,7 +320,7 @@ class _Tile:
             return rows, head
         if not self.plan.is_strided:
             return head, rows
-        group = self.plan.head_group
+        group = self.plan.head_group or 1
         return pl.ds(lax.div(rows.start, jnp.int32(group)), rows.size // group), pl.ds(head * group, group)
 
     def _split(self, name, slot, b, first, rows, head):
@@ -367,7 +366,7 @@ class _Tile:
 
     def _convert_block(self, letter, slot, byte_slot, scales):
         """Converts keys or values, with the bits of a scale for each of so many equal parts of them."""
-        byte, rows = letter.upper(), self.plan.config.block_kv
+        byte, rows = f"{letter}_bytes", self.plan.config.block_kv
         plgpu.barrier_wait(self.memory[f"{byte}_full"].at[byte_slot])
         is_float = self.plan.bytes_dtype != "int8"
         for i, (source, into) in enumerate(zip(self.parts(byte, byte_slot), self.parts(letter, slot), strict=True)):
@@ -375,9 +374,9 @@ class _Tile:
             for row, col in itertools.product(range(0, rows, ROWS), range(0, into.shape[1], width)):
                 at = slice(row, row + ROWS), slice(col, col + width)
                 first, last = (edge * len(scales) // rows for edge in (row, row + ROWS))
-                piece = plgpu.load(source.at[at], layout=products.BYTES)
+                piece = plgpu.load(source.at[at], layout=products.BYTES_LAYOUT)
                 own = scales[first : max(last, first + 1)]
-                piece = products.widened(piece, into.dtype, is_float=is_float, scales=own)
+                piece = products.from_bytes(piece, into.dtype, is_float=is_float, scales=own)
                 if i == row == col == 0:
                     plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
                 into[at] = piece
@@ -403,8 +402,8 @@ class _Tile:
             pl.when(consumer == self.plan.config.consumers - 1)(lambda: ptx.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
     def _leave_bytes(self, stage):
-        for letter in "KV":
-            plgpu.barrier_arrive(self.memory[f"{letter}_empty"].at[stage])
+        for letter in "kv":
+            plgpu.barrier_arrive(self.memory[f"{letter}_bytes_empty"].at[stage])
 
     def consume(self, consumer, place, steps):
         """Computes the rows of a consumer; gives how many steps there have been."""

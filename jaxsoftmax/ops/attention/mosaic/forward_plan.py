@@ -31,9 +31,9 @@ class Config:
       registers: of a thread of a producer, and of a consumer.
       ping_pong: whether consumers multiply one at a time, so that one uses the tensor cores while another exponentiates.
       split: whether operands are float32, of each of which there are two terms; the output needs no shared memory then.
-      producers: warpgroups that copy: one, or one for queries and keys and one for values; or three, of which one copies, one
-        converts keys of 8 bits, and one values.
+      producers: warpgroups that copy: one, or one for queries and keys and one for values.
       byte_stages: key blocks of 8 bits in shared memory, and as many of values; 0 if they have more.
+      converters: warpgroups that convert what has 8 bits: one for keys and one for values, or none.
     """
 
     consumers: int
@@ -45,6 +45,10 @@ class Config:
     split: bool = False
     producers: int = 1
     byte_stages: int = 0
+
+    @property
+    def converters(self) -> int:
+        return 2 if self.byte_stages else 0
 
 
 def config_for(head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16) -> Config:
@@ -137,7 +141,7 @@ class Plan(Call):
         return low, where(first < queries, high, 0)
 
     def part(self, low: Any, high: Any, split: Any, arithmetic: Arithmetic) -> tuple[Any, Any]:
-        """From and to which key block a split goes, of those from `low` to `high`; to is not behind from if nowhere."""
+        """From and to which key block a split goes, of those from `low` to `high`; nowhere if to is not larger than from."""
         size = arithmetic.divide(arithmetic.maximum(high - low, 0) + self.splits - 1, self.splits)
         first = low + split * size
         return first, arithmetic.minimum(first + size, high)
@@ -151,7 +155,7 @@ class Plan(Call):
 
     def queries_from(self, first: Any, rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
         """The first query that rows from `first` on belong to, and from there on how many they may belong to."""
-        if not self.is_folded:
+        if self.head_group is None:
             return first, rows
         return arithmetic.divide(first, self.head_group), (rows + self.head_group - 2) // self.head_group + 1
 
@@ -166,7 +170,7 @@ class Plan(Call):
         if len(set(costs)) == 1:
             return 1
         keys, key_heads, size = self.key
-        itemsize = 4 if self.config.split else 2
+        itemsize = 4 if self.config.split else 1 if self.bytes_dtype else 2
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
         return min(8, 1 << max(1, tiles.L2 // bytes_of_head).bit_length() - 1)
 
@@ -192,16 +196,16 @@ class Plan(Call):
         own: dict[str, Any] = {}
         group = self.head_group if self.is_strided else None
         if self.facts:
-            own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers - 1)
+            own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers + config.converters - 1)
         if config.own_output and not config.split and self.splits == 1:
             own |= {"o": memory(config.consumers, ROWS, value_size, value_parts, group=group)}
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
         copies = [parts * self.pages_of_block for parts in (head_parts, value_parts)]
         if config.byte_stages:
-            for letter, size, parts, count in zip("KV", self.sizes, self.parts, copies, strict=True):
-                own[letter] = memory(config.byte_stages, config.block_kv, size, parts, jnp.int8)
-                own[f"{letter}_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
-                own[f"{letter}_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
+            for letter, size, parts, count in zip("kv", self.sizes, self.parts, copies, strict=True):
+                own[f"{letter}_bytes"] = memory(config.byte_stages, config.block_kv, size, parts, jnp.int8)
+                own[f"{letter}_bytes_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
+                own[f"{letter}_bytes_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
         return own | {
             "q": memory(config.consumers, ROWS, head_size, head_parts, group=group),
