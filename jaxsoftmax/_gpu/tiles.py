@@ -156,6 +156,12 @@ class Tiles:
 
     def _each_taken(self, work, look_up):
         """First each block has the ticket of its own number; then whoever is free takes the next one."""
+        if self.count <= self.blocks:  # there is no next one, and no counter, which XLA would set to 0 by a copy each time
+            values = [number := self._number_of(self.block), *look_up(number)]
+            self._say(jnp.int32(0), values)
+            work(self.place(*values), jnp.int32(0))
+            self._say(jnp.int32(1), [jnp.int32(-1)])
+            return
         counter, memory = ticket_counter(), self.memory
 
         def one(carry):

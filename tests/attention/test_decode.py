@@ -271,6 +271,17 @@ def test_one_kernel_runs_and_xla_merges_the_states():
     assert "exponential" not in many
 
 
+@pytest.mark.parametrize(("batch", "has_counter"), [(2, False), (66, False), (100, True)])
+def test_blocks_with_a_tile_each_count_no_tickets(batch, has_counter):
+    def attend(*operands):
+        *operands, lengths = operands
+        return jaxsoftmax.dot_product_attention(*operands, key_value_seq_lengths=lengths, implementation="mosaic")
+
+    text = kernels.lowered_for_cuda(attend, *merged_operands(batch), lowering.shaped(batch, dtype="int32"))
+    (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert ("tensor<1xi32>" in call.split("} : (")[-1]) == has_counter
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "is_strided"),
     [(8, "bfloat16", True), (12, "bfloat16", False), (2, "float16", True), (8, "float32", False)],
