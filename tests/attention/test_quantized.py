@@ -180,6 +180,15 @@ def test_the_transpose_in_values():
     np.testing.assert_allclose(product, np.sum(np.asarray(out, np.float64)), rtol=0.05)  # the cotangent is rounded to 3 bits
 
 
+def test_the_transpose_in_scales_of_values():
+    arrays = quantised(length=3, size=16)
+    scale = arrays.pop("value_scale")
+    linear = lambda scale: jaxsoftmax.dot_product_attention(value_scale=scale, **arrays)  # noqa: E731
+    out = linear(scale)
+    (pulled,) = jax.linear_transpose(linear, scale)(out)
+    np.testing.assert_allclose(np.vdot(pulled, scale), np.vdot(out, out), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "mapped", [("query",), ("key", "value"), ("key_scale", "value_scale"), ("query", "key_scale")], ids=str
 )

@@ -15,10 +15,10 @@ arXiv:1805.02867, section 3.1.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -171,10 +171,8 @@ def _merged(m, d, o, scale: float, dtype):
     """The output and log-sum-exp of rows, of the states of their splits, `[tiles, splits, rows]`, `m` in units of `scale`."""
     unit, states = jnp.float32(scale), []
     for i in range(m.shape[1]):  # one by one: what is done to all of them XLA does in a program of its own
-        state = online.State(m[:, i], d[:, i], o[:, i])
-        states.append(state._replace(o=jnp.where(d[:, i, :, None] == 0, 0, o[:, i])))
-    top = functools.reduce(jnp.maximum, [state.m for state in states])
-    states = [online.rescale(state, top, scale=unit) for state in states]
-    sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *states)
-    state = online.finish(sums._replace(m=top * unit))
+        states.append(online.State(m[:, i] * unit, d[:, i], jnp.where(d[:, i, :, None] == 0, 0, o[:, i])))
+    while len(states) > 1:  # in pairs: the largest `m` of many, which all need, would be a program of its own, too
+        states = [functools.reduce(online.merge, pair) for pair in itertools.batched(states, 2)]
+    state = online.finish(states[0])
     return jnp.asarray(state.o, dtype), state.m
