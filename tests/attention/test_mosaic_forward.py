@@ -540,9 +540,12 @@ def test_blocks_that_a_mask_shows(length, keys, config, data):
     assert seen.shape == (*batched.shape[:-3], plan.blocks_q, plan.blocks_kv)
     expected = blocks_of(np.broadcast_to(mask, (length, keys)), plan, np.any)
     np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
-    for row, (low, high) in zip(expected, np.asarray(blocks.ends(seen)).reshape(-1, 2), strict=True):
+    reach = np.asarray(blocks.mask_reach(batched, (length, keys), plan.block_q, config.block_kv)).reshape(-1, 2)
+    reach = -(-reach // config.block_kv)
+    for row, (low, high), own in zip(expected, np.asarray(blocks.ends(seen)).reshape(-1, 2), reach, strict=True):
         there = np.flatnonzero(row)
         assert (low, high) == ((there[0], there[-1] + 1) if there.size else (plan.blocks_kv, 0))
+        assert (plan.blocks_kv - own[0], own[1]) == (low, high)
 
 
 def test_masks_of_heads_are_read_once():
@@ -581,7 +584,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["seen"] = blocks.ends(blocks.seen(mask[None, None], (length, keys), plan.block_q, config.block_kv))
+        arrays["seen"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
         # What a mask hides within a block is hidden in every step, banded or not.
         shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:

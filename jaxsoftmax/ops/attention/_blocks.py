@@ -74,6 +74,31 @@ def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Arr
 
 def ends(there):
     """From where to where there are any along the last axis: int32 `[..., 2]`; where there are none, to is before from."""
-    index = lax.broadcasted_iota(jnp.int32, there.shape, there.ndim - 1)
-    low, high = jnp.min(jnp.where(there, index, there.shape[-1]), -1), jnp.max(jnp.where(there, index + 1, 0), -1)
-    return jnp.stack([low, high], -1)
+    reach = _reach(there, there.shape[-1])
+    return jnp.where(_is_first(reach.shape), there.shape[-1] - reach, reach)
+
+
+def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
+    """How many keys there are from the first that a mask shows to the end, and from the beginning to the last.
+
+    `[*batch, blocks_q, 2]`, of whole blocks; of single keys where a mask has one row, as those of caches: XLA makes one
+    program of it then, a maximum of what needs no division. None as in `seen`.
+    """
+    *batch, _, rows, keys = mask.shape
+    end = -(-lengths[1] // block_kv) * block_kv
+    if is_shared(mask) and (rows, keys) == (1, lengths[1]):
+        return jnp.broadcast_to(_reach(mask.reshape(*batch, 1, keys), end), (*batch, -(-lengths[0] // block_q), 2))
+    shown = seen(mask, lengths, block_q, block_kv)
+    return None if shown is None else _reach(shown, end, block_kv)
+
+
+def _reach(there, end: int, size: int = 1):
+    """From what is there along the last axis, of so many positions each, to the end, and from the beginning to what is."""
+    shape = 2, there.shape[-1]
+    index = size * lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.max(jnp.where(there[..., None, :], jnp.where(_is_first(shape, 0), end - index, index + size), 0), -1)
+
+
+def _is_first(shape, axis=-1):
+    """Which numbers are the first of two along an axis. XLA would make a concatenation a program of its own."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis % len(shape)) == 0

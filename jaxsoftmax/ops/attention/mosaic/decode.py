@@ -97,8 +97,8 @@ def attention(given, *, target, config=None, **options):
         given = _as_bits(given)
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
-    if "mask" in given and (seen := blocks.seen(given["mask"], (rows, keys), *sizes)) is not None:
-        given["seen"] = blocks.ends(seen)
+    if "mask" in given and (reach := blocks.mask_reach(given["mask"], (rows, keys), *sizes)) is not None:
+        given["seen"] = reach
     count = math.prod(batch) * key_heads * -(-rows // sizes[0])
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}

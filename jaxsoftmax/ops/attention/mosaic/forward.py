@@ -50,8 +50,8 @@ def attention(given, *, target, config=None, **options):
     lengths, sizes = (query.shape[-3], key.shape[-3]), (ROWS * config.consumers, config.block_kv)
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
-    if "mask" in given and (seen := blocks.seen(given["mask"], lengths, *sizes)) is not None:
-        given["seen"] = blocks.ends(seen)
+    if "mask" in given and (reach := blocks.mask_reach(given["mask"], lengths, *sizes)) is not None:
+        given["seen"] = reach
     plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
     out, lse = run(plan, given, target)
     (length, heads, _), batch = plan.query, plan.batch
@@ -120,7 +120,7 @@ def _kernel(plan, operands, threads, refs, results, **memory):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tile is, how many queries and keys there are, and what `blocks.ranges` and `blocks.ends` say, if it was asked."""
+    """Where a tile is, how many queries and keys there are, and between which key blocks segments and a mask show any."""
 
     b: Any
     head: Any
@@ -159,7 +159,12 @@ class _Tile:
             lengths.append(jnp.clip(found.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = found.pop(0) if "query_offset" in self.operands else 0
         ranges = found[:4] if "ranges" in self.operands else []
-        return _Place(b, head, block, split, lengths, offset, ranges, found[len(ranges) :])
+        seen = []
+        if "seen" in self.operands:
+            size = jnp.int32(self.plan.config.block_kv)
+            before, behind = (lax.div(reach + size - 1, size) for reach in found[-2:])
+            seen = [self.plan.blocks_kv - before, behind]
+        return _Place(b, head, block, split, lengths, offset, ranges, seen)
 
     def _coordinates(self, number):
         """Batch entry, head, block of queries, and split of the keys of a tile."""
