@@ -43,7 +43,7 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_byt
         sizes = padded(head_size), padded(value_size)
         block, stages, copied = (128, 2, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2, 2)
         if sum(sizes) > 384:
-            stages, copied = 1, 3 if sizes[0] == sizes[1] else 2
+            stages, copied = 2, 1
         own_output = sizes[0] != sizes[1]  # else it is where the queries were
         return Config(1, block, stages, own_output, (88, 240), ping_pong=False, byte_stages=copied)
     if rows > ROWS:
