@@ -584,7 +584,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["seen"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
+        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
         # What a mask hides within a block is hidden in every step, banded or not.
         shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:

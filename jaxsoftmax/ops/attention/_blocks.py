@@ -79,10 +79,11 @@ def ends(there):
 
 
 def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
-    """How many keys there are from the first that a mask shows to the end, and from the beginning to the last.
+    """From the first key that a mask shows to the end of the last block, and from the start to the last key that it shows.
 
-    `[*batch, blocks_q, 2]`, of whole blocks; of single keys where a mask has one row, as those of caches: XLA makes one
-    program of it then, a maximum of what needs no division. None as in `seen`.
+    Both are numbers of keys: int32 `[*batch, blocks_q, 2]`, 0 where a mask shows none, and None where `seen` is. The mask of a
+    cache has one row, which a single reduction goes through key by key. Other masks are reduced to blocks first. The kernel
+    divides the numbers by the size of a block, because XLA would run a division as a program of its own.
     """
     *batch, _, rows, keys = mask.shape
     end = -(-lengths[1] // block_kv) * block_kv
@@ -93,7 +94,7 @@ def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> j
 
 
 def _reach(there, end: int, size: int = 1):
-    """From what is there along the last axis, of so many positions each, to the end, and from the beginning to what is."""
+    """How far it is from the first that is there to `end`, and from 0 to the last, where each has length `size`."""
     shape = 2, there.shape[-1]
     index = size * lax.broadcasted_iota(jnp.int32, shape, 1)
     return jnp.max(jnp.where(there[..., None, :], jnp.where(_is_first(shape, 0), end - index, index + size), 0), -1)

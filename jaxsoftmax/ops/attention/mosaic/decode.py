@@ -41,11 +41,9 @@ def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_byt
     """The configuration for so many rows: of 64, about 128 KiB of keys and values under way, more of which were no faster."""
     if is_bytes:
         sizes = padded(head_size), padded(value_size)
-        block, stages, copied = (128, 2, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2, 2)
-        if sum(sizes) > 384:
-            stages, copied = 2, 1
+        block, copied = (128, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2 if sum(sizes) <= 384 else 1)
         own_output = sizes[0] != sizes[1]  # else it is where the queries were
-        return Config(1, block, stages, own_output, (88, 240), ping_pong=False, byte_stages=copied)
+        return Config(1, block, 2, own_output, (88, 240), ping_pong=False, byte_stages=copied)
     if rows > ROWS:
         config = forward_plan.config_for(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
@@ -98,7 +96,7 @@ def attention(given, *, target, config=None, **options):
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
     if "mask" in given and (reach := blocks.mask_reach(given["mask"], (rows, keys), *sizes)) is not None:
-        given["seen"] = reach
+        given["mask_reach"] = reach
     count = math.prod(batch) * key_heads * -(-rows // sizes[0])
     splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}

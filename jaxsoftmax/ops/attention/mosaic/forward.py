@@ -51,7 +51,7 @@ def attention(given, *, target, config=None, **options):
     if "query_segments" in given:
         given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
     if "mask" in given and (reach := blocks.mask_reach(given["mask"], lengths, *sizes)) is not None:
-        given["seen"] = reach
+        given["mask_reach"] = reach
     plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
     out, lse = run(plan, given, target)
     (length, heads, _), batch = plan.query, plan.batch
@@ -129,7 +129,7 @@ class _Place:
     lengths: list[Any]
     offset: Any
     ranges: list[Any]
-    seen: list[Any]
+    shown: list[Any]
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class _Tile:
             lengths.append(jnp.clip(found.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = found.pop(0) if "query_offset" in self.operands else 0
         ranges = found[:4] if "ranges" in self.operands else []
-        seen = []
-        if "seen" in self.operands:
+        shown = []
+        if "mask_reach" in self.operands:
             size = jnp.int32(self.plan.config.block_kv)
-            before, behind = (lax.div(reach + size - 1, size) for reach in found[-2:])
-            seen = [self.plan.blocks_kv - before, behind]
-        return _Place(b, head, block, split, lengths, offset, ranges, seen)
+            to_end, from_start = (lax.div(keys + size - 1, size) for keys in found[-2:])
+            shown = [self.plan.blocks_kv - to_end, from_start]
+        return _Place(b, head, block, split, lengths, offset, ranges, shown)
 
     def _coordinates(self, number):
         """Batch entry, head, block of queries, and split of the keys of a tile."""
@@ -177,7 +177,7 @@ class _Tile:
     def key_blocks(self, place):
         """From and to which key block a tile goes, at least one; and whether it is of a split without any, and goes nowhere."""
         low, high = self.seen(place, place.block * self.plan.block_q, self.plan.block_q)
-        for start, end in (limits[:2] for limits in (place.ranges, place.seen) if limits):
+        for start, end in (limits[:2] for limits in (place.ranges, place.shown) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         if self.plan.splits > 1:
             low, high = self.plan.part(low, high, place.split, KERNEL)

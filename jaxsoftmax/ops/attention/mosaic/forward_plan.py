@@ -16,7 +16,7 @@ from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
 # How many numbers an operand says of a tile. Where there are any, it depends on operands how long a tile takes.
-FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "seen": 2}
+FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
 
 
 @dataclass(frozen=True)
