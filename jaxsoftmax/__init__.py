@@ -5,8 +5,10 @@ from jaxsoftmax._core.dispatch import explain
 from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, quantize, update_pages
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
+from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
 __all__ = [
+    "categorical",
     "cross_entropy",
     "dot_product_attention",
     "explain",
@@ -17,6 +19,8 @@ __all__ = [
     "paged_attention",
     "quantize",
     "softmax",
+    "softmax_top_k",
+    "top_k",
     "update_pages",
 ]
 __version__ = "0.1.0"

@@ -95,6 +95,20 @@ def dtype(function: str, name: str, value: Any, allowed: str) -> np.dtype:
     raise TypeError(f"{function}: {name} must be {allowed}, got {shown(value)}")
 
 
+def random_key(function: str, name: str, value: Any) -> jax.Array:
+    """One key of `jax.random`, typed or raw, as a typed one."""
+    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed and getattr(value, "dtype", None) != np.uint32:
+        what = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{function}: {name} must be a key of jax.random, got {what}")
+    if len(value.shape) != (0 if typed else 1):
+        raise ValueError(f"{function}: {name} must be one key, got shape {value.shape}")
+    try:
+        return value if typed else jax.random.wrap_key_data(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{function}: {name} must be a key of jax.random, got uint32 of shape {value.shape}") from None
+
+
 def callback(function: str, name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a function."""
     if not callable(value):

@@ -44,6 +44,10 @@ implementations: dict[str, dict[str, str]] = {
         "triton": "jaxsoftmax.ops.attention.triton",
         "xla": "jaxsoftmax.ops.attention.xla",
     },
+    "top_k": {
+        "mosaic": "jaxsoftmax.ops.top_k.mosaic",
+        "xla": "jaxsoftmax.ops.top_k.xla",
+    },
 }
 
 # Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.

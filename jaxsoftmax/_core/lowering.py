@@ -30,8 +30,8 @@ def register(this: Map, primitive: Primitive) -> None:
 
 
 def require_devices(this: Map, primitive: Primitive) -> None:
-    """Makes devices known while a primitive is lowered that has kernels: where XLA cuts its operands, it asks back."""
-    if len(dispatch.implementations[this.op]) > 1:
+    """Makes devices known while a primitive is lowered that runs on shards: where XLA cuts its operands, it asks back."""
+    if this.is_cut or len(dispatch.implementations[this.op]) > 1:
         compat.require_devices(primitive)
 
 
@@ -98,7 +98,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
-    is_partitioned = devices > 1 and decision.implementation != "xla"
+    is_partitioned = devices > 1 and (decision.implementation != "xla" or (this.is_cut and obstacle is None))
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.

@@ -44,6 +44,7 @@ class Map:
       linear: the names of the operands in which it is linear, all together.
       is_uncut: whether kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
         and XLA shards it.
+      is_cut: whether the reference too runs on shards, as kernels do: of a map for which XLA would gather the batch.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Map:
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
     is_uncut: bool = False
+    is_cut: bool = False
 
     # What derives from these: the operands by their names, and whether they and the results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)

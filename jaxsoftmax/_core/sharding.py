@@ -70,6 +70,15 @@ def _resharded(operands, names):
     return operands, mesh, dims
 
 
+def with_whole_rows(array: jax.Array) -> jax.Array:
+    """The array with its last axis whole on every device: gathered, where explicit mesh axes cut it."""
+    kind = jax.typeof(array)
+    spec = kind.sharding.spec
+    if len(spec) < array.ndim or spec[-1] is None or not has_explicit_axes(kind):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(kind.sharding.mesh, PartitionSpec(*spec[:-1], None)))
+
+
 def vary_alike(operands: list[Any]) -> list[Any]:
     """The operands, all varying over the same manual mesh axes."""
     varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]

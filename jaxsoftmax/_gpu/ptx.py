@@ -766,3 +766,73 @@ def compare(kind: str, a, b):
 
 def both(a, b):
     return b if a is None else a if b is None else arith.andi(a, b)
+
+
+def before_row(first, step, width: int):
+    """How many of a thread's elements in a step are before the row, or more than it has; its first one is at column `first`."""
+    return arith.subi(arith.muli(step, constant(width)), first)
+
+
+def arrive_in_cluster() -> None:
+    """Says that this block has started, and has done what came before, without waiting."""
+    _barrier("barrier.cluster.arrive.release.aligned;")
+
+
+def fill_shared(ref, value: float, count: int) -> None:
+    """Sets the first `count` float32 of an array in shared memory, as many as a block has threads at most."""
+    bits = int.from_bytes(np.float32(value).tobytes(), "little")
+
+    def fill(ref):
+        inside = compare("ult", utils.thread_idx(), constant(count))
+        address = shared_address(ref, arith.muli(utils.thread_idx(), constant(4)))
+        utils.inline_ptx(f"st.shared.b32 [$0], {bits};", address, predicate=inside, has_side_effects=True)
+
+    emit(fill, ref)
+
+
+def copy_to_cluster(ref, start, count: int, blocks: int) -> None:
+    """Copies `ref[start : start + count]`, words in shared memory, to the same place in all blocks of the cluster.
+
+    They are as many as a block has threads at most. They are there after a `cluster_barrier`.
+    """
+    stores = "".join(
+        f" mapa.shared::cluster.u32 there, $0, {rank}; @is st.shared::cluster.b32 [there], word;" for rank in range(blocks)
+    )
+    ptx = f"{{ .reg .pred is; .reg .b32 word, there; setp.lt.u32 is, $1, $2; @is ld.shared.b32 word, [$0];{stores} }}"
+
+    def copy(ref, start):
+        place = arith.addi(utils.thread_idx(), start)
+        address = shared_address(ref, arith.muli(place, constant(4)))
+        utils.inline_ptx(ptx, address, utils.thread_idx(), constant(count), has_side_effects=True)
+
+    block_barrier()
+    emit(copy, ref, [start])
+
+
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster; what they wrote to shared memory, of whichever block, is then visible."""
+    _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def product(a: jax.Array, b: int, layout: Any) -> tuple[jax.Array, jax.Array]:
+    """The high and the low words of the products of a uint32 array and a number."""
+
+    def multiply(a):
+        (register,) = a.registers.flat
+        wide = ir.VectorType.get(register.type.shape, integer(64))
+        whole = arith.muli(arith.extui(wide, register), utils.c(b, wide))
+        high = arith.shrui(whole, utils.c(32, wide))
+        return [[arith.trunci(register.type, part)] for part in (high, whole)]
+
+    kind = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+    return tuple(emit(multiply, arrays=[(a, layout)], results=[kind, kind]))
+
+
+def opaque(value: jax.Array) -> jax.Array:
+    """A scalar of 32 bits of which compilers do not know that it is that value: what is computed from it stays where it is."""
+
+    def move(value):
+        (register,) = value.registers.flat
+        return [utils.inline_ptx("mov.b32 $0, $1;", register, result_types=register.type, has_side_effects=True)]
+
+    return emit(move, arrays=[(value, SPLAT)], results=plgpu.ShapeDtypeStruct((), value.dtype, layout=SPLAT))

@@ -145,6 +145,22 @@ WRITTEN = PAGES | {"key": Q, "value": Q, "positions": np.ones(2, np.int32)}
 ROPE = {"input_positions": {"None"} | NUMBERS | BOOLS | {"a traced float", "a traced bool"}, "rope": FUNCTIONS}
 
 
+TOP_K = {"k": {"an int", "0-d int", "0-d int of JAX"}, "axis": {"an int", "0-d int", "0-d int of JAX"}}
+TOP_K |= {name: SOFTMAX[name] for name in ("where", "implementation")}
+REAL = {"five axes", "ints of another shape", "a traced array"}
+SOFTMAX_TOP_K = TOP_K | {"logits": REAL, "scale": SOFTMAX["scale"], "normalize": set(), "return_lse": BOOLS}
+SHARE = {"None", "an int", "a float", "a long double", "a traced float", "0-d int", "0-d int of JAX", "ints"}
+CATEGORICAL = {name: SOFTMAX_TOP_K[name] for name in ("logits", "axis", "where", "implementation")} | {
+    "key": {"a key"},
+    "shape": {"None"},
+    "temperature": SHARE | {"floats"},
+    "top_k": {"None", "an int", "a huge int", "0-d int", "0-d int of JAX", "ints"},
+    "top_p": SHARE | {"floats"},
+    "min_p": SHARE,
+    "return_log_prob": BOOLS,
+}
+
+
 def explained(**arguments):
     return jaxsoftmax.explain(arguments.pop("f"), arguments.pop("x"), **arguments)
 
@@ -153,6 +169,9 @@ CALLS = {
     "softmax": (jaxsoftmax.softmax, {"x": X}, SOFTMAX),
     "log_softmax": (jaxsoftmax.log_softmax, {"x": X}, SOFTMAX),
     "logsumexp": (jaxsoftmax.logsumexp, {"a": X}, LOGSUMEXP),
+    "top_k": (jaxsoftmax.top_k, {"x": X, "k": 2}, TOP_K | {"x": REAL}),
+    "softmax_top_k": (jaxsoftmax.softmax_top_k, {"logits": X, "k": 2}, SOFTMAX_TOP_K),
+    "categorical": (jaxsoftmax.categorical, {"key": jax.random.key(0), "logits": X}, CATEGORICAL),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
     "paged_attention": (jaxsoftmax.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
     "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}} | SCALES),

@@ -58,10 +58,14 @@ def call(op: str, x, **options):
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
     others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
+    others |= {"top_k": [4], "softmax_top_k": [4]}
+    if op == "categorical":
+        return jaxsoftmax.categorical(jax.random.key(0), x, **options)
     if op == "linear_cross_entropy":
         options |= {"class_axis": 0, "reduction": "none"}
         options.pop("axis", None)
-    return getattr(jaxsoftmax, op)(x, *others.get(op, []), **options)
+    found = getattr(jaxsoftmax, op)(x, *others.get(op, []), **options)
+    return found[0] if op.endswith("top_k") else found
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def test_the_support_matrix_is_what_dispatch_says(row):
                     assert outer == [("linear_cross_entropy", "xla")], (platform, dtype)
                     assert (op, primitive) == ("linear_cross_entropy", "cross_entropy"), (platform, dtype)
                 else:
-                    assert primitive == op, (platform, dtype)
+                    assert primitive == ("top_k" if op == "softmax_top_k" else op), (platform, dtype)
             else:
                 with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}"):
                     explain(forced, x, platform=platform)
@@ -103,9 +107,11 @@ def test_every_dtype_of_the_support_matrix_runs(row):
     for dtype in dtypes:
         x = jnp.ones(shape(op), dtype)
         y = call(op, x, **({} if folder(op) == "attention" else {"axis": -1}))
-        assert y.shape == (SHAPE[:1] if op.endswith(("logsumexp", "cross_entropy")) else x.shape), dtype
+        of_rows = op.endswith(("logsumexp", "cross_entropy", "categorical"))
+        assert y.shape == (SHAPE[:1] if of_rows else (*SHAPE[:1], 4) if folder(op) == "top_k" else x.shape), dtype
         inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) != "cross_entropy"
-        assert y.dtype == (x.dtype if inexact else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32), dtype
+        floating = x.dtype if inexact or op == "top_k" else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32
+        assert y.dtype == (jnp.int32 if op == "categorical" else floating), dtype
         assert jnp.isfinite(y.astype(jnp.complex64)).all(), dtype
 
 

@@ -128,11 +128,19 @@ class Tile:
 
         start = [self._accumulator(-jnp.inf), *(self._accumulator(0) for _ in ("d", *addends))]
         top, d, *sums = self._fold(push, start)
-        m = self._maximum(top)
+        m, d = self.of_warp(top, d, scale)[:2]
+        return State(m, d), list(map(self.of_places, sums))
+
+    def of_warp(self, m: jax.Array, d: jax.Array, scale=None) -> State:
+        """The states of what a warp has pushed of each row to accumulators, `m` and `d` at each place of a step."""
+        layout, top = self.memory.layout, self._maximum(m)
         product = operator.mul if layout.is_exact else _rounded(layout.layout)
-        d = online.rescale(State(top, d), m, axis=1, scale=scale, product=product).d
-        d, *sums = (self._in_order(part) if layout.shifted else jnp.sum(part, 1) for part in (d, *sums))
-        return State(m, d), sums
+        d = online.rescale(State(m, d), top, axis=1, scale=scale, product=product).d
+        return State(top, self.of_places(d))
+
+    def of_places(self, sums: jax.Array) -> jax.Array:
+        """The sums of what a warp has at each place of a step, for `sum`."""
+        return self._in_order(sums) if self.memory.layout.shifted else jnp.sum(sums, 1)
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """A function of scores to `online.weights` of them, but for a factor that is alike for all, and this factor.
@@ -174,6 +182,9 @@ class Tile:
         Where rows start inside of a line, the lane of an element depends on where. So all lanes must have the same sum, and
         products are rounded before they are added: a lane else adds its own one unrounded to the rounded one of another.
         """
+        # A warp may have the block's infinite maximum, and none of what weighs: 0 * inf would be NaN.
+        has_none = jnp.logical_and(states.d == 0, states.m == jnp.inf)
+        states = State(jnp.where(has_none, jnp.full_like(states.m, -jnp.inf), states.m), states.d)
         size = states.d.shape[-1]
         layout = ptx.replicated(size) if states.d.ndim == 1 else ptx.of_warps(size // ptx.WARP)
         return online.merge_along(states, -1, scale=scale, product=_rounded(layout))

@@ -748,25 +748,11 @@ def _xla_is_deterministic() -> bool:
     return any(found.get(f"--xla_gpu_{flag}", False) for flag in ("deterministic_ops", "exclude_nondeterministic_ops"))
 
 
-def _random_key(key):
-    """A key of `jax.random`, typed or raw."""
-    if key is None:
-        raise ValueError(f"{_NAME}: dropout_rng must be a key where dropout_rate is above 0, got None")
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed and getattr(key, "dtype", None) != np.uint32:
-        what = getattr(key, "dtype", type(key).__name__)
-        raise TypeError(f"{_NAME}: dropout_rng must be a key of jax.random, got {what}")
-    if len(key.shape) != (0 if typed else 1):
-        raise ValueError(f"{_NAME}: dropout_rng must be one key, got shape {key.shape}")
-    try:
-        return key if typed else jax.random.wrap_key_data(key)
-    except (TypeError, ValueError):
-        raise ValueError(f"{_NAME}: dropout_rng must be a key of jax.random, got uint32 of shape {key.shape}") from None
-
-
 def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: int, broadcast: bool) -> jax.Array:
     """The seeds of dropout, uint32 `[*batch, N, 2]`, the same ones everywhere if `broadcast`."""
-    key, shape = _random_key(dropout_rng), (*batch, heads, 2)
+    if dropout_rng is None:
+        raise ValueError(f"{_NAME}: dropout_rng must be a key where dropout_rate is above 0, got None")
+    key, shape = arguments.random_key(_NAME, "dropout_rng", dropout_rng), (*batch, heads, 2)
     seeds = jax.random.bits(key, (2,) if broadcast else shape, np.uint32)
     return jnp.broadcast_to(seeds, shape)
 

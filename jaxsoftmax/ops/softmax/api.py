@@ -178,7 +178,7 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     axes = sorted_axes(op, axis, x.ndim)
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
-        scale = _scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
+        scale = scalar_scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
     return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
 
 
@@ -220,7 +220,7 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
     return result
 
 
-def _scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
+def scalar_scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
     """`scale` with as many axes as the scores, and real where they are complex."""
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
         kind = np.finfo(dtype)

@@ -65,7 +65,7 @@ LOGSUMEXP_JVP = _map("logsumexp_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _of_rows
 LOGSUMEXP_VJP = _map("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), _whole, linear=("t",))
 
 
-def _scores_tangent(operands, tangents) -> tuple[Any, bool]:
+def scores_tangent(operands, tangents) -> tuple[Any, bool]:
     """The tangent of `scale * x`, None for zero, and whether the map that gets it still has to multiply it with `scale`."""
     if "scale" not in tangents:
         return tangents.get("x"), True
@@ -74,7 +74,7 @@ def _scores_tangent(operands, tangents) -> tuple[Any, bool]:
 
 def _softmax_jvp(operands, tangents, **params):
     (y,) = bind(SOFTMAX, operands, **params)
-    t, needs_scale = _scores_tangent(operands, tangents)
+    t, needs_scale = scores_tangent(operands, tangents)
     if t is None:
         return [y], [None]
     return [y], bind(SOFTMAX_JACOBIAN, {"y": y, "t": t, "scale": operands.get("scale") if needs_scale else None}, **params)
@@ -83,7 +83,7 @@ def _softmax_jvp(operands, tangents, **params):
 def _log_jvp(this, tangent, operands, tangents, *, return_state, **params):
     """The jvp rule of log_softmax and logsumexp, whose tangent is that map."""
     out, m, d = bind(this, operands, return_state=True, **params)
-    t, needs_scale = _scores_tangent(operands, tangents)
+    t, needs_scale = scores_tangent(operands, tangents)
     results, tangents_out = [out, m, d], [None, None, None]
     if t is not None:
         given = operands | {"m": m, "d": d, "t": t}

@@ -118,15 +118,15 @@ def _exponent(shifted, where, scale) -> jax.Array:
 
 
 @jax.custom_jvp
-def _saved_exponent(x, m, scale) -> jax.Array:
+def saved_exponent(x, m, scale) -> jax.Array:
     """`s - max s` with the saved maximum, which counts as a constant."""
     return _exponent(_directed(x, None, scale, m.dtype) - online.shift(m), None, scale)
 
 
-@_saved_exponent.defjvp
+@saved_exponent.defjvp
 def _saved_exponent_jvp(primals, tangents):
     (x, m, scale), (dx, _, dscale) = primals, tangents
-    out = _saved_exponent(x, m, scale)
+    out = saved_exponent(x, m, scale)
     return out, scores_tangent(x, scale, dx, dscale).astype(out.dtype)
 
 
@@ -134,7 +134,7 @@ def weights_of_state(x, m, d, where, scale) -> jax.Array:
     """The softmax weights, from the saved state."""
     if where is not None:
         d = select(d != 0, d, 1)  # a row with nothing to see
-    return jnp.exp(select(where, _saved_exponent(select(where, x, 0), m, scale), -jnp.inf)) / d
+    return jnp.exp(select(where, saved_exponent(select(where, x, 0), m, scale), -jnp.inf)) / d
 
 
 def _tangent(t, m, scale, scale_tangent) -> jax.Array:

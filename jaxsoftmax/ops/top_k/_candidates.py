@@ -1,0 +1,583 @@
+"""The best entries of a row so far, as a list in the shared memory of a block: offered, cut to the k best, sorted, stored.
+
+An entry is a number of 64 bits: above, the value's key, which is ordered as `lax.top_k` orders values; in the lowest bits how
+far the column is from the last one that these bits hold. So entries differ, and of equal values that of the lower column is
+larger. 0 is no entry. The list has a bound below which nothing is
+taken. Whatever is offered above it is appended, by an addition to a counter. When the list is long, the bound is raised to the
+k-th largest entry, and what is below it dropped. The bound is found by bisection: each step counts, in a barrier of the
+block, how many entries are no less than the middle.
+
+All functions are for all threads of a block. In PTX, as Pallas has neither atomic additions nor barriers that count.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import SPLAT, WARP, Vector, compare, constant, i64, integer, utils
+
+_FLAG_KIND = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The list of a block.
+
+    Attributes:
+      entries: `[2 * size]` int32 in shared memory, two for each entry.
+      head: `[8]` int32 in shared memory: how many there are, the largest key of a long list, the bound, and two numbers of a bisection.
+      k: how many are wanted.
+      limit: of how many the list is cut; `size` is as many more as are offered at a time, at least.
+      threads: of the block.
+      dtype: of the values: float32, int32 or uint32.
+      of: the dtype that they have in memory: the same, or of float32 a narrower one.
+      cols: of a row.
+      width: elements of a step.
+    """
+
+    entries: Any
+    head: Any
+    k: int
+    limit: int
+    threads: int
+    dtype: Any
+    of: Any
+    cols: int
+    width: int
+
+    @property
+    def bits(self) -> int:
+        """Of an entry for the column, so many that some are left for entries below those of the lowest key."""
+        return self.cols.bit_length()
+
+    @property
+    def is_half(self) -> bool:
+        return self.of.itemsize == 2
+
+    def clear(self) -> None:
+        """Makes the list empty, with no bound."""
+        self._run("setp.eq.u32 is, {thread}, 0; @is st.shared.v4.b32 [{head}], {{0, 0, 0, 0}}; bar.sync 0;")
+
+    def offer(self, values: Sequence[jax.Array], top: jax.Array, columns, scalars, layout, in_order: bool) -> jax.Array:
+        """Appends what is above the bound.
+
+        Args:
+          values: arrays of one shape and layout, of the dtype of memory.
+          top: the maximum of them at each place, or NaN.
+          columns: makes, of the MLIR values of `scalars`, for each of `values` the column of a thread's first element, and how
+            many of its elements are of the next step, at the same place: all int32.
+          scalars: int32.
+          layout: of the arrays.
+          in_order: whether all are columns of the row, and higher than those offered before: then what has the bound's value
+            is below it. Else what is no column of the row is not taken.
+
+        Returns:
+          1 where the list is longer than `limit` now, else 0: an int32 in all threads.
+        """
+
+        def make(entries, head, *given):
+            *arrays, top = [list(array.registers.flat) for array in given[len(scalars) :]]
+            # Of the lowest key that may be above it; 0 where there is no bound.
+            more = 2**self.bits - 1 if in_order else 0
+            asm = f"add.u64 key, $0, {more}; shr.u64 key, key, {self.bits}; cvt.u32.u64 $1, key;"
+            asm = f"{{ .reg .b64 key; ld.shared.u64 $0, [$2+8]; {asm} }}"
+            kinds = [integer(64), integer(32)]
+            bound = utils.inline_ptx(asm, _start(head), result_types=kinds, has_side_effects=True)
+            branch: Any = scf.IfOp(self._may_be_above(top, self._value(bound[1])), [integer(32)], has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                vectors = [(_words(array[0]), *at) for array, at in zip(arrays, columns(*given[: len(scalars)]), strict=True)]
+                flags = constant(0)
+                for index, (words, *at) in enumerate(vectors):
+                    asm = self._text(_FLAG if in_order else _FLAG_WHERE_EQUAL, len(words), index)
+                    operands = *words, *at, flags, *bound
+                    flags = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
+                scf.yield_([self._append(entries, head, flags, vectors)])
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_([constant(0)])
+            return [_any(compare("ugt", branch.results[0], constant(self.limit)))]
+
+        arrays = [(array, layout) for array in (*values, top)]
+        return ptx.emit(make, (self.entries, self.head), list(scalars), arrays, _FLAG_KIND)
+
+    def _append(self, entries, head, flags, vectors):
+        """Appends the elements that are flagged; the length of the list with them, 0 where there are none."""
+        branch: Any = scf.IfOp(compare("ne", flags, constant(0)), [integer(32)], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            count = llvm.intr_ctpop(flags)
+            asm = "atom.shared.add.u32 $0, [$1], $2;"
+            start = utils.inline_ptx(asm, _start(head), count, result_types=integer(32), has_side_effects=True)
+            place = arith.addi(_start(entries), arith.muli(start, constant(8)))
+            for index, (words, *at) in enumerate(vectors):
+                operands = *words, *at, flags, place
+                asm = self._text(_STORE, len(words), index)
+                place = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
+            scf.yield_([arith.addi(start, count)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([constant(0)])
+        return branch.results[0]
+
+    def _text(self, each: str, words: int, index: int = 0) -> str:
+        """PTX for the elements of a vector of so many words, the first operands after the result, with a bit for each.
+
+        `each` is text for an element, of which `key` is the key.
+        """
+        per = 4 // self.of.itemsize
+        operands = {name: f"${1 + words + i}" for i, name in enumerate(("column", "following", "flags", "bound", "least"))}
+        numbers = {"cols": self.cols, "scale": 2**self.bits, "last": 2**self.bits - 1, "width": self.width}
+        text = "{ .reg .pred is; .reg .b32 key, word; .reg .b64 entry, place; " + _SETUP[each].format(**operands)
+        for q in range(words * per):
+            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + _KEY[self.dtype.name]
+            text += " shr.u32 key, key, 16;" if self.is_half else ""
+            text += each.replace("COLUMN", _COLUMN).format(q=q, bit=1 << (index * words * per + q), **operands, **numbers)
+        return text + " }"
+
+    def bound_from(self, values: Sequence[jax.Array], columns, scalars, layout, in_order: bool) -> None:
+        """Sets the bound, of an empty list, so that at least k of what is to be offered, if there are so many, are above it.
+
+        It is below the k-th largest of the maxima of groups: the elements of a thread, or as many parts of them as it takes to
+        have twice as many groups as are wanted.
+        """
+        parts = self.parts_of(len(values))
+
+        def make(entries, _, *given):
+            found: list[Any] = [constant(0)] * parts
+            for index, (array, at) in enumerate(zip(given[len(scalars) :], columns(*given[: len(scalars)]), strict=True)):
+                words = _words(array.registers.item())
+                operands = *words, *at, found[index % parts]
+                asm = self._text(_LARGEST if in_order else _LARGEST_INSIDE, len(words))
+                found[index % parts] = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
+            for part, key in enumerate(found):
+                place = arith.addi(utils.thread_idx(), constant(part * self.threads))
+                address = ptx.shared_address(entries, arith.muli(place, constant(8)))
+                asm = f"{{ .reg .b64 entry; mul.wide.u32 entry, $1, {2**self.bits}; st.shared.b64 [$0], entry; }}"
+                utils.inline_ptx(asm, address, key, has_side_effects=True)
+
+        ptx.emit(make, (self.entries, self.head), list(scalars), [(array, layout) for array in values])
+        self._run("bar.sync 0;" + _BISECT + _SET_BOUND, n=parts * self.threads, enough=2**self.bits)
+
+    def parts_of(self, count: int) -> int:
+        """Of how many parts of its arrays, which are so many, a thread takes the maxima; 0 where they are too few groups."""
+        parts = 1
+        while parts * self.threads < 2 * self.k:
+            parts *= 2
+        return parts if parts <= count else 0
+
+    def cut(self) -> None:
+        """Drops all but the k largest, in any order, and raises the bound; does nothing where there are no more."""
+        self._run("bar.sync 0; ld.shared.u32 n, [{head}]; setp.le.u32 is, n, {k}; @is bra.uni end;" + _BISECT + _KEEP, n=None)
+
+    def cut_to(self, count: int) -> None:
+        """The same of a list of `count` entries, at least k of them above the bound, where those that are 0 are none."""
+        self._run(_BISECT + _KEEP, n=count)
+
+    def send(self, gathered, rank) -> None:
+        """Copies the list, no longer than k and cut, to `gathered[rank * k :]` of the first block of the cluster; 0 for none."""
+        self._run(_SEND, gathered, rank=rank)
+
+    def store(self, row, refs: Sequence[Any], sign=None) -> None:
+        """Stores the k values, times `sign` where that is not None, and columns in order to a row of two arrays `[rows * k]`.
+
+        There are so many. A thread has an entry, or a few, and counts how many of all are larger.
+        """
+        # Four entries are read at a time.
+        self._run(
+            "bar.sync 0; setp.lt.u32 is, {thread}, 4; shl.b32 place, {thread}, 3; add.u32 place, place, {entries};"
+            " @is st.shared.u64 [place+8*{k}], 0; bar.sync 0;"
+        )
+
+        def make(values, indices, entries, row, *sign):
+            start = ptx.shared_address(entries, constant(0))
+            base = arith.muli(i64(row), i64(self.k))
+            for first in range(0, self.k, self.threads):
+                place = arith.addi(utils.thread_idx(), constant(first))
+                inside = compare("ult", place, constant(self.k))
+                own = arith.select(inside, place, constant(0))
+                kinds, asm = [integer(32)] * 3, _RANK.format(size=32 * -(-self.k // 4), bits=self.bits, last=2**self.bits - 1)
+                rank, column, key = utils.inline_ptx(asm, own, start, result_types=kinds, has_side_effects=True)
+                value = self._value(key)
+                if sign:
+                    value = arith.mulf(value, sign[0].registers.item())
+                for ref, stored in ((values, _cast(value, values.type.element_type)), (indices, column)):
+                    size = utils.bytewidth(ref.type.element_type)
+                    address = arith.addi(ptx.address_of(ref), arith.muli(arith.addi(base, i64(rank)), i64(size)))
+                    one = vector.broadcast(ir.VectorType.get((1,), stored.type), stored)
+                    Vector(address, 0, size, inside).store(one)
+
+        ptx.emit(make, (*refs, self.entries), [row], [] if sign is None else [(sign, SPLAT)])
+
+    def _run(self, asm: str, *refs, n: int | None = None, rank=None, enough: int = 1):
+        """Runs PTX for all threads, with the names that the texts below use; a bisection ends with a gap of `enough`."""
+        names = "entries", "head", "thread", "gathered", "rank"
+
+        def make(*given):
+            operands = [ptx.shared_address(ref, constant(0)) for ref in given[: 2 + len(refs)]]
+            operands.insert(2, utils.thread_idx())
+            operands += given[2 + len(refs) :]
+            named = {name: f"${i}" for i, name in enumerate(names)}
+            start = "" if n is None else f"mov.u32 n, {n};"
+            text = asm.format(**named, k=self.k, threads=self.threads, bits=self.bits, enough=enough, last=2**self.bits - 1)
+            utils.inline_ptx(f"{{ {_REGISTERS} {start} {text} end: }}", *operands, has_side_effects=True, convergent=True)
+
+        ptx.emit(make, (self.entries, self.head, *refs), [] if rank is None else [rank])
+
+    def _may_be_above(self, registers, least):
+        """False only where each element of vectors is less than one with the bound's value."""
+        function = {"float32": arith.maximumf, "int32": arith.maxsi, "uint32": arith.maxui}[self.dtype.name]
+        values = [llvm.extractelement(v, constant(q)) for v in registers for q in range(v.type.shape[0])]
+        value = functools.reduce(function, values)
+        if self.dtype != jnp.float32:
+            return compare("sge" if self.dtype == jnp.int32 else "uge", value, least)
+        value = value if value.type == least.type else arith.extf(least.type, value)
+        return arith.cmpf(arith.CmpFPredicate.UGE, value, least)
+
+    def _value(self, key):
+        """The value of a key, in `dtype`."""
+        lowest = constant(-(2**31))
+        if self.dtype != jnp.float32:
+            return arith.xori(key, lowest) if self.dtype == jnp.int32 else key
+        key = arith.shli(key, constant(16)) if self.is_half else key
+        sign = arith.xori(arith.shrsi(key, constant(31)), constant(-1))
+        bits = arith.xori(key, arith.ori(sign, lowest))
+        if not self.is_half:
+            return arith.bitcast(ir.F32Type.get(), bits)
+        half = arith.trunci(integer(16), arith.shrui(bits, constant(16)))
+        return arith.extf(ir.F32Type.get(), arith.bitcast(utils.dtype_to_ir_type(self.of), half))
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The largest of the scores of a row, and of equal ones that of the lowest column, as an entry in shared memory.
+
+    Attributes:
+      best: int32 in shared memory, of `scratch`: the entry of the block, and those of all blocks of the cluster.
+      cols: of a row.
+      blocks: of the cluster.
+    """
+
+    best: Any
+    cols: int
+    blocks: int
+
+    @staticmethod
+    def scratch(blocks: int) -> Any:
+        return plgpu.SMEM((2 + 2 * blocks,), jnp.int32)
+
+    @property
+    def bits(self) -> int:
+        return self.cols.bit_length()
+
+    def clear(self) -> None:
+        """Sets it to what is less than all scores that may be drawn: -inf in the first column."""
+        entry = 0x007FFFFF << self.bits | (2**self.bits - 1)
+
+        def clear(best):
+            asm, first = f"st.shared.b64 [$0], {entry};", compare("eq", utils.thread_idx(), constant(0))
+            utils.inline_ptx(asm, _start(best), predicate=first, has_side_effects=True)
+
+        ptx.block_barrier()
+        ptx.emit(clear, self.best)
+        ptx.block_barrier()
+
+    def may_be_less(
+        self, scores: Sequence[jax.Array], words: Sequence[jax.Array], noise: jax.Array | None, layout
+    ) -> jax.Array:
+        """Whether a score with noise may be larger than the entry, in any thread of the warp: 0 if not, an int32.
+
+        Noise is at most `-log(v)`, with `v` the random word as a fraction of 2^32, so `v` must not be more than the exponential
+        of what the score lacks: one operation of the special function unit, and not three as the noise takes.
+        """
+
+        def test(best, *given):
+            *arrays, noise_here = [array.registers.item() for array in given] + [None] * (noise is None)
+            asm = f"{{ .reg .b64 entry; ld.shared.u64 entry, [$1]; shr.u64 entry, entry, {self.bits}; cvt.u32.u64 $0, entry; }}"
+            key = utils.inline_ptx(asm, _start(best), result_types=integer(32), has_side_effects=True)
+            bits = utils.inline_ptx(_BITS_OF_KEY, key, result_types=integer(32))
+            least, unit = arith.bitcast(ir.F32Type.get(), bits), utils.c(math.log2(math.e), ir.F32Type.get())
+            if noise_here is not None:
+                unit = arith.divf(unit, arith.maximumf(noise_here, utils.c(1e-30, unit.type)))
+            flag: Any = constant(0)
+            for score, word in zip(arrays[: len(scores)], arrays[len(scores) :], strict=True):
+                for q in range(score.type.shape[0]):
+                    operands = (llvm.extractelement(part, constant(q)) for part in (score, word))
+                    flag = utils.inline_ptx(_MAY_BE_LESS, *operands, least, unit, flag, result_types=integer(32))
+            asm = "{ .reg .pred any; setp.ne.u32 any, $1, 0; vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any; }"
+            return [utils.inline_ptx(asm, flag, result_types=integer(32), has_side_effects=True, convergent=True)]
+
+        arrays = [(array, layout) for array in (*scores, *words)] + ([] if noise is None else [(noise, SPLAT)])
+        return ptx.emit(test, self.best, (), arrays, _FLAG_KIND)
+
+    def push(self, scores: jax.Array, columns: jax.Array, layout) -> None:
+        """Offers elements of each thread; what is offered is there after a barrier."""
+
+        def push(best, scores, columns):
+            scores, columns = (array.registers.item() for array in (scores, columns))
+            found: Any = i64(0)
+            for q in range(scores.type.shape[0]):
+                score, column = (llvm.extractelement(part, constant(q)) for part in (scores, columns))
+                asm = _ENTRY.format(bits=self.bits, last=2**self.bits - 1)
+                entry = utils.inline_ptx(asm, arith.bitcast(integer(32), score), column, result_types=integer(64))
+                found = arith.maxui(found, entry)
+            asm = _PUSH_LARGEST.format(bits=self.bits, last=2**self.bits - 1)
+            utils.inline_ptx(asm, _start(best), found, utils.thread_idx(), has_side_effects=True, convergent=True)
+
+        ptx.emit(push, self.best, (), [(scores, layout), (columns, layout)])
+
+    def share(self, rank) -> None:
+        """Makes the entries of all blocks known to each, once they are final. The cluster must have started."""
+        ptx.block_barrier()
+        if self.blocks == 1:
+            return
+        stores = " ".join(
+            f"mapa.shared::cluster.u32 there, place, {other}; @is st.shared::cluster.b64 [there+8], entry;"
+            for other in range(self.blocks)
+        )
+        asm = (
+            "{ .reg .pred is; .reg .b32 place, there; .reg .b64 entry; setp.eq.u32 is, $1, 0; ld.shared.u64 entry, [$0];"
+            f" shl.b32 place, $2, 3; add.u32 place, place, $0; {stores} }}"
+        )
+
+        def share(best, rank):
+            utils.inline_ptx(asm, _start(best), utils.thread_idx(), rank, has_side_effects=True)
+
+        ptx.emit(share, self.best, [rank])
+        ptx.cluster_barrier()
+
+    def column(self) -> jax.Array:
+        """The column, in all threads, after `share`."""
+        loads = " ".join(
+            f"ld.shared.u64 other, [$1+{8 + 8 * rank}]; max.u64 entry, entry, other;" for rank in range(self.blocks)
+        )
+        asm = (
+            f"{{ .reg .b64 entry, other; ld.shared.u64 entry, [$1]; {loads if self.blocks > 1 else ''}"
+            f" cvt.u32.u64 $0, entry; and.b32 $0, $0, {2**self.bits - 1}; sub.u32 $0, {2**self.bits - 1}, $0; }}"
+        )
+
+        def load(best):
+            return [utils.inline_ptx(asm, _start(best), result_types=integer(32), has_side_effects=True)]
+
+        return ptx.emit(load, self.best, results=_FLAG_KIND)
+
+
+def _start(ref):
+    """The address of an array in shared memory."""
+    return ptx.shared_address(ref, constant(0))
+
+
+def _words(register):
+    """The words of a vector."""
+    words = vector.bitcast(ptx.words_of(register.type), register)
+    return [llvm.extractelement(words, constant(q)) for q in range(words.type.shape[0])]
+
+
+def _cast(value, kind):
+    """A float32 or 32-bit integer value in the type of a result, of which it is one."""
+    if isinstance(kind, ir.IntegerType):
+        return value if utils.bitwidth(kind) == 32 else arith.trunci(integer(utils.bitwidth(kind)), value)
+    return value if value.type == kind else arith.truncf(kind, value)
+
+
+def _any(flag):
+    """Whether a flag is set in any thread of the block, which wait for each other: 1 or 0."""
+    asm = "{ .reg .pred is; setp.ne.u32 is, $1, 0; bar.red.or.pred is, 0, is; selp.u32 $0, 1, 0, is; }"
+    operand = arith.extui(integer(32), flag)
+    return utils.inline_ptx(asm, operand, result_types=integer(32), has_side_effects=True, convergent=True)
+
+
+# The key of an element from its bits. Floats are ordered by sign and size, all of them, with -0 before 0. 16-bit floats are the
+# upper halves of words, and so are their keys until they are shifted down.
+_KEY = {
+    "float32": " shr.s32 word, key, 31; or.b32 word, word, 0x80000000; xor.b32 key, key, word;",
+    "int32": " xor.b32 key, key, 0x80000000;",
+    "uint32": "",
+}
+_BITS = {  # by how many elements a word has, and which one it is
+    (1, 0): " mov.b32 key, {word};",
+    (2, 0): " shl.b32 key, {word}, 16;",
+    (2, 1): " and.b32 key, {word}, 0xffff0000;",
+}
+
+# `word`: the column of the element.
+_COLUMN = "add.u32 word, {column}, {q}; setp.gt.s32 is, {following}, {q}; @is add.u32 word, word, {width};"
+# $0: the flags, and those of what is above the bound, of elements in order.
+_FLAG = " setp.ge.u32 is, key, {least}; @is or.b32 $0, $0, {bit};"
+# The same of any elements.
+_FLAG_WHERE_EQUAL = (
+    " COLUMN setp.lt.u32 is, word, {cols}; sub.u32 word, {last}, word; cvt.u64.u32 place, word;"
+    " mul.wide.u32 entry, key, {scale}; add.u64 entry, entry, place;"
+    " setp.gt.and.u64 is, entry, {bound}, is; @is or.b32 $0, $0, {bit};"
+)
+# $0: where the entry after those goes that are flagged, which are stored from `bound` on.
+_STORE = (
+    " COLUMN sub.u32 word, {last}, word;"
+    " cvt.u64.u32 place, word; mul.wide.u32 entry, key, {scale}; add.u64 entry, entry, place;"
+    " and.b32 word, {flags}, {bit}; setp.ne.u32 is, word, 0; @is st.shared.b64 [$0], entry; @is add.u32 $0, $0, 8;"
+)
+# $0: the largest key, and `flags` at least.
+_LARGEST = " max.u32 $0, $0, key;"
+_LARGEST_INSIDE = " COLUMN setp.lt.u32 is, word, {cols}; @is max.u32 $0, $0, key;"
+_SETUP = {_STORE: "mov.b32 $0, {bound};"} | dict.fromkeys(
+    (_FLAG, _FLAG_WHERE_EQUAL, _LARGEST, _LARGEST_INSIDE), "mov.b32 $0, {flags};"
+)
+
+_IN_A_WARP = 16  # entries of each lane, of lists that one warp bisects
+
+_REGISTERS = (
+    ".reg .pred is, more; .reg .b32 n, total, base, index, count, place, word, most, reached, beyond, wanted;"
+    " .reg .b64 low, high, middle, gap, entry;"
+    f" .reg .b32 value<{_IN_A_WARP}>;"
+)
+
+
+def _of_lane(text: str) -> str:
+    """PTX for each entry of a lane, where the second half of them is skipped if there is none."""
+    half = _IN_A_WARP // 2
+    first, second = ("".join(text.replace("#", str(q)) for q in part) for part in (range(half), range(half, _IN_A_WARP)))
+    return f"{first} setp.le.u32 is, n, {WARP * half}; @is bra.uni {{skip}}; {second} {{skip}}:"
+
+
+def _bisect_in_warp(name: str) -> str:
+    """`place`: the largest number from `place` to `most` to which at least `wanted` values are equal or larger, or of exactly so many.
+
+    `reached` is how many are, as it was where that is the first number, and `beyond` how many are larger than `most` then.
+    """
+    counted = _of_lane(" setp.ge.u32 is, value#, word; @is add.u32 total, total, 1;").format(skip=f"{name}_counted")
+    return (
+        f" {name}: setp.ge.u32 is, place, most; @is bra.uni {name}_found; sub.u32 word, most, place; shr.u32 word, word, 1;"
+        f" sub.u32 word, most, word; mov.u32 total, 0; {counted} redux.sync.add.u32 total, total, 0xffffffff;"
+        " setp.ge.u32 more, total, wanted; @more mov.u32 place, word; @more mov.u32 reached, total;"
+        " @!more sub.u32 most, word, 1; @!more mov.u32 beyond, total;"
+        f" setp.ne.u32 is, total, wanted; @is bra.uni {name}; {name}_found:"
+    )
+
+
+def _largest_in_warp(name: str) -> str:
+    """`most`: the largest value."""
+    largest = _of_lane(" max.u32 most, most, value#;").format(skip=name)
+    return f" mov.u32 most, 0; {largest} redux.sync.max.u32 most, most, 0xffffffff;"
+
+
+# The lower number of two, `low`, to which at least k of the n entries are equal or larger, or exactly k; it is more than the
+# bound, and `enough` further, or one where it is of exactly k, there are fewer. A short list is bisected by one warp, the keys
+# first and then the rest of those that have the k-th one, and a long one by all threads.
+_BISECT = (
+    f" setp.gt.u32 is, n, {WARP * _IN_A_WARP}; @is bra.uni long; setp.ge.u32 is, {{thread}}, {WARP}; @is bra.uni told;"
+    " shl.b32 base, {thread}, 3; add.u32 base, base, {entries};"
+    + "".join(
+        f" add.u32 index, {{thread}}, {WARP * q}; setp.lt.u32 is, index, n; mov.u64 entry, 0;"
+        f" @is ld.shared.u64 entry, [base+{8 * WARP * q}]; shr.u64 entry, entry, {{bits}}; cvt.u32.u64 value{q}, entry;"
+        for q in range(_IN_A_WARP)
+    )
+    + _largest_in_warp("largest_key")
+    + " ld.shared.u64 low, [{head}+8]; add.u64 low, low, 1; shr.u64 entry, low, {bits}; cvt.u32.u64 place, entry;"
+    " mov.u32 reached, n; mov.u32 beyond, 0; mov.u32 wanted, {k};"
+    + _bisect_in_warp("keys")
+    + " cvt.u64.u32 entry, place; shl.b64 entry, entry, {bits}; max.u64 low, low, entry; add.u64 high, low, {enough};"
+    " setp.eq.u32 is, reached, {k}; @is bra.uni tell; setp.ne.u32 is, {enough}, 1; @is bra.uni tell;"
+    " sub.u32 wanted, {k}, beyond;"
+    + "".join(
+        f" add.u32 index, {{thread}}, {WARP * q}; setp.lt.u32 is, index, n; mov.u64 middle, 0;"
+        f" @is ld.shared.u64 middle, [base+{8 * WARP * q}]; shr.u64 gap, middle, {{bits}}; cvt.u32.u64 count, gap;"
+        f" cvt.u32.u64 word, middle; and.b32 word, word, {{last}}; setp.eq.u32 is, count, place; selp.u32 value{q}, word, 0, is;"
+        for q in range(_IN_A_WARP)
+    )
+    + _largest_in_warp("largest_rest")
+    + " mov.u32 place, 0;"
+    + _bisect_in_warp("rests")
+    + " cvt.u64.u32 middle, place; add.u64 low, entry, middle; add.u64 high, low, 1;"
+    " tell: setp.eq.u32 is, {thread}, 0; @is st.shared.v2.u64 [{head}+16], {{low, high}};"
+    " told: bar.sync 0; ld.shared.v2.u64 {{low, high}}, [{head}+16]; bra.uni found;"
+    " long: mov.u64 entry, 0; mov.u32 index, {thread}; setp.ge.u32 is, index, n; @is bra largest;"
+    " following: shl.b32 place, index, 3; add.u32 place, place, {entries}; ld.shared.u64 middle, [place];"
+    " max.u64 entry, entry, middle; add.u32 index, index, {threads}; setp.lt.u32 is, index, n; @is bra following;"
+    " largest: shr.u64 entry, entry, {bits}; cvt.u32.u64 total, entry;"
+    " redux.sync.max.u32 total, total, 0xffffffff; and.b32 word, {thread}, 31; setp.eq.u32 is, word, 0;"
+    " @is red.shared.max.u32 [{head}+4], total; bar.sync 0;"
+    " ld.shared.u32 total, [{head}+4]; cvt.u64.u32 high, total; add.u64 high, high, 1; shl.b64 high, high, {bits};"
+    " ld.shared.u64 low, [{head}+8]; add.u64 low, low, 1;"
+    " search: sub.u64 gap, high, low; setp.le.u64 is, gap, {enough}; @is bra.uni found;"
+    " shr.u64 gap, gap, 1; add.u64 middle, low, gap; mov.u32 total, 0; mov.u32 base, 0; mov.u32 index, {thread};"
+    " counting: setp.lt.u32 is, index, n; mov.u64 entry, 0; shl.b32 place, index, 3; add.u32 place, place, {entries};"
+    " @is ld.shared.u64 entry, [place]; setp.ge.u64 is, entry, middle; bar.red.popc.u32 count, 0, is;"
+    " add.u32 total, total, count; add.u32 index, index, {threads}; add.u32 base, base, {threads};"
+    " setp.lt.u32 is, base, n; @is bra.uni counting;"
+    " setp.ge.u32 more, total, {k}; @more mov.u64 low, middle; @!more mov.u64 high, middle;"
+    " setp.ne.u32 is, total, {k}; @is bra.uni search;"
+    " found:"
+)
+
+# Below all that have the key of `low`; 0 is below all entries.
+_SET_BOUND = (
+    " shr.u64 gap, low, {bits}; shl.b64 gap, gap, {bits}; setp.ne.u64 is, gap, 0; @is sub.u64 gap, gap, 1;"
+    " setp.eq.u32 is, {thread}, 0; bar.sync 0;"
+    " @is st.shared.u32 [{head}+4], 0; @is st.shared.u64 [{head}+8], gap; bar.sync 0;"
+)
+
+# Moves what is no less than `low` to the front. What a round of the threads moves goes to places that were read before.
+_KEEP = (
+    " sub.u64 gap, low, 1; setp.eq.u32 is, {thread}, 0; bar.sync 0;"
+    " @is st.shared.v2.u32 [{head}], {{0, 0}}; @is st.shared.u64 [{head}+8], gap; mov.u32 base, 0; mov.u32 index, {thread};"
+    " moving: setp.lt.u32 is, index, n; mov.u64 entry, 0; shl.b32 place, index, 3; add.u32 place, place, {entries};"
+    " @is ld.shared.u64 entry, [place]; bar.sync 0; setp.ge.u64 is, entry, low;"
+    " @is atom.shared.add.u32 place, [{head}], 1; @is shl.b32 place, place, 3; @is add.u32 place, place, {entries};"
+    " @is st.shared.b64 [place], entry; add.u32 index, index, {threads}; add.u32 base, base, {threads};"
+    " setp.lt.u32 is, base, n; @is bra.uni moving; bar.sync 0;"
+)
+
+# To the first block of the cluster.
+_SEND = (
+    " ld.shared.u32 n, [{head}]; mov.u32 index, {thread}; mul.lo.u32 total, {rank}, {k}; mov.u32 base, 0;"
+    " sending: setp.lt.u32 is, index, n; mov.u64 entry, 0; shl.b32 place, index, 3; add.u32 place, place, {entries};"
+    " @is ld.shared.u64 entry, [place]; add.u32 place, total, index; shl.b32 place, place, 3; add.u32 place, place, {gathered};"
+    " mapa.shared::cluster.u32 place, place, 0; setp.lt.u32 is, index, {k}; @is st.shared::cluster.b64 [place], entry;"
+    " add.u32 index, index, {threads}; add.u32 base, base, {threads}; setp.lt.u32 is, base, {k}; @is bra.uni sending;"
+    " barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+)
+
+# Of entry number $3 of those at $4: how many are larger, $0, its column, $1, and its key, $2.
+_RANK = (
+    "{{ .reg .pred is; .reg .b32 place, end; .reg .b64 own, a, b, c, d; shl.b32 place, $3, 3; add.u32 place, place, $4;"
+    " ld.shared.u64 own, [place]; shr.u64 a, own, {bits}; cvt.u32.u64 $2, a;"
+    " cvt.u32.u64 $1, own; and.b32 $1, $1, {last}; sub.u32 $1, {last}, $1;"
+    " mov.u32 $0, 0; mov.u32 place, $4; add.u32 end, place, {size};"
+    " next: ld.shared.v2.u64 {{a, b}}, [place]; ld.shared.v2.u64 {{c, d}}, [place+16]; add.u32 place, place, 32;"
+    " setp.gt.u64 is, a, own; @is add.u32 $0, $0, 1; setp.gt.u64 is, b, own; @is add.u32 $0, $0, 1;"
+    " setp.gt.u64 is, c, own; @is add.u32 $0, $0, 1; setp.gt.u64 is, d, own; @is add.u32 $0, $0, 1;"
+    " setp.lt.u32 is, place, end; @is bra.uni next; }}"
+)
+
+# $0: the entry of a float32 $1 in column $2.
+_ENTRY = (
+    "{{ .reg .b32 key, word; .reg .b64 place; mov.b32 key, $1;" + _KEY["float32"] + " mul.wide.u32 $0, key, {last};"
+    " cvt.u64.u32 place, key; add.u64 $0, $0, place; sub.u32 word, {last}, $2; cvt.u64.u32 place, word; add.u64 $0, $0, place; }}"
+)
+
+# $0: the bits of the float32 of key $1.
+_BITS_OF_KEY = (
+    "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
+)
+
+# $0: $5, and 1 if the score $1 may exceed $3 with the random word $2, where noise is in units of $4, which are of log2: v, rounded down
+# to 23 bits, is no more than 2^((score - least) * unit), which is a little increased, as it is rounded.
+_MAY_BE_LESS = (
+    "{ .reg .pred is; .reg .b32 word; .reg .f32 most; shr.u32 word, $2, 9; or.b32 word, word, 0x3f800000; sub.f32 most, $1, $3;"
+    " fma.rn.f32 most, most, $4, 0f3C23D70A; ex2.approx.ftz.f32 most, most; add.f32 most, most, 0f3F800000;"
+    " setp.leu.f32 is, word, most; mov.b32 $0, $5; @is mov.b32 $0, 1; }"
+)
+
+# To the entry at $0 the largest $1 of a warp, by its first thread.
+_PUSH_LARGEST = (
+    "{{ .reg .pred is; .reg .b32 key, rest, word; .reg .b64 entry, more; shr.u64 entry, $1, {bits}; cvt.u32.u64 key, entry;"
+    " redux.sync.max.u32 word, key, 0xffffffff; setp.eq.u32 is, key, word; cvt.u32.u64 rest, $1; and.b32 rest, rest, {last};"
+    " selp.u32 rest, rest, 0, is; redux.sync.max.u32 rest, rest, 0xffffffff; cvt.u64.u32 entry, word; shl.b64 entry, entry, {bits};"
+    " cvt.u64.u32 more, rest; add.u64 entry, entry, more; and.b32 word, $2, 31; setp.eq.u32 is, word, 0;"
+    " @is red.shared.max.u64 [$0], entry; }}"
+)

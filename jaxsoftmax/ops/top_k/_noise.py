@@ -1,0 +1,112 @@
+"""Gumbel noise of samples, by a counter: what a column of a row gets depends on a key, the row and the column alone.
+
+So it is the same whichever implementation computes it, in whichever order, on however many devices, and nothing is stored. All
+is arithmetic of 32 bits that runs in a Pallas kernel as well, which passes a product of its own: `multiply(a, b)` of a uint32
+array and a number below 2^32 gives the high and the low 32 bits.
+
+One evaluation of Philox gives four words, for four columns `STRIDE` apart: neighbouring columns are those of neighbouring
+threads, whatever the row's alignment. So column c has the word (c // STRIDE) % 4 of the evaluation of the counter
+((c // (4 * STRIDE)) * STRIDE + c % STRIDE, row, 0, 0).
+
+Source: Philox4x32-10 is that of Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+STRIDE = 1024  # columns between two that share an evaluation
+WORDS = 4  # of an evaluation
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85  # the golden ratio and sqrt(3) - 1, which the key grows by
+_ROUNDS = 10
+_MASK = 2**32 - 1
+
+# uint32 words, arrays or numbers, and how two are multiplied.
+Words = tuple[Any, ...]
+Multiply = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+
+
+def multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """The high and the low 32 bits of a product, from those of 16-bit halves: JAX may have no integers of 64 bits."""
+    half, low = np.uint32(16), np.uint32(0xFFFF)
+    b_high, b_low = np.uint32(b >> 16), np.uint32(b & 0xFFFF)
+    a_high, a_low = a >> half, a & low
+    middle = a_high * b_low + (a_low * b_low >> half)
+    other = a_low * b_high + (middle & low)
+    return a_high * b_high + (middle >> half) + (other >> half), a * np.uint32(b)
+
+
+def philox(counter: Words, key: Words, multiply: Multiply = multiply) -> Words:
+    """Four random words for a counter of four words and a key of two, each an array of uint32 or an int."""
+    words, key = tuple(map(_word, counter)), tuple(map(_word, key))
+    for step in range(_ROUNDS):
+        if step:
+            key = tuple([_sum(word, increment) for word, increment in zip(key, _WEYL, strict=True)])
+        (high0, low0), (high2, low2) = (
+            _product(word, factor, multiply) for word, factor in zip(words[::2], _MULTIPLIERS, strict=True)
+        )
+        words = high2 ^ words[1] ^ key[0], low2, high0 ^ words[3] ^ key[1], low0
+    return words
+
+
+def _word(word):
+    return np.uint32(word) if isinstance(word, int) else word
+
+
+def _sum(word, increment):
+    if isinstance(word, np.uint32):  # whose sum would warn that it overflows
+        return np.uint32((int(word) + increment) & _MASK)
+    return word + np.uint32(increment)
+
+
+def _product(word, factor, multiply):
+    if isinstance(word, np.uint32):
+        product = int(word) * factor
+        return np.uint32(product >> 32), np.uint32(product & _MASK)
+    return multiply(word, factor)
+
+
+def gumbel(bits: jax.Array) -> jax.Array:
+    """Gumbel noise in float32 of random words: `-log(-log(1 - v))` with `v = (bits + 0.5) / 2^32`.
+
+    v is near 0 where the noise is large and decides. There float32 has all 32 bits of a word, so that the noise reaches 22.9 in
+    steps as fine as elsewhere. (Uniform numbers that are equally spaced, 2^-23 apart, end at 16.) It is finite.
+    """
+    v = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-32)
+    series = v * (1 + v * (np.float32(1 / 2) + v * np.float32(1 / 3)))
+    # v may be rounded to 1, and where it is small 1 - v has lost what it is.
+    exponential = jnp.where(v < np.float32(2**-8), series, -jnp.log(jnp.maximum(1 - v, np.float32(2**-25))))
+    return -jnp.log(exponential)
+
+
+def gumbel_at(key0: jax.Array, key1: jax.Array, row: jax.Array, columns: jax.Array) -> jax.Array:
+    """The noise of some columns: an evaluation for each. All arguments are integers that broadcast together."""
+    columns = columns.astype(jnp.uint32)
+    block = columns // np.uint32(WORDS * STRIDE) * np.uint32(STRIDE) + columns % np.uint32(STRIDE)
+    words = philox((block, row, 0, 0), (key0, key1))
+    chosen = columns // np.uint32(STRIDE) % np.uint32(WORDS)
+    word = words[0]
+    for index in range(1, WORDS):
+        word = jnp.where(chosen == np.uint32(index), words[index], word)
+    return gumbel(word)
+
+
+def gumbel_rows(key0: jax.Array, key1: jax.Array, row: jax.Array, size: int) -> jax.Array:
+    """The noise of all columns, `[*batch, size]` for arguments that broadcast to `[*batch, 1]`."""
+    if not isinstance(size, int):  # symbolic
+        column = lax.broadcasted_iota(jnp.uint32, (*(1,) * (row.ndim - 1), size), row.ndim - 1)
+        return gumbel_at(key0, key1, row, column)
+    groups, width = -(-size // (WORDS * STRIDE)), min(size, STRIDE)
+    index = lax.broadcasted_iota(jnp.uint32, (*(1,) * (row.ndim - 1), groups, width), row.ndim - 1)
+    block = index * np.uint32(STRIDE) + lax.broadcasted_iota(jnp.uint32, index.shape, row.ndim)
+    key0, key1, row = (array[..., None] for array in (key0, key1, row))
+    words = philox((block, row, 0, 0), (key0, key1))
+    words = words[: -(-size // STRIDE)]  # of one group with few columns only the first are there
+    bits = jnp.stack(words, -2)
+    return gumbel(bits.reshape(*bits.shape[:-3], -1)[..., :size])

@@ -1,0 +1,543 @@
+"""The largest entries of rows, their softmax weights, and samples, with the signatures of `jax.lax.top_k` and `jax.random`."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike
+
+from jaxsoftmax import online
+from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.softmax.api import broadcast, scalar_scale
+from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
+from jaxsoftmax.ops.softmax.xla import saved_exponent, select
+from jaxsoftmax.ops.top_k import xla
+from jaxsoftmax.ops.top_k._noise import gumbel_at
+from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, TOP_K
+
+_CATEGORICAL = "categorical"
+_INT32 = np.iinfo(np.int32)
+_MOST_FOUND = 1024  # the most entries of a row that samples are drawn from once they are found and sorted
+_LEAST_TEMPERATURE = 2.0**-64  # scores at a lower one might overflow
+
+
+def top_k(
+    x: ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The `k` largest entries of `x` along `axis`, the largest first, and their indices, as `jax.lax.top_k` gives them.
+
+    The order is that of the bits: NaN of sign 0 above +inf, +0 above -0, NaN of sign 1 below -inf; equal entries in the order
+    of their indices. Values may be differentiated, any number of times and in both modes.
+
+    Args:
+      x: array of a floating or integer dtype with at least one axis.
+      k: how many, from 0 to the size of `axis`; a concrete integer.
+      axis: the axis along which entries are compared. It counts in the shape to which `x` and `where` broadcast.
+      where: boolean, broadcast against `x` (also `x` against it): the entries that take part. The others count as -inf, or as
+        the smallest number of integers and of floating dtypes without infinity, and what `x` holds there has no effect.
+      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+
+    Returns:
+      The values, in the dtype of `x`, and their indices along `axis`, int32; both in the shape of `x` with size `k` along
+      `axis`.
+
+    Raises:
+      TypeError: `x` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean.
+      ValueError: `k` or `axis` is out of range, `where` does not broadcast, no such `implementation`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
+    """
+    name = "top_k"
+    dispatch.check_implementation(name, name, implementation)
+    x, where, axis = _rows(name, "x", _real(name, "x", x), axis, where)
+    k = _count(name, k, x.shape[-1])
+    shape = (*x.shape[:-1], k)
+    if _is_empty(shape):
+        values, indices = jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
+    else:
+        params = {"k": k, "return_state": False, "dtype": x.dtype, "implementation": implementation}
+        values, indices = bind(TOP_K, {"x": x, "where": where}, **params)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+
+
+@overload
+def softmax_top_k(
+    logits: ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    scale: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    normalize: Literal["all", "selected"] = "all",
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def softmax_top_k(
+    logits: ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    scale: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    normalize: Literal["all", "selected"] = "all",
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+def softmax_top_k(
+    logits: ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    scale: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    normalize: Literal["all", "selected"] = "all",
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """The `k` largest weights of `softmax(scale * logits)` along `axis`, the largest first, and their indices.
+
+    As a router of experts needs them: the logits are read once, and weights are made of what was found alone. Arithmetic is
+    float32, or float64 where `logits` are. Weights may be differentiated in `logits` and `scale`, any number of times and in
+    both modes; the indices count as constants.
+
+    Args:
+      logits: array of a floating or integer dtype with at least one axis. Integers become float32 first.
+      k: how many, from 0 to the size of `axis`; a concrete integer.
+      axis: the axis of the softmax. It counts in the shape to which `logits` and `where` broadcast.
+      scale: a number that multiplies `logits`; a traced scalar as well. Where it is negative, the smallest logits come first.
+        None for 1.
+      where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
+      normalize: "all" for weights of the softmax over the whole row; "selected" for those of the `k` entries, which sum to 1.
+      return_lse: whether to return `logsumexp(scale * logits)` over the whole row too.
+      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+
+    Returns:
+      The weights, in the dtype of `logits` (integers: float32), and their indices along `axis`, int32, both with size `k` along
+      `axis`; with `return_lse` also the log-sum-exp without `axis`, float32 or float64. They come in the order of `top_k`. As
+      with `softmax`, a row of nothing but -inf gives NaN, and so does one that holds +inf or NaN, with "selected" among what
+      was found. What is not in `where` weighs 0.
+
+    Raises:
+      TypeError: `logits` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean, `scale`
+        is not real.
+      ValueError: `k` or `axis` is out of range, `where` does not broadcast, `scale` is no scalar or too large, `normalize` is
+        neither of the two, no such `implementation`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, fuses softmax with the search of its largest weights.
+    """
+    name = "softmax_top_k"
+    dispatch.check_implementation("top_k", name, implementation)
+    (return_lse,) = arguments.flags(name, return_lse=return_lse)
+    if not isinstance(normalize, str) or normalize not in ("all", "selected"):
+        raise ValueError(f"{name}: normalize must be 'all' or 'selected', got {arguments.shown(normalize)}")
+    x, where, axis = _rows(name, "logits", _floating(name, "logits", logits), axis, where)
+    k, kind = _count(name, k, x.shape[-1]), accumulator(x.dtype)
+    scale = None if scale is None else scalar_scale(name, scale, x.ndim, kind)
+    operands, shape = {"x": x, "where": where, "scale": scale}, (*x.shape[:-1], k)
+    if _is_empty(shape):
+        weights, indices = jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
+        lse = _state_of(operands, implementation)[0] if return_lse else None
+    else:
+        is_whole = normalize == "all"
+        params = {"k": k, "return_state": is_whole or return_lse, "dtype": x.dtype, "implementation": implementation}
+        values, indices, *state = bind(TOP_K, operands, **params)
+        seen = None if where is None else xla.at(where, indices)
+        m, d = state if is_whole else _state_of_found(values, seen, scale)
+        weights = _weights(values, m, d, seen, scale).astype(x.dtype)
+        lse = _log_sum_exp(state, scale) if return_lse else None
+    found = jnp.moveaxis(weights, -1, axis), jnp.moveaxis(indices, -1, axis)
+    return found if lse is None else (*found, jnp.squeeze(lse, -1))
+
+
+@overload
+def categorical(
+    key: ArrayLike,
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    shape: Sequence[int] | None = None,
+    temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    return_log_prob: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def categorical(
+    key: ArrayLike,
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    shape: Sequence[int] | None = None,
+    temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    return_log_prob: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def categorical(
+    key: ArrayLike,
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    shape: Sequence[int] | None = None,
+    temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    return_log_prob: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Samples from `softmax(logits / temperature)` along `axis`, of the entries that `top_k`, `top_p` and `min_p` keep.
+
+    A sample is the entry with the largest `logits / temperature + noise`, where the Gumbel noise of an entry depends on the
+    key, the number of the sample and the column alone. So it is the same whatever the implementation and the sharding, unless
+    two entries come as close as rounding. Inside a `shard_map` each device numbers its own samples from 0, and needs a key of
+    its own. The noise is not that of `jax.random.categorical`, and so neither are the samples: it is finer where it is large.
+
+    Args:
+      key: a key of `jax.random`.
+      logits: array of a floating or integer dtype with at least one axis. Integers become float32 first.
+      axis: the axis of the classes. It counts in the shape to which `logits` and `where` broadcast.
+      shape: that of the samples, as in `jax.random.categorical`: one to which the shape of `logits` without `axis` broadcasts,
+        and so do those of the arguments below. None for the one to which they broadcast together.
+      temperature: a number or an array, 0 or more. Where it is 0, the largest logit is taken, at the lowest index among equals.
+        One below 2^-64 counts as that. None for 1.
+      top_k: keep so many of the largest entries, in the order of `top_k`: an integer from 1 on, or an array of integers, in
+        which those below 1 keep all. None keeps all. On Hopper up to 1024 are found by a kernel; where an array holds more, or
+        keeps all, the reference sorts all rows.
+      top_p: keep the shortest beginning, in the order of `top_k`, that has a share of `top_p` of the weight that is left; one
+        entry at least. A number from 0 on, or an array. From 1 on, and None, keeps all.
+      min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, and None, keeps
+        all.
+      where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
+      return_log_prob: whether to return how likely samples were too.
+      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+
+    Returns:
+      The samples, int32 indices along `axis` in `shape`; with `return_log_prob` also the logarithm of their weights in
+      `softmax(logits / temperature)` over the whole row, before anything is left out, in float32, or float64 where `logits`
+      are. It may be differentiated in `logits` and `temperature`, and is 0 where the temperature is. What is -inf or not in
+      `where` is never drawn, unless a row has nothing else: then index 0 is. Of a row that holds NaN or +inf some index is.
+
+    Raises:
+      TypeError: an argument is not of a type named here.
+      ValueError: shapes do not fit, there is nothing to draw from, a concrete number is out of range, no such `implementation`.
+      NotImplementedError: `implementation` cannot run this call; with the reason.
+
+    Source: Gumbel-max sampling; `top_p` is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; `min_p` is Nguyen et al.
+    2024, arXiv:2407.01082.
+    """
+    dispatch.check_implementation("top_k", _CATEGORICAL, implementation)
+    (return_log_prob,) = arguments.flags(_CATEGORICAL, return_log_prob=return_log_prob)
+    key = arguments.random_key(_CATEGORICAL, "key", key)
+    x, where, _ = _rows(_CATEGORICAL, "logits", _floating(_CATEGORICAL, "logits", logits), axis, where)
+    size, kind = x.shape[-1], accumulator(x.dtype)
+    if isinstance(size, int) and size == 0:
+        raise ValueError(
+            f"{_CATEGORICAL}: logits must have an entry along axis, got shape {x.shape} with axis moved to the end"
+        )
+    options = {
+        "temperature": _option("temperature", temperature, kind, 0, math.inf),
+        "top_k": _limit(top_k, size),
+        "top_p": _option("top_p", top_p, kind, 0, math.inf),
+        "min_p": _option("min_p", min_p, kind, -math.inf, 1),
+    }
+    batch = _shape_of_samples(shape, x.shape[:-1], options)
+    if isinstance(options["temperature"], float) and options["temperature"] == 0:
+        options |= dict.fromkeys(("top_k", "top_p", "min_p"))  # the largest is kept in any case
+    if _is_empty(batch):
+        index, log_prob = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, kind)
+        return (index, log_prob) if return_log_prob else index
+
+    most, is_certain = _most_kept(options["top_k"], size)
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    operands = _as_operands(options, len(batch) + 1, kind, most) | {
+        "x": lax.expand_dims(_with_infinity(x, where), range(len(batch) - x.ndim + 1)),
+        "row": lax.iota(jnp.uint32, math.prod(batch)).reshape(*batch, 1),
+        "key0": words[0].reshape((1,) * (len(batch) + 1)),
+        "key1": words[1].reshape((1,) * (len(batch) + 1)),
+        "where": None if where is None else lax.expand_dims(where, range(len(batch) - where.ndim + 1)),
+    }
+    index, state = _sample(operands, most, is_certain, return_log_prob, implementation)
+    if not return_log_prob:
+        return jnp.squeeze(index, -1)
+    log_prob = _log_prob(operands, index, state, implementation)
+    return jnp.squeeze(index, -1), jnp.squeeze(log_prob, -1)
+
+
+def _sample(operands, most, is_certain, return_state, implementation):
+    """The indices of samples, `[*shape, 1]`, and the state `(m, d)` of the rows if it is asked for and costs nothing, or None.
+
+    `most` and `is_certain` are those of `_most_kept`.
+    """
+    if most is None:
+        has_state = return_state and operands["x"].shape[:-1] == operands["row"].shape[:-1]
+        index, *state = bind(CATEGORICAL, operands, return_state=has_state, implementation=implementation)
+        return index, state or None
+    if is_certain:
+        return _drawn_from_found(operands, most, return_state, implementation)
+    constants = {name: None if operand is None else lax.stop_gradient(operand) for name, operand in operands.items()}
+    index = lax.cond(
+        jnp.any((operands["top_k"] < 1) | (operands["top_k"] > most)),
+        lambda: bind(CATEGORICAL, constants, return_state=False, implementation=implementation)[0],
+        lambda: _drawn_from_found(constants, most, False, implementation)[0],
+    )
+    return index, None
+
+
+def _drawn_from_found(operands, most, return_state, implementation):
+    """`_sample` where rows keep up to `most` entries, which are found and sorted first."""
+    x, inverse = operands["x"], operands["inverse"]
+    has_state = return_state and (inverse is None or inverse.size == 1)
+    given = {"x": x, "where": operands["where"], "scale": inverse if has_state else None}
+    params = {"k": most, "return_state": has_state, "dtype": x.dtype, "implementation": implementation}
+    values, indices, *state = bind(TOP_K, given, **params)
+    scores = lax.stop_gradient(values).astype(accumulator(x.dtype))
+    noise_of_columns = gumbel_at(operands["key0"], operands["key1"], operands["row"], indices).astype(scores.dtype)
+    rest = {name: operands[name] for name in ("inverse", "noise", "top_k", "top_p", "min_p")}
+    return xla.drawn(scores, indices, noise_of_columns, **rest), state or None
+
+
+def _log_prob(operands, index, state, implementation):
+    """The logarithms of the weights of samples, `[*shape, 1]`."""
+    x, where, inverse, noise = (operands[name] for name in ("x", "where", "inverse", "noise"))
+    seen = None if where is None else xla.at(where, index)
+    if state is None:
+        batch = x.shape[:-1] if inverse is None else lax.broadcast_shapes(x.shape[:-1], inverse.shape[:-1])
+        x_of_rows = jnp.broadcast_to(x, (*batch, x.shape[-1]))
+        state = _state_of({"x": x_of_rows, "where": where, "scale": inverse}, implementation)[1:]
+    m, d = state
+    exponent = saved_exponent(select(seen, xla.at(x, index), 0), m, inverse)
+    log_prob = select(seen, exponent - jnp.log(_of_seen(d, seen)), -jnp.inf)
+    return log_prob if noise is None else jnp.where(noise == 0, 0, log_prob)
+
+
+def _weights(values, m, d, seen, scale):
+    """The softmax weights of values in rows of this state."""
+    exponent = select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf)
+    return jnp.exp(exponent) / _of_seen(d, seen)
+
+
+def _of_seen(d, seen):
+    """The sums of the weights of rows as softmax has them: NaN with +inf in a row, and 1 for what is not seen."""
+    return select(seen, jnp.where(d < jnp.inf, d, jnp.nan), 1)
+
+
+def _state_of_found(values, seen, scale):
+    """The state `(m, d)` of some values of rows, of which the first counts most."""
+    first = values[..., :1].astype(accumulator(values.dtype))
+    if scale is not None:
+        first = jnp.where(scale < 0, -first, first)
+    m = online.shift(lax.stop_gradient(first))
+    weights = jnp.exp(select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf))
+    return m, jnp.sum(weights, -1, keepdims=True)
+
+
+def _log_sum_exp(state, scale):
+    m, d = state
+    is_there = d != 0  # where it is, log has no derivative
+    log_d = jnp.where(is_there, jnp.log(jnp.where(is_there, d, 1)), -jnp.inf)
+    return lax.stop_gradient(m if scale is None else m * jnp.abs(scale).astype(m.dtype)) + log_d
+
+
+def _state_of(operands, implementation):
+    """The log-sum-exp and the state `(m, d)` of rows."""
+    x = operands["x"]
+    params = {"axes": (x.ndim - 1,), "dtype": accumulator(x.dtype), "implementation": implementation}
+    return bind(LOGSUMEXP, operands, return_state=True, **params)
+
+
+def _real(function: str, name: str, value: Any) -> jax.Array:
+    array = arguments.array(function, name, value)
+    if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be floating or integer, got {array.dtype}")
+    return array
+
+
+def _floating(function: str, name: str, value: Any) -> jax.Array:
+    """An array of real numbers, of which integers become what `jnp.exp` makes of them."""
+    x = _real(function, name, value)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jax.eval_shape(jnp.exp, x).dtype)
+
+
+def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, int]:
+    """Rows along the last axis, a mask with as many axes, and `axis` from 0."""
+    if where is not None:
+        where = arguments.array(function, "where", where, "boolean")
+        x = broadcast(function, name, x, "where", where)
+        where = lax.expand_dims(where, range(x.ndim - where.ndim))
+    axis = _integer(function, "axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        allowed = f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "none, as it needs one"
+        what = f"axis {arguments.shown(axis)} is out of range for {name} with {x.ndim} dimensions"
+        raise ValueError(f"{function}: {what}, allowed are {allowed}")
+    where = None if where is None else sharding.with_whole_rows(jnp.moveaxis(where, axis, -1))
+    return sharding.with_whole_rows(jnp.moveaxis(x, axis, -1)), where, axis % x.ndim
+
+
+def _integer(function: str, name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be a concrete integer, got {arguments.shown(value)}") from None
+
+
+def _count(function: str, value: Any, size: Any) -> int:
+    """`k`, of rows of this size, which may be symbolic."""
+    k = _integer(function, "k", value)
+    if k < 0 or (isinstance(size, int) and k > size):
+        raise ValueError(f"{function}: k must be from 0 to {size}, the size of axis, got {arguments.shown(k)}")
+    return k
+
+
+def _option(name: str, value: Any, kind: np.dtype, least: float, most: float) -> float | jax.Array | None:
+    """A concrete number, or an array of this dtype; concrete ones are held against the limits."""
+    value = arguments.listed(_CATEGORICAL, name, value)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float | np.generic)
+    value = arguments.number(_CATEGORICAL, name, value) if is_number else value
+    array = None if is_number else _real(_CATEGORICAL, name, value)
+    if not isinstance(value, jax.Array) and not np.all((least <= np.asarray(value)) & (np.asarray(value) <= most)):
+        allowed = f"{least} or more" if math.isinf(most) else f"{most} or less"
+        raise ValueError(f"{_CATEGORICAL}: {name} must be {allowed}, got {arguments.shown(value)}")
+    return value if array is None else array.astype(kind)
+
+
+def _limit(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
+    """`top_k`: None if it leaves nothing out, a number from 1 on, or an array of int32 in which numbers below 1 keep all."""
+    value = arguments.listed(_CATEGORICAL, "top_k", value)
+    if value is None:
+        return None
+    if isinstance(value, int | np.integer | float | np.floating | np.bool_):
+        limit = _integer(_CATEGORICAL, "top_k", value)
+        if limit < 1:
+            raise ValueError(f"{_CATEGORICAL}: top_k must be 1 or more, got {arguments.shown(limit)}")
+        return None if limit > _INT32.max or (isinstance(size, int) and limit >= size) else limit
+    array = arguments.array(_CATEGORICAL, "top_k", value, "integers")
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        return np.where((value < 1) | (value > _INT32.max), 0, value).astype(np.int32)
+    if jnp.iinfo(array.dtype).max > _INT32.max:  # more than there are columns
+        array = jnp.where(array > np.asarray(_INT32.max, array.dtype), 0, array)
+    return array.astype(jnp.int32)
+
+
+def _most_kept(limits: Any, size: Any) -> tuple[int | None, bool]:
+    """How many entries are found and sorted first, or None for none, and whether these are sure to be enough."""
+    if limits is None or not isinstance(size, int):
+        return None, True
+    if isinstance(limits, int):
+        return (limits if limits <= _MOST_FOUND else None), True
+    if size <= _MOST_FOUND:
+        return size, True
+    if isinstance(limits, np.ndarray):
+        is_enough = limits.size > 0 and bool(np.all((limits >= 1) & (limits <= _MOST_FOUND)))
+        return (int(limits.max()) if is_enough else None), True
+    return _MOST_FOUND, False
+
+
+def _shape_of_samples(shape: Any, batch: Any, options: dict[str, Any]) -> Any:
+    shapes: dict[str, Any] = {"logits without axis": batch} | {name: np.shape(option) for name, option in options.items()}
+    if shape is None:
+        found = ()
+        for name, other in shapes.items():
+            try:
+                found = lax.broadcast_shapes(found, other)
+            except ValueError:
+                raise ValueError(
+                    f"{_CATEGORICAL}: {name} must broadcast to the shape of samples {found}, got {other}"
+                ) from None
+        return found
+    sizes = _sizes(shape)
+    for name, other in shapes.items():
+        try:
+            fits = lax.broadcast_shapes(sizes, other) == sizes
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{_CATEGORICAL}: {name} must broadcast to shape {sizes}, got {other}")
+    return sizes
+
+
+def _sizes(shape: Any) -> Any:
+    try:
+        if not isinstance(shape, Sequence | np.ndarray) or any(isinstance(size, bool | np.bool_) for size in shape):
+            raise TypeError
+        sizes = tuple([size if export.is_symbolic_dim(size) else operator.index(size) for size in shape])
+    except TypeError:
+        what = arguments.shown(shape)
+        raise TypeError(f"{_CATEGORICAL}: shape must be a sequence of concrete integers or None, got {what}") from None
+    if any(isinstance(size, int) and size < 0 for size in sizes):
+        raise ValueError(f"{_CATEGORICAL}: shape must have no negative size, got {arguments.shown(shape)}")
+    return sizes
+
+
+def _as_operands(options, ndim, kind, most) -> dict[str, Any]:
+    """The options as operands with so many axes, None for what leaves nothing out."""
+    temperature, limit, top_p, min_p = (options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    inverse, noise = _at_temperature(temperature, kind)
+    found = {
+        "inverse": inverse,
+        "noise": noise,
+        "top_k": None if isinstance(limit, int) and limit == most else limit,
+        "top_p": None if isinstance(top_p, float) and top_p >= 1 else top_p,
+        "min_p": None if isinstance(min_p, float) and min_p <= 0 else min_p,
+    }
+    return {name: None if option is None else _operand(option, ndim, kind) for name, option in found.items()}
+
+
+def _at_temperature(temperature, kind):
+    """1 / temperature, and 1 or where the temperature is 0 there 0; None for 1 everywhere."""
+    most = 1 / float(jnp.finfo(kind).tiny)  # 0 times an infinite score would be NaN
+    if temperature is None or (isinstance(temperature, float) and temperature == 1):
+        return None, None
+    if isinstance(temperature, float):
+        return (None, 0.0) if temperature == 0 else (1 / min(max(temperature, _LEAST_TEMPERATURE), most), None)
+    is_hot = temperature > 0
+    return 1 / jnp.clip(jnp.where(is_hot, temperature, 1), _LEAST_TEMPERATURE, most), is_hot.astype(kind)
+
+
+def _operand(option, ndim, kind):
+    """A number of this dtype, or an array of its own, with one axis behind, and as many in front as it takes."""
+    if isinstance(option, float | int):  # no op of its own in an eager call
+        return np.full((1,) * ndim, option, np.int32 if isinstance(option, int) else kind)
+    return lax.expand_dims(option, (*range(ndim - 1 - option.ndim), ndim - 1))
+
+
+def _with_infinity(x, where):
+    """The logits in a dtype that has -inf, which is what a mask makes of them."""
+    return x if where is None or xla.least(x.dtype) == -jnp.inf else x.astype(jnp.float32)
+
+
+def _is_empty(shape) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in shape)

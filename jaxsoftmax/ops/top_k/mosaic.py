@@ -1,0 +1,188 @@
+"""The k largest entries of rows, and samples from rows, on Hopper, for rows of any length. Samples are in `_sampling`.
+
+A block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a bound
+goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the maxima
+of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send their
+lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and no more
+than the k entries are written.
+
+Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, for softmax and top-k in one pass.
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax.ops.softmax.mosaic import select
+from jaxsoftmax.ops.top_k import _sampling
+from jaxsoftmax.ops.top_k._candidates import Candidates
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
+MOST = 1024  # entries of a row that are found
+
+
+# What is served.
+
+
+def unsupported(primitive, target, operands, **params) -> str | None:
+    """Why it cannot run, in words, or None."""
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
+        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
+    x = operands["x"]
+    names = DTYPES if primitive == "top_k" else DTYPES[:3]
+    dtypes = [x.dtype.name, *([jnp.dtype(params["dtype"]).name] if primitive == "top_k" else [])]
+    if any(name not in names for name in dtypes):
+        return f"dtypes must be among {', '.join(names)}, got {' and '.join(dict.fromkeys(dtypes))}"
+    if not 1 <= x.shape[-1] < 2**30:
+        return f"a row must have from 1 to {2**30 - 1} entries, got {x.shape[-1]}"
+    rows = math.prod(operands["row"].shape if primitive == "categorical" else x.shape[:-1])
+    if not 1 <= rows < 2**31:
+        return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
+    if operands.get("where") is not None:
+        return "it takes no where"
+    if primitive == "categorical":
+        return "it takes no top_k, which top_k has found" if operands.get("top_k") is not None else None
+    if not 1 <= params["k"] <= MOST:
+        return f"k must be from 1 to {MOST}, got {params['k']}"
+    return None
+
+
+def lacks(primitive, operands) -> bool:
+    """Whether there is no kernel for such operands, so that the reference runs where this is forced."""
+    return primitive == "categorical" and operands.get("top_k") is not None
+
+
+def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
+    """Why the reference should be faster although the kernels could run, in words, or None."""
+    del cast
+    if fused:
+        return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
+    return None
+
+
+# How rows are spread over blocks.
+
+
+def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Plan:
+    """Sweeps of 4096 elements, or with less of each thread where rows are short; smaller blocks where a thread has a state.
+
+    Where bits depend on the order of a row's elements, and rows start inside of a line, threads join vectors of two steps.
+    """
+    threads, unroll = (256, 4) if itemsize == 4 else (256, 2)
+    if is_lifted or cols <= 8192:
+        threads, unroll = 128, 4
+    layout = RowLayout(cols, Config(16 // itemsize, threads, unroll=unroll), stored=not is_lifted)
+    return Plan(layout, blocks_for(target, layout, rows), rows)
+
+
+def top_k(x, where, scale, *, k, return_state, dtype, target):
+    """The k largest values and their columns, and the state `(m, d)` if asked for."""
+    del where
+    *batch, cols = x.shape
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    rows, is_float = math.prod(batch), jnp.issubdtype(x.dtype, jnp.floating)
+    # What is turned round is turned in float32.
+    plan = plan_for(target, rows, cols, x.dtype.itemsize, return_state)
+    layout, blocks = plan.layout, plan.blocks
+    width = layout.threads * layout.vector
+    kind = jnp.dtype(jnp.float32) if is_float else x.dtype
+    of = kind if scale is not None else x.dtype
+    sweep = layout.threads * layout.vector * layout.config.unroll
+    limit = max(256, 2 * k)
+    fill = -jnp.inf if is_float else jnp.iinfo(kind).min
+
+    def kernel(x_ref, *refs):
+        sign = None
+        if scale is not None:
+            scale_ref, *refs = refs
+            sign = scale_ref[0]
+        (values, indices, *state_refs), (entries, head, gathered, *scratch) = (
+            refs[: 2 + 2 * return_state],
+            refs[2 + 2 * return_state :],
+        )
+        row = Row(plan, scratch)
+        memory = row.tile.memory
+        found = Candidates(entries, head, k, limit, layout.threads, kind, of, cols, width)
+        held = memory.hold(x_ref, fill, None, kind)
+        states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if return_state else None
+        if states is not None:
+            states.clear()
+        row.start()
+        found.clear()
+
+        def visit(steps, loaded, is_first, in_loop, carry):
+            arrays = loaded
+            if sign is not None:
+                arrays = [choose(sign < 0, -a, a) for a in map(held.converted, loaded)]
+                if not in_loop and (inside := memory.inside()) is not None:
+                    arrays = [select(inside(step), a, -jnp.inf) for step, a in zip(steps, arrays, strict=True)]
+            given = {"columns": functools.partial(_first_columns, memory), "layout": layout.layout, "in_order": in_loop}
+            given["scalars"] = [memory.row, *map(jnp.int32, steps)]
+            if is_first is not None and found.parts_of(len(arrays)):
+                pl.when(is_first)(lambda: found.bound_from(arrays, **given))
+            packed = held.in_words and sign is None
+            top = held.maximum(arrays) if packed else functools.reduce(jnp.maximum, arrays)
+            pl.when(found.offer(arrays, top, **given) != 0)(found.cut)
+            if states is None:
+                return carry
+            lifted, rest = carry
+            scores = list(map(held.converted, loaded)) if sign is None else arrays
+            return states.push(lifted, scores, top.astype(jnp.float32)), rest
+
+        row.sweep(held.load, visit, states)
+        found.cut()
+        last = found
+        if blocks > 1:
+            row.meet()
+            if states is not None:
+                states.send()
+            found.send(gathered, memory.rank)
+            last = Candidates(gathered, head, k, limit, layout.threads, kind, of, cols, width)
+
+        @pl.when(memory.rank == 0)
+        def _():
+            if blocks > 1:
+                last.cut_to(blocks * k)
+            last.store(memory.row, (values, indices), None if sign is None else jnp.where(sign < 0, -1.0, 1.0))
+            if states is not None:
+                for ref, value in zip(state_refs, states.merged(), strict=True):
+                    memory.store_row(ref, value)
+
+    stored = dtype if is_float else kind
+    results = [jax.ShapeDtypeStruct((rows * k,), stored), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * return_state)
+    scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((8,), jnp.int32)]
+    scratch += [plgpu.SMEM((2 * (blocks * k + 4),), jnp.int32)] if blocks > 1 else [None]
+    given = [] if scale is None else [scale.reshape(1).astype(jnp.float32)]
+    found = launched("top_k_mosaic", kernel, plan, results, scratch, 2 * return_state)(x.reshape(rows, cols), *given)
+    values, *found = [a.reshape(*batch, -1) for a in found]
+    return [values.astype(dtype), *found]
+
+
+def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, target):
+    """The indices of samples, and the state `(m, d)` of `inverse * x` if asked for."""
+    del top_k, where
+    batch, cols = row.shape[:-1], x.shape[-1]
+    of_rows = {"row": row, "key0": key0, "key1": key1, "inverse": inverse, "noise": noise, "top_p": top_p, "min_p": min_p}
+    of_rows = {name: jnp.broadcast_to(a, row.shape).reshape(-1) for name, a in of_rows.items() if a is not None}
+    found = _sampling.sample(target, jnp.broadcast_to(x, (*batch, cols)).reshape(-1, cols), of_rows, return_state)
+    return [a.reshape(row.shape) for a in found]
+
+
+def _first_columns(memory, row, *steps):
+    """For each of the steps the column of a thread's first element, and how many of its elements are of the next step.
+
+    They are MLIR values. A column is negative before the row.
+    """
+    layout = memory.layout
+    for step in steps:
+        (((first, _), *_),) = memory._columns((row, 0), step)
+        yield first, ptx.before_row(first, step, layout.threads * layout.vector) if layout.joined else ptx.constant(0)

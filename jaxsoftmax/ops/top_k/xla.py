@@ -1,0 +1,105 @@
+"""The reference: the largest scores, and samples, in plain `jax.numpy`, on every platform. `primitive.py` says what they are.
+
+Which entries of a row are kept, of its entries in decreasing order, at the temperature: the first `top_k`; of what these weigh
+together, the shortest beginning that weighs a share of `top_p` or more; of that, those that weigh `min_p` times the first or
+more. A `top_k` below 1 keeps all, and so do a `top_p` from 1 and a `min_p` up to 0. The first is kept in any case.
+
+Parameters are those of the primitives. XLA may cut the operands over so many `devices`, which changes nothing here.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.softmax.xla import logsumexp, select
+from jaxsoftmax.ops.top_k._noise import gumbel_rows
+
+
+def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
+    """The `k` largest entries of rows, where they are, and the state `(m, d)` if asked for."""
+    del devices
+    if scale is None:
+        values, indices = lax.top_k(select(where, x, least(x.dtype)), k)
+    else:
+        directed = jnp.where(scale < 0, -x, x)  # a sign is turned, also that of NaN, and nothing is rounded
+        values, indices = lax.top_k(select(where, directed, least(x.dtype)), k)
+        values = jnp.where(scale < 0, -values, values)
+    state = []
+    if return_state:
+        state = logsumexp(x, where, scale, axes=(x.ndim - 1,), dtype=accumulator(x.dtype, dtype), return_state=True)[1:]
+    return [values.astype(dtype), indices, *state]
+
+
+def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, devices=1):
+    """The indices of samples, and the state `(m, d)` of `inverse * x` if asked for."""
+    del devices
+    x = x.astype(accumulator(x.dtype))
+    scores = select(where, x, -jnp.inf)
+    noise_of_columns = gumbel_rows(key0, key1, row, x.shape[-1]).astype(x.dtype)
+    if top_k is None and top_p is None and min_p is None:
+        index = _first_largest(noisy(scores, noise_of_columns, inverse, noise))
+    else:
+        scores, indices = lax.top_k(scores, x.shape[-1])
+        index = drawn(scores, indices, at(noise_of_columns, indices), inverse, noise, top_k, top_p, min_p)
+    state = []
+    if return_state:
+        whole = jnp.broadcast_to(x, (*row.shape[:-1], x.shape[-1]))
+        state = logsumexp(whole, where, inverse, axes=(x.ndim - 1,), dtype=x.dtype, return_state=True)[1:]
+    return [index, *state]
+
+
+def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p):
+    """The indices of samples, `[*batch, 1]`, of scores in decreasing order, which are at these indices and have this noise."""
+    kept = _kept(scores, inverse, top_k, top_p, min_p)
+    compared = jnp.where(kept, noisy(scores, noise_of_columns, inverse, noise), -jnp.inf)
+    is_largest = kept & ~(compared < jnp.max(compared, -1, keepdims=True))  # where that is NaN, too
+    # Of equal ones the lowest index, as where nothing is sorted: 0 is above -0 in the order of the bits alone.
+    return jnp.min(jnp.where(is_largest, indices, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
+
+
+def noisy(scores, noise_of_columns, inverse, noise):
+    """What is compared: the scores at the temperature, with noise."""
+    if inverse is not None:
+        scores = scores * inverse.astype(scores.dtype)
+    return scores + (noise_of_columns if noise is None else noise_of_columns * noise.astype(scores.dtype))
+
+
+def _kept(scores, inverse, top_k, top_p, min_p):
+    """Which of the scores of a row, in decreasing order, are kept, in a shape that broadcasts with them."""
+    place = lax.broadcasted_iota(jnp.int32, (*(1,) * (scores.ndim - 1), scores.shape[-1]), scores.ndim - 1)
+    kept = place >= 0
+    if top_k is not None:
+        kept = (place < top_k) | (top_k < 1)
+    if top_p is not None or min_p is not None:
+        exponent = scores - scores[..., :1]
+        weights = jnp.exp(exponent if inverse is None else exponent * inverse.astype(scores.dtype))
+        if top_p is not None:
+            upto = jnp.cumsum(jnp.where(kept, weights, 0), -1)
+            before = jnp.concatenate([jnp.zeros_like(upto[..., :1]), upto[..., :-1]], -1)
+            kept &= (before < top_p.astype(upto.dtype) * upto[..., -1:]) | (top_p >= 1)
+        if min_p is not None:
+            kept &= weights >= min_p.astype(weights.dtype)
+    return kept | (place == 0)
+
+
+def at(values, indices):
+    """The values at indices along the last axis, along which they may have size 1; other axes of size 1 are broadcast."""
+    if values.shape[-1] == 1:
+        return values
+    batch = lax.broadcast_shapes(values.shape[:-1], indices.shape[:-1])
+    indices = jnp.broadcast_to(indices, (*batch, indices.shape[-1]))
+    return jnp.take_along_axis(values, indices, -1, mode="promise_in_bounds")
+
+
+def least(dtype):
+    """What counts as less than all: -inf, and the smallest number of a dtype that has none."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min
+    has_infinity = np.isinf(np.float32(np.asarray(np.inf).astype(dtype)))
+    return -np.inf if has_infinity else float(jnp.finfo(dtype).min)
+
+
+def _first_largest(values):
+    """Where rows are largest, at the lowest index among equals, `[*batch, 1]`."""
+    return lax.argmax(values, values.ndim - 1, jnp.int32)[..., None]

@@ -1,0 +1,311 @@
+"""Derivatives, vmap, loops, export and shards of the largest entries and of samples, against plain JAX on one device."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import explain
+
+from .. import cases, kernels
+from .oracle import assert_same
+from .test_values import plain_softmax_top_k
+
+pytestmark = pytest.mark.usefixtures("x64", "compiled_quickly_all")
+
+KEY = jax.random.key(3)
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def array(shape=(4, 5), seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def largest(x):
+    return jaxsoftmax.top_k(x, 3)[0]
+
+
+def plain_largest(x):
+    return jax.lax.top_k(x, 3)[0]
+
+
+def weights(x, **options):
+    found, _, lse = jaxsoftmax.softmax_top_k(x, 3, scale=0.7, return_lse=True, **options)
+    return found * lse[..., None]
+
+
+def plain_weights(x, **options):
+    found, _, lse = plain_softmax_top_k(x, 3, scale=0.7, return_lse=True, **options)
+    return found * lse[..., None]
+
+
+def chances(x, **options):
+    return jaxsoftmax.categorical(KEY, x, temperature=0.5, return_log_prob=True, **options)[1]
+
+
+def plain_chances(x, **options):
+    index = jaxsoftmax.categorical(KEY, jax.lax.stop_gradient(x), temperature=0.5, **options)
+    return jnp.take_along_axis(jax.nn.log_softmax(x / 0.5, -1), index[..., None], -1)[..., 0]
+
+
+PAIRS = {
+    "top_k": (largest, plain_largest),
+    "softmax_top_k": (weights, plain_weights),
+    "selected": (
+        functools.partial(weights, normalize="selected"),
+        functools.partial(plain_weights, normalize="selected"),
+    ),
+    "categorical": (chances, plain_chances),
+    "categorical of top_k": (functools.partial(chances, top_k=2), functools.partial(plain_chances, top_k=2)),
+}
+STEPS = {
+    "grad": lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jnp.cos(x)),
+}
+TWO_STEPS = [steps for steps in itertools.product(STEPS, STEPS) if not (steps[0] == "grad" and steps[1] == "jvp")]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(steps, marks=cases.slow_unless(i % 8 == 0)) for i, steps in enumerate(TWO_STEPS)], ids="-".join
+)
+def test_two_transformations(steps, pair):
+    results = []
+    for f in PAIRS[pair]:
+        for step in reversed(steps):
+            f = STEPS[step](f)
+        results.append(f(array()))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("pair", cases.every_other(PAIRS, 1))
+def test_hessian(pair):
+    results = [jax.jit(jax.hessian(lambda x, f=f: jnp.sum(jnp.sin(f(x)))))(array()) for f in PAIRS[pair]]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("normalize", cases.quick("all", slow=["selected"]))
+def test_the_scale_may_be_differentiated_twice(normalize):
+    def loss(x, scale, f):
+        found, _, lse = f(x, 3, scale=scale, normalize=normalize, return_lse=True)
+        return jnp.sum(jnp.sin(found) * lse[..., None])
+
+    for scale in (0.7, -1.3):
+        derivative = jax.jit(jax.hessian(loss, (0, 1)), static_argnums=2)
+        results = [derivative(array(), np.float64(scale), f) for f in FUNCTIONS]
+        assert_same(*results)
+
+
+FUNCTIONS = (jaxsoftmax.softmax_top_k, plain_softmax_top_k)
+
+
+@pytest.mark.parametrize(
+    "options", cases.quick({}, {"shape": (6, 4), "top_k": 3}, slow=[{"top_k": 3}, {"shape": (6, 4)}]), ids=cases.ident
+)
+@pytest.mark.parametrize("temperature", cases.quick(np.array([0.5, 0, 2, 1]), slow=[np.float64(0.6)]), ids=["of rows", "one"])
+def test_the_temperature_may_be_differentiated(temperature, options):
+    x = array()
+    index = jaxsoftmax.categorical(KEY, x, temperature=temperature, **options)
+
+    def ours(x, temperature):
+        return jnp.sum(jnp.sin(jaxsoftmax.categorical(KEY, x, temperature=temperature, return_log_prob=True, **options)[1]))
+
+    def plain(x, temperature):
+        hot = jnp.where(temperature > 0, temperature, 1)
+        found = jax.nn.log_softmax(x / hot.reshape(-1, 1), -1)
+        found = jnp.take_along_axis(jnp.broadcast_to(found, (*index.shape, 5)), index[..., None], -1)[..., 0]
+        return jnp.sum(jnp.where(temperature > 0, jnp.sin(found), 0))
+
+    for derivative in (jax.grad, jax.hessian):
+        results = [jax.jit(derivative(f, (0, 1)))(x, temperature) for f in (ours, plain)]
+        assert_same(*results)
+
+
+def test_nothing_flows_into_what_does_not_take_part():
+    x = array()
+    where = np.array([True, False, True, True, False])
+    x[:, 1], x[:, 4] = np.nan, np.inf
+    x[1] = -np.inf
+    for f in (
+        lambda x: jaxsoftmax.top_k(x, 4, where=where)[0][:, :3],
+        lambda x: jaxsoftmax.softmax_top_k(x, 5, where=where)[0],
+        lambda x: jaxsoftmax.categorical(KEY, x, where=where, return_log_prob=True)[1],
+    ):
+        gradient = jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)[jnp.array([0, 2, 3])])))(x)
+        np.testing.assert_array_equal(gradient[:, ~where], 0)
+        assert jnp.isfinite(gradient[jnp.array([0, 2, 3])]).all()
+
+
+@pytest.mark.parametrize("in_axes", cases.quick((None, 0), (1, 0), slow=[(0, None), (0, 0)]), ids=str)
+def test_vmap_of_operands_and_masks(in_axes):
+    x = array((4, 4, 5)) if in_axes[0] is not None else array((4, 5))
+    where = np.random.default_rng(0).random((4, 5)) < 0.7
+    where = where if in_axes[1] is None else np.stack([where, ~where, where | ~where, where])
+    where[..., 0] = True
+
+    def of_each(f):
+        found = [jax.tree.map(np.asarray, f(x_, where_)) for x_, where_ in zip(*separate(x, where, in_axes), strict=True)]
+        return jax.tree.map(lambda *parts: np.stack(parts), *found)
+
+    def both(x, where):
+        found = jaxsoftmax.top_k(x, 3, where=where), jaxsoftmax.softmax_top_k(x, 3, where=where, scale=0.5)
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x, 3, where=where)[0])))(x)
+        samples = [jaxsoftmax.categorical(KEY, x, where=where, return_log_prob=True, **options) for options in OPTIONS]
+        return found, gradient, samples
+
+    actual, expected = jax.jit(jax.vmap(both, in_axes))(x, where), of_each(jax.jit(both))
+    assert_same(actual, expected)
+
+
+OPTIONS = ({}, {"top_p": 0.8}, {"top_k": 2, "temperature": 0.5}, {"shape": (3, 4)})
+
+
+def separate(x, where, in_axes):
+    """The examples of a batch."""
+    size = 4
+    return [
+        [np.take(value, index, axis) if axis is not None else value for index in range(size)]
+        for value, axis in zip((x, where), in_axes, strict=True)
+    ]
+
+
+def test_vmap_of_keys_scales_and_options():
+    x, keys = array((3, 4, 50)), jax.random.split(KEY, 3)
+    temperature, count, share = np.array([0.5, 0, 2]), np.array([1, 7, 0]), np.array([0.5, 0.9, 1.0])
+
+    def sample(key, x, temperature, count, share):
+        return jaxsoftmax.categorical(key, x, temperature=temperature, top_k=count, top_p=share, return_log_prob=True)
+
+    given = (keys, x, temperature, count, share)
+    actual = jax.jit(jax.vmap(sample))(*given)
+    expected = [jax.jit(sample)(*(value[index] for value in given)) for index in range(3)]
+    assert_same(actual, jax.tree.map(lambda *parts: np.stack(parts), *expected))
+    scales = np.array([0.5, -2.0, 1.0])
+    actual = jax.vmap(lambda x, scale: jaxsoftmax.softmax_top_k(x, 5, scale=scale))(x, scales)
+    expected = [jaxsoftmax.softmax_top_k(x[index], 5, scale=scales[index]) for index in range(3)]
+    assert_same(actual, jax.tree.map(lambda *parts: np.stack(parts), *expected))
+
+
+def test_scan():
+    def run(f):
+        def step(x, _):
+            found, gradient = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+            return x - gradient, found
+
+        return jax.lax.scan(step, array(), length=3)
+
+    assert_same(run(weights), run(plain_weights))
+
+
+def test_symbolic_shapes_are_exported():
+    rows, columns = export.symbolic_shape("rows, columns", constraints=["columns >= 3"])
+
+    def f(x):
+        found = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(weights(x))))(x)
+        return found, largest(x), [jaxsoftmax.categorical(KEY, x, **options) for options in ({}, {"top_k": 3, "top_p": 0.8})]
+
+    exported = export.export(jax.jit(f), platforms=("cpu",))(jax.ShapeDtypeStruct((rows, columns), np.float64))
+    assert_same(exported.call(array()), f(array()))
+
+
+def everything(x):
+    """The results of all functions, with the gradients of those that have some."""
+    x = jnp.asarray(x)
+    counts = 1 + jnp.arange(8, dtype=jnp.int32)
+    samples = [
+        jaxsoftmax.categorical(KEY, x, return_log_prob=True, **options)
+        for options in (
+            {},
+            {"top_p": 0.9, "temperature": np.linspace(0, 2, 8)},
+            {"top_k": 20, "min_p": 0.01},
+            {"top_k": counts},
+            {"top_k": 5, "shape": (3, 8)},
+        )
+    ]
+    gradients = [
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
+        for f, _ in (PAIRS["top_k"], PAIRS["softmax_top_k"], PAIRS["categorical"])
+    ]
+    return jaxsoftmax.top_k(x, 3), weights(x), samples, gradients
+
+
+def spec_of(array):
+    spec = array.sharding.spec
+    return (*spec, *(None,) * (array.ndim - len(spec)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "spec", cases.quick(P("data"), P(None, "model"), slow=[P(("data", "model")), P("data", "model")]), ids=str
+)
+def test_sharded_rows_are_not_gathered_and_the_samples_are_the_same(spec, kind):
+    x = array((8, 1500))
+    expected = jax.jit(everything)(x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = jax.jit(everything).lower(sharded).compile()
+        actual = compiled(sharded)
+        if len(spec) == 1:
+            assert "all-gather" not in compiled.as_text()
+            assert all(spec_of(found) == (spec[0], *(None,) * (found.ndim - 1)) for found in jax.tree.leaves(actual[:2]))
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+def test_a_kernel_gets_shards_of_rows(kind):
+    x = array((8, 40))
+    expected = jax.jit(everything)(x)
+    with kernels.plugged_in_local("top_k") as module:
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh):
+            actual = jax.jit(everything)(jax.device_put(x, NamedSharding(mesh, P("data"))))
+        assert {(2, 40), (1, 2, 40)} <= {shapes[0] for shapes in module.shapes}
+    assert_same(actual, expected)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = array((16, 7))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def step(x):
+        found, gradient = jaxsoftmax.top_k(x, 3), jax.grad(lambda x: jnp.sum(jnp.sin(weights(x))))(x)
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("data"))
+        counts = jnp.full(x.shape[:1], 2)
+        return found, gradient, [jaxsoftmax.categorical(key, x, **options) for options in ({}, {"top_k": 3}, {"top_k": counts})]
+
+    found, gradient, samples = step(x)
+    expected = jaxsoftmax.top_k(x, 3), jax.grad(lambda x: jnp.sum(jnp.sin(weights(x))))(x)
+    assert_same((found, gradient), expected)
+    for index in range(8):
+        key, rows = jax.random.fold_in(KEY, index), slice(2 * index, 2 * index + 2)
+        of_device = [jaxsoftmax.categorical(key, x[rows], **options) for options in ({}, {"top_k": 3}, {"top_k": 2})]
+        np.testing.assert_array_equal([sample[rows] for sample in samples], of_device)
+
+
+def test_explain_shows_what_a_sample_takes():
+    x = jax.ShapeDtypeStruct((4, 3000), np.float32)
+
+    def primitives(**options):
+        return [decision.primitive for decision in explain(lambda x: jaxsoftmax.categorical(KEY, x, **options), x)]
+
+    assert (
+        primitives() == primitives(top_p=0.9) == primitives(top_k=3000) == primitives(return_log_prob=True) == ["categorical"]
+    )
+    assert primitives(top_k=1024, top_p=0.5) == primitives(top_k=np.full(4, 7)) == ["top_k"]
+    assert primitives(top_k=7, return_log_prob=True, temperature=0.5) == ["top_k"]
+    assert primitives(top_k=1025) == primitives(top_k=np.array([1, 2, 0, 4])) == ["categorical"]
+    assert sorted(primitives(top_k=jnp.full(4, 7))) == ["categorical", "top_k"]
+    assert primitives(top_k=5, temperature=0.0) == ["categorical"]

@@ -1,0 +1,296 @@
+"""The largest entries of rows, bit for bit, and their softmax weights against float64."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+
+from .. import cases, oracle
+from .oracle import bits
+from .oracle import top_k as truth
+
+IMPLEMENTATIONS = cases.implementations("top_k")
+FLOATS = ("float32", "bfloat16", "float16")
+OTHER_INTEGERS = ("int8", "int16", "uint8", "uint16", "uint32")
+SHAPES = [((3, 1), 1), ((2, 7), 7), ((5, 127), 1), ((4, 1000), 8), ((3, 1025), 100), ((2, 4097), 64), ((70,), 70)]
+FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal", "ties")
+
+
+def inputs(shape, dtype):
+    """Arrays that hurt: also ties, zeros and NaN of both signs, and of integers the extremes."""
+    rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
+    few = rng.integers(0, 5, shape)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        ends = np.array([limits.min, limits.min + 1, 0, 1, limits.max - 1, limits.max], dtype)
+        anything = rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+        return {"anything": anything, "ties": few.astype(dtype), "ends": rng.choice(ends, shape)}
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1, -1, 1e-45, -1e-45], np.float32).astype(dtype)
+    found = {name: array for name, array in cases.inputs(shape, dtype).items() if name != "all -inf"}
+    return found | {
+        "ties": few.astype(np.float32).astype(dtype),
+        "zeros": rng.choice(special[4:6], shape),
+        "NaN": rng.choice(special[:2], shape),
+        "special": rng.choice(special, shape),
+        "increasing": np.arange(np.prod(shape)).reshape(shape).astype(np.float32).astype(dtype),
+    }
+
+
+def assert_same(actual, expected, message=None):
+    """Fails unless values have the same bits, but for NaN, of which the sign alone counts, and indices are the same."""
+    for one, other in zip(actual, expected, strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if one.dtype.kind not in "iu":
+            both = np.isnan(one.astype(np.float64)) & np.isnan(other.astype(np.float64))
+            np.testing.assert_array_equal(np.signbit(one), np.signbit(other), message)
+            one, other = (np.where(both, np.ones_like(bits(array)), bits(array)) for array in (one, other))
+        np.testing.assert_array_equal(one, other, message)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_truth_is_the_order_of_lax(dtype):
+    with jax.default_device(jax.devices("cpu")[0]):
+        for kind, x in inputs((4, 100), dtype).items():
+            assert_same(jax.lax.top_k(x, 100), truth(x, 100), kind)
+
+
+@pytest.mark.parametrize(("shape", "k"), SHAPES, ids=cases.ident)
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", "int32", slow=["float16", *OTHER_INTEGERS]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_entries(implementation, dtype, shape, k):
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=k, implementation=implementation))
+    arrays = inputs(shape, dtype)
+    cases.assert_ran(implementation, f, next(iter(arrays.values())))
+    for kind, x in arrays.items():
+        assert_same(f(x), truth(x, k), kind)
+
+
+@pytest.mark.parametrize(("columns", "k"), [(50257, 1), (50257, 256), (128256, 8), (128256, 1024), (1 << 20, 50)])
+@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_entries_of_long_rows(implementation, dtype, columns, k):
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=k, implementation=implementation))
+    arrays = inputs((3, columns), dtype)
+    cases.assert_ran(implementation, f, arrays["normal"])
+    for kind in ("normal", "ties", "special", "increasing", "equal"):
+        assert_same(f(arrays[kind]), truth(arrays[kind], k), kind)
+
+
+@pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 1, 1), (33,), ()], ids=cases.ident)
+@pytest.mark.parametrize("dtype", ["float32", "int32", *cases.quick(slow=["bfloat16", "uint8"])])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_where(implementation, dtype, mask):
+    where = np.random.default_rng(1).random(mask) < 0.5
+    if len(mask) == 3 and mask[0] > 1:
+        where[1] = False  # rows with nothing to see
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=20, implementation=implementation))
+    arrays = inputs((4, 3, 33), dtype)
+    cases.assert_ran(implementation, lambda x: f(x, where=where), next(iter(arrays.values())))
+    for kind, x in arrays.items():
+        assert_same(f(x, where=where), truth(x, 20, where=where), kind)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((5, 70, 6), 1), ((70, 4), 0), ((2, 35, 3, 4), -3)], ids=cases.ident)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_other_axes(implementation, shape, axis):
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=9, axis=axis, implementation=implementation))
+    arrays = inputs(shape, "float32")
+    cases.assert_ran(implementation, f, arrays["normal"])
+    assert_same(f(arrays["special"]), truth(arrays["special"], 9, axis))
+    weights, indices = jaxsoftmax.softmax_top_k(arrays["normal"], 9, axis=axis, implementation=implementation)
+    assert_same([indices], [truth(arrays["normal"], 9, axis)[1]])
+    expected = taken(oracle.softmax(arrays["normal"], axis), indices, axis)
+    assert oracle.error(weights, expected) <= 1
+
+
+def test_x_broadcasts_against_where():
+    x, where = np.float32([3, 1, 2]), np.array([[True, True, True], [False, True, True]])
+    values, indices = jaxsoftmax.top_k(x, 2, where=where)
+    np.testing.assert_array_equal(values, [[3, 2], [2, 1]])
+    np.testing.assert_array_equal(indices, [[0, 2], [2, 1]])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 5), (5,)], ids=cases.ident)
+def test_nothing_is_found(shape):
+    x, rows = np.ones(shape, np.float32), shape[:-1]
+    values, indices = jaxsoftmax.top_k(x, 0)
+    assert (values.shape, values.dtype, indices.shape, indices.dtype) == ((*rows, 0), jnp.float32, (*rows, 0), jnp.int32)
+    weights, indices, lse = jaxsoftmax.softmax_top_k(x, 0, return_lse=True)
+    assert (weights.shape, indices.shape) == ((*rows, 0), (*rows, 0))
+    np.testing.assert_array_equal(lse, jaxsoftmax.logsumexp(x, -1))
+    if shape[0] == 0:
+        assert jaxsoftmax.top_k(x, 2)[0].shape == (0, 2)
+        assert jaxsoftmax.softmax_top_k(x, 2)[1].shape == (0, 2)
+
+
+def test_dtypes_without_infinity_and_wide_ones(x64):
+    x = jnp.array([-448, 1, 2, jnp.nan], jnp.float8_e4m3fn)
+    values, indices = jaxsoftmax.top_k(x, 4, where=np.array([True, False, True, False]))
+    np.testing.assert_array_equal(values.astype(np.float32), [2, -448, -448, -448])
+    np.testing.assert_array_equal(indices, [2, 0, 1, 3])
+    for dtype in ("float64", "int64", "uint64"):
+        wide = inputs((3, 50), dtype)
+        for kind, x in wide.items():
+            assert_same(jaxsoftmax.top_k(x, 50), truth(x, 50), kind)
+
+
+def taken(whole, indices, axis=-1):
+    """A truth at the indices."""
+    return oracle.Truth(*(np.take_along_axis(array, np.asarray(indices), axis) for array in (whole.value, whole.budget)))
+
+
+def weights_of(x, k, normalize, scale=None, where=None):
+    """The truth of `softmax_top_k`: the weights, where they are, and the log-sum-exp."""
+    turned = -x if scale is not None and scale < 0 else x
+    indices = truth(turned, k, where=where)[1]
+    if normalize == "all":
+        weights = taken(oracle.softmax(x, -1, where, scale), indices)
+    else:
+        seen = None if where is None else np.take_along_axis(np.broadcast_to(where, x.shape), indices, -1)
+        weights = oracle.softmax(np.take_along_axis(x, indices, -1), -1, seen, scale)
+    lse = oracle.logsumexp(oracle.to64(x) * (1 if scale is None else np.float64(np.float32(scale))), -1, where)
+    return weights, indices, lse
+
+
+@pytest.mark.parametrize(("shape", "k"), [((5, 127), 2), ((2, 4097), 64)], ids=cases.ident)
+@pytest.mark.parametrize("scale", [None, -2.0, *cases.quick(slow=[0.3])])
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", slow=["float16"]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_are_within_the_budget(implementation, dtype, normalize, scale, shape, k):
+    options = {"k": k, "scale": scale, "normalize": normalize, "return_lse": True, "implementation": implementation}
+    f, arrays = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, **options)), inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"])
+    for kind in (*FINITE, "some -inf"):
+        weights, indices, lse = f(arrays[kind])
+        assert (weights.dtype, indices.dtype, lse.dtype, lse.shape) == (jnp.dtype(dtype), jnp.int32, jnp.float32, shape[:-1])
+        if kind == "some -inf" and scale is not None and scale < 0:
+            is_infinite = np.isinf(arrays[kind]).any(-1, keepdims=True)  # +inf among the scores
+            np.testing.assert_array_equal(np.isnan(weights), np.broadcast_to(is_infinite, weights.shape))
+            continue
+        expected = weights_of(arrays[kind], k, normalize, scale)
+        assert_same([indices], [expected[1]], kind)
+        assert oracle.error(weights, expected[0]) <= 1, kind
+        assert oracle.error(lse, expected[2]) <= 1, kind
+
+
+@pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 1, 1), (33,)], ids=cases.ident)
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_of_what_takes_part(implementation, normalize, mask):
+    where = np.random.default_rng(1).random(mask) < 0.5
+    if len(mask) == 3 and mask[0] > 1:
+        where[1] = False
+    x = inputs((4, 3, 33), "float32")["normal"]
+    hidden = np.where(where, x, np.random.default_rng(0).choice(np.float32([np.nan, -np.nan, np.inf, 5]), x.shape))
+    options = {"k": 20, "where": where, "normalize": normalize, "return_lse": True, "implementation": implementation}
+    f = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, **options))
+    cases.assert_ran(implementation, f, x)
+    weights, indices, lse = f(hidden)
+    expected = weights_of(x, 20, normalize, where=where)
+    assert_same([indices], [expected[1]])
+    assert oracle.error(weights, expected[0]) <= 1
+    assert oracle.error(lse, expected[2]) <= 1
+    if len(mask) == 3 and mask[0] > 1:
+        np.testing.assert_array_equal(weights[1], 0)
+        np.testing.assert_array_equal(lse[1], -np.inf)
+
+
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("scale", cases.quick(None, slow=[0.5]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_that_are_no_distribution(implementation, scale, normalize):
+    inf, nan = np.inf, np.nan
+    x = np.float32([[-inf] * 4, [0, inf, 1, -inf], [0, nan, 1, 2], [1, 2, 3, -inf]])
+    options = {"scale": scale, "normalize": normalize, "return_lse": True, "implementation": implementation}
+    f = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, k=2, **options))
+    cases.assert_ran(implementation, f, x)
+    weights, indices, lse = f(x)
+    np.testing.assert_array_equal(np.isnan(weights), [[True] * 2] * 3 + [[False] * 2])
+    np.testing.assert_array_equal(indices, [[0, 1], [1, 2], [1, 3], [2, 1]])
+    np.testing.assert_array_equal(lse[:3], [-inf, inf, nan])
+    where = np.array([True, False, True, True])  # of the rows of -inf, too, not all is masked
+    weights, indices, _ = f(x, where=where)
+    np.testing.assert_array_equal(np.isnan(weights), [[True, False], [False] * 2, [False] * 2, [False] * 2])
+    np.testing.assert_array_equal(weights[0, 1], 0)
+
+
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", slow=["float16"]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_are_those_of_float64(implementation, dtype, normalize):
+    x = inputs((4, 300), dtype)["wide"]
+    where = np.random.default_rng(1).random(x.shape) < 0.7
+    c = np.random.default_rng(2).standard_normal((4, 6))
+
+    def loss(x, scale, f):
+        weights, _, lse = f(x, 6, scale=scale, where=where, normalize=normalize, return_lse=True)
+        return jnp.sum(weights.astype(c.dtype) * c.astype(weights.dtype).astype(c.dtype)) + jnp.sum(lse).astype(c.dtype)
+
+    ours = functools.partial(jaxsoftmax.softmax_top_k, implementation=implementation)
+    with jax.enable_x64(True):
+        expected = jax.grad(loss, (0, 1))(x.astype(np.float64), np.float64(0.25), plain_softmax_top_k)
+    c = c.astype(np.float32)
+    f = jax.jit(jax.grad(functools.partial(loss, f=ours), (0, 1)))
+    cases.assert_ran(implementation, f, x, np.float32(0.25))
+    actual = f(x, np.float32(0.25))
+    assert (actual[0].dtype, actual[1].dtype) == (jnp.dtype(dtype), jnp.float32)
+    unit = 2e-5 if dtype == "float32" else 4 * oracle.half_unit(dtype)
+    for one, other in zip(actual, expected, strict=True):
+        largest = np.max(np.abs(other))
+        np.testing.assert_allclose(oracle.to64(one), other, rtol=unit, atol=unit * largest)
+
+
+def plain_softmax_top_k(x, k, *, scale=1.0, where=None, normalize="all", return_lse=False):
+    """What `softmax_top_k` is, in `jax.nn` and `jax.lax`."""
+    scores = x * scale if where is None else jnp.where(where, x * scale, -jnp.inf)
+    found, indices = jax.lax.top_k(scores, k)
+    lse = jax.nn.logsumexp(scores, -1)
+    weights = jnp.exp(found - lse[..., None]) if normalize == "all" else jax.nn.softmax(found, -1)
+    return (weights, indices, lse) if return_lse else (weights, indices)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_explain_names_the_implementation(implementation):
+    x = np.ones((4, 1000), np.float32)
+    f = functools.partial(jaxsoftmax.softmax_top_k, k=4, implementation=implementation)
+    cases.assert_ran(implementation, f, x)
+    (decision,) = explain(f, x)
+    assert (decision.primitive, decision.implementation) == ("top_k", implementation)
+
+
+X = np.zeros((2, 3), np.float32)
+WRONG = [
+    ({"x": X > 0}, TypeError, "top_k: x must be floating or integer, got bool"),
+    ({"x": X.astype(np.complex64)}, TypeError, "top_k: x must be floating or integer, got complex64"),
+    ({"x": np.float32(1), "k": 0}, ValueError, "top_k: axis -1 is out of range for x with 0 dimensions"),
+    ({"k": 4}, ValueError, "top_k: k must be from 0 to 3, the size of axis, got 4"),
+    ({"k": -1}, ValueError, "top_k: k must be from 0 to 3"),
+    ({"k": True}, TypeError, "top_k: k must be a concrete integer, got True"),
+    ({"k": 1.0}, TypeError, "top_k: k must be a concrete integer, got 1.0"),
+    ({"axis": 2}, ValueError, "top_k: axis 2 is out of range for x with 2 dimensions, allowed are -2 to 1"),
+    ({"axis": None}, TypeError, "top_k: axis must be a concrete integer, got None"),
+    ({"where": X}, TypeError, "top_k: where must be boolean, got float32"),
+    ({"where": np.ones(2, bool)}, ValueError, "top_k: where must broadcast with x, got shapes"),
+    ({"implementation": "fast"}, ValueError, "top_k: implementation must be None or one of"),
+    ({"normalize": "none"}, ValueError, "softmax_top_k: normalize must be 'all' or 'selected', got 'none'"),
+    ({"scale": X}, ValueError, "softmax_top_k: scale must be a scalar, got an array of shape"),
+    ({"return_lse": 1}, TypeError, "softmax_top_k: return_lse must be True or False, got 1"),
+    ({"logits": X > 0}, TypeError, "softmax_top_k: logits must be floating or integer, got bool"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=lambda value: cases.ident(value)[:40])
+def test_wrong_arguments(arguments, error, message):
+    function = getattr(jaxsoftmax, message.partition(":")[0])
+    given = {next(iter(inspect.signature(function).parameters)): X, "k": 2} | arguments
+    with pytest.raises(error) as raised:
+        function(**given)
+    assert str(raised.value).startswith(message)
