@@ -181,6 +181,14 @@ class Memory:
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
         ptx.emit(make, (*refs, *slots), [*self.place, self.stage])
 
+    def read(self, ref, fill, dtype) -> Elements:
+        """What is as large as the rows, held nowhere, where there is a loop over steps."""
+
+        def load(step):
+            return self._load_joined(ref, fill, step) if self.layout.joined else self._load(ref, ref.dtype, fill, step=step)[0]
+
+        return Elements(load, ref.dtype, dtype, self.layout)
+
     def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
         """What is as large as the rows, as a function of a step that converts it to `dtype`.
 
@@ -198,9 +206,7 @@ class Memory:
             return lambda step: exact[step].astype(dtype)
         if not layout.config.unroll:
             return held(self._load(ref, ref.dtype, fill).__getitem__)
-        if layout.joined:
-            return held(lambda step: self._load_joined(ref, fill, step))
-        return held(lambda step: self._load(ref, ref.dtype, fill, step=step)[0])
+        return self.read(ref, fill, dtype)
 
     def _entry(self, step):
         """The number of what the warpgroup has in a step, in a slot."""

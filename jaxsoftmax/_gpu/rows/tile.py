@@ -113,7 +113,6 @@ class Tile:
 
     def _pushed(self, scores, scale, *addends: Addends) -> tuple[State, list[jax.Array]]:
         """The states and sums of what a warp reads of each row, and does not hold."""
-        layout = self.memory.layout
 
         def push(steps, m, d, *sums):
             size, state = None if scale is None else self.along(scale), State(m, d)

@@ -11,8 +11,7 @@ All functions are for all threads of a block. In PTX, as Pallas has neither atom
 """
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,27 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import SPLAT, WARP, Vector, compare, constant, i64, integer, utils
+from jaxsoftmax._gpu.rows.layout import RowLayout
 
-_FLAG_KIND = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+# A scalar int32 of a kernel.
+FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the elements of a few steps are in their row.
+
+    Attributes:
+      columns: makes, of the MLIR values of `scalars`, for each step the column of a thread's first element, and how many of its
+        elements are of the next step, at the same place: all int32.
+      scalars: int32.
+      in_order: whether all are columns of the row, and higher than those of steps before: then what has the bound's value is
+        below it. Else what is no column of the row is not taken.
+    """
+
+    columns: Callable[..., Iterable[tuple[Any, Any]]]
+    scalars: Sequence[Any]
+    in_order: bool
 
 
 @dataclass(frozen=True)
@@ -34,30 +52,31 @@ class Candidates:
 
     Attributes:
       entries: `[2 * size]` int32 in shared memory, two for each entry.
-      head: `[8]` int32 in shared memory: how many there are, the largest key of a long list, the bound, and two numbers of a bisection.
+      head: `[8]` int32 in shared memory: how many there are, the largest key of a long list, the bound, and two numbers of a
+        bisection.
       k: how many are wanted.
       limit: of how many the list is cut; `size` is as many more as are offered at a time, at least.
-      threads: of the block.
+      layout: of the row in the block.
       dtype: of the values: float32, int32 or uint32.
       of: the dtype that they have in memory: the same, or of float32 a narrower one.
-      cols: of a row.
-      width: elements of a step.
     """
 
     entries: Any
     head: Any
     k: int
     limit: int
-    threads: int
+    layout: RowLayout
     dtype: Any
     of: Any
-    cols: int
-    width: int
 
     @property
     def bits(self) -> int:
         """Of an entry for the column, so many that some are left for entries below those of the lowest key."""
-        return self.cols.bit_length()
+        return self.layout.cols.bit_length()
+
+    @property
+    def threads(self) -> int:
+        return self.layout.threads
 
     @property
     def is_half(self) -> bool:
@@ -67,37 +86,33 @@ class Candidates:
         """Makes the list empty, with no bound."""
         self._run("setp.eq.u32 is, {thread}, 0; @is st.shared.v4.b32 [{head}], {{0, 0, 0, 0}}; bar.sync 0;")
 
-    def offer(self, values: Sequence[jax.Array], top: jax.Array, columns, scalars, layout, in_order: bool) -> jax.Array:
+    def offer(self, values: Sequence[jax.Array], top: jax.Array, places: Places) -> jax.Array:
         """Appends what is above the bound.
 
         Args:
-          values: arrays of one shape and layout, of the dtype of memory.
+          values: of a few steps, in the dtype of memory.
           top: the maximum of them at each place, or NaN.
-          columns: makes, of the MLIR values of `scalars`, for each of `values` the column of a thread's first element, and how
-            many of its elements are of the next step, at the same place: all int32.
-          scalars: int32.
-          layout: of the arrays.
-          in_order: whether all are columns of the row, and higher than those offered before: then what has the bound's value
-            is below it. Else what is no column of the row is not taken.
+          places: where they are.
 
         Returns:
           1 where the list is longer than `limit` now, else 0: an int32 in all threads.
         """
 
         def make(entries, head, *given):
-            *arrays, top = [list(array.registers.flat) for array in given[len(scalars) :]]
+            *arrays, top = [list(array.registers.flat) for array in given[len(places.scalars) :]]
             # Of the lowest key that may be above it; 0 where there is no bound.
-            more = 2**self.bits - 1 if in_order else 0
+            more = 2**self.bits - 1 if places.in_order else 0
             asm = f"add.u64 key, $0, {more}; shr.u64 key, key, {self.bits}; cvt.u32.u64 $1, key;"
             asm = f"{{ .reg .b64 key; ld.shared.u64 $0, [$2+8]; {asm} }}"
             kinds = [integer(64), integer(32)]
-            bound = utils.inline_ptx(asm, _start(head), result_types=kinds, has_side_effects=True)
+            bound = utils.inline_ptx(asm, start_of(head), result_types=kinds, has_side_effects=True)
             branch: Any = scf.IfOp(self._may_be_above(top, self._value(bound[1])), [integer(32)], has_else=True)
             with ir.InsertionPoint(branch.then_block):
-                vectors = [(_words(array[0]), *at) for array, at in zip(arrays, columns(*given[: len(scalars)]), strict=True)]
+                own_columns = places.columns(*given[: len(places.scalars)])
+                vectors = [(_words(array[0]), *at) for array, at in zip(arrays, own_columns, strict=True)]
                 flags = constant(0)
                 for index, (words, *at) in enumerate(vectors):
-                    asm = self._text(_FLAG if in_order else _FLAG_WHERE_EQUAL, len(words), index)
+                    asm = self._text(_FLAG if places.in_order else _FLAG_WHERE_EQUAL, len(words), index)
                     operands = *words, *at, flags, *bound
                     flags = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
                 scf.yield_([self._append(entries, head, flags, vectors)])
@@ -105,8 +120,8 @@ class Candidates:
                 scf.yield_([constant(0)])
             return [_any(compare("ugt", branch.results[0], constant(self.limit)))]
 
-        arrays = [(array, layout) for array in (*values, top)]
-        return ptx.emit(make, (self.entries, self.head), list(scalars), arrays, _FLAG_KIND)
+        arrays = [(array, self.layout.layout) for array in (*values, top)]
+        return ptx.emit(make, (self.entries, self.head), places.scalars, arrays, FLAG)
 
     def _append(self, entries, head, flags, vectors):
         """Appends the elements that are flagged; the length of the list with them, 0 where there are none."""
@@ -114,8 +129,8 @@ class Candidates:
         with ir.InsertionPoint(branch.then_block):
             count = llvm.intr_ctpop(flags)
             asm = "atom.shared.add.u32 $0, [$1], $2;"
-            start = utils.inline_ptx(asm, _start(head), count, result_types=integer(32), has_side_effects=True)
-            place = arith.addi(_start(entries), arith.muli(start, constant(8)))
+            start = utils.inline_ptx(asm, start_of(head), count, result_types=integer(32), has_side_effects=True)
+            place = arith.addi(start_of(entries), arith.muli(start, constant(8)))
             for index, (words, *at) in enumerate(vectors):
                 operands = *words, *at, flags, place
                 asm = self._text(_STORE, len(words), index)
@@ -132,15 +147,20 @@ class Candidates:
         """
         per = 4 // self.of.itemsize
         operands = {name: f"${1 + words + i}" for i, name in enumerate(("column", "following", "flags", "bound", "least"))}
-        numbers = {"cols": self.cols, "scale": 2**self.bits, "last": 2**self.bits - 1, "width": self.width}
+        numbers = {
+            "cols": self.layout.cols,
+            "scale": 2**self.bits,
+            "last": 2**self.bits - 1,
+            "width": self.threads * self.layout.vector,
+        }
         text = "{ .reg .pred is; .reg .b32 key, word; .reg .b64 entry, place; " + _SETUP[each].format(**operands)
         for q in range(words * per):
-            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + _KEY[self.dtype.name]
+            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + KEY[self.dtype.name]
             text += " shr.u32 key, key, 16;" if self.is_half else ""
             text += each.replace("COLUMN", _COLUMN).format(q=q, bit=1 << (index * words * per + q), **operands, **numbers)
         return text + " }"
 
-    def bound_from(self, values: Sequence[jax.Array], columns, scalars, layout, in_order: bool) -> None:
+    def bound_from(self, values: Sequence[jax.Array], places: Places) -> None:
         """Sets the bound, of an empty list, so that at least k of what is to be offered, if there are so many, are above it.
 
         It is below the k-th largest of the maxima of groups: the elements of a thread, or as many parts of them as it takes to
@@ -150,10 +170,11 @@ class Candidates:
 
         def make(entries, _, *given):
             found: list[Any] = [constant(0)] * parts
-            for index, (array, at) in enumerate(zip(given[len(scalars) :], columns(*given[: len(scalars)]), strict=True)):
+            own_columns = places.columns(*given[: len(places.scalars)])
+            for index, (array, at) in enumerate(zip(given[len(places.scalars) :], own_columns, strict=True)):
                 words = _words(array.registers.item())
                 operands = *words, *at, found[index % parts]
-                asm = self._text(_LARGEST if in_order else _LARGEST_INSIDE, len(words))
+                asm = self._text(_LARGEST if places.in_order else _LARGEST_INSIDE, len(words))
                 found[index % parts] = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
             for part, key in enumerate(found):
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
@@ -161,7 +182,7 @@ class Candidates:
                 asm = f"{{ .reg .b64 entry; mul.wide.u32 entry, $1, {2**self.bits}; st.shared.b64 [$0], entry; }}"
                 utils.inline_ptx(asm, address, key, has_side_effects=True)
 
-        ptx.emit(make, (self.entries, self.head), list(scalars), [(array, layout) for array in values])
+        ptx.emit(make, (self.entries, self.head), places.scalars, [(array, self.layout.layout) for array in values])
         self._run("bar.sync 0;" + _BISECT + _SET_BOUND, n=parts * self.threads, enough=2**self.bits)
 
     def parts_of(self, count: int) -> int:
@@ -180,7 +201,7 @@ class Candidates:
         self._run(_BISECT + _KEEP, n=count)
 
     def send(self, gathered, rank) -> None:
-        """Copies the list, no longer than k and cut, to `gathered[rank * k :]` of the first block of the cluster; 0 for none."""
+        """Copies the list, which was cut, to `gathered[rank * k :]` of the first block of the cluster, with 0 for none."""
         self._run(_SEND, gathered, rank=rank)
 
     def store(self, row, refs: Sequence[Any], sign=None) -> None:
@@ -253,121 +274,7 @@ class Candidates:
         return arith.extf(ir.F32Type.get(), arith.bitcast(utils.dtype_to_ir_type(self.of), half))
 
 
-@dataclass(frozen=True)
-class Winner:
-    """The largest of the scores of a row, and of equal ones that of the lowest column, as an entry in shared memory.
-
-    Attributes:
-      best: int32 in shared memory, of `scratch`: the entry of the block, and those of all blocks of the cluster.
-      cols: of a row.
-      blocks: of the cluster.
-    """
-
-    best: Any
-    cols: int
-    blocks: int
-
-    @staticmethod
-    def scratch(blocks: int) -> Any:
-        return plgpu.SMEM((2 + 2 * blocks,), jnp.int32)
-
-    @property
-    def bits(self) -> int:
-        return self.cols.bit_length()
-
-    def clear(self) -> None:
-        """Sets it to what is less than all scores that may be drawn: -inf in the first column."""
-        entry = 0x007FFFFF << self.bits | (2**self.bits - 1)
-
-        def clear(best):
-            asm, first = f"st.shared.b64 [$0], {entry};", compare("eq", utils.thread_idx(), constant(0))
-            utils.inline_ptx(asm, _start(best), predicate=first, has_side_effects=True)
-
-        ptx.block_barrier()
-        ptx.emit(clear, self.best)
-        ptx.block_barrier()
-
-    def may_be_less(
-        self, scores: Sequence[jax.Array], words: Sequence[jax.Array], noise: jax.Array | None, layout
-    ) -> jax.Array:
-        """Whether a score with noise may be larger than the entry, in any thread of the warp: 0 if not, an int32.
-
-        Noise is at most `-log(v)`, with `v` the random word as a fraction of 2^32, so `v` must not be more than the exponential
-        of what the score lacks: one operation of the special function unit, and not three as the noise takes.
-        """
-
-        def test(best, *given):
-            *arrays, noise_here = [array.registers.item() for array in given] + [None] * (noise is None)
-            asm = f"{{ .reg .b64 entry; ld.shared.u64 entry, [$1]; shr.u64 entry, entry, {self.bits}; cvt.u32.u64 $0, entry; }}"
-            key = utils.inline_ptx(asm, _start(best), result_types=integer(32), has_side_effects=True)
-            bits = utils.inline_ptx(_BITS_OF_KEY, key, result_types=integer(32))
-            least, unit = arith.bitcast(ir.F32Type.get(), bits), utils.c(math.log2(math.e), ir.F32Type.get())
-            if noise_here is not None:
-                unit = arith.divf(unit, arith.maximumf(noise_here, utils.c(1e-30, unit.type)))
-            flag: Any = constant(0)
-            for score, word in zip(arrays[: len(scores)], arrays[len(scores) :], strict=True):
-                for q in range(score.type.shape[0]):
-                    operands = (llvm.extractelement(part, constant(q)) for part in (score, word))
-                    flag = utils.inline_ptx(_MAY_BE_LESS, *operands, least, unit, flag, result_types=integer(32))
-            asm = "{ .reg .pred any; setp.ne.u32 any, $1, 0; vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any; }"
-            return [utils.inline_ptx(asm, flag, result_types=integer(32), has_side_effects=True, convergent=True)]
-
-        arrays = [(array, layout) for array in (*scores, *words)] + ([] if noise is None else [(noise, SPLAT)])
-        return ptx.emit(test, self.best, (), arrays, _FLAG_KIND)
-
-    def push(self, scores: jax.Array, columns: jax.Array, layout) -> None:
-        """Offers elements of each thread; what is offered is there after a barrier."""
-
-        def push(best, scores, columns):
-            scores, columns = (array.registers.item() for array in (scores, columns))
-            found: Any = i64(0)
-            for q in range(scores.type.shape[0]):
-                score, column = (llvm.extractelement(part, constant(q)) for part in (scores, columns))
-                asm = _ENTRY.format(bits=self.bits, last=2**self.bits - 1)
-                entry = utils.inline_ptx(asm, arith.bitcast(integer(32), score), column, result_types=integer(64))
-                found = arith.maxui(found, entry)
-            asm = _PUSH_LARGEST.format(bits=self.bits, last=2**self.bits - 1)
-            utils.inline_ptx(asm, _start(best), found, utils.thread_idx(), has_side_effects=True, convergent=True)
-
-        ptx.emit(push, self.best, (), [(scores, layout), (columns, layout)])
-
-    def share(self, rank) -> None:
-        """Makes the entries of all blocks known to each, once they are final. The cluster must have started."""
-        ptx.block_barrier()
-        if self.blocks == 1:
-            return
-        stores = " ".join(
-            f"mapa.shared::cluster.u32 there, place, {other}; @is st.shared::cluster.b64 [there+8], entry;"
-            for other in range(self.blocks)
-        )
-        asm = (
-            "{ .reg .pred is; .reg .b32 place, there; .reg .b64 entry; setp.eq.u32 is, $1, 0; ld.shared.u64 entry, [$0];"
-            f" shl.b32 place, $2, 3; add.u32 place, place, $0; {stores} }}"
-        )
-
-        def share(best, rank):
-            utils.inline_ptx(asm, _start(best), utils.thread_idx(), rank, has_side_effects=True)
-
-        ptx.emit(share, self.best, [rank])
-        ptx.cluster_barrier()
-
-    def column(self) -> jax.Array:
-        """The column, in all threads, after `share`."""
-        loads = " ".join(
-            f"ld.shared.u64 other, [$1+{8 + 8 * rank}]; max.u64 entry, entry, other;" for rank in range(self.blocks)
-        )
-        asm = (
-            f"{{ .reg .b64 entry, other; ld.shared.u64 entry, [$1]; {loads if self.blocks > 1 else ''}"
-            f" cvt.u32.u64 $0, entry; and.b32 $0, $0, {2**self.bits - 1}; sub.u32 $0, {2**self.bits - 1}, $0; }}"
-        )
-
-        def load(best):
-            return [utils.inline_ptx(asm, _start(best), result_types=integer(32), has_side_effects=True)]
-
-        return ptx.emit(load, self.best, results=_FLAG_KIND)
-
-
-def _start(ref):
+def start_of(ref):
     """The address of an array in shared memory."""
     return ptx.shared_address(ref, constant(0))
 
@@ -394,7 +301,7 @@ def _any(flag):
 
 # The key of an element from its bits. Floats are ordered by sign and size, all of them, with -0 before 0. 16-bit floats are the
 # upper halves of words, and so are their keys until they are shifted down.
-_KEY = {
+KEY = {
     "float32": " shr.s32 word, key, 31; or.b32 word, word, 0x80000000; xor.b32 key, key, word;",
     "int32": " xor.b32 key, key, 0x80000000;",
     "uint32": "",
@@ -445,9 +352,9 @@ def _of_lane(text: str) -> str:
 
 
 def _bisect_in_warp(name: str) -> str:
-    """`place`: the largest number from `place` to `most` to which at least `wanted` values are equal or larger, or of exactly so many.
+    """`place`: the largest number from `place` to `most` to which `wanted` values are equal or larger, at least or exactly.
 
-    `reached` is how many are, as it was where that is the first number, and `beyond` how many are larger than `most` then.
+    `reached` is how many are, or what it was where that is the first number, and `beyond` how many are larger than `most`.
     """
     counted = _of_lane(" setp.ge.u32 is, value#, word; @is add.u32 total, total, 1;").format(skip=f"{name}_counted")
     return (
@@ -486,7 +393,8 @@ _BISECT = (
     + "".join(
         f" add.u32 index, {{thread}}, {WARP * q}; setp.lt.u32 is, index, n; mov.u64 middle, 0;"
         f" @is ld.shared.u64 middle, [base+{8 * WARP * q}]; shr.u64 gap, middle, {{bits}}; cvt.u32.u64 count, gap;"
-        f" cvt.u32.u64 word, middle; and.b32 word, word, {{last}}; setp.eq.u32 is, count, place; selp.u32 value{q}, word, 0, is;"
+        f" cvt.u32.u64 word, middle; and.b32 word, word, {{last}}; setp.eq.u32 is, count, place;"
+        f" selp.u32 value{q}, word, 0, is;"
         for q in range(_IN_A_WARP)
     )
     + _largest_in_warp("largest_rest")
@@ -552,32 +460,4 @@ _RANK = (
     " setp.gt.u64 is, a, own; @is add.u32 $0, $0, 1; setp.gt.u64 is, b, own; @is add.u32 $0, $0, 1;"
     " setp.gt.u64 is, c, own; @is add.u32 $0, $0, 1; setp.gt.u64 is, d, own; @is add.u32 $0, $0, 1;"
     " setp.lt.u32 is, place, end; @is bra.uni next; }}"
-)
-
-# $0: the entry of a float32 $1 in column $2.
-_ENTRY = (
-    "{{ .reg .b32 key, word; .reg .b64 place; mov.b32 key, $1;" + _KEY["float32"] + " mul.wide.u32 $0, key, {last};"
-    " cvt.u64.u32 place, key; add.u64 $0, $0, place; sub.u32 word, {last}, $2; cvt.u64.u32 place, word; add.u64 $0, $0, place; }}"
-)
-
-# $0: the bits of the float32 of key $1.
-_BITS_OF_KEY = (
-    "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
-)
-
-# $0: $5, and 1 if the score $1 may exceed $3 with the random word $2, where noise is in units of $4, which are of log2: v, rounded down
-# to 23 bits, is no more than 2^((score - least) * unit), which is a little increased, as it is rounded.
-_MAY_BE_LESS = (
-    "{ .reg .pred is; .reg .b32 word; .reg .f32 most; shr.u32 word, $2, 9; or.b32 word, word, 0x3f800000; sub.f32 most, $1, $3;"
-    " fma.rn.f32 most, most, $4, 0f3C23D70A; ex2.approx.ftz.f32 most, most; add.f32 most, most, 0f3F800000;"
-    " setp.leu.f32 is, word, most; mov.b32 $0, $5; @is mov.b32 $0, 1; }"
-)
-
-# To the entry at $0 the largest $1 of a warp, by its first thread.
-_PUSH_LARGEST = (
-    "{{ .reg .pred is; .reg .b32 key, rest, word; .reg .b64 entry, more; shr.u64 entry, $1, {bits}; cvt.u32.u64 key, entry;"
-    " redux.sync.max.u32 word, key, 0xffffffff; setp.eq.u32 is, key, word; cvt.u32.u64 rest, $1; and.b32 rest, rest, {last};"
-    " selp.u32 rest, rest, 0, is; redux.sync.max.u32 rest, rest, 0xffffffff; cvt.u64.u32 entry, word; shl.b64 entry, entry, {bits};"
-    " cvt.u64.u32 more, rest; add.u64 entry, entry, more; and.b32 word, $2, 31; setp.eq.u32 is, word, 0;"
-    " @is red.shared.max.u64 [$0], entry; }}"
 )

@@ -1,4 +1,4 @@
-"""Samples from rows on Hopper, as kernels: one that draws, and with filters one that looks at what was drawn, and one that redraws.
+"""Samples from rows on Hopper: a kernel that draws, and with filters one that looks at what was drawn, and one that redraws.
 
 1. Each element is compared with the best so far, which is in shared memory. Only where a bound of its noise allows that it is
    better, the noise itself is computed. The random bits come from a counter (see `_noise`), on chip.
@@ -18,9 +18,10 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
-from jaxsoftmax.ops.top_k._candidates import Winner
 from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched
+from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
 
@@ -30,18 +31,21 @@ def sample(target, x, of_rows, return_state):
 
     `of_rows` has what is `[rows]` by name: `row`, `key0`, `key1`, and what is not None of `inverse`, `noise`, `top_p`, `min_p`.
     """
-    rows, cols = x.shape
-    filters = {name: of_rows.pop(name) for name in ("top_p", "min_p") if name in of_rows}
-    index, *state = _draw(_drawing_plan(target, x), x, of_rows, return_state and not filters)
-    if not filters:
-        return [index, *state]
-    filters |= {"inverse": of_rows["inverse"]} if "inverse" in of_rows else {}
-    plan = _reading_plan(target, x)
-    rejected, m, d = _check(plan, x, index, filters)
-    layout = _drawing_plan(target, x).layout
-    again = Plan(layout, blocks_for(target, layout, 1, _BLOCKS_THAT_REDRAW), rows)
-    index = _redraw(again, x, rejected, index, of_rows | filters)
-    return [index, m, d] if return_state else [index]
+    plan = _drawing_plan(target, x)
+    if "top_p" in of_rows:
+        looked_at = {name: of_rows[name] for name in ("top_p", "min_p", "inverse") if name in of_rows}
+        drawn = {name: array for name, array in of_rows.items() if name not in ("top_p", "min_p")}
+        (index,) = _draw(plan, x, drawn, False)
+        rejected, m, d = _check(_reading_plan(target, x), x, index, looked_at)
+        again = Plan(plan.layout, blocks_for(target, plan.layout, 1, _BLOCKS_THAT_REDRAW), plan.rows)
+        index = _redraw(again, x, rejected, index, of_rows | {"m": m})
+    elif "min_p" in of_rows:  # with the maximum it is known what is kept
+        inverse = of_rows["inverse"][:, None] if "inverse" in of_rows else None
+        _, m, d = logsumexp(x, None, inverse, axes=(1,), dtype=jnp.float32, return_state=True, target=target)
+        (index,) = _draw(plan, x, of_rows | {"m": m[:, 0]}, False)
+    else:
+        return _draw(plan, x, of_rows, return_state)
+    return [index, m.reshape(-1), d.reshape(-1)] if return_state else [index]
 
 
 def _drawing_plan(target, x) -> Plan:
@@ -73,7 +77,7 @@ def _draw(plan, x, of_rows, return_state):
         drawing.clear()
         row.start()
         row.meet()
-        drawing.draw(states)
+        drawing.draw(states, drawing.min_p_keeps if "min_p" in of_rows else None)
         if states is not None and plan.blocks > 1:
             states.send()
         column = drawing.column()
@@ -132,16 +136,14 @@ def _redraw(plan, x, rejected, index, of_rows):
             row.meet()
 
             def again(given):
-                _, column, m = given
+                _, column = given
+                before = look.before(column)
                 drawing.clear()
-                drawing.draw(kept=look.kept(column, m))
+                drawing.draw(kept=lambda x, columns: jnp.logical_and(before(x, columns), drawing.min_p_keeps(x, columns)))
                 column = drawing.column()
-                is_rejected, m, _ = look(column)
-                return is_rejected, column, m
+                return look(column)[0], column
 
-            # The maximum is known once it was looked at: `min_p` counts from the second time on.
-            start = jnp.int32(1), first, jnp.float32(-jnp.inf)
-            _, column, _ = lax.while_loop(lambda given: given[0] != 0, again, start)
+            _, column = lax.while_loop(lambda given: given[0] != 0, again, (jnp.int32(1), first))
             pl.when(memory.rank == 0)(lambda: memory.store_row(result, column))
 
     scratch = [Winner.scratch(plan.blocks)]
@@ -157,7 +159,7 @@ class _Drawing:
         tile, layout = row.tile, row.plan.layout
         self.row, self.of_row = row, {name: ref[tile.memory.row] for name, ref in of_row.items()}
         self.size, self.noise = self.of_row.get("inverse"), self.of_row.get("noise")
-        self.held = tile.memory.hold(x_ref, -jnp.inf, None, jnp.dtype(jnp.float32))
+        self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
         self.width, self.layout = layout.threads * layout.vector, layout.layout
         self.place = tile.column(0)
         self.winner = Winner(best, layout.cols, row.plan.blocks)
@@ -169,6 +171,15 @@ class _Drawing:
         """Of what was drawn, in all blocks of the cluster."""
         self.winner.share(self.row.tile.memory.rank)
         return self.winner.column()
+
+    def min_p_keeps(self, x, columns) -> jax.Array:
+        """Whether `min_p`, if there is one, keeps what is of these scores, of a row whose maximum is known."""
+        del columns
+        along = self.row.tile.along
+        if "min_p" not in self.of_row:
+            return x == x
+        size = None if self.size is None else along(self.size)
+        return online.weights(x, along(self.of_row["m"]), axis=(), scale=size) >= along(jnp.minimum(self.of_row["min_p"], 1))
 
     def draw(self, states: States | None = None, kept=None) -> None:
         """Draws among those for which `kept(scores, columns)` holds, or among all, and lifts them if there are `states`."""
@@ -206,8 +217,8 @@ class _Drawing:
         """Those of four steps, of which the first one is at a multiple of four."""
         block = (self.place + step // _noise.WORDS * _noise.STRIDE).astype(jnp.uint32)
         # Made anew in each sweep, or the compiler would hold the keys of all rounds in registers.
-        row, *key = [self.row.tile.along(ptx.opaque(self.of_row[name])) for name in ("row", "key0", "key1")]
-        return _noise.philox((block, row, 0, 0), key, functools.partial(ptx.product, layout=self.layout))
+        row, key0, key1 = [self.row.tile.along(ptx.opaque(self.of_row[name])) for name in ("row", "key0", "key1")]
+        return _noise.philox((block, row, 0, 0), (key0, key1), functools.partial(ptx.product, layout=self.layout))
 
 
 class _Look:
@@ -218,13 +229,13 @@ class _Look:
         self.row, self.x_ref = row, x_ref
         of_row = {name: of_row[name][tile.memory.row] for name in ("top_p", "min_p", "inverse") if name in of_row}
         self.top_p, self.min_p, self.size = (of_row.get(name) for name in ("top_p", "min_p", "inverse"))
-        self.held = tile.memory.hold(x_ref, -jnp.inf, None, jnp.dtype(jnp.float32))
+        self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
         self.width, self.place = layout.threads * layout.vector, tile.column(0)
         self.states = States(row, ref, self.size, more=True)
 
     def __call__(self, column) -> tuple[jax.Array, jax.Array, jax.Array]:
         """1 if it is rejected, else 0, and the state."""
-        value, before = self._value(column), self._before(column)
+        value, before = self._value(column), self.before(column)
         ptx.block_barrier()
         self.states.clear()
         if self.row.plan.blocks > 1:  # or another block might send its states before
@@ -247,29 +258,17 @@ class _Look:
         m, d, ahead = self.states.merged()
         rejected = jnp.bool_(False)
         if self.min_p is not None:
-            rejected = jnp.logical_and(self._weight(value, m) < self.min_p, value < m)
+            rejected = online.weights(value, m, axis=(), scale=self.size) < jnp.minimum(self.min_p, 1)
         if self.top_p is not None:
             is_less = jnp.logical_and(self.top_p < 1, ahead > 0)
             rejected = jnp.logical_or(rejected, jnp.logical_and(is_less, ahead >= self.top_p * d))
         return rejected.astype(jnp.int32), m, d
 
-    def kept(self, column, m):
-        """Of what is before an entry that was rejected, what `min_p` keeps: all that is kept where there is no `top_p`."""
-        before = self._before(column)
-        if self.min_p is None:
-            return before
-        along = self.row.tile.along
-        return lambda x, columns: jnp.logical_and(before(x, columns), self._weight(x, along(m)) >= along(self.min_p))
-
     def _value(self, column):
         return self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32)
 
-    def _before(self, column):
+    def before(self, column):
+        """Whether scores at some columns are before that of this column in the order of `top_k`: a function of both."""
         along = self.row.tile.along
         value, column = along(self._value(column)), along(column)
         return lambda x, columns: jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
-
-    def _weight(self, x, m):
-        """Relative to that of the maximum."""
-        size = self.size if self.size is None or not x.ndim else self.row.tile.along(self.size)
-        return online.weights(x, m, axis=(), scale=size)

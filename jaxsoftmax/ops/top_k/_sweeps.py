@@ -1,7 +1,7 @@
 """Rows that are read in sweeps of a few thousand elements, each once, by a block or by the blocks of a cluster.
 
-With the state `(m, d)` of a row its scores are lifted while they are at hand. Each of the `SLICES` of a row has a state of its own,
-however many blocks share it, so that bits do not depend on the number of rows.
+With the state `(m, d)` of a row its scores are lifted while they are at hand. Each of the `SLICES` of a row has a state of its
+own, however many blocks share it, so that bits do not depend on the number of rows.
 """
 
 import functools
@@ -176,14 +176,15 @@ class States:
         tile = self.row.tile
         return tile._accumulator(-jnp.inf), *(tile._accumulator(0) for _ in range(1 + self.more))
 
-    def push(self, carry, scores, top, counts=None):
+    def push(self, carry, scores, top, counts: Callable[[int], jax.Array] = lambda _: jnp.bool_(True)):
         """Scores, their maximum at each place, and, with `more`, which of them count there: a function of each one's number."""
         size = None if self.size is None else self.row.tile.along(self.size)
         m, d, *more = carry
         state = online.push(State(m, d), scores, axis=(), scale=size, top=top)
         for sum_ in more:
-            weights = (jnp.where(counts(i), online.weights(x, state.m, axis=(), scale=size), 0) for i, x in enumerate(scores))
-            more = [functools.reduce(jnp.add, weights, online.rescale(State(m, sum_), state.m, scale=size).d)]
+            weights = [online.weights(x, state.m, axis=(), scale=size) for x in scores]
+            counted = [jnp.where(counts(i), weight, 0) for i, weight in enumerate(weights)]
+            more = [functools.reduce(jnp.add, counted, online.rescale(State(m, sum_), state.m, scale=size).d)]
         return state.m, state.d, *more
 
     def end(self, is_last, number, carry):

@@ -1,10 +1,10 @@
 """The k largest entries of rows, and samples from rows, on Hopper, for rows of any length. Samples are in `_sampling`.
 
-A block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a bound
-goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the maxima
-of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send their
-lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and no more
-than the k entries are written.
+A block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a
+bound goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the
+maxima of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send
+their lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and no
+more than the k entries are written.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, for softmax and top-k in one pass.
 """
@@ -21,7 +21,7 @@ from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling
-from jaxsoftmax.ops.top_k._candidates import Candidates
+from jaxsoftmax.ops.top_k._candidates import Candidates, Places
 from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
@@ -92,7 +92,6 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     # What is turned round is turned in float32.
     plan = plan_for(target, rows, cols, x.dtype.itemsize, return_state)
     layout, blocks = plan.layout, plan.blocks
-    width = layout.threads * layout.vector
     kind = jnp.dtype(jnp.float32) if is_float else x.dtype
     of = kind if scale is not None else x.dtype
     sweep = layout.threads * layout.vector * layout.config.unroll
@@ -110,8 +109,8 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         )
         row = Row(plan, scratch)
         memory = row.tile.memory
-        found = Candidates(entries, head, k, limit, layout.threads, kind, of, cols, width)
-        held = memory.hold(x_ref, fill, None, kind)
+        found = Candidates(entries, head, k, limit, layout, kind, of)
+        held = memory.read(x_ref, fill, kind)
         states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if return_state else None
         if states is not None:
             states.clear()
@@ -124,13 +123,12 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
                 arrays = [choose(sign < 0, -a, a) for a in map(held.converted, loaded)]
                 if not in_loop and (inside := memory.inside()) is not None:
                     arrays = [select(inside(step), a, -jnp.inf) for step, a in zip(steps, arrays, strict=True)]
-            given = {"columns": functools.partial(_first_columns, memory), "layout": layout.layout, "in_order": in_loop}
-            given["scalars"] = [memory.row, *map(jnp.int32, steps)]
+            places = Places(functools.partial(_first_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
             if is_first is not None and found.parts_of(len(arrays)):
-                pl.when(is_first)(lambda: found.bound_from(arrays, **given))
+                pl.when(is_first)(lambda: found.bound_from(arrays, places))
             packed = held.in_words and sign is None
             top = held.maximum(arrays) if packed else functools.reduce(jnp.maximum, arrays)
-            pl.when(found.offer(arrays, top, **given) != 0)(found.cut)
+            pl.when(found.offer(arrays, top, places) != 0)(found.cut)
             if states is None:
                 return carry
             lifted, rest = carry
@@ -145,7 +143,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
             if states is not None:
                 states.send()
             found.send(gathered, memory.rank)
-            last = Candidates(gathered, head, k, limit, layout.threads, kind, of, cols, width)
+            last = Candidates(gathered, head, k, limit, layout, kind, of)
 
         @pl.when(memory.rank == 0)
         def _():

@@ -79,7 +79,7 @@ def _kept(scores, inverse, top_k, top_p, min_p):
             before = jnp.concatenate([jnp.zeros_like(upto[..., :1]), upto[..., :-1]], -1)
             kept &= (before < top_p.astype(upto.dtype) * upto[..., -1:]) | (top_p >= 1)
         if min_p is not None:
-            kept &= weights >= min_p.astype(weights.dtype)
+            kept &= weights >= jnp.minimum(min_p, 1).astype(weights.dtype)
     return kept | (place == 0)
 
 
