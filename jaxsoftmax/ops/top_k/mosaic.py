@@ -3,8 +3,8 @@
 A block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a
 bound goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the
 maxima of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send
-their lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and no
-more than the k entries are written.
+their lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and
+no more than the k entries are written.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, for softmax and top-k in one pass.
 """
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax._gpu.rows.memory import row_of_mask
+from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling
 from jaxsoftmax.ops.top_k._candidates import Candidates, Places
@@ -45,12 +47,14 @@ def unsupported(primitive, target, operands, **params) -> str | None:
     rows = math.prod(operands["row"].shape if primitive == "categorical" else x.shape[:-1])
     if not 1 <= rows < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
-    if operands.get("where") is not None:
-        return "it takes no where"
+    where = operands.get("where")
     if primitive == "categorical":
-        return "it takes no top_k, which top_k has found" if operands.get("top_k") is not None else None
+        return "it takes no where" if where is not None else None
     if not 1 <= params["k"] <= MOST:
         return f"k must be from 1 to {MOST}, got {params['k']}"
+    if where is not None and params["return_state"]:  # which another kernel gives
+        given = {"x": x, "where": where, "scale": operands.get("scale")}
+        return of_softmax.unsupported("logsumexp", target, given, axes=(x.ndim - 1,), dtype=jnp.float32)
     return None
 
 
@@ -64,6 +68,8 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     del cast
     if fused:
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
+    if primitive == "top_k" and params["k"] == 1 and not params["return_state"] and math.prod(operands["x"].shape) < 2**25:
+        return "XLA's argmax is faster at so few elements"
     return None
 
 
@@ -83,56 +89,64 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
 
 
 def top_k(x, where, scale, *, k, return_state, dtype, target):
-    """The k largest values and their columns, and the state `(m, d)` if asked for."""
-    del where
+    """The k largest values and their columns, and the state `(m, d)` if asked for: of masked rows from a kernel of its own."""
     *batch, cols = x.shape
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     rows, is_float = math.prod(batch), jnp.issubdtype(x.dtype, jnp.floating)
     # What is turned round is turned in float32.
-    plan = plan_for(target, rows, cols, x.dtype.itemsize, return_state)
+    is_lifted = return_state and where is None
+    plan = plan_for(target, rows, cols, x.dtype.itemsize, is_lifted)
     layout, blocks = plan.layout, plan.blocks
     kind = jnp.dtype(jnp.float32) if is_float else x.dtype
-    of = kind if scale is not None else x.dtype
+    is_plain = scale is None and where is None
+    of = x.dtype if is_plain else kind
     sweep = layout.threads * layout.vector * layout.config.unroll
     limit = max(256, 2 * k)
     fill = -jnp.inf if is_float else jnp.iinfo(kind).min
+    given, source_row = {}, None
+    if scale is not None:
+        given["scale"] = jnp.broadcast_to(scale, (*batch, 1)).reshape(rows).astype(jnp.float32)
+    if where is not None:
+        where = jnp.broadcast_to(where, (*where.shape[:-1], cols))
+        given["where"] = where.reshape(-1, cols)
+        source_row = None if where.shape == x.shape else row_of_mask(x.shape, where.shape, (x.ndim - 1,))
 
     def kernel(x_ref, *refs):
-        sign = None
-        if scale is not None:
-            scale_ref, *refs = refs
-            sign = scale_ref[0]
-        (values, indices, *state_refs), (entries, head, gathered, *scratch) = (
-            refs[: 2 + 2 * return_state],
-            refs[2 + 2 * return_state :],
-        )
+        operands, refs = dict(zip(given, refs, strict=False)), refs[len(given) :]
+        (values, indices, *state_refs), refs = refs[: 2 + 2 * is_lifted], refs[2 + 2 * is_lifted :]
+        entries, head, gathered, *scratch = refs
         row = Row(plan, scratch)
         memory = row.tile.memory
-        found = Candidates(entries, head, k, limit, layout, kind, of)
-        held = memory.read(x_ref, fill, kind)
-        states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if return_state else None
+        held, found = memory.read(x_ref, fill, kind), Candidates(entries, head, k, limit, layout, kind, of)
+        sign = operands["scale"][memory.row] if "scale" in operands else None
+        seen = memory.load_mask(operands["where"], source_row) if "where" in operands else None
+        states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if is_lifted else None
         if states is not None:
             states.clear()
         row.start()
         found.clear()
 
-        def visit(steps, loaded, is_first, in_loop, carry):
-            arrays = loaded
+        def directed(steps, loaded, in_loop):
+            """What is ordered: `x` turned round where the scale is negative, without what is masked."""
+            arrays = list(map(held.converted, loaded))
             if sign is not None:
-                arrays = [choose(sign < 0, -a, a) for a in map(held.converted, loaded)]
-                if not in_loop and (inside := memory.inside()) is not None:
-                    arrays = [select(inside(step), a, -jnp.inf) for step, a in zip(steps, arrays, strict=True)]
+                arrays = [choose(sign < 0, -a, a) for a in arrays]
+            for is_there in filter(None, (seen, None if in_loop or sign is None else memory.inside())):
+                arrays = [select(is_there(step), a, fill) for step, a in zip(steps, arrays, strict=True)]
+            return arrays
+
+        def visit(steps, loaded, is_first, in_loop, carry):
+            arrays = loaded if is_plain else directed(steps, loaded, in_loop)
             places = Places(functools.partial(_first_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
             if is_first is not None and found.parts_of(len(arrays)):
                 pl.when(is_first)(lambda: found.bound_from(arrays, places))
-            packed = held.in_words and sign is None
-            top = held.maximum(arrays) if packed else functools.reduce(jnp.maximum, arrays)
+            top = held.maximum(arrays) if is_plain and held.in_words else functools.reduce(jnp.maximum, arrays)
             pl.when(found.offer(arrays, top, places) != 0)(found.cut)
             if states is None:
                 return carry
             lifted, rest = carry
-            scores = list(map(held.converted, loaded)) if sign is None else arrays
+            scores = list(map(held.converted, loaded)) if is_plain else arrays
             return states.push(lifted, scores, top.astype(jnp.float32)), rest
 
         row.sweep(held.load, visit, states)
@@ -154,15 +168,16 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
                 for ref, value in zip(state_refs, states.merged(), strict=True):
                     memory.store_row(ref, value)
 
-    stored = dtype if is_float else kind
-    results = [jax.ShapeDtypeStruct((rows * k,), stored), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
-    results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * return_state)
+    results = [jax.ShapeDtypeStruct((rows * k,), dtype if is_float else kind), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * is_lifted)
     scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((8,), jnp.int32)]
     scratch += [plgpu.SMEM((2 * (blocks * k + 4),), jnp.int32)] if blocks > 1 else [None]
-    given = [] if scale is None else [scale.reshape(1).astype(jnp.float32)]
-    found = launched("top_k_mosaic", kernel, plan, results, scratch, 2 * return_state)(x.reshape(rows, cols), *given)
-    values, *found = [a.reshape(*batch, -1) for a in found]
-    return [values.astype(dtype), *found]
+    call = launched("top_k_mosaic", kernel, plan, results, scratch, 2 * is_lifted)
+    values, indices, *state = [a.reshape(*batch, -1) for a in call(x.reshape(rows, cols), *given.values())]
+    if return_state and not is_lifted:
+        options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
+        state = of_softmax.logsumexp(x, where, scale, **options)[1:]
+    return [values.astype(dtype), indices, *state]
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, target):

@@ -19,11 +19,15 @@ from jaxsoftmax.ops.top_k._noise import gumbel_rows
 def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     """The `k` largest entries of rows, where they are, and the state `(m, d)` if asked for."""
     del devices
-    if scale is None:
-        values, indices = lax.top_k(select(where, x, least(x.dtype)), k)
+    # A sign is turned, also that of NaN, and nothing is rounded.
+    directed = x if scale is None else jnp.where(scale < 0, -x, x)
+    directed = select(where, directed, least(x.dtype))
+    if k == 1:  # XLA computes its operand together with it, and searches instead of sorting
+        indices = _first_largest(_keys(directed))
+        values = at(directed, indices)
     else:
-        directed = jnp.where(scale < 0, -x, x)  # a sign is turned, also that of NaN, and nothing is rounded
-        values, indices = lax.top_k(select(where, directed, least(x.dtype)), k)
+        values, indices = lax.top_k(directed, k)
+    if scale is not None:
         values = jnp.where(scale < 0, -values, values)
     state = []
     if return_state:
@@ -98,6 +102,14 @@ def least(dtype):
         return jnp.iinfo(dtype).min
     has_infinity = np.isinf(np.float32(np.asarray(np.inf).astype(dtype)))
     return -np.inf if has_infinity else float(jnp.finfo(dtype).min)
+
+
+def _keys(x):
+    """Integers that are ordered as `lax.top_k` orders numbers: floats by their bits."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _first_largest(values):

@@ -1,0 +1,128 @@
+"""The kernels of the largest entries and of samples: lowered for CUDA on any machine, run on Hopper."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.top_k import mosaic
+
+from .. import cases, kernels
+
+
+def shaped(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", "int32", slow=["float16", "uint32", "int8"]))
+@pytest.mark.parametrize(("shape", "k"), [((512, 128256), 50), ((3, 50257), 1024), ((5, 1), 1), ((2, 3, 4097), 7)])
+def test_the_largest_entries_are_lowered(shape, k, dtype):
+    f = functools.partial(jaxsoftmax.top_k, k=k, implementation="mosaic")
+    kernels.lowered_for_cuda(f, shaped(shape, dtype), kernels=["top_k_mosaic"])
+
+
+@pytest.mark.parametrize("where", [(1, 1000), (3, 2, 1000), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_the_largest_entries_of_masked_rows_are_lowered(dtype, where):
+    f = functools.partial(jaxsoftmax.top_k, k=5, where=np.ones(where, bool), implementation="mosaic")
+    kernels.lowered_for_cuda(f, shaped((3, 2, 1000), dtype), kernels=["top_k_mosaic"])
+
+
+@pytest.mark.parametrize("scale", [None, -0.5])
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 50257), "bfloat16"), ((3, 1000), "float32")])
+def test_the_largest_weights_are_lowered_as_one_kernel(shape, dtype, scale):
+    f = functools.partial(jaxsoftmax.softmax_top_k, k=8, scale=scale, return_lse=True, implementation="mosaic")
+    kernels.lowered_for_cuda(f, shaped(shape, dtype), kernels=["top_k_mosaic"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["categorical_mosaic"]),
+        ({"temperature": 0.7}, ["categorical_mosaic"]),
+        ({"top_k": 50}, ["top_k_mosaic"]),
+        ({"top_p": 0.9}, ["categorical_mosaic", "categorical_check_mosaic", "categorical_again_mosaic"]),
+        ({"min_p": 0.1}, ["logsumexp_forward_mosaic", "categorical_mosaic"]),
+    ],
+)
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 50257), "bfloat16"), ((3, 1000), "float32")])
+def test_samples_are_lowered(shape, dtype, options, names):
+    def f(x):
+        return jaxsoftmax.categorical(jax.random.key(0), x, implementation="mosaic", **options)
+
+    kernels.lowered_for_cuda(f, shaped(shape, dtype), kernels=names)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"k": 2000}, "k must be from 1 to 1024, got 2000"),
+        ({"k": 1}, "XLA's argmax is faster at so few elements"),
+    ],
+)
+def test_what_there_is_no_kernel_for_says_why(options, reason):
+    f = functools.partial(jaxsoftmax.top_k, **options)
+    (decision,) = explain(f, jnp.zeros((2, 4000)), platform="cuda")
+    assert decision.implementation == "xla"
+    assert ("mosaic", reason) in decision.refusals
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 528, 5000])
+def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
+    for cols in (1, 100, 4096, 50257, 128256, 2**20):
+        for itemsize in (2, 4):
+            for is_lifted in (False, True):
+                plan = mosaic.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
+                assert plan.blocks in (1, 2, 4, 8)
+                assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
+                assert plan.layout.joined == (is_lifted and cols % plan.layout.line != 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [1000, 50257, 128256])
+def test_bits_of_a_row_do_not_depend_on_the_others(cols, dtype):
+    """However many blocks share a row, and wherever in a line it starts."""
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((7, cols)), dtype)
+    f = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, k=20, return_lse=True, implementation="mosaic"))
+    cases.assert_ran("mosaic", f, x)
+    few, many = f(x), f(jnp.concatenate([x[:1]] * 5 + [x] * 100 + [x[:1]]))
+    for a, b in zip(few, many, strict=True):
+        for row in (0, 1, 2, 3, 4, 5, -1):
+            np.testing.assert_array_equal(a[0], b[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["equal", "rising", "mostly -inf", "NaN of both signs", "few values", "lowest NaN"])
+@pytest.mark.parametrize(
+    ("shape", "k"), [((5, 50257), 50), ((2, 128256), 1), ((300, 5000), 100), ((2, 33001), 1024), ((4, 513), 513)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lists_that_fill_up(dtype, shape, k, kind):
+    """Rows in which all is above the bound, or nothing is, or much is alike."""
+    rng = np.random.default_rng(1)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    signs = np.where(rng.random(shape) < 0.5, np.float32(np.nan), -np.float32(np.nan))
+    x = {
+        "equal": np.full(shape, 0.3, np.float32),
+        "rising": np.broadcast_to(np.arange(shape[1], dtype=np.float32), shape),
+        "mostly -inf": np.where(rng.random(shape) < 0.999, -np.inf, normal).astype(np.float32),
+        "NaN of both signs": np.where(rng.random(shape) < 0.2, signs, normal).astype(np.float32),
+        "few values": np.round(normal),
+        "lowest NaN": np.full(shape, -1, np.int32).view(np.float32),
+    }[kind]
+    x = jnp.asarray(x).astype(dtype)
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=k, implementation="mosaic"))
+    cases.assert_ran("mosaic", f, x)
+    words = {2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    bits = np.asarray(x).view(words)
+    keys = np.where(bits < 0, -(bits & np.iinfo(words).max).astype(np.int64) - 1, bits)  # in the order of all bits
+    expected = np.argsort(-keys, axis=-1, kind="stable")[:, :k]
+    values, indices = f(x)
+    np.testing.assert_array_equal(indices, expected)
+    np.testing.assert_array_equal(np.asarray(values).view(words), np.take_along_axis(bits, expected, -1))
