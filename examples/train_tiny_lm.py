@@ -8,7 +8,8 @@
 
 The default text is the documentation that CPython ships (pydoc_data.topics), each paragraph once. The last tenth of the
 text is held out: no step trains on it, and its loss in bits per byte stands beside that of a trigram model fitted to
-the same training part. The loss curve, the results and the checkpoint go to --out.
+the same training part. The loss curve, the results and the checkpoint go to --out, which
+generate.py takes as --checkpoint.
 
 Three attentions compute the same from the same parameters: `flash` is jaxsoftmax.dot_product_attention, which never holds
 all scores, `softmax` and `jax` hold them, and make weights of them with jaxsoftmax.softmax and jax.nn.softmax.
@@ -169,11 +170,14 @@ def choose_attention(args: argparse.Namespace, platform: str | None = None) -> t
     return name, f"attention: {name}, {', '.join(dict.fromkeys(found))}{why}"
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions: turns each pair of features of (batch, time, head, feature) by an angle growing with time."""
+def rotate(x: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+    """Rotary positions: turns each pair of features of (batch, time, head, feature) by an angle growing with time.
+
+    `start` is the position of the first time, where those before it are in a cache.
+    """
     half = x.shape[-1] // 2
     speeds = 1000.0 ** (-np.arange(half, dtype=np.float32) / half)
-    angles = np.arange(x.shape[1], dtype=np.float32)[:, None] * speeds[None, :]
+    angles = (start + np.arange(x.shape[1])).astype(np.float32)[:, None] * speeds[None, :]
     cosine, sine = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     left, right = x[..., :half], x[..., half:]
     return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1).astype(x.dtype)
@@ -189,11 +193,15 @@ class Attention(nnx.Module):
         self.inputs = nnx.Linear(width, 3 * width, use_bias=False, dtype=dtype, rngs=rngs)
         self.output = nnx.Linear(width, width, use_bias=False, kernel_init=zeros, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def operands(self, x: jax.Array, start: jax.Array | int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value of what begins at position `start`."""
         batch, length, width = x.shape
         per_head = self.inputs(x).reshape(batch, length, 3, self.heads, width // self.heads)
         query, key, value = jnp.unstack(per_head, axis=2)
-        return self.output(self.attend(rotate(query), rotate(key), value).reshape(batch, length, width))
+        return rotate(query, start), rotate(key, start), value
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.output(self.attend(*self.operands(x)).reshape(x.shape))
 
 
 class Block(nnx.Module):
@@ -357,12 +365,15 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
+def make_model(args: argparse.Namespace, key: jax.Array) -> LanguageModel:
+    attend = ATTENTIONS[args.attention](args.deterministic)
+    return LanguageModel(args.vocabulary, args.width, args.heads, args.layers, attend, args.dtype, nnx.Rngs(key))
+
+
 def make_run(args: argparse.Namespace) -> Run:
     """Builds the model and compiles nothing yet."""
     init_key, data_key, sample_key = jax.random.split(jax.random.key(args.seed), 3)
-    attend = ATTENTIONS[args.attention](args.deterministic)
-    model = LanguageModel(args.vocabulary, args.width, args.heads, args.layers, attend, args.dtype, nnx.Rngs(init_key))
-    graph, params = nnx.split(model)
+    graph, params = nnx.split(make_model(args, init_key))
     optimizer = make_optimizer(args)
     # Makes a GPU add in a fixed order, so that a seed fixes the result there too; a CPU always does.
     options = {"xla_gpu_deterministic_ops": args.deterministic}
@@ -442,7 +453,7 @@ def record_digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def table(state: TrainState) -> dict[str, jax.Array]:
+def table(state: TrainState | dict[str, nnx.State]) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -461,43 +472,68 @@ def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> Non
         shutil.rmtree(path)
 
 
-def read_record(save: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def read_record(save: Path, settings: dict[str, Any] | None, option: str) -> dict[str, Any]:
     """The record of a checkpoint, once it and the files beside it are as they were saved, and it has these settings."""
     record = json.loads((save / "record.json").read_text())
     if record.pop("digest") != record_digest(record):
         raise ValueError("record.json has changed")
     saved, files = record["settings"], file_digests(save / "arrays")
+    settings = {name: saved[name] for name in (*saved, *RECORDED)} if settings is None else settings
     differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
     if differing:
         changes = "; ".join(f"{name} was {saved.get(name)}, now {settings.get(name)}" for name in differing)
-        raise InputError(f"--resume: {save} is of another run: {changes}")
+        raise InputError(f"{option}: {save} is of another run: {changes}")
     for name, expected in record.pop("files").items():
         if files.get(name) != expected:
             raise ValueError(f"arrays/{name} {'has changed' if name in files else 'is missing'}")
     return record
 
 
-def restore_checkpoint(out: Path, state: TrainState, settings: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-    """The state of the newest checkpoint, laid out as `state`, and its record."""
+def read_checkpoint(
+    out: Path, settings: dict[str, Any] | None, option: str
+) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """Where the newest checkpoint is, its record and its arrays.
+
+    It must have these settings; None for any. `option` is the one that asks for it, for what is said of one that is damaged.
+    """
     saves = checkpoints(out)
     if not saves:
-        raise InputError(f"--resume: no checkpoint in {out}")
+        raise InputError(f"{option}: no checkpoint in {out}")
     try:
-        record = read_record(saves[-1], settings)
+        record = read_record(saves[-1], settings, option)
         with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore(saves[-1].absolute() / "arrays")
+            return saves[-1], record, checkpointer.restore(saves[-1].absolute() / "arrays")
     except InputError:
         raise
     except Exception as error:  # whatever a mangled file makes the readers raise
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(f"--resume: checkpoint {saves[-1]} is damaged ({reason})") from error
-    fresh = table(state)
+        raise InputError(f"{option}: checkpoint {saves[-1]} is damaged ({reason})") from error
+
+
+def laid_out(like: Any, arrays: dict[str, np.ndarray], save: Path, option: str) -> Any:
+    """The arrays of a checkpoint in the structure of `like`, if they have its shapes and dtypes."""
+    fresh = table(like)
     for name in {**arrays, **fresh}:
         # Checked here: what orbax is given a shape or a type for, it may cut or cast to fit.
         saved, asked = (f"{x[name].dtype}{list(x[name].shape)}" if name in x else "absent" for x in (arrays, fresh))
         if saved != asked:
-            raise InputError(f"--resume: {name} is {saved} in checkpoint {saves[-1]}, and this program has it {asked}")
-    return jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(arrays[name]) for name in fresh]), record
+            raise InputError(f"{option}: {name} is {saved} in checkpoint {save}, and this program has it {asked}")
+    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(arrays[name]) for name in fresh])
+
+
+def restore_checkpoint(out: Path, state: TrainState, settings: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    """The state of the newest checkpoint, laid out as `state`, and its record."""
+    save, record, arrays = read_checkpoint(out, settings, "--resume")
+    return laid_out(state, arrays, save, "--resume"), record
+
+
+def trained(out: Path, option: str) -> tuple[LanguageModel, argparse.Namespace]:
+    """The model of the newest checkpoint, for other programs, and the settings that it was trained with."""
+    save, record, arrays = read_checkpoint(out, None, option)
+    settings = argparse.Namespace(**record["settings"])
+    graph, params = nnx.split(nnx.eval_shape(partial(make_model, settings), jax.random.key(0)))
+    arrays = {name: array for name, array in arrays.items() if name.startswith("params/")}
+    return nnx.merge(graph, laid_out({"params": params}, arrays, save, option)["params"]), settings
 
 
 @contextlib.contextmanager

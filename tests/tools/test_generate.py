@@ -1,6 +1,7 @@
-"""The example that generates: the ways give the same tokens, speeds and plot come out, and what cannot be used is said."""
+"""The example that generates: ways give the same tokens, samples are of what is kept, and what cannot be used is said."""
 
 import csv
+import functools
 from pathlib import Path
 
 import jax
@@ -9,6 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 from flax import nnx
+
+import jaxsoftmax
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate.py"
 SMALL = {"lengths": "9,12", "layers": 2, "width": 32, "heads": 4, "kv-heads": 2, "tokens": 4, "batch": 3, "only": "jax,flash"}
@@ -21,25 +24,36 @@ def arguments(out, **changes):
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
-def test_a_run_writes_speeds_and_a_plot(example, tmp_path, capsys):
-    assert example.main(arguments(tmp_path / "run")) == 0
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ({}, ["argmax"]),
+        ({"top_p": 0.9, "vocabulary": 100, "only": "flash", "layers": 1}, ["none", "argmax", "jaxsoftmax", "jax"]),
+    ],
+    ids=str,
+)
+def test_a_run_writes_speeds_and_a_plot(example, tmp_path, capsys, options, choices):
+    assert example.main(arguments(tmp_path / "run", **options)) == 0
     said = capsys.readouterr().out
     assert "dot_product_attention" in said
+    assert ("categorical" in said) == ("jaxsoftmax" in choices)
+    assert said.count("%") == (6 if "none" in choices else 0)
     with (tmp_path / "run" / "tokens_per_second.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["way"], row["length"]) for row in rows] == [(way, n) for n in ("9", "12") for way in ("jax", "flash")]
+    ways = (SMALL | options)["only"].split(",")
+    expected = [(length, way, choosing) for length in ("9", "12") for way in ways for choosing in choices]
+    assert [(row["length"], row["way"], row["choosing"]) for row in rows] == expected
     assert all(float(row["tokens_per_second"]) > 0 for row in rows)
     assert matplotlib.image.imread(tmp_path / "run" / "tokens_per_second.png").ndim == 3
 
 
 def setting(example, **changes):
-    return example.Setting(
-        **{"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "batch": 3, "dtype": "float32", "seed": 1} | changes
-    )
+    sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocabulary": 256}
+    return example.Setting(**sizes | {"batch": 3, "dtype": "float32", "seed": 1} | changes)
 
 
 def test_the_ways_differ_by_rounding(example):
-    _, differences = example.measure(setting(example), ["jax", "flash"], 12, 4)
+    _, differences = example.measure(setting(example), ["jax", "flash"], 12, 4, {"argmax": example.argmax})
     assert differences["jax"] == 0
     assert differences["flash"] < 1e-5
 
@@ -50,7 +64,8 @@ def test_tokens_are_those_of_the_model_without_a_cache(example):
     graph, split = example.parts(own, "flash", 10)
     params, cache = split(jax.random.key(2))
     first = jnp.array([[3], [7], [11]], jnp.int32)
-    after, _, found = jax.jit(example.generate, static_argnums=(0, 4))(graph, params, cache, first, 10)
+    program = jax.jit(example.generate, static_argnums=(0, 5, 6))
+    after, found = program(graph, params, cache, first, jax.random.key(0), 10, example.argmax)
     assert found.shape == (3, 10)
     assert all(int(leaf) == 10 for leaf in jax.tree.leaves(after) if leaf.ndim == 0)
 
@@ -69,9 +84,139 @@ def test_what_does_not_fit_has_no_speed(example, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(example, "filled", fails)
-    speeds, differences = example.measure(setting(example), ["jax"], 12, 4)
-    assert speeds == [example.Speed("jax", 12, None)]
+    speeds, differences = example.measure(setting(example), ["jax"], 12, 4, {"argmax": example.argmax})
+    assert speeds == [example.Speed("jax", 12, "argmax", None)]
     assert differences == {}
+    assert "no memory" in example.shown("argmax", None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0.4, 0.25, 0.2, 0.1, 0.05]),
+        ({"temperature": 2.0, "top_k": 9}, np.sqrt([0.4, 0.25, 0.2, 0.1, 0.05])),
+        ({"top_k": 3}, [0.4, 0.25, 0.2]),
+        ({"top_p": 0.7}, [0.4, 0.25, 0.2]),
+        ({"top_p": 0.0}, [0.4]),
+        ({"top_k": 3, "top_p": 0.7}, [0.4, 0.25]),
+        ({"min_p": 0.2}, [0.4, 0.25, 0.2, 0.1]),
+        ({"temperature": 0.0, "min_p": 0.5}, [0.4]),
+    ],
+    ids=str,
+)
+def test_both_samplers_draw_from_what_is_kept(example, options, kept):
+    options = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None} | options
+    order = np.array([3, 0, 4, 1, 2])  # by weight
+    logits = np.zeros(5, np.float32)
+    logits[order] = np.log([0.4, 0.25, 0.2, 0.1, 0.05])
+    logits = jnp.broadcast_to(logits, (4000, 5))
+    expected = np.zeros(5)
+    expected[order[: len(kept)]] = kept / np.sum(kept)
+    for choose in (jaxsoftmax.categorical, example.by_jax):
+        found = jax.jit(functools.partial(choose, **options))(jax.random.key(0), logits)
+        assert (found.shape, found.dtype) == ((4000,), jnp.int32)
+        shares = np.bincount(found, minlength=5) / 4000
+        np.testing.assert_array_equal(shares > 0, expected > 0)
+        np.testing.assert_allclose(shares, expected, atol=0.04)  # five standard deviations
+
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(example, tmp_path_factory):
+    """What a short training leaves, of a model with tokens that are no bytes."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the cat sees the bird, and the dog chases the mouse.\n" * 40)
+    options = {"steps": 12, "batch": 4, "context": CONTEXT, "width": 32, "heads": 2, "layers": 2, "lr": 0.01}
+    options |= {"vocabulary": 300, "sample-length": 1, "text": folder / "text.txt", "out": folder / "run"}
+    assert example.train_tiny_lm.main([str(part) for name, value in options.items() for part in (f"--{name}", value)]) == 0
+    return folder / "run"
+
+
+def text_of(example, capsys, checkpoint, prompt, *options):
+    """The text that a model goes on with, after the table."""
+    capsys.readouterr()
+    assert example.main(["--checkpoint", str(checkpoint), "--prompt", prompt, "--tokens", "24", *options]) == 0
+    table, _, text = capsys.readouterr().out.partition(f"\n\n{prompt}")
+    rows = [line.split() for line in table.partition(example.HEADER)[2].splitlines()[1:]]
+    assert [row[0] for row in rows] == ["none", "argmax", "jaxsoftmax", "jax"]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert [len(row) == 3 and row[2].endswith("%") for row in rows] == [False, True, True, True]
+    return text.removesuffix("\n")
+
+
+def test_the_seed_fixes_the_text(example, checkpoint, capsys):
+    options = "#", "--top-k", "40", "--min-p", "0.01", "--temperature", "0.9", "--batch", "2"
+    text = text_of(example, capsys, checkpoint, *options)
+    assert text == text_of(example, capsys, checkpoint, *options)
+    assert text != text_of(example, capsys, checkpoint, *options, "--seed", "2")
+    one, other = text.split("\n\n#")
+    assert one != other
+
+
+def test_text_at_temperature_0_is_the_most_likely(example, checkpoint, capsys):
+    text = text_of(example, capsys, checkpoint, "The cat ", "--temperature", "0", "--tokens", "8")
+    model, settings = example.train_tiny_lm.trained(checkpoint, "")
+    tokens = np.frombuffer(f"The cat {text}".encode(), np.uint8)
+    assert len(tokens) == settings.context == CONTEXT
+    np.testing.assert_array_equal(jnp.argmax(model(jnp.asarray(tokens)[None])[0, 7:-1], -1), tokens[8:])
+
+
+def test_a_cache_changes_no_logits(example, checkpoint):
+    """Also beyond the context of the training: each token sees as many before it."""
+    tokens = jax.random.randint(jax.random.key(0), (2, 3 * CONTEXT), 0, 256)
+    model, settings = example.train_tiny_lm.trained(checkpoint, "")
+    for block in model.blocks:
+        window = (CONTEXT - 1, 0)
+        block.attention.attend = functools.partial(jaxsoftmax.dot_product_attention, is_causal=True, local_window_size=window)
+    expected = model(tokens)[..., :256]
+    graph, cache, params = nnx.split(example.Trained(model, settings, 2, 3 * CONTEXT), nnx.Cache, ...)
+    step, start = jax.jit(example.step, static_argnums=0), 0
+    for end in [5, *range(6, 3 * CONTEXT + 1)]:
+        cache, logits = step(graph, params, cache, tokens[:, start:end])
+        np.testing.assert_allclose(logits[:, :256], expected[:, end - 1], atol=1e-5)
+        assert np.all(logits[:, 256:] == -np.inf)
+        start = end
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "2"], ["--layers", "not allowed", "--checkpoint"]),
+        (["--kv-heads", "2"], ["--kv-heads", "not allowed", "--checkpoint"]),
+        (["--prompt", ""], ["--prompt", "empty"]),
+        (["--checkpoint", "nowhere"], ["--checkpoint", "no checkpoint in nowhere"]),
+        (["--temperature", "-1"], ["--temperature", "'-1'", "0 or more"]),
+        (["--temperature", "inf"], ["--temperature", "'inf'"]),
+        (["--top-k", "0"], ["--top-k", "'0'", "positive integer"]),
+        (["--top-p", "1.5"], ["--top-p", "'1.5'", "from 0 to 1"]),
+        (["--min-p", "nan"], ["--min-p", "'nan'", "from 0 to 1"]),
+        (["--seed", "-1"], ["--seed", "'-1'"]),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_cannot_be_used_with_is_said(example, checkpoint, capsys, monkeypatch, tmp_path, options, words):
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert example.main(["--checkpoint", str(checkpoint), *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("generate.py: error: argument --")
+    assert said.err.count("\n") == 1
+    assert all(word in said.err for word in words), said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_refused(example, checkpoint, tmp_path, capsys):
+    (record,) = checkpoint.glob("checkpoints/save_*/record.json")
+    save = tmp_path / "checkpoints" / "save_1"
+    save.mkdir(parents=True)
+    (save / "record.json").write_text(record.read_text())
+    assert example.main(["--checkpoint", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"argument --checkpoint: checkpoint {save} is damaged" in said
+    assert "is missing" in said
 
 
 @pytest.mark.parametrize(
@@ -84,6 +229,7 @@ def test_what_does_not_fit_has_no_speed(example, monkeypatch):
         ({"only": "jax,torch"}, ["--only", "'torch'", "jax, cudnn, flash"]),
         ({"dtype": "float16"}, ["--dtype", "float16"]),
         ({"batch": 0}, ["--batch", "'0'", "positive integer"]),
+        ({"prompt": "The "}, ["--prompt", "needs --checkpoint"]),
     ],
     ids=str,
 )
