@@ -11,7 +11,7 @@ from jax import lax
 
 from benchmarks import attention, harness, softmax
 from benchmarks.cells import Cell, Contender, torch
-from benchmarks.check import sampled
+from benchmarks.check import sampled, sampled_of
 from examples.worklog import common
 from examples.worklog.common import (
     ATTENTION,
@@ -26,6 +26,7 @@ from examples.worklog.common import (
     ROW,
     SIZES,
     SMALL,
+    TOP_K_SHAPES,
     VECTOR,
     WAYS_OF_ATTENTION,
     K,
@@ -47,7 +48,8 @@ def cells(elements: int = softmax.ELEMENTS) -> list[Cell]:
         *(_cell("float32", shape) for shape in of_rows),
         *(_cell("float32", shape, OF_ONE_VECTOR if shape == VECTOR else OF_VECTORS) for shape in vectors),
         *(_cell("float16", shape) for shape in HALVES),
-        _cell_of_top_k(MEDIUM),
+        _cell_of_top_k(MEDIUM, in_steps=True),
+        *(_cell_of_top_k(shape) for shape in TOP_K_SHAPES),
         dataclasses.replace(attention.cell_of(ATTENTION), contenders=tuple(map(_way, WAYS_OF_ATTENTION))),
     ]
 
@@ -110,9 +112,15 @@ def top_k_of(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array]
     return lambda x: lax.top_k(function(x), K)
 
 
-def _cell_of_top_k(shape: Shape) -> Cell:
-    """Softmax, and the largest of its values in a second step: the unfused way that the paper compares with."""
-    rungs = [rung for rung in common.ladder().RUNGS if rung.name in OF_TOP_K and takes(rung, shape)]
+def _cell_of_top_k(shape: Shape, in_steps: bool = False) -> Cell:
+    """The largest values of softmax in the three ways that the paper compares; with `in_steps` also behind rungs and peers."""
+    ladder = common.ladder()
+    contenders = [Contender(way.name, lambda way=way: way.softmax) for way in ladder.WITH_TOP_K if takes(way, shape)]
+    if in_steps:
+        rungs = [rung for rung in ladder.RUNGS if rung.name in OF_TOP_K and takes(rung, shape)]
+        contenders += [Contender(rung.name, lambda rung=rung: top_k_of(rung.softmax)) for rung in rungs]
+        contenders.append(Contender("jax.nn", lambda: top_k_of(jax.nn.softmax)))
+        contenders.append(softmax.torch_contender("torch", lambda: lambda x: torch().topk(torch().softmax(x, -1), K).values))
     return Cell(
         "softmax_top_k",
         "forward",
@@ -121,20 +129,21 @@ def _cell_of_top_k(shape: Shape) -> Cell:
         f"k={K}",
         size(shape),
         softmax.one_array(shape, "float32"),
-        (
-            *(Contender(rung.name, lambda rung=rung: top_k_of(rung.softmax)) for rung in rungs),
-            Contender("jax.nn", lambda: top_k_of(jax.nn.softmax)),
-            softmax.torch_contender("torch", lambda: lambda x: torch().topk(torch().softmax(x, -1), K).values),
-        ),
+        tuple(contenders),
         lambda x: [oracle.softmax(x)],
         sample=_sample_of_top_k,
     )
 
 
 def _sample_of_top_k(inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
-    values = jax.tree.leaves(output)[0]
-    at = sampled(values.shape[0])
+    """The largest weights of some rows, and what weighs most by the indices, if they are there.
+
+    Two weights may have been told apart by what they were rounded to, so that what is at an index has twice the budget.
+    """
+    values, *indices = jax.tree.leaves(output)
+    at = sampled_of(*inputs[0].shape)
     truth = oracle.softmax(np.asarray(inputs[0][jnp.asarray(at)]))
     order = np.argsort(-truth.value, axis=1)[:, :K]
     largest = oracle.Truth(*(np.take_along_axis(array, order, axis=1) for array in (truth.value, truth.budget)))
-    return [(np.asarray(values)[at], largest)]
+    there = [np.take_along_axis(truth.value, np.asarray(found)[at], axis=1) for found in indices]
+    return [(np.asarray(values)[at], largest), *((one, oracle.Truth(largest.value, 2 * largest.budget)) for one in there)]

@@ -45,7 +45,10 @@ REFERENCE = "online_wide"  # with which the other rungs' times and bytes are com
 NUMBERS_COUNTED = frozenset("2457")  # of the rungs whose bytes are held to their predictions
 
 K = 5
-OF_TOP_K = ("naive", "fused", "online_wide", "on_chip")
+OF_TOP_K = ("naive", "fused", "online_wide", "on_chip")  # the rungs before a search of lax.top_k
+TOP_K_BASE = "safe_then_top_k"
+# The vectors of the paper's benchmark are 63 times a power of two long, and those of the rungs a multiple of 512.
+TOP_K_SHAPES: tuple[Shape, ...] = tuple(itertools.product((4000, 10), (2048, 8192, 32768, 131072)))
 ATTENTION = attention.Call(batch=4, length=4096, heads=16, head_size=128)
 WAYS_OF_ATTENTION = ("attention_written", "attention_fused")
 

@@ -21,7 +21,7 @@ from benchmarks import results
 from benchmarks.results import Origin
 from examples.worklog import common
 from examples.worklog.cells import top_k_of
-from examples.worklog.common import ATTENTION, COUNTED, MEDIUM, OF_TOP_K, WAYS_OF_ATTENTION, size, takes, text
+from examples.worklog.common import ATTENTION, COUNTED, MEDIUM, OF_TOP_K, TOP_K_SHAPES, WAYS_OF_ATTENTION, size, takes, text
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ def cases() -> Iterator[Case]:
         if rung.name in OF_TOP_K and takes(rung, MEDIUM):
             predicted = rung.bytes(*MEDIUM, "float32") + size(MEDIUM)
             yield Case("softmax_top_k", "float32", MEDIUM, rung.name, predicted, top_k_of(rung.softmax))
+    for shape in (MEDIUM, *TOP_K_SHAPES):
+        for way in common.ladder().WITH_TOP_K:
+            if takes(way, shape):
+                yield Case("softmax_top_k", "float32", shape, way.name, way.bytes(*shape, "float32"), way.softmax)
     predictions = common.ladder().attention_bytes(ATTENTION.shape, jnp.dtype(ATTENTION.dtype))
     for name in WAYS_OF_ATTENTION:
         function = getattr(common.ladder(), name)

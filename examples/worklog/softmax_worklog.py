@@ -11,8 +11,8 @@ maximum or a sum of its own, so that threads wait for each other once a row and 
 
 Every rung is a function of `[rows, cols]` along the last axis. It is compared with float64; `error` is the largest share of the
 error budget that it uses, (8 + 3 |x - max|) * 2^-24 of the true value and half a unit in the last place of a 16-bit dtype. The
-last rung is attention, where the same state carries values. Time is that of the wall clock, the median of several
-measurements, with several calls queued and waited for together.
+last two rungs are attention, where the same state carries values, and the search of the largest weights, none of which is
+written. Time is that of the wall clock, the median of several measurements, with several calls queued and waited for together.
 """
 
 import argparse
@@ -48,6 +48,7 @@ AHEAD = 8  # elements of a row that a thread with a row of its own loads before 
 KEPT = 128  # elements that a thread keeps, where it keeps all of its row
 SHARE = 16384  # elements of a row for each block, at most, where many share a row
 ON_CHIP = {4: 4325376, 2: 8650752}  # by bytes of an element: the longest rows that the library holds on an H200
+K = 5  # of the largest weights
 LOWEST = float(np.finfo(np.float32).min)  # in place of -inf: what is subtracted from it gives no NaN
 
 
@@ -493,6 +494,77 @@ def attention_bytes(shape: tuple[int, int, int, int], dtype: Any) -> dict[str, i
     return {"attention_written": least + 2 * scores * (4 + itemsize), "attention_fused": least}
 
 
+# Rung 9. These give the largest weights of each row and their columns, and equal weights in the order of their columns.
+
+
+def safe_then_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two steps: safe softmax writes all weights, and the search reads them again."""
+    weights, columns = jaxsoftmax.top_k(fused(x), K)
+    return weights, columns
+
+
+def safe_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One kernel, which reads its row for the maximum, and for the sum and the largest scores: no other weight is computed.
+
+    Each lane keeps its `K` largest scores in order; what is `-inf` counts as the lowest number, which is above nothing.
+    """
+    walk, rows = row_walk(x), x.shape[0]
+
+    def body(row: Any, x_ref: Any, weights_ref: Any, columns_ref: Any) -> None:
+        m = walk.maximum(x_ref, row)
+        place = plgpu.broadcasted_iota(jnp.int32, (walk.tile,), 0, layout=walk.layout)
+
+        def step(first: Any, count: int, carry: tuple[jax.Array, Largest]) -> tuple[jax.Array, Largest]:
+            d, largest = carry
+            scores = walk.load(x_ref, row, first, count)
+            for i, score in enumerate(scores):
+                largest = insert(largest, jnp.maximum(score, LOWEST), place + (first + i) * walk.tile)
+            return d + sum_of([jnp.exp(score - m) for score in scores]), largest
+
+        nothing = [(walk.lanes(-math.inf), place) for _ in range(K)]
+        d, largest = walk.steps(step, (walk.lanes(0.0), nothing))
+        factor = 1 / jnp.sum(d)
+        for i in range(K):
+            scores, columns = largest[0]
+            score = jnp.max(scores)
+            column = -jnp.max(jnp.where(scores == score, -columns, -MAX_COLS))  # the first of equal ones
+            weights_ref[row * K + i] = jnp.exp(jnp.where(score == LOWEST, -jnp.inf, score) - m) * factor
+            columns_ref[row * K + i] = column
+            largest = without_first(largest, (scores == score) & (columns == column))
+
+    types = [numbers(rows * K), jax.ShapeDtypeStruct((rows * K,), jnp.int32)]
+    weights, columns = kernel("safe_top_k_max_search", body, types, rows, walk.view(x))
+    return weights.astype(x.dtype).reshape(rows, K), columns.reshape(rows, K)
+
+
+Largest = list[tuple[jax.Array, jax.Array]]  # scores and their columns, of each lane, the largest first
+
+
+def insert(largest: Largest, score: jax.Array, column: jax.Array) -> Largest:
+    """The largest scores with one more for each lane: what is larger takes the place, and what was there moves on."""
+    found = []
+    for other, other_column in largest:
+        is_larger = score > other
+        found.append((jnp.where(is_larger, score, other), jnp.where(is_larger, column, other_column)))
+        score, column = jnp.where(is_larger, other, score), jnp.where(is_larger, other_column, column)
+    return found
+
+
+def without_first(largest: Largest, where: jax.Array) -> Largest:
+    """The largest scores of each lane, without the first one in some of them; the last stands there twice."""
+    following = [*largest[1:], largest[-1]]
+    return [
+        (jnp.where(where, next_score, score), jnp.where(where, next_column, column))
+        for (score, column), (next_score, next_column) in zip(largest, following, strict=True)
+    ]
+
+
+def online_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The library: one read finds the state of a row and its largest scores, and only their weights are computed."""
+    weights, columns = jaxsoftmax.softmax_top_k(x, K)
+    return weights, columns
+
+
 # What a rung serves.
 
 
@@ -539,7 +611,7 @@ class Rung:
       number: of the rung; ways that make the same point share one.
       title: in a few words.
       teaches: what it shows, in one line.
-      softmax: of `[rows, cols]`, along the last axis; it can be jitted.
+      softmax: of `[rows, cols]`, along the last axis; it can be jitted. Those of `WITH_TOP_K` give weights and columns.
       reads: how often it asks global memory for each element.
       writes: how often it writes each.
       unsupported: of rows, columns and dtype: why it cannot run, in words, or None.
@@ -552,7 +624,7 @@ class Rung:
     number: str
     title: str
     teaches: str
-    softmax: Callable[[jax.Array], jax.Array]
+    softmax: Callable[[jax.Array], Any]
     reads: int
     writes: int
     unsupported: Callable[[int, int, Any], str | None] = unsupported
@@ -671,7 +743,36 @@ RUNGS = (
 )
 
 RUNGS_BY_NAME = {rung.name: rung for rung in RUNGS}
-NAMES = (*RUNGS_BY_NAME, "attention")
+WITH_TOP_K = (
+    Rung(
+        "safe_then_top_k",
+        "9",
+        "safe, then top-k",
+        "what softmax writes is read again, by a search that looks at each weight once",
+        safe_then_top_k,
+        reads=4,
+        writes=1,
+    ),
+    Rung(
+        "safe_top_k",
+        "9",
+        "safe, with top-k",
+        "the largest scores have the largest weights, so they are found while the sum is made, and few weights are written",
+        safe_top_k,
+        reads=2,
+        writes=0,
+    ),
+    Rung(
+        "online_top_k",
+        "9",
+        "online, with top-k",
+        "where maximum and sum take one read, the largest scores are found in the same one",
+        online_top_k,
+        reads=1,
+        writes=0,
+    ),
+)
+NAMES = (*RUNGS_BY_NAME, "attention", "top_k")
 # What is chosen where the command line does not say.
 ON_GPU = {"rows": 1024, "cols": 131072}
 ELSEWHERE = {"rows": 4, "cols": 2048}
@@ -687,9 +788,36 @@ MEASUREMENTS = 5
 
 def softmax_error(actual: jax.Array, x: jax.Array) -> float:
     """The largest share of its error budget that an element of some rows uses; infinite for NaN that should not be there."""
+    some = compared_rows(x)
+    truth, budget = softmax_truth(x[some])
+    return largest_share(np.asarray(actual[some]).astype(np.float64), truth, budget)
+
+
+def top_k_error(weights: jax.Array, columns: jax.Array, x: jax.Array) -> float:
+    """`softmax_error` of the largest weights, and of what weighs most by their columns, of which no two are the same.
+
+    Two weights may have been told apart by what they were rounded to, so what is at the columns has twice the budget.
+    """
+    some = compared_rows(x)
+    truth, budget = softmax_truth(x[some])
+    order = np.argsort(-truth, axis=1, kind="stable")[:, :K]
+    largest, of_largest = (np.take_along_axis(array, order, axis=1) for array in (truth, budget))
+    found, at = np.asarray(weights[some]).astype(np.float64), np.asarray(columns[some])
+    if np.min(at) < 0 or np.max(at) >= x.shape[1] or not np.all(np.diff(np.sort(at, axis=1), axis=1)):
+        return math.inf
+    there = np.take_along_axis(truth, at, axis=1)
+    return max(largest_share(found, largest, of_largest), largest_share(there, largest, 2 * of_largest))
+
+
+def compared_rows(x: jax.Array) -> np.ndarray:
+    """The numbers of some rows, the first and the last one among them."""
     rows, cols = x.shape
-    some = np.unique(np.linspace(0, rows - 1, max(1, min(rows, CHECKED // cols))).astype(int))
-    x64, actual64 = (np.asarray(array[some]).astype(np.float64) for array in (x, actual))
+    return np.unique(np.linspace(0, rows - 1, max(1, min(rows, CHECKED // cols))).astype(int))
+
+
+def softmax_truth(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax in float64, and the error budget of each weight."""
+    x64 = np.asarray(x).astype(np.float64)
     with np.errstate(invalid="ignore"):
         distance = np.max(x64, axis=1, keepdims=True) - x64
         weights = np.exp(-distance)
@@ -697,8 +825,13 @@ def softmax_error(actual: jax.Array, x: jax.Array) -> float:
         budget = (8 + 3 * np.where(weights > 0, distance, 0)) * 2.0**-24 * truth + 2.0**-126
     if x.dtype.itemsize == 2:
         budget += float(jnp.finfo(x.dtype).eps) / 2 * np.maximum(truth, float(jnp.finfo(x.dtype).tiny))
+    return truth, budget
+
+
+def largest_share(actual: np.ndarray, truth: np.ndarray, budget: np.ndarray) -> float:
+    """Of the budget, that an element uses; infinite for NaN that should not be there."""
     with np.errstate(invalid="ignore"):
-        share = np.where(np.isnan(truth) & np.isnan(actual64), 0, np.abs(actual64 - truth) / budget)
+        share = np.where(np.isnan(truth) & np.isnan(actual), 0, np.abs(actual - truth) / budget)
     return float(np.max(np.where(np.isnan(share), np.inf, share)))
 
 
@@ -768,10 +901,10 @@ def header(*names: str) -> list[str]:
     return [*names, *(["ms", "GB/s"] if jax.default_backend() == "gpu" else [])]
 
 
-def climb(rungs: Sequence[Rung], rows: int, cols: int, dtype: str, seed: int) -> bool:
-    """Prints a line for each rung; whether all are right."""
+def climb(rungs: Sequence[Rung], rows: int, cols: int, dtype: str, seed: int, find_error: Callable[..., float]) -> bool:
+    """Prints a line for each rung; whether all are right, by `find_error` of what it gives and of the array."""
     x = jax.random.normal(jax.random.key(seed), (rows, cols)).astype(dtype)
-    widths = [13, 6, 7, 9, 9]
+    widths = [max(13, *(len(rung.name) for rung in rungs)), 6, 7, 9, 9]
     print(columns([*header("rung", "passes", "error"), "what it teaches"], widths))
     right = True
     for rung in rungs:
@@ -781,7 +914,7 @@ def climb(rungs: Sequence[Rung], rows: int, cols: int, dtype: str, seed: int) ->
             continue
         run = jax.jit(rung.softmax)
         with interpreted_without_gpu():
-            error = softmax_error(run(x), x)
+            error = find_error(*jax.tree.leaves(run(x)), x)
         right = right and error <= 1
         cells = [rung.name, passes, f"{error:.3f}", *speed(functools.partial(run, x), rung.bytes(rows, cols, dtype))]
         print(columns([*cells, rung.teaches], widths), flush=True)
@@ -821,6 +954,12 @@ def show_attention(dtype: str, seed: int) -> bool:
         print(columns([*cells, ""], widths), flush=True)
     print("the state carries values: scores are as many as the square of the length, and need not be written")
     return right
+
+
+def show_top_k(rows: int, cols: int, dtype: str, seed: int) -> bool:
+    """Prints a line for each way to the largest weights; whether all are right."""
+    print(f"\nsoftmax and the {K} largest of each row")
+    return climb(WITH_TOP_K, rows, cols, dtype, seed, top_k_error)
 
 
 # The command line.
@@ -885,12 +1024,14 @@ def work(args: argparse.Namespace) -> bool:
     device = jax.devices()[0].device_kind
     how = "" if jax.default_backend() == "gpu" else ", kernels interpreted, the library's reference in place of its kernels"
     print(f"softmax of {args.rows} x {args.cols} {args.dtype} on {device}{how}; jax {jax.__version__}")
-    rungs = [RUNGS_BY_NAME[name] for name in args.only if name != "attention"]
-    right = not rungs or climb(rungs, args.rows, args.cols, args.dtype, args.seed)
+    rungs = [RUNGS_BY_NAME[name] for name in args.only if name in RUNGS_BY_NAME]
+    right = not rungs or climb(rungs, args.rows, args.cols, args.dtype, args.seed, softmax_error)
     if "naive" in args.only:
         right = show_overflows() and right
     if "attention" in args.only:
         right = show_attention(args.dtype, args.seed) and right
+    if "top_k" in args.only:
+        right = show_top_k(args.rows, args.cols, args.dtype, args.seed) and right
     return right
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,10 @@ from examples.worklog.common import (
     REFERENCE,
     SHORT,
     SMALL,
+    TOP_K_BASE,
+    TOP_K_SHAPES,
     VECTOR,
     WAYS_OF_ATTENTION,
-    K,
     Shape,
     size,
     text,
@@ -213,25 +215,49 @@ def _table_of_accesses(measured: Measured) -> str:
 
 
 def _table_of_top_k(measured: Measured) -> str:
-    rows, op = [], "softmax_top_k"
-    passes = {rung.name: rung.passes(MEDIUM[1], "float32") for rung in common.ladder().RUNGS}
-    for name in (*OF_TOP_K, *PEERS):
-        us, one = measured.time(name, MEDIUM, op=op), measured.bytes(name, MEDIUM, op)
-        if us or one:
-            predicted = str(passes[name] + 1) if name in passes else "-"
-            counted, alone = one.requested / size(MEDIUM) if one else None, measured.time(name, MEDIUM)
-            ours = predicted, _figure(counted), _us(us), _us(alone)
-            rows.append([f"`{name}`, then top {K}", *ours, *_of_the_paper(name)])
-    if rows:
-        last = "one kernel, online"
-        rows.append([last, *["-"] * 4, *_of_the_paper(last)])
-    header = "4096 x 32768, float32", "accesses, predicted", "requested, counted", "us", "softmax alone, us"
-    return table((*header, f"{published.PAPER}: accesses", "speed-up", "on"), rows)
+    """The paper's three ways, and then two steps that end in another search."""
+    op, rows, ladder = "softmax_top_k", [], common.ladder()
+    base_us = measured.time(TOP_K_BASE, MEDIUM, op=op)
+    ways = {way.name: (_name_of_way(way), way.passes(MEDIUM[1], "float32")) for way in ladder.WITH_TOP_K}
+    steps = {rung.name: rung.passes(MEDIUM[1], "float32") + 1 for rung in ladder.RUNGS}
+    names = *ways, *OF_TOP_K, *PEERS
+    found = {name: (measured.time(name, MEDIUM, op=op), measured.bytes(name, MEDIUM, op)) for name in names}
+    is_measured = any(map(any, found.values()))
+    for name, (us, one) in found.items():
+        if not (us or one or (is_measured and name in ways)):  # what was published stands beside what was measured
+            continue
+        search = "torch.topk" if name == "torch" else "lax.top_k"
+        words, predicted = ways.get(name, (f"`{name}`, then `{search}`", steps.get(name)))
+        alone = measured.time("fused" if name == TOP_K_BASE else name, MEDIUM)
+        moved = [_megabytes(figure) for figure in (one.predicted, one.dram)] if one else ["-", "-"]
+        ours = str(predicted or "-"), _figure(one.requested / size(MEDIUM) if one else None), *moved
+        theirs = (*published.PAPERS_TOP_K[name], published.PAPERS_GPU) if name in ways else ("-", "-", "-")
+        rows.append([words, *ours, _us(us), _us(alone), _times(_quotient(base_us, us)), *theirs])
+    header = "4096 x 32768, float32", "accesses, predicted", "requested, counted", "predicted, MB", "DRAM, MB", "us"
+    others = "softmax alone, us", "speed-up", f"{published.PAPER}: accesses", "speed-up", "on"
+    return table((*header, *others), rows)
 
 
-def _of_the_paper(name: str) -> tuple[str, ...]:
-    found = published.PAPERS_TOP_K.get(name)
-    return (*found, published.PAPERS_GPU) if found else ("-", "-", "-")
+def _table_of_top_k_by_size(measured: Measured) -> str:
+    """The same three ways at the paper's batches, for vectors of many lengths."""
+    op, rows, ways = "softmax_top_k", [], common.ladder().WITH_TOP_K
+    for shape in TOP_K_SHAPES:
+        times = {way.name: measured.time(way.name, shape, op=op) for way in ways}
+        counts = [measured.bytes(way.name, shape, op) for way in ways]
+        if any(times.values()) or any(counts):
+            base_us = times[TOP_K_BASE]
+            cells = [f"{_us(us)} ({_times(_quotient(base_us, us))})" if us else "-" for us in times.values()]
+            accesses = [_figure(one.requested / size(shape) if one else None) for one in counts]
+            speed_up = published.PAPERS_TOP_K["online_top_k"][1]
+            rows.append([f"{shape[0]} x {shape[1]}", *cells, *accesses, speed_up, published.PAPERS_GPU])
+    first, *others = (_name_of_way(way) for way in ways)
+    counted = f"accesses, counted: {first}", *others
+    return table(("float32, us (speed-up)", first, *others, *counted, f"{published.PAPER}: online fused", "on"), rows)
+
+
+def _name_of_way(way: Any) -> str:
+    own = {"safe_then_top_k": "`fused`, then `jaxsoftmax.top_k`", "online_top_k": "`jaxsoftmax.softmax_top_k`"}
+    return own.get(way.name, f"`{way.name}`")
 
 
 def _table_of_write_up(measured: Measured) -> str:
@@ -261,6 +287,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "attention": _table_of_attention,
     "accesses": _table_of_accesses,
     "top-k": _table_of_top_k,
+    "top-k by size": _table_of_top_k_by_size,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -38,6 +38,12 @@ LADDER = {
     "online_blocks": ("6", 2, 1, ["states", "merge_write"]),
     "on_chip": ("7", 1, 1, []),
 }
+# Of softmax with top-k: reads and writes, and the kernels before those of the library.
+WITH_TOP_K = {
+    "safe_then_top_k": (4, 1, ["worklog_fused_max_sum_write"]),
+    "safe_top_k": (2, 0, ["worklog_safe_top_k_max_search"]),
+    "online_top_k": (1, 0, []),
+}
 SAFE = [name for name in LADDER if name not in ("naive", "on_chip")]
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -107,6 +113,8 @@ def test_rungs_are_the_ladder(example):
         assert rung.teaches
         assert "\n" not in rung.teaches
     assert [rung.name for rung in example.RUNGS if rung.slow] == ["online_thread"]
+    ways = {way.name: (way.number, way.reads, way.writes) for way in example.WITH_TOP_K}
+    assert ways == {name: ("9", *row[:2]) for name, row in WITH_TOP_K.items()}
 
 
 def test_predicted_bytes(example):
@@ -325,7 +333,7 @@ def names_of_the_library(tree):
 def test_only_public_names_are_used():
     tree = ast.parse(SCRIPT.read_text())
     found = {name for name in names_of_the_library(tree) if name}
-    assert found == {".softmax", ".dot_product_attention", ".explain"}
+    assert found == {".softmax", ".dot_product_attention", ".explain", ".top_k", ".softmax_top_k"}
     assert found <= {"." + name for name in jaxsoftmax.__all__}
     own = {"_check_canonical", "__name__", "__version__"}  # the first is the one way to write a layout down in any form
     for node in ast.walk(tree):
@@ -389,7 +397,99 @@ def test_attention_lowers_for_cuda(example):
     assert not any(name.startswith("attention") for name in written)
 
 
+# Softmax with top-k.
+
+
+def with_top_k(example, name, x):
+    """Weights and columns; kernels are interpreted, and the library's reference runs in place of its own."""
+    way = next(way for way in example.WITH_TOP_K if way.name == name)
+    run = jax.jit(lambda x: way.softmax(x))  # a new function: nothing traced before counts
+    if name == "online_top_k":
+        return run(x)
+    return kernels.interpreted(run, x)
+
+
+def assert_largest(weights, columns, x):
+    """The weights are the largest of each row in float64, in order, and stand at their columns."""
+    truth = oracle.softmax(x)
+    order = np.argsort(-truth.value, axis=1, kind="stable")[:, :5]
+    value, budget = (np.take_along_axis(array, order, axis=1) for array in (truth.value, truth.budget))
+    assert weights.dtype == x.dtype
+    assert columns.dtype == jnp.int32
+    assert oracle.error(weights, oracle.Truth(value, budget)) <= 1
+    at = np.asarray(columns)
+    assert all(len(set(row)) == 5 for row in at.tolist())
+    there = np.take_along_axis(truth.value, at, axis=1)
+    # Of two weights that are rounded to the same, either may come first.
+    half_unit = 0 if x.dtype == jnp.float32 else float(jnp.finfo(x.dtype).eps) / 2
+    np.testing.assert_array_less(np.abs(there - value), 2 * (budget + half_unit * value) + 2.0**-24)
+    return order
+
+
+@pytest.mark.parametrize("name", WITH_TOP_K)
+def test_top_k_is_right_in_every_row(example, short_steps, name):
+    x = hurtful(2560, "float32")
+    assert_largest(*with_top_k(example, name, x), x)
+
+
+@pytest.mark.parametrize("name", WITH_TOP_K)
+def test_columns_of_top_k(example, short_steps, name):
+    """Scores that no rounding makes equal; one lane has all of a row's largest, in an order that rises, another one none."""
+    x = np.random.default_rng(0).permuted(np.tile(np.linspace(-8, 8, 2560, dtype=np.float32), (3, 1)), axis=1)
+    x[1, 3::512] = np.arange(10, 15)
+    x[2] = np.linspace(8, -8, 2560)
+    weights, columns = with_top_k(example, name, jnp.asarray(x))
+    np.testing.assert_array_equal(columns, assert_largest(weights, columns, jnp.asarray(x)))
+    np.testing.assert_array_equal(columns[1], [2051, 1539, 1027, 515, 3])
+
+
+@pytest.mark.parametrize("name", WITH_TOP_K)
+def test_equal_scores_come_in_the_order_of_their_columns(example, name):
+    x = jnp.zeros((2, 1024)).at[0, jnp.array([700, 5, 900])].set(1).at[1, 1:].set(-jnp.inf)
+    _, columns = with_top_k(example, name, x)
+    np.testing.assert_array_equal(columns, [[5, 700, 900, 0, 1], [0, 1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", cases.every_other(WITH_TOP_K))
+def test_top_k_in_sixteen_bits(example, name, dtype):
+    x = hurtful(1536, dtype)
+    assert_largest(*with_top_k(example, name, x), x)
+
+
+@pytest.mark.parametrize("name", WITH_TOP_K)
+def test_top_k_of_rows_that_are_not_numbers(example, name):
+    x = jnp.zeros((4, 512)).at[0].set(-jnp.inf).at[1, 7].set(jnp.inf).at[2, 300].set(jnp.nan)
+    weights, _ = with_top_k(example, name, x)
+    assert np.isnan(weights[:3]).all()
+    np.testing.assert_allclose(weights[3], 1 / 512, rtol=1e-6)
+
+
+def test_top_k_lowers_for_cuda(example):
+    """To as many kernels as are counted: the library's reads each row once."""
+    for way in example.WITH_TOP_K:
+        for shape in ((4096, 32768), (4000, 2048), (10, 131072)):
+            found = kernels.kernel_names(kernels.lowered_for_cuda(way.softmax, jax.ShapeDtypeStruct(shape, "float32")))
+            own = WITH_TOP_K[way.name][2]
+            assert found[: len(own)] == own
+            rest = found[len(own) :]
+            assert len(rest) == (way.name != "safe_top_k")
+            assert all(name.startswith("top_k") and name.endswith("_mosaic") for name in rest), rest
+
+
 # The script.
+
+
+def test_error_of_top_k_is_that_of_its_worst_row(example):
+    x = hurtful(512, "float32")
+    weights, columns = jaxsoftmax.softmax_top_k(x, 5)
+    assert example.top_k_error(weights, columns, x) <= 1
+    assert example.top_k_error(weights.at[3, 4].multiply(1.01), columns, x) > 1
+    assert example.top_k_error(weights.at[3, 4].set(jnp.nan), columns, x) == np.inf
+    assert example.top_k_error(weights, columns.at[3, 0].set(columns[3, 1]), x) == np.inf
+    assert example.top_k_error(weights, columns.at[3, 0].set(512), x) == np.inf
+    smallest = int(jnp.argmin(x[4]))
+    assert example.top_k_error(weights, columns.at[4, 4].set(smallest), x) > 1
 
 
 def test_error_is_that_of_the_oracle(example):
@@ -418,6 +518,11 @@ def test_every_rung_in_small_form(example, capsys):
     assert "  [1000, 1001, 1002] gives [nan, nan, nan], not [0.09003, 0.2447, 0.6652]" in printed
     assert "  [0, 500, 1000] gives [0, nan, nan], not [0, 0, 1]" in printed
     assert [line.split()[0] for line in printed if line.startswith("attention_")] == ["attention_written", "attention_fused"]
+    assert printed[-5] == "softmax and the 5 largest of each row"
+    for line, (name, (reads, writes, _)) in zip(printed[-3:], WITH_TOP_K.items(), strict=True):
+        words = line.split()
+        assert (words[0], int(words[1])) == (name, reads + writes)
+        assert 0 < float(words[2]) <= 1
 
 
 def test_some_rungs_and_a_refusal(example, capsys):
@@ -505,6 +610,18 @@ def test_hurtful_rows_on_a_gpu(example, name):
             np.testing.assert_allclose(np.asarray(y[4:5], np.float64), truth, rtol=epsilon, atol=float(jnp.finfo(dtype).tiny))
             x, y = (jnp.delete(array, 4, axis=0) for array in (x, y))
         assert_right(y, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WITH_TOP_K)
+def test_top_k_on_a_gpu(example, name, dtype):
+    way = next(way for way in example.WITH_TOP_K if way.name == name)
+    for rows, cols in GRID:
+        x = jax.random.normal(jax.random.key(cols), (rows, cols)).astype(dtype)
+        x = x.at[:, cols // 3].set(30).at[-1].multiply(jnp.asarray(20, dtype)).at[0, : cols // 2].set(-jnp.inf)
+        assert example.top_k_error(*jax.jit(way.softmax)(x), x) <= 1, (rows, cols)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The benchmark of the softmax worklog: what is measured, counted bytes, tables, figures, and the page's claims."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, results
+from benchmarks import check, harness, results
 from benchmarks.clock import wall_clock
 from examples.worklog import __main__ as command
 from examples.worklog import cells, claims, common, counters, figures, published, serial, softmax_worklog, tables
@@ -29,6 +30,7 @@ QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 COPY = 4e6  # bytes a microsecond, of the rows made up here
 REAL = {rung.name: rung for rung in common.ladder().RUNGS}
+WITH_TOP_K = {way.name: way for way in common.ladder().WITH_TOP_K}
 
 
 def a_row(name, shape, us, op="softmax", dtype="float32", **changes):
@@ -77,6 +79,8 @@ def a_full_run():
         times += [a_row(name, shape, 2 * common.size(shape, dtype) / COPY, dtype=dtype) for name in common.PEERS]
     for name in (*common.OF_TOP_K, *common.PEERS):
         times.append(a_row(name, common.MEDIUM, 1000.0, op="softmax_top_k"))
+    for way, shape in itertools.product(WITH_TOP_K.values(), (common.MEDIUM, *common.TOP_K_SHAPES)):
+        times.append(a_row(way.name, shape, time_of(way, shape), op="softmax_top_k"))
     for name in common.WAYS_OF_ATTENTION:
         times.append(a_row(name, common.ATTENTION.shape, 1000.0, op="attention", dtype="bfloat16"))
     for case in counters.cases():
@@ -130,6 +134,8 @@ def stand_in(monkeypatch, *rungs, **more):
 
 
 def test_rungs_that_are_named_here_are_rungs():
+    assert set(published.PAPERS_TOP_K) == set(WITH_TOP_K)
+    assert common.TOP_K_BASE in WITH_TOP_K
     named = {*common.OF_ONE_VECTOR, *common.OF_TOP_K, *published.PAPERS_RUNGS, common.REFERENCE}
     assert named <= set(REAL)
     assert set(published.ROWS) <= {*REAL, *common.PEERS}
@@ -152,6 +158,9 @@ def test_cells_have_names_of_their_own_and_sizes_of_the_figure(monkeypatch):
     of_the_library = {cell.shape for cell in made if "on_chip" in [contender.name for contender in cell.contenders]}
     assert of_the_library >= shapes
     assert {cell.shape for cell in made if cell.dtype == "float16"} == set(common.HALVES)
+    of_top_k = {cell.shape: [c.name for c in cell.contenders] for cell in made if cell.op == "softmax_top_k"}
+    assert of_top_k.pop(common.MEDIUM) == [*WITH_TOP_K, *common.OF_TOP_K, *common.PEERS]
+    assert of_top_k == {shape: list(WITH_TOP_K) for shape in common.TOP_K_SHAPES}
 
 
 def test_a_rung_that_refuses_a_shape_is_not_measured_there(monkeypatch):
@@ -181,11 +190,41 @@ def test_rungs_are_measured_and_compared_with_the_truth(monkeypatch):
     assert rows["safe"].bytes == 2 * 8 * 512 * 4
 
 
-def test_top_k_is_measured_behind_softmax(monkeypatch):
-    stand_in(monkeypatch, a_rung("fused", serial.safe), a_rung("on_chip", lambda x: x))
-    rows, said = measured_here(cells._cell_of_top_k((8, 512)))
-    assert set(rows) == {"fused", "jax.nn"}
+def largest(x, order=1):
+    weights = serial.safe(x)
+    columns = jnp.argsort(-order * weights, axis=1, stable=True)[:, : common.K].astype(jnp.int32)
+    return jnp.take_along_axis(weights, columns, axis=1), columns
+
+
+def test_top_k_is_measured_behind_softmax_and_with_it(monkeypatch):
+    def elsewhere(x):
+        weights, columns = largest(x)
+        return weights, columns.at[:, 0].set(jnp.argmin(x, axis=1).astype(jnp.int32))
+
+    ways = {"right": largest, "wrong": lambda x: largest(x, -1), "elsewhere": elsewhere}
+    rungs = a_rung("fused", serial.safe), a_rung("on_chip", lambda x: x)
+    stand_in(monkeypatch, *rungs, WITH_TOP_K=[a_rung(name, function) for name, function in ways.items()])
+    rows, said = measured_here(cells._cell_of_top_k((8, 512), in_steps=True))
+    assert set(rows) == {"right", "fused", "jax.nn"}
     assert "on_chip left out" in said
+    assert "wrong left out" in said
+    assert "elsewhere left out" in said
+    assert rows["right"].error <= 1
+    assert rows["right"].bytes == 8 * 512 * 4
+    assert set(measured_here(cells._cell_of_top_k((8, 512)))[0]) == {"right"}
+
+
+def test_ways_of_top_k_are_measured():
+    """As a GPU's are, but with kernels interpreted, which needs the thread of the test."""
+    cell = cells._cell_of_top_k((6, 1024))
+    assert [contender.name for contender in cell.contenders] == list(WITH_TOP_K)
+    for contender, hurtful in itertools.product(cell.contenders, (False, True)):
+        inputs = cell.inputs(jax.random.key(0), hurtful)
+        with common.ladder().interpreted_without_gpu():
+            output = jax.block_until_ready(jax.jit(contender.build())(*inputs))
+        error, relative = check.errors(cell, contender, inputs, output)
+        assert error <= 1
+        assert relative < 1e-5
 
 
 @pytest.mark.parametrize("x", [[1000.0, 1001.0, 1002.0], [0.0, 500.0, 1000.0]])
@@ -338,6 +377,9 @@ def test_cases_are_predicted_by_their_rungs():
     assert cases["softmax", common.MEDIUM, "on_chip"] == 2 * 4 * 2**27
     assert cases["softmax", common.HUGE, "on_chip"] == 3 * 4 * 2**27
     assert cases["softmax_top_k", common.MEDIUM, "fused"] == 5 * 4 * 2**27
+    for shape in (common.MEDIUM, *common.TOP_K_SHAPES):
+        found = [cases["softmax_top_k", shape, name] for name in ("safe_then_top_k", "safe_top_k", "online_top_k")]
+        assert found == [accesses * 4 * math.prod(shape) for accesses in (5, 2, 1)]
     assert cases["attention", common.ATTENTION.shape, "attention_fused"] == 4 * 2 * math.prod(common.ATTENTION.shape)
 
 
@@ -374,6 +416,27 @@ def test_the_table_of_a_ladder(full):
     assert lines[-1][:2] == ["the copy's speed", "2N"]
 
 
+def test_tables_of_top_k(full):
+    lines = {line[0]: line for line in map(cells_of, tables.TABLES["top-k"](full).splitlines())}
+    us = time_of(WITH_TOP_K["online_top_k"], common.MEDIUM)
+    assert lines["`jaxsoftmax.softmax_top_k`"][1:8] == ["1", "1.00", "537", "537", f"{us:.1f}", "-", "5.00x"]
+    assert lines["`fused`, then `jaxsoftmax.top_k`"][1:4] == ["5", "5.00", "2684"]
+    lines = [cells_of(line) for line in tables.TABLES["top-k by size"](full).splitlines()[2:]]
+    assert [line[0] for line in lines] == [f"{rows} x {cols}" for rows, cols in common.TOP_K_SHAPES]
+    times = [time_of(way, common.TOP_K_SHAPES[0]) for way in WITH_TOP_K.values()]
+    speed_ups = "1.00x", "2.50x", "5.00x"
+    assert lines[0][1:4] == [f"{tables._us(us)} ({text})" for us, text in zip(times, speed_ups, strict=True)]
+
+
+def test_what_is_not_measured_of_top_k_has_no_figures(full):
+    """In the first table what was published stands beside the two steps that are measured; the second has no line."""
+    few = changed(full, lambda row: None if row.implementation in WITH_TOP_K else row)
+    lines = {line[0]: line for line in map(cells_of, tables.TABLES["top-k"](few).splitlines())}
+    assert lines["`safe_top_k`"][1:] == ["2", *["-"] * 6, "2", "-", "Tesla V100"]
+    assert lines["`fused`, then `lax.top_k`"][7] == "-"
+    assert len(tables.TABLES["top-k by size"](few).splitlines()) == 2
+
+
 # Of each table that has some, lines and what is quoted at their end.
 PUBLISHED = {
     "write-up": {"`online_thread`": ["88.15", "GTX 1050 Ti"], "`fused`": ["-", "-"]},
@@ -387,10 +450,13 @@ PUBLISHED = {
     "cpu": {"`online`, 1024x512": ["70x", "a GPU that is not named"], "`safe`, 1024x512": ["-", "-"]},
     "accesses": {"online (`online_wide`)": ["3", "up to 1.3x", "Tesla V100"], "naive (`naive`)": ["-", "-", "-"]},
     "top-k": {
-        "`fused`, then top 5": ["5", "the base", "Tesla V100"],
-        "one kernel, online": ["-", "-", "-", "-", "1", "up to 5x", "Tesla V100"],
-        "`jaxsoftmax`, then top 5": ["-", "-", "-"],
+        "`fused`, then `jaxsoftmax.top_k`": ["1.00x", "5", "the base", "Tesla V100"],
+        "`safe_top_k`": ["2.50x", "2", "-", "Tesla V100"],
+        "`jaxsoftmax.softmax_top_k`": ["5.00x", "1", "up to 5x", "Tesla V100"],
+        "`jaxsoftmax`, then `lax.top_k`": ["-", "-", "-"],
+        "`torch`, then `torch.topk`": ["-", "-", "-"],
     },
+    "top-k by size": {"4000 x 32768": ["5.00", "2.00", "1.00", "up to 5x", "Tesla V100"]},
 }
 
 
@@ -483,6 +549,9 @@ LONG = common.text(common.LONG)
         (("online_wide", LONG), {"us": 0.8}, "fused / online_wide 1024x131072: times 1.667, bytes 1.333"),
         (("on_chip", "4096x32768"), {"us": 0.8}, "naive / on_chip 4096x32768: times 1.875, bytes 1.500"),
         (("tree", "1x16777216"), {"us": 1.2}, "tree 1x16777216: 0.750 of its roofline"),
+        (("online_top_k", "4096x32768"), {"dram_read": 1.3}, "online_top_k 4096x32768: 1.150 of the predicted bytes"),
+        (("safe_top_k", "4096x32768"), {"dram_write": 0.7}, "safe_top_k 4096x32768: 0.850 of the predicted bytes"),
+        (("online_top_k", "10x2048"), {"dram_read": 1.3}, None),
     ],
 )
 def test_a_miss_is_found(full, page, which, change, expected):
@@ -498,12 +567,19 @@ def test_a_miss_is_found(full, page, which, change, expected):
         assert found == []
     else:
         assert any(miss.startswith(expected) for miss in found)
-    assert {miss.split()[0].rstrip(":") for miss in found} <= set(REAL)
+    assert {miss.split()[0].rstrip(":") for miss in found} <= {*REAL, *WITH_TOP_K}
 
 
 def test_a_rung_without_times_is_a_miss(full, page):
     found = found_in(changed(full, lambda row: None if row.implementation == "tree" else row), page)
     assert found == ["tree: no time"]
+
+
+def test_top_k_that_is_timed_and_not_counted_is_a_miss(full, page):
+    few = Measured(full.times, [one for one in full.counted if one.implementation != "online_top_k"], full.serial)
+    assert found_in(few, page) == [f"online_top_k {common.text(common.MEDIUM)}: no bytes counted"]
+    timed = [row for row in full.times if row.implementation != "online_top_k"]
+    assert found_in(Measured(timed, few.counted, full.serial), page) == []
 
 
 # The command line.
@@ -565,3 +641,6 @@ def test_rungs_are_timed_on_a_gpu(shape):
     names = {row.implementation for row in rows}
     assert names >= {rung.name for rung in REAL.values() if common.takes(rung, shape)}
     assert all(row.error <= 1 for row in rows if row.implementation == "fused")
+    rows.clear()
+    run.measure([cells._cell_of_top_k(shape, in_steps=True)])
+    assert {row.implementation for row in rows if row.error <= 1} >= {*WITH_TOP_K, "fused", "jax.nn"}
