@@ -7,6 +7,7 @@ python -m benchmarks attention_gradients   likewise, its forward and backward pa
 python -m benchmarks decoding              likewise, attention of a few queries to the keys of a cache
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
+python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks softmax --implementation triton
@@ -34,6 +35,7 @@ from benchmarks import (
     results,
     softmax,
     sweep,
+    top_k,
 )
 from benchmarks.cells import IMPLEMENTATIONS, OURS, Cell, library
 from benchmarks.results import Row
@@ -46,6 +48,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "decoding": decoding.cells,
     "cross_entropy": cross_entropy.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
+    "top_k": top_k.cells,
     "first_call": first_call.cells,
 }
 

@@ -18,6 +18,7 @@ YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed:
 FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
 
 Truth = Callable[..., Sequence[Any]]
+Sample = Callable[[Sequence[Any], Any], list[tuple[Any, Any]]]
 
 
 class Library:
@@ -58,7 +59,7 @@ class Contender:
       prepare: turns a cell's inputs into the function's arguments, outside of what is measured.
       framework: whose function it is.
       needs: the modules that must be installed.
-      truth: as for `Cell`, where it differs from the cell's.
+      truth, sample: as for `Cell`, where they differ from the cell's.
       alone: whether no other contender may be built at the same time.
       capability: the major compute capability of the only GPUs that it is for, None for any.
     """
@@ -69,6 +70,7 @@ class Contender:
     framework: Literal["jax", "torch"] = "jax"
     needs: tuple[str, ...] = ()
     truth: Truth | None = None
+    sample: Sample | None = None
     alone: bool = False
     capability: int | None = None
 
@@ -99,7 +101,8 @@ class Cell:
       shared: how many of the inputs, at the end, are the same for all rows.
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
       blocks: how many blocks have to be visited, where some need not be; 0 where they are not counted.
-      sample: where outputs are not made row by row: from the inputs and an output, pairs of a part of it and its truth.
+      sample: where outputs are not made or not compared row by row: from the inputs and an output, pairs of a part of it, or
+        of what is made of it, and its truth.
       fewer: likewise, from the same, calls with a part of the rows: in words, its inputs, and its part of the output,
         with which the first entries of its result are compared.
       repeatable: whether ours must give the same bits each time.
@@ -118,7 +121,7 @@ class Cell:
     shared: int = 0
     flops: int = 0
     blocks: int = 0
-    sample: Callable[[Sequence[Any], Any], list[tuple[Any, Any]]] | None = None
+    sample: Sample | None = None
     fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
     repeatable: bool = True
     program: bool = False

@@ -25,7 +25,8 @@ def errors(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any)
     The relative error is that of the vector of all finite values, by its norm; infinite where one is wrongly not finite.
     """
     output = jax.tree.map(as_jax, output)
-    pairs = cell.sample(inputs, output) if cell.sample else _sample(cell, contender, inputs, output)
+    sample = contender.sample or cell.sample
+    pairs = sample(inputs, output) if sample else _sample(cell, contender, inputs, output)
     return max(oracle.error(*pair) for pair in pairs), max(_relative(actual, truth.value) for actual, truth in pairs)
 
 

@@ -269,9 +269,9 @@ def _temporaries(framework: str, function: Any, arguments: tuple[Any, ...]) -> i
 
 
 def _implementation(contender: Contender, arguments: tuple[Any, ...]) -> str:
-    """The implementations that run in a call of ours, as `explain` names them."""
+    """The implementations that run in a call of ours, as `explain` names them; "xla" where it is all plain `jax.numpy`."""
     explanation = explain(contender.build(), *arguments)
-    return "+".join(dict.fromkeys(decision.implementation for decision in explanation))
+    return "+".join(dict.fromkeys(decision.implementation for decision in explanation)) or "xla"
 
 
 def gpu_name() -> str | None:

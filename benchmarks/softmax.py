@@ -116,7 +116,7 @@ def one_array(shape, dtype) -> Callable[..., tuple[Any, ...]]:
     return lambda key, hurtful: (_scores(key, shape, dtype, hurtful),)
 
 
-def _with_direction(shape, dtype, direction=None) -> Callable[..., tuple[Any, ...]]:
+def with_direction(shape, dtype, direction=None) -> Callable[..., tuple[Any, ...]]:
     """Inputs `x` and a tangent or cotangent, of its shape unless `direction` is another one."""
     return lambda key, hurtful: (_scores(key, shape, dtype, hurtful), _normal(key, direction or shape, dtype))
 
@@ -141,7 +141,7 @@ def _pullback(op: str) -> Callable[[Any], dict[str, Any]]:
     """The vjp alone: the function that it returns is a pytree, whose residuals are arguments of the program."""
     return lambda module: {
         "build": lambda: lambda vjp, c: vjp(c)[0],
-        "prepare": _with_first(lambda x: jax.vjp(_function(module, op), x)[1]),
+        "prepare": with_first(lambda x: jax.vjp(_function(module, op), x)[1]),
     }
 
 
@@ -149,11 +149,11 @@ def _pushforward(op: str) -> Callable[[Any], dict[str, Any]]:
     """The jvp alone, in the same way."""
     return lambda module: {
         "build": lambda: lambda linear, t: linear(t),
-        "prepare": _with_first(lambda x: jax.linearize(_function(module, op), x)[1]),
+        "prepare": with_first(lambda x: jax.linearize(_function(module, op), x)[1]),
     }
 
 
-def _with_first(function: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
+def with_first(function: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
     """A function of the first of two inputs, in its place; jitted, it gives one pytree, and what takes that is traced once."""
     jitted = jax.jit(function)
     return lambda x, direction: (jitted(x), direction)
@@ -181,7 +181,7 @@ def sums() -> tuple[Contender, Contender]:
     """The fastest way to read an array, which is the first of the inputs."""
 
     def true_sum(x, *others):
-        return [_exactly(oracle.to64(x).sum(-1))]
+        return [exactly(oracle.to64(x).sum(-1))]
 
     return (
         Contender("sum", lambda: lambda x, *others: jnp.sum(x, -1, dtype="float32"), truth=true_sum),
@@ -243,11 +243,11 @@ def copy_cell(dtype: str, elements: int) -> Cell:
         2 * _size(shape, dtype),
         one_array(shape, dtype),
         contenders,
-        lambda x: [_exactly(oracle.to64(x))],
+        lambda x: [exactly(oracle.to64(x))],
     )
 
 
-def _exactly(value: np.ndarray) -> Any:
+def exactly(value: np.ndarray) -> Any:
     return oracle.Truth(value, np.full(value.shape, oracle.TINY))
 
 
@@ -300,7 +300,7 @@ def jacobian_cell(dtype: str, shape: tuple[int, int]) -> Cell:
         shape,
         "",
         3 * _size(shape, dtype),
-        _with_direction(shape, dtype),
+        with_direction(shape, dtype),
         (*_ours_and_jax_nn(_pullback("softmax")), _torch_backward("softmax")),
         functools.partial(_derivative_of_softmax, dtype),
     )
@@ -311,7 +311,7 @@ def _backward(elements: int) -> Iterator[Cell]:
     for dtype in DTYPES:
         for shape in (shape_of(elements, cols) for cols in BACKWARD):
             make = functools.partial(Cell, pass_="backward", dtype=dtype, shape=shape)
-            both, size = _with_direction(shape, dtype), _size(shape, dtype)
+            both, size = with_direction(shape, dtype), _size(shape, dtype)
             yield jacobian_cell(dtype, shape)
             yield make(
                 "log_softmax",
@@ -342,7 +342,7 @@ def _backward(elements: int) -> Iterator[Cell]:
                 "logsumexp",
                 options="mode=vjp",
                 bytes=2 * size,
-                inputs=_with_direction(shape, dtype, shape[:-1]),
+                inputs=with_direction(shape, dtype, shape[:-1]),
                 contenders=_ours_and_jax_nn(_pullback("logsumexp")),
                 truth=lambda x, c: [oracle.logsumexp_cotangent(x, c, -1)],
             )
@@ -413,7 +413,7 @@ def _both(elements: int) -> Iterator[Cell]:
                     shape,
                     "",
                     5 * _size(shape, dtype),
-                    _with_direction(shape, dtype),
+                    with_direction(shape, dtype),
                     _ours_and_jax_nn(_pullback_with_value(op)),
                     functools.partial(_value_and_cotangent, op, dtype),
                 )
@@ -551,7 +551,7 @@ def _first_calls(elements: int) -> Iterator[Cell]:
                 shape,
                 "grad=1",
                 0,
-                _with_direction(shape, dtype),
+                with_direction(shape, dtype),
                 (Contender(OURS, **_pullback_with_value("softmax")(library)),),
                 functools.partial(_value_and_cotangent, "softmax", dtype),
             )

@@ -30,6 +30,7 @@ from benchmarks import (
     results,
     softmax,
     sweep,
+    top_k,
 )
 from benchmarks.__main__ import SUITES, main
 from benchmarks.cells import OURS, Contender, library
@@ -46,6 +47,7 @@ GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
 DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
+TOP_K = {cell.name: cell for cell in top_k.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -240,6 +242,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("decoding", DECODING),
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
+        ("top_k", TOP_K),
         ("first_call", FIRST_CALLS),
     ],
 )
@@ -395,6 +398,29 @@ def test_check_of_cross_entropy(tmp_path, capsys, name, implementation, change, 
 def test_check_of_linear_cross_entropy(tmp_path, capsys, name, implementation, change, found):
     name = f"linear_cross_entropy {name}"
     said = check_of_a_change(tmp_path, capsys, "linear_cross_entropy", a_full_run_of_linear(), name, change, implementation)
+    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "found"),
+    [
+        ("top_k forward float32 512x128256 k=50", {"us": 106.0}, "0.6195"),  # of which a read takes 65.7
+        ("top_k forward bfloat16 512x50257 k=50", {"implementation": "xla"}, "on xla, not on mosaic"),
+        ("top_k forward bfloat16 64x128256 k=50", {"us": 26.0}, "26"),
+        ("top_k forward float32 1x128256 k=50", {"us": 13.0}, "13"),
+        ("top_k forward float32 1x128256 k=1", {"us": 1.06}, "1.06"),
+        ("top_k forward bfloat16 300x100003 k=50", {"error": 2.0}, "2"),
+        ("softmax_top_k forward float32 512x50257 k=50", {"us": 30.0}, "1.166"),
+        ("softmax_top_k forward bfloat16 512x50257 k=50", {"op": "none"}, "not measured"),
+        ("softmax_top_k forward float32 1048576x64 k=8", {"us": 100.0}, "0.8389"),
+        ("softmax_top_k backward bfloat16 262144x256 k=8 normalize=selected", {"us": 50.0}, "0.755"),
+        ("softmax_top_k backward float32 262144x256 k=8", {"error": 1.5}, "1.5"),
+        ("categorical forward float32 512x128256", {"us": 99.0}, "0.6633"),
+        ("categorical forward bfloat16 512x50257 top_p=0.9", {"us": 40.0}, "0.3216"),
+    ],
+)
+def test_check_of_top_k(tmp_path, capsys, name, change, found):
+    said = check_of_a_change(tmp_path, capsys, "top_k", a_full_run(TOP_K), name, change)
     assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
 
 
@@ -602,7 +628,7 @@ def kinds(*suites):
 
 def test_all_cells_run_on_what_is_asked_for(asked_for):
     asked_for("mosaic")
-    for cell in kinds(CELLS, ATTENTION, GRADIENTS, DECODING, LOSSES, LINEAR):
+    for cell in kinds(CELLS, ATTENTION, GRADIENTS, DECODING, LOSSES, LINEAR, TOP_K):
         (ours,) = [contender for contender in cell.contenders if contender.name == OURS]
 
         def program(key, cell=cell, ours=ours):
@@ -1083,6 +1109,169 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
     assert 0.3 < in_parts[2] < 0.4
 
 
+def test_cells_of_top_k():
+    copies, cells = list(TOP_K.values())[:2], list(TOP_K.values())[2:]
+    assert [cell.name for cell in copies] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
+    assert [sum(cell.op == op for cell in cells) for op in ("top_k", "softmax_top_k", "categorical")] == [29, 20, 32]
+    names = {cell.name: list(dict.fromkeys(contender.name for contender in cell.contenders)) for cell in cells}
+    assert names["top_k forward bfloat16 1x50257 k=50"] == [OURS, "jax", "torch", "flashinfer"]
+    assert names["top_k forward bfloat16 64x128256 k=1"] == [OURS, "jax", "torch", "flashinfer", "argmax"]
+    assert names["softmax_top_k backward float32 262144x256 k=8"] == [OURS, "jax", "torch"]
+    assert names["categorical forward float32 1x128256"] == [OURS, "jax", "flashinfer"]
+    assert names["categorical forward bfloat16 512x50257 top_k=50"] == [OURS, "jax", "flashinfer"]
+    assert names["categorical forward float32 512x128256 min_p=0.1"] == [OURS, "flashinfer"]
+
+    def of_router(pass_, options="k=8"):
+        return TOP_K[f"softmax_top_k {pass_} bfloat16 1048576x64 {options}"].bytes / 2**20
+
+    for cell in cells:
+        if cell.op != "softmax_top_k" or "k=50" in cell.options:
+            assert cell.bytes == np.prod(cell.shape) * (4 if cell.dtype == "float32" else 2)  # one read
+    assert of_router("forward") == of_router("forward", "k=8 normalize=selected") == 2 * 64 + 8 * (2 + 4)
+    assert of_router("backward") == 2 * 64 + 8 * (2 + 4) + 2 * 64
+    assert of_router("backward", "k=8 normalize=selected") == 8 * (2 + 2 + 4) + 2 * 64
+
+
+SAMPLERS = {
+    "": ("sampling_from_logits",),
+    " top_k=50": ("top_k_sampling_from_probs", 50),
+    " top_p=0.9": ("top_p_sampling_from_probs", 0.9),
+    " min_p=0.1": ("min_p_sampling_from_probs", 0.1),
+}
+TINY_TOP_K = {cell.name: cell for cell in top_k.cells(128)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "top_k forward bfloat16 4x50257 k=50",
+        "top_k forward float32 4x128256 k=1",
+        "softmax_top_k forward float32 4x50257 k=50",
+        "softmax_top_k forward bfloat16 2048x256 k=8 normalize=selected",
+        "softmax_top_k backward float32 2048x256 k=8",
+        "softmax_top_k backward bfloat16 8192x64 k=8 normalize=selected",
+        "categorical forward float32 4x50257",
+        "categorical forward bfloat16 4x50257 top_k=50",
+        "categorical forward float32 4x50257 top_p=0.9",
+    ],
+)
+def test_cells_of_top_k_run(name):
+    cell = TINY_TOP_K[name]
+    run, rows, said = measured(cell)
+    assert not run.problems
+    peers = {contender.name for contender in cell.contenders if contender.framework == "jax"} - {OURS}
+    assert {row.implementation for row in rows} == {"xla", *peers}, said
+    (ours,) = [row for row in rows if bars.is_ours(row)]
+    assert ours.error == 0 if cell.op in ("top_k", "categorical") else 0 < ours.error <= 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "top_k forward bfloat16 4x50257 k=50",
+        "softmax_top_k forward float32 2048x256 k=8",
+        "softmax_top_k forward bfloat16 2048x256 k=8 normalize=selected",
+    ],
+)
+def test_the_truth_of_top_k(name):
+    cell = TINY_TOP_K[name]
+    ours, jax_, *_ = cell.contenders
+    inputs = cell.inputs(jax.random.key(0), True)
+    values, indices = jax.jit(ours.build())(*inputs)
+
+    def errors(contender, *output):
+        return check.errors(cell, contender, inputs, output)
+
+    assert errors(ours, values, indices)[0] <= 1
+    assert errors(jax_, values, indices)[0] <= 1
+    assert errors(ours, values, indices.at[-1, -1].add(1))[0] > 1  # one of a row
+    assert errors(ours, values[:, ::-1], indices)[0] > 1
+    for wrong in ((values * 1.5, indices), (values, (indices + 1) % cell.shape[1])):
+        assert errors(ours, *wrong)[0] > 1
+        assert errors(jax_, *wrong)[1] > 0.1
+
+
+def test_peers_of_top_k_may_choose_among_equal_entries():
+    def errors(name, output):
+        cell = TINY_TOP_K[name]
+        inputs = jnp.zeros(cell.shape, cell.dtype), *cell.inputs(jax.random.key(0), False)[1:]
+        return [check.errors(cell, contender, inputs, output(*inputs))[0] for contender in cell.contenders[:2]]
+
+    def last(x):
+        return x[:, -50:], jnp.broadcast_to(jnp.arange(50257 - 50, 50257), (4, 50))
+
+    def of_last(x, cotangent):
+        return jax.vjp(lambda x: jax.nn.softmax(x)[:, -8:], x)[1](cotangent)[0]
+
+    ours, peer = errors("top_k forward float32 4x50257 k=50", last)
+    assert ours > 1
+    assert peer == 0
+    ours, peer = errors("softmax_top_k backward float32 2048x256 k=8", of_last)
+    assert ours > 1
+    assert peer <= 1
+
+
+@pytest.mark.parametrize("options", ["k=8", "k=8 normalize=selected"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_truth_of_the_gradient_of_a_router(dtype, options):
+    cell = TINY_TOP_K[f"softmax_top_k backward {dtype} 8192x64 {options}"]
+    for hurtful in (False, True):
+        inputs = cell.inputs(jax.random.key(0), hurtful)
+        for contender in cell.contenders[:2]:
+            gradient = jax.jit(contender.build())(*contender.prepare(*inputs))
+            assert 0 < check.errors(cell, contender, inputs, gradient)[0] <= (1 if contender.name == OURS else np.inf)
+            assert check.errors(cell, contender, inputs, 1.1 * gradient)[0] > 1
+            one = gradient.at[0, jnp.argmax(jnp.abs(gradient[0]))].multiply(0)
+            assert check.errors(cell, contender, inputs, one)[0] > 1
+
+
+@pytest.mark.parametrize("options", ["", " top_k=50", " top_p=0.9", " min_p=0.1"])
+def test_one_sample_in_200_may_be_another(options):
+    cell = {cell.name: cell for cell in top_k.cells(1)}[f"categorical forward float32 512x50257{options}"]
+    logits, key = cell.inputs(jax.random.key(0), False)
+    logits = logits[:400, :1000]
+    ours, *peers = cell.contenders
+    samples = jax.jit(ours.build())(logits, key)
+
+    def errors(contender, samples):
+        return check.errors(cell, contender, (logits, key), samples)
+
+    assert errors(ours, samples)[0] == 0
+    assert errors(ours, samples.at[7].add(1))[0] == 0.5
+    assert errors(ours, samples.at[:3].add(1))[0] == 1.5
+    for peer in peers:
+        assert errors(peer, (samples + 1) % 1000) == (0, 0)
+        for wrong in (-1, 1000):
+            assert errors(peer, samples.at[7].set(wrong))[1] > 0.1
+
+
+def test_flashinfer_is_a_peer_where_it_is_installed(monkeypatch):
+    """Its functions are here those of JAX."""
+    given = []
+
+    def sampler(name, logits, *options):
+        given.append((name, logits.shape, *options))
+        return jnp.argmax(logits, -1)
+
+    def top_k_(x, k, sorted):
+        assert sorted
+        return jax.lax.top_k(x, k)
+
+    modules = {name: types.ModuleType(name) for name in ("flashinfer", "flashinfer.sampling")}
+    modules["flashinfer"].top_k = top_k_
+    modules["flashinfer.sampling"].softmax = jax.nn.softmax
+    for name in ("sampling_from_logits", *(f"{name}_sampling_from_probs" for name in ("top_k", "top_p", "min_p"))):
+        setattr(modules["flashinfer.sampling"], name, functools.partial(sampler, name))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("top_k forward float32 4x50257 k=50", *(f"categorical forward float32 4x50257{o}" for o in SAMPLERS)):
+        cell = TINY_TOP_K[name]
+        peer = next(contender for contender in cell.contenders if contender.name == "flashinfer")
+        inputs = cell.inputs(jax.random.key(0), False)
+        assert check.errors(cell, peer, inputs, peer.build()(inputs[0])) == (0, 0)
+    assert given == [(name, (4, 50257), *options) for name, *options in SAMPLERS.values()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
@@ -1090,8 +1279,9 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
         [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)],
         cross_entropy.cells(4),
         linear_cross_entropy.cells(64),
+        top_k.cells(128),
     ],
-    ids=["attention", "cross_entropy", "linear_cross_entropy"],
+    ids=["attention", "cross_entropy", "linear_cross_entropy", "top_k"],
 )
 def test_every_cell_of_a_suite_runs(cells):
     run, rows, _ = measured(*cells, peers=frozenset())
@@ -1279,6 +1469,7 @@ def test_bytes(name, bytes_per_element):
         (attention.gradient_cells, GRADIENTS),
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
+        (top_k.cells, TOP_K),
     ],
 )
 def test_cells_have_names_of_their_own_and_options_in_order(make, cells):
