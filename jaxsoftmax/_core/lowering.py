@@ -31,7 +31,7 @@ def register(this: Map, primitive: Primitive) -> None:
 
 def require_devices(this: Map, primitive: Primitive) -> None:
     """Makes devices known while a primitive is lowered that runs on shards: where XLA cuts its operands, it asks back."""
-    if this.is_cut or len(dispatch.implementations[this.op]) > 1:
+    if len(dispatch.implementations[this.op]) > 1:
         compat.require_devices(primitive)
 
 

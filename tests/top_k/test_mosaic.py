@@ -72,6 +72,70 @@ def test_what_there_is_no_kernel_for_says_why(options, reason):
     assert ("mosaic", reason) in decision.refusals
 
 
+@pytest.mark.parametrize(
+    ("f", "primitive"),
+    [
+        (lambda x: jaxsoftmax.top_k(x * 2, 50), "top_k"),
+        (lambda x: jaxsoftmax.softmax_top_k(x + 1, 8), "top_k"),
+        (lambda x: jaxsoftmax.softmax_top_k(x.astype(jnp.int32), 8), "top_k"),
+        (lambda x: jaxsoftmax.categorical(jax.random.key(0), x[::2], top_p=0.9), "categorical"),
+    ],
+)
+def test_what_would_be_sorted_is_written_for_the_kernels(f, primitive):
+    (decision,) = explain(f, jnp.zeros((8, 5000)), platform="cuda")
+    assert (decision.primitive, decision.implementation) == (primitive, "mosaic"), str(decision)
+
+
+@pytest.mark.parametrize(
+    ("f", "reason"),
+    [
+        (lambda x: jaxsoftmax.top_k(x * 2, 1), "XLA computes top_k together with what produces its operand"),
+        (lambda x: jaxsoftmax.categorical(jax.random.key(0), x * 2), "XLA computes categorical together with what produces"),
+        (
+            lambda x: jaxsoftmax.categorical(jax.random.key(0), x[0], shape=(9,)),
+            "a copy of the logits for each of their samples",
+        ),
+    ],
+)
+def test_what_xla_only_searches_is_left_to_it(f, reason):
+    (decision,) = explain(f, jnp.zeros((8, 5000)), platform="cuda")
+    assert decision.implementation == "xla"
+    assert any(name == "mosaic" and reason in why for name, why in decision.refusals), str(decision)
+
+
+def test_a_limit_that_no_kernel_has_is_refused_where_one_is_forced():
+    with pytest.raises(
+        NotImplementedError, match="categorical: implementation='mosaic' cannot run: top_k must be 1024 or less"
+    ):
+        jaxsoftmax.categorical(jax.random.key(0), jnp.zeros((2, 5000)), top_k=2000, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [3, 70, 50257])
+def test_samples_of_rows_that_hurt_are_those_of_the_reference(cols):
+    """Rows of which nothing is to be seen, or that overflow at the temperature: nothing may be looked for without end."""
+    normal = np.random.default_rng(0).standard_normal(cols).astype(np.float32)
+    rows = [np.full(cols, -np.inf), np.full(cols, 0.5), -3.4e38 + 1e37 * np.abs(normal), 3e38 * np.sign(normal), 1e-3 * normal]
+    rows.append(np.where(np.arange(cols) == cols - 1, 0.0, -np.inf))
+    rows.append(np.where(np.arange(cols) % 2, 0.0, -0.0))
+    x, key = jnp.asarray(np.stack(rows), jnp.float32), jax.random.key(3)
+    for options in (
+        {},
+        {"temperature": 0.5},
+        {"temperature": 0.0},
+        {"temperature": 0.5, "top_p": 0.9},
+        {"top_p": 0.3, "min_p": 0.2},
+        {"temperature": 2.0, "top_p": 0.7, "min_p": 1.0},
+        {"min_p": 0.5},
+        {"top_k": 2, "top_p": 0.4},
+        {"top_p": jnp.linspace(0.1, 1.2, len(rows)), "min_p": jnp.linspace(-0.5, 1, len(rows))},
+    ):
+        f = functools.partial(jaxsoftmax.categorical, **options)
+        cases.assert_ran("mosaic", functools.partial(f, implementation="mosaic"), key, x)
+        found, expected = (jax.jit(functools.partial(f, implementation=name))(key, x) for name in ("mosaic", "xla"))
+        np.testing.assert_array_equal(found, expected, str(options))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64, 528, 5000])
 def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
     for cols in (1, 100, 4096, 50257, 128256, 2**20):

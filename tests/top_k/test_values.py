@@ -84,7 +84,7 @@ def test_the_largest_entries_of_long_rows(implementation, dtype, columns, k):
 
 
 @pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 1, 1), (33,), ()], ids=cases.ident)
-@pytest.mark.parametrize("dtype", ["float32", "int32", *cases.quick(slow=["bfloat16", "uint8"])])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int8", *cases.quick(slow=["bfloat16", "uint8"])])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_where(implementation, dtype, mask):
     where = np.random.default_rng(1).random(mask) < 0.5

@@ -128,7 +128,7 @@ class ColumnMemory(Memory):
         address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
         return Vector(address, 0, itemsize, inside), compare("eq", place_along, constant(0))
 
-    def _columns(self, place, step):
+    def places(self, place, step):
         _, _, along, _ = self._own(place)
         along = arith.addi(along, arith.muli(step, constant(self.layout.height)))
         yield [(along, 0)] * self.layout.vector
@@ -211,8 +211,8 @@ class Columns(Tile):
         """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""
         iterations = self._iterations(count)
         if iterations <= _AT_ONCE:
-            return functools.reduce(function, map(of, range(iterations)), self._accumulator(start))
-        return lax.fori_loop(0, ptx.unknown(iterations), lambda k, total: function(total, of(k)), self._accumulator(start))
+            return functools.reduce(function, map(of, range(iterations)), self.accumulator(start))
+        return lax.fori_loop(0, ptx.unknown(iterations), lambda k, total: function(total, of(k)), self.accumulator(start))
 
     def _together(self, function, *parts):
         """`function` of what all warps of the block have, and then of what it gives in all blocks of the cluster.

@@ -152,7 +152,7 @@ class FlatMemory(Memory):
             address = ptx.shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 
-    def _columns(self, place, step):
+    def places(self, place, step):
         layout = self.layout
         lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
         word = arith.addi(lane, arith.muli(step, constant(layout.words * layout.lanes)))

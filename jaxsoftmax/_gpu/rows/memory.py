@@ -289,7 +289,7 @@ class Memory:
         layout = self.layout
 
         def add(row, rank, step, values, columns, addends):
-            places = self._columns((row, rank), step)
+            places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
             return [ptx.plus_where(register, *own) for register, *own in registers]
 
@@ -303,7 +303,7 @@ class Memory:
 
         def make(row, rank, step):
             kind, vectors = ir.VectorType.get((self.layout.vector,), ptx.integer(32)), []
-            for places in self._columns((row, rank), step):
+            for places in self.places((row, rank), step):
                 found = llvm.mlir_undef(kind)
                 for q, (first, offset) in enumerate(places):
                     found = llvm.insertelement(found, arith.addi(first, constant(offset)), constant(q))
@@ -313,7 +313,7 @@ class Memory:
         kind = plgpu.ShapeDtypeStruct(self.layout.shape, jnp.int32, layout=self.layout.layout)
         return ptx.emit(make, None, [*self.place, step], results=kind)
 
-    def _columns(self, place, step) -> Iterator[list[tuple[Any, int]]]:
+    def places(self, place, step) -> Iterator[list[tuple[Any, int]]]:
         """For each of this thread's rows the columns of its elements in a step, each the sum of an int32 and a number."""
         layout = self.layout
         for _, first, *_ in self._starts(None, place, 1):

@@ -125,7 +125,7 @@ class Tile:
             more = [functools.reduce(jnp.add, map(of, steps, found), sum_) for of, sum_ in zip(addends, sums, strict=True)]
             return [*state[:2], *more]
 
-        start = [self._accumulator(-jnp.inf), *(self._accumulator(0) for _ in ("d", *addends))]
+        start = [self.accumulator(-jnp.inf), *(self.accumulator(0) for _ in ("d", *addends))]
         top, d, *sums = self._fold(push, start)
         m, d = self.of_warp(top, d, scale)[:2]
         return State(m, d), list(map(self.of_places, sums))
@@ -161,10 +161,10 @@ class Tile:
     def _top(self, scores: Steps) -> jax.Array:
         """The maximum at each place of a step."""
         if isinstance(scores, Elements) and scores.in_words:
-            lowest = self._accumulator(-jnp.inf, scores.of)
+            lowest = self.accumulator(-jnp.inf, scores.of)
             (top,) = self._fold(lambda steps, top: [scores.maximum([top, *map(scores.load, steps)])], [lowest])
             return top.astype(jnp.float32)
-        lowest = self._accumulator(-jnp.inf)
+        lowest = self.accumulator(-jnp.inf)
         (top,) = self._fold(lambda steps, top: [functools.reduce(jnp.maximum, map(scores, steps), top)], [lowest])
         return top
 
@@ -198,13 +198,13 @@ class Tile:
         layout = self.memory.layout
         if layout.config.unroll or layout.shifted:
             # Products are added unrounded. From 0 on the first one is not, wherever the row starts.
-            zeros = self._accumulator(0)
+            zeros = self.accumulator(0)
             (total,) = self._fold(lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)], [zeros])
         else:
             total = functools.reduce(jnp.add, map(values, range(layout.steps)))
         return self._in_order(total) if layout.shifted else jnp.sum(total, 1)
 
-    def _accumulator(self, value, dtype=jnp.float32) -> jax.Array:
+    def accumulator(self, value, dtype=jnp.float32) -> jax.Array:
         """A value for each element of a step, which a loop may carry."""
         layout = self.memory.layout
         return plgpu.layout_cast(jnp.full(layout.shape, value, dtype), layout.layout)

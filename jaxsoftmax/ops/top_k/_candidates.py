@@ -55,7 +55,7 @@ class Candidates:
       head: `[8]` int32 in shared memory: how many there are, the largest key of a long list, the bound, and two numbers of a
         bisection.
       k: how many are wanted.
-      limit: of how many the list is cut; `size` is as many more as are offered at a time, at least.
+      limit: the list is cut once it is longer. There is room for as many more as are offered at a time.
       layout: of the row in the block.
       dtype: of the values: float32, int32 or uint32.
       of: the dtype that they have in memory: the same, or of float32 a narrower one.
@@ -102,7 +102,7 @@ class Candidates:
             *arrays, top = [list(array.registers.flat) for array in given[len(places.scalars) :]]
             # Of the lowest key that may be above it; 0 where there is no bound.
             more = 2**self.bits - 1 if places.in_order else 0
-            asm = f"add.u64 key, $0, {more}; shr.u64 key, key, {self.bits}; cvt.u32.u64 $1, key;"
+            asm = f"add.u64 key, $0, {more}; shr.u64 key, key, {self.bits}; min.u64 key, key, {2**32 - 1}; cvt.u32.u64 $1, key;"
             asm = f"{{ .reg .b64 key; ld.shared.u64 $0, [$2+8]; {asm} }}"
             kinds = [integer(64), integer(32)]
             bound = utils.inline_ptx(asm, start_of(head), result_types=kinds, has_side_effects=True)
@@ -328,7 +328,7 @@ _STORE = (
     " cvt.u64.u32 place, word; mul.wide.u32 entry, key, {scale}; add.u64 entry, entry, place;"
     " and.b32 word, {flags}, {bit}; setp.ne.u32 is, word, 0; @is st.shared.b64 [$0], entry; @is add.u32 $0, $0, 8;"
 )
-# $0: the largest key, and `flags` at least.
+# $0: the largest of `flags`, a key, and the keys of the elements.
 _LARGEST = " max.u32 $0, $0, key;"
 _LARGEST_INSIDE = " COLUMN setp.lt.u32 is, word, {cols}; @is max.u32 $0, $0, key;"
 _SETUP = {_STORE: "mov.b32 $0, {bound};"} | dict.fromkeys(

@@ -93,7 +93,7 @@ def _draw(plan, x, of_rows, return_state):
         2 * return_state
     )
     scratch = [Winner.scratch(plan.blocks)]
-    return launched("categorical_mosaic", kernel, plan, results, scratch, 2 * return_state)(x, *of_rows.values())
+    return launched("categorical_mosaic", kernel, plan, results, scratch, int(return_state))(x, *of_rows.values())
 
 
 def _check(plan, x, index, filters):
@@ -113,7 +113,7 @@ def _check(plan, x, index, filters):
             memory.store_row(d_ref, d)
 
     results = [jax.ShapeDtypeStruct((plan.rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
-    return launched("categorical_check_mosaic", kernel, plan, results, [], 3)(x, index, *filters.values())
+    return launched("categorical_check_mosaic", kernel, plan, results, [], 2)(x, index, *filters.values())
 
 
 def _redraw(plan, x, rejected, index, of_rows):
@@ -148,7 +148,7 @@ def _redraw(plan, x, rejected, index, of_rows):
 
     scratch = [Winner.scratch(plan.blocks)]
     results = [jax.ShapeDtypeStruct((plan.rows,), jnp.int32)]
-    (found,) = launched("categorical_again_mosaic", kernel, plan, results, scratch, 3)(x, rejected, index, *of_rows.values())
+    (found,) = launched("categorical_again_mosaic", kernel, plan, results, scratch, 2)(x, rejected, index, *of_rows.values())
     return found
 
 
@@ -174,17 +174,18 @@ class _Drawing:
 
     def min_p_keeps(self, x, columns) -> jax.Array:
         """Whether `min_p`, if there is one, keeps what is of these scores, of a row whose maximum is known."""
-        del columns
         along = self.row.tile.along
         if "min_p" not in self.of_row:
-            return x == x
+            return columns >= 0
         size = None if self.size is None else along(self.size)
-        return online.weights(x, along(self.of_row["m"]), axis=(), scale=size) >= along(jnp.minimum(self.of_row["min_p"], 1))
+        weights, least = online.weights(x, along(self.of_row["m"]), axis=(), scale=size), self.of_row["min_p"]
+        least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
+        return weights >= along(least)
 
     def draw(self, states: States | None = None, kept=None) -> None:
         """Draws among those for which `kept(scores, columns)` holds, or among all, and lifts them if there are `states`."""
         tile, size, winner = self.row.tile, self.size, self.winner
-        lowest = tile._accumulator(-jnp.inf)
+        lowest = tile.accumulator(-jnp.inf)
 
         def visit(steps, loaded, is_first, in_loop, carry):
             del is_first, in_loop
@@ -193,9 +194,13 @@ class _Drawing:
             if states is not None:
                 lifted = states.push(lifted, found, functools.reduce(jnp.maximum, found))
             at = [self.place + step * self.width for step in steps]
-            if kept is not None:
-                found = [jnp.where(kept(*own), own[0], lowest) for own in zip(found, at, strict=True)]
             scores = found if size is None else [x * tile.along(size) for x in found]
+            if kept is not None:  # whose scores may overflow: then they are alike, but more than those of the others
+                least = tile.along(jnp.float32(jnp.finfo(jnp.float32).min))
+                scores = [
+                    jnp.where(kept(x, columns), jnp.maximum(score, least), lowest)
+                    for x, columns, score in zip(found, at, scores, strict=True)
+                ]
             words = self._random_words(steps[0])[: len(scores)]
 
             def compare():
@@ -203,12 +208,12 @@ class _Drawing:
                 for score, word, columns in zip(scores, words, at, strict=True):
                     noise = _noise.gumbel(word)
                     score += noise if self.noise is None else noise * tile.along(self.noise)
-                    score = jnp.where(score == score, score, -lowest)  # NaN is drawn before all numbers
+                    score = jnp.where(score == score, score + 0, -lowest)  # NaN before all numbers, and -0 as 0
                     is_more = score > top
                     top, column = jnp.where(is_more, score, top), jnp.where(is_more, columns, column)
                 winner.push(top, column, self.layout)
 
-            pl.when(winner.may_be_less(scores, words, self.noise, self.layout) != 0)(compare)
+            pl.when(winner.may_win(scores, words, self.noise, self.layout) != 0)(compare)
             return lifted, rest
 
         self.row.sweep(self.held.load, visit, states)
@@ -262,6 +267,7 @@ class _Look:
         if self.top_p is not None:
             is_less = jnp.logical_and(self.top_p < 1, ahead > 0)
             rejected = jnp.logical_or(rejected, jnp.logical_and(is_less, ahead >= self.top_p * d))
+        rejected = jnp.logical_and(rejected, d > 0)  # where nothing is to be seen, nothing is better
         return rejected.astype(jnp.int32), m, d
 
     def _value(self, column):

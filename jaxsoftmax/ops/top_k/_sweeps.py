@@ -174,7 +174,7 @@ class States:
 
     def start(self):
         tile = self.row.tile
-        return tile._accumulator(-jnp.inf), *(tile._accumulator(0) for _ in range(1 + self.more))
+        return tile.accumulator(-jnp.inf), *(tile.accumulator(0) for _ in range(1 + self.more))
 
     def push(self, carry, scores, top, counts: Callable[[int], jax.Array] = lambda _: jnp.bool_(True)):
         """Scores, their maximum at each place, and, with `more`, which of them count there: a function of each one's number."""

@@ -54,9 +54,7 @@ class Winner:
         ptx.emit(clear, self.best)
         ptx.block_barrier()
 
-    def may_be_less(
-        self, scores: Sequence[jax.Array], words: Sequence[jax.Array], noise: jax.Array | None, layout
-    ) -> jax.Array:
+    def may_win(self, scores: Sequence[jax.Array], words: Sequence[jax.Array], noise: jax.Array | None, layout) -> jax.Array:
         """Whether a score with noise may be larger than the entry, in any thread of the warp: 0 if not, an int32.
 
         Noise is at most `-log(v)`, with `v` the random word as a fraction of 2^32, so `v` must not be more than the exponential
@@ -75,7 +73,7 @@ class Winner:
             for score, word in zip(arrays[: len(scores)], arrays[len(scores) :], strict=True):
                 for q in range(score.type.shape[0]):
                     operands = (llvm.extractelement(part, constant(q)) for part in (score, word))
-                    flag = utils.inline_ptx(_MAY_BE_LESS, *operands, least, unit, flag, result_types=integer(32))
+                    flag = utils.inline_ptx(_MAY_WIN, *operands, least, unit, flag, result_types=integer(32))
             asm = "{ .reg .pred any; setp.ne.u32 any, $1, 0; vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any; }"
             return [utils.inline_ptx(asm, flag, result_types=integer(32), has_side_effects=True, convergent=True)]
 
@@ -149,7 +147,7 @@ _BITS_OF_KEY = (
 
 # $0: $5, or 1 if the score $1 may exceed $3 with the random word $2: if v, rounded down to 23 bits, is no more than
 # 2^(($1 - $3) * $4), which is increased a little, as it is rounded.
-_MAY_BE_LESS = (
+_MAY_WIN = (
     "{ .reg .pred is; .reg .b32 word; .reg .f32 most; shr.u32 word, $2, 9; or.b32 word, word, 0x3f800000; sub.f32 most, $1, $3;"
     " fma.rn.f32 most, most, $4, 0f3C23D70A; ex2.approx.ftz.f32 most, most; add.f32 most, most, 0f3F800000;"
     " setp.leu.f32 is, word, most; mov.b32 $0, $5; @is mov.b32 $0, 1; }"

@@ -112,9 +112,10 @@ def softmax_top_k(
 ) -> tuple[jax.Array, ...]:
     """The `k` largest weights of `softmax(scale * logits)` along `axis`, the largest first, and their indices.
 
-    As a router of experts needs them: the logits are read once, and weights are made of what was found alone. Arithmetic is
-    float32, or float64 where `logits` are. Weights may be differentiated in `logits` and `scale`, any number of times and in
-    both modes; the indices count as constants.
+    As a router of experts needs them: the logits are read once, and weights are made of what was found alone. (With a mask
+    they are read twice, unless weights are those of the selected, and no log-sum-exp is asked for.) Arithmetic is float32, or
+    float64 where `logits` are. Weights may be differentiated in `logits` and `scale`, any number of times and in both modes;
+    the indices count as constants.
 
     Args:
       logits: array of a floating or integer dtype with at least one axis. Integers become float32 first.
@@ -227,15 +228,15 @@ def categorical(
       axis: the axis of the classes. It counts in the shape to which `logits` and `where` broadcast.
       shape: that of the samples, as in `jax.random.categorical`: one to which the shape of `logits` without `axis` broadcasts,
         and so do those of the arguments below. None for the one to which they broadcast together.
-      temperature: a number or an array, 0 or more. Where it is 0, the largest logit is taken, at the lowest index among equals.
-        One below 2^-64 counts as that. None for 1.
+      temperature: a number or an array, 0 or more. Where it is 0 (or traced, and negative or NaN), the largest logit is taken,
+        at the lowest index among equals. One below 2^-64 counts as that. None for 1.
       top_k: keep so many of the largest entries, in the order of `top_k`: an integer from 1 on, or an array of integers, in
         which those below 1 keep all. None keeps all. On Hopper up to 1024 are found by a kernel; where an array holds more, or
         keeps all, the reference sorts all rows.
       top_p: keep the shortest beginning, in the order of `top_k`, that has a share of `top_p` of the weight that is left; one
-        entry at least. A number from 0 on, or an array. From 1 on, and None, keeps all.
-      min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, and None, keeps
-        all.
+        entry at least. A number from 0 on, or an array. From 1 on, NaN and None keep all.
+      min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, NaN and None
+        keep all.
       where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
       return_log_prob: whether to return how likely samples were too.
       implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
@@ -277,6 +278,9 @@ def categorical(
         return (index, log_prob) if return_log_prob else index
 
     most, is_certain = _most_kept(options["top_k"], size)
+    if most is None and isinstance(options["top_k"], int) and implementation not in (None, "xla"):
+        limit = f"top_k must be {_MOST_FOUND} or less, got {options['top_k']}"
+        raise NotImplementedError(f"{_CATEGORICAL}: implementation={implementation!r} cannot run: {limit}")
     words = jax.random.bits(key, (2,), jnp.uint32)
     operands = _as_operands(options, len(batch) + 1, kind, most) | {
         "x": lax.expand_dims(_with_infinity(x, where), range(len(batch) - x.ndim + 1)),

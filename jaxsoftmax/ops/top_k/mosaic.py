@@ -65,10 +65,17 @@ def lacks(primitive, operands) -> bool:
 
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
-    del cast
-    if fused:
+    del target, cast
+    x = operands["x"]
+    if primitive == "top_k":
+        is_search = params["k"] == 1 and not params["return_state"]  # which XLA does without a sort
+    else:
+        is_search = all(operands.get(name) is None for name in ("top_k", "top_p", "min_p"))
+        if math.prod(x.shape[:-1]) < math.prod(operands["row"].shape):
+            return "the kernel would have a copy of the logits for each of their samples"
+    if is_search and "x" in fused:
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
-    if primitive == "top_k" and params["k"] == 1 and not params["return_state"] and math.prod(operands["x"].shape) < 2**25:
+    if primitive == "top_k" and is_search and math.prod(x.shape) < 2**25:
         return "XLA's argmax is faster at so few elements"
     return None
 
@@ -103,7 +110,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     of = x.dtype if is_plain else kind
     sweep = layout.threads * layout.vector * layout.config.unroll
     limit = max(256, 2 * k)
-    fill = -jnp.inf if is_float else jnp.iinfo(kind).min
+    fill = -jnp.inf if is_float else jnp.iinfo(dtype).min
     given, source_row = {}, None
     if scale is not None:
         given["scale"] = jnp.broadcast_to(scale, (*batch, 1)).reshape(rows).astype(jnp.float32)
@@ -172,7 +179,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * is_lifted)
     scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((8,), jnp.int32)]
     scratch += [plgpu.SMEM((2 * (blocks * k + 4),), jnp.int32)] if blocks > 1 else [None]
-    call = launched("top_k_mosaic", kernel, plan, results, scratch, 2 * is_lifted)
+    call = launched("top_k_mosaic", kernel, plan, results, scratch, int(is_lifted))
     values, indices, *state = [a.reshape(*batch, -1) for a in call(x.reshape(rows, cols), *given.values())]
     if return_state and not is_lifted:
         options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
@@ -197,5 +204,5 @@ def _first_columns(memory, row, *steps):
     """
     layout = memory.layout
     for step in steps:
-        (((first, _), *_),) = memory._columns((row, 0), step)
+        (((first, _), *_),) = memory.places((row, 0), step)
         yield first, ptx.before_row(first, step, layout.threads * layout.vector) if layout.joined else ptx.constant(0)

@@ -2,7 +2,7 @@
 
 Which entries of a row are kept, of its entries in decreasing order, at the temperature: the first `top_k`; of what these weigh
 together, the shortest beginning that weighs a share of `top_p` or more; of that, those that weigh `min_p` times the first or
-more. A `top_k` below 1 keeps all, and so do a `top_p` from 1 and a `min_p` up to 0. The first is kept in any case.
+more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up to 0, and NaN. The first is kept in any case.
 
 Parameters are those of the primitives. XLA may cut the operands over so many `devices`, which changes nothing here.
 """
@@ -82,9 +82,9 @@ def _kept(scores, inverse, top_k, top_p, min_p):
         if top_p is not None:
             upto = jnp.cumsum(jnp.where(kept, weights, 0), -1)
             before = jnp.concatenate([jnp.zeros_like(upto[..., :1]), upto[..., :-1]], -1)
-            kept &= (before < top_p.astype(upto.dtype) * upto[..., -1:]) | (top_p >= 1)
+            kept &= ~(before >= top_p.astype(upto.dtype) * upto[..., -1:]) | (top_p >= 1)
         if min_p is not None:
-            kept &= weights >= jnp.minimum(min_p, 1).astype(weights.dtype)
+            kept &= ~(weights < jnp.minimum(min_p, 1).astype(weights.dtype))
     return kept | (place == 0)
 
 
