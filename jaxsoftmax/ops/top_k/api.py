@@ -355,11 +355,10 @@ def _of_seen(d, seen):
 
 
 def _state_of_found(values, seen, scale):
-    """The state `(m, d)` of some values of rows, of which the first counts most."""
-    first = values[..., :1].astype(accumulator(values.dtype))
-    if scale is not None:
-        first = jnp.where(scale < 0, -first, first)
-    m = online.shift(lax.stop_gradient(first))
+    """The state `(m, d)` of some values of rows."""
+    directed = lax.stop_gradient(values).astype(accumulator(values.dtype))
+    directed = directed if scale is None else jnp.where(scale < 0, -directed, directed)
+    m = online.shift(jnp.max(directed, -1, keepdims=True))  # not the first, of which a slice makes XLA sort all on a CPU
     weights = jnp.exp(select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf))
     return m, jnp.sum(weights, -1, keepdims=True)
 
