@@ -76,8 +76,8 @@ def test_what_there_is_no_kernel_for_says_why(options, reason):
     ("f", "primitive"),
     [
         (lambda x: jaxsoftmax.top_k(x * 2, 50), "top_k"),
-        (lambda x: jaxsoftmax.softmax_top_k(x + 1, 8), "top_k"),
-        (lambda x: jaxsoftmax.softmax_top_k(x.astype(jnp.int32), 8), "top_k"),
+        (lambda x: jaxsoftmax.softmax_top_k(x + 1, 8), "softmax_top_k"),
+        (lambda x: jaxsoftmax.softmax_top_k(x.astype(jnp.int32), 8), "softmax_top_k"),
         (lambda x: jaxsoftmax.categorical(jax.random.key(0), x[::2], top_p=0.9), "categorical"),
     ],
 )

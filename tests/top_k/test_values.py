@@ -263,7 +263,7 @@ def test_explain_names_the_implementation(implementation):
     f = functools.partial(jaxsoftmax.softmax_top_k, k=4, implementation=implementation)
     cases.assert_ran(implementation, f, x)
     (decision,) = explain(f, x)
-    assert (decision.primitive, decision.implementation) == ("top_k", implementation)
+    assert (decision.primitive, decision.implementation) == ("softmax_top_k", implementation)
 
 
 X = np.zeros((2, 3), np.float32)

@@ -11,7 +11,6 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax import online
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
@@ -20,7 +19,7 @@ from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import saved_exponent, select
 from jaxsoftmax.ops.top_k import xla
 from jaxsoftmax.ops.top_k._noise import gumbel_at
-from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, TOP_K
+from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, TOP_K
 
 _CATEGORICAL = "categorical"
 _INT32 = np.iinfo(np.int32)
@@ -156,12 +155,8 @@ def softmax_top_k(
         weights, indices = jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
         lse = _state_of(operands, implementation)[0] if return_lse else None
     else:
-        is_whole = normalize == "all"
-        params = {"k": k, "return_state": is_whole or return_lse, "dtype": x.dtype, "implementation": implementation}
-        values, indices, *state = bind(TOP_K, operands, **params)
-        seen = None if where is None else xla.at(where, indices)
-        m, d = state if is_whole else _state_of_found(values, seen, scale)
-        weights = _weights(values, m, d, seen, scale).astype(x.dtype)
+        params = {"k": k, "normalize": normalize, "return_state": return_lse, "dtype": x.dtype}
+        weights, indices, *state = bind(SOFTMAX_TOP_K, operands, implementation=implementation, **params)
         lse = _log_sum_exp(state, scale) if return_lse else None
     found = jnp.moveaxis(weights, -1, axis), jnp.moveaxis(indices, -1, axis)
     return found if lse is None else (*found, jnp.squeeze(lse, -1))
@@ -339,28 +334,8 @@ def _log_prob(operands, index, state, implementation):
         state = _state_of({"x": x_of_rows, "where": where, "scale": inverse}, implementation)[1:]
     m, d = state
     exponent = saved_exponent(select(seen, xla.at(x, index), 0), m, inverse)
-    log_prob = select(seen, exponent - jnp.log(_of_seen(d, seen)), -jnp.inf)
+    log_prob = select(seen, exponent - jnp.log(xla.of_seen(d, seen)), -jnp.inf)
     return log_prob if noise is None else jnp.where(noise == 0, 0, log_prob)
-
-
-def _weights(values, m, d, seen, scale):
-    """The softmax weights of values in rows of this state."""
-    exponent = select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf)
-    return jnp.exp(exponent) / _of_seen(d, seen)
-
-
-def _of_seen(d, seen):
-    """The sums of the weights of rows as softmax has them: NaN with +inf in a row, and 1 for what is not seen."""
-    return select(seen, jnp.where(d < jnp.inf, d, jnp.nan), 1)
-
-
-def _state_of_found(values, seen, scale):
-    """The state `(m, d)` of some values of rows."""
-    directed = lax.stop_gradient(values).astype(accumulator(values.dtype))
-    directed = directed if scale is None else jnp.where(scale < 0, -directed, directed)
-    m = online.shift(jnp.max(directed, -1, keepdims=True))  # not the first, of which a slice makes XLA sort all on a CPU
-    weights = jnp.exp(select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf))
-    return m, jnp.sum(weights, -1, keepdims=True)
 
 
 def _log_sum_exp(state, scale):

@@ -22,7 +22,7 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import row_of_mask
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
-from jaxsoftmax.ops.top_k import _sampling
+from jaxsoftmax.ops.top_k import _sampling, xla
 from jaxsoftmax.ops.top_k._candidates import Candidates, Places
 from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
 
@@ -39,7 +39,7 @@ def unsupported(primitive, target, operands, **params) -> str | None:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
     x = operands["x"]
     names = DTYPES if primitive == "top_k" else DTYPES[:3]
-    dtypes = [x.dtype.name, *([jnp.dtype(params["dtype"]).name] if primitive == "top_k" else [])]
+    dtypes = [x.dtype.name, *([jnp.dtype(params["dtype"]).name] if "dtype" in params else [])]
     if any(name not in names for name in dtypes):
         return f"dtypes must be among {', '.join(names)}, got {' and '.join(dict.fromkeys(dtypes))}"
     if not 1 <= x.shape[-1] < 2**30:
@@ -47,12 +47,12 @@ def unsupported(primitive, target, operands, **params) -> str | None:
     rows = math.prod(operands["row"].shape if primitive == "categorical" else x.shape[:-1])
     if not 1 <= rows < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
-    where = operands.get("where")
+    where, needs_state = operands.get("where"), params["return_state"] or params.get("normalize") == "all"
     if primitive == "categorical":
         return "it takes no where" if where is not None else None
     if not 1 <= params["k"] <= MOST:
         return f"k must be from 1 to {MOST}, got {params['k']}"
-    if where is not None and params["return_state"]:  # which another kernel gives
+    if where is not None and needs_state:  # which another kernel gives
         given = {"x": x, "where": where, "scale": operands.get("scale")}
         return of_softmax.unsupported("logsumexp", target, given, axes=(x.ndim - 1,), dtype=jnp.float32)
     return None
@@ -67,9 +67,8 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del target, cast
     x = operands["x"]
-    if primitive == "top_k":
-        is_search = params["k"] == 1 and not params["return_state"]  # which XLA does without a sort
-    else:
+    is_search = primitive == "top_k" and params["k"] == 1 and not params["return_state"]  # which XLA does without a sort
+    if primitive == "categorical":
         is_search = all(operands.get(name) is None for name in ("top_k", "top_p", "min_p"))
         if math.prod(x.shape[:-1]) < math.prod(operands["row"].shape):
             return "the kernel would have a copy of the logits for each of their samples"
@@ -185,6 +184,13 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
         state = of_softmax.logsumexp(x, where, scale, **options)[1:]
     return [values.astype(dtype), indices, *state]
+
+
+def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target):
+    """The k largest weights and their columns, and the state `(m, d)` if asked for."""
+    params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "target": target}
+    found = xla.weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
+    return found[: 2 + 2 * return_state]
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, target):

@@ -6,6 +6,9 @@ has it: NaN of sign 0, +inf, ..., +0, -0, ..., -inf, NaN of sign 1, and among eq
 `where` counts as a score of -inf, and of integers (and floating dtypes without infinity) as the smallest number. That is its
 value too: -inf, +inf where `scale` is negative.
 
+`softmax_top_k` gives the `k` largest weights of the softmax of the scores in place of values: those of the whole row, or, with
+`normalize="selected"`, of the `k` found ones.
+
 `categorical` gives the index of one entry of each row, drawn by the Gumbel-max trick: the first that is largest in
 
     inverse * x + noise * gumbel(key0, key1, row, column)
@@ -13,14 +16,16 @@ value too: -inf, +inf where `scale` is negative.
 among those that are kept. `inverse` is 1 / temperature; `noise` is 0 where the temperature is, and 1 elsewhere; None is 1 for
 both. Entries are kept by `top_k`, of those by `top_p`, of those by `min_p`, all of which `xla.py` defines.
 
-With `return_state` both give the state `(m, d)` of the rows too, as `logsumexp` has it, for that `scale` or `inverse`: `m` is
+With `return_state` all give the state `(m, d)` of the rows too, as `logsumexp` has it, for that `scale` or `inverse`: `m` is
 the maximum of `sign(scale) * x`, 0 where that is infinite. It does not depend on how it is split, so `m` counts as a constant
 and `d` carries the derivative, which is that of logsumexp. The values' tangent is the tangent of `x` at the indices.
 
 The last axis is that of the row, whole on every device; operands but `x` and `where` have size 1 along it. All have the same
-number of batch axes in front, each of size 1 where an operand does not vary along it. Those of `x` in `top_k` and of `row` in
-`categorical` have the sizes of the results.
+number of batch axes in front, each of size 1 where an operand does not vary along it. Those of `row` in `categorical`, and of
+`x` in the others, have the sizes of the results.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +46,7 @@ _OF_ROWS = tuple([Operand(name, _WHOLE) for name in ("key0", "key1", "inverse", 
 
 
 def _top_k_types(operands, *, k, return_state, dtype, **params):
+    """Those of `top_k` and of `softmax_top_k`."""
     del params
     x = operands["x"]
     batch = x.shape[:-1]
@@ -63,6 +69,9 @@ def _results(*names):
 TOP_K = define(
     Map("top_k", "top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices"), is_cut=True),
 )
+SOFTMAX_TOP_K = define(
+    Map("top_k", "softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices"), is_cut=True),
+)
 CATEGORICAL = define(
     Map(
         "top_k",
@@ -77,13 +86,19 @@ CATEGORICAL = define(
 
 def _tangent_of_d(operands, tangents, state, implementation):
     """The tangent of `d` for tangents of `x` and `scale`, None for zero."""
+    mean = _mean_tangent(operands, tangents, state, implementation)
+    return None if mean is None else state[1] * mean
+
+
+def _mean_tangent(operands, tangents, state, implementation) -> Any:
+    """The mean of the tangents of scores, weighted with softmax, for tangents of `x` and `scale`, None for zero."""
     m, d = state
     t, needs_scale = softmax.scores_tangent(operands, tangents)
     if t is None:
         return None
     given = {name: operands.get(name) for name in ("x", "where", "scale")} | {"m": m, "d": d, "t": t}
     params = {"axes": (m.ndim - 1,), "dtype": d.dtype, "scale_tangent": needs_scale, "implementation": implementation}
-    return d * bind(softmax.LOGSUMEXP_JVP, given, **params)[0]
+    return bind(softmax.LOGSUMEXP_JVP, given, **params)[0]
 
 
 def _top_k_jvp(operands, tangents, *, dtype, return_state, implementation, **params):
@@ -97,6 +112,28 @@ def _top_k_jvp(operands, tangents, *, dtype, return_state, implementation, **par
     if return_state:
         tangents_out[3] = _tangent_of_d(operands, tangents, state, implementation)
     return [values, indices, *state], tangents_out
+
+
+def _softmax_top_k_jvp(operands, tangents, *, normalize, dtype, return_state, **params):
+    """The jvp rule: `w * (t - mean)` with the tangents of scores that were found, and their mean over what is normalized."""
+    params |= {"normalize": normalize, "return_state": return_state or normalize == "all"}
+    weights, indices, *state = bind(SOFTMAX_TOP_K, operands, dtype=accumulator(operands["x"].dtype, dtype), **params)
+    results = [weights.astype(dtype), indices, *state[: 2 * return_state]]
+    tangents_out: list[jax.Array | None] = [None] * len(results)
+    t, needs_scale = softmax.scores_tangent(operands, tangents)
+    if t is None:
+        return results, tangents_out
+    chosen = at(t, indices).astype(weights.dtype)
+    if needs_scale and operands.get("scale") is not None:
+        chosen = chosen * operands["scale"].astype(weights.dtype)
+    chosen = jnp.where(weights != 0, chosen, 0)  # what has no weight has no effect, NaN neither
+    mean = jnp.sum(weights * chosen, -1, keepdims=True)
+    if state:
+        mean_of_row = _mean_tangent(operands, tangents, state, params["implementation"])
+        mean = mean_of_row if normalize == "all" else mean
+        tangents_out[3:] = [state[1] * mean_of_row] * return_state
+    tangents_out[0] = jnp.where(weights != 0, weights * (chosen - mean), 0).astype(dtype)
+    return results, tangents_out
 
 
 def _categorical_jvp(operands, tangents, *, return_state, implementation):
@@ -113,4 +150,5 @@ def _categorical_jvp(operands, tangents, *, return_state, implementation):
 
 
 set_jvp(TOP_K, _top_k_jvp)
+set_jvp(SOFTMAX_TOP_K, _softmax_top_k_jvp)
 set_jvp(CATEGORICAL, _categorical_jvp)

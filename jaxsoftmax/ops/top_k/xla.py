@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax.ops.softmax.xla import logsumexp, select
+from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select
 from jaxsoftmax.ops.top_k._noise import gumbel_rows
 
 
@@ -33,6 +34,41 @@ def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     if return_state:
         state = logsumexp(x, where, scale, axes=(x.ndim - 1,), dtype=accumulator(x.dtype, dtype), return_state=True)[1:]
     return [values.astype(dtype), indices, *state]
+
+
+def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, devices=1):
+    """The `k` largest weights of rows, where they are, and the state `(m, d)` if asked for."""
+    params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "devices": devices}
+    found = weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
+    return found[: 2 + 2 * return_state]
+
+
+def weighed(found, where, scale, normalize, dtype):
+    """What `top_k` has found, with weights in place of values."""
+    values, indices, *state = found
+    seen = None if where is None else at(where, indices)
+    m, d = state if normalize == "all" else _state_of_found(values, seen, scale)
+    return [_weights(values, m, d, seen, scale).astype(dtype), indices, *state]
+
+
+def _weights(values, m, d, seen, scale):
+    """The softmax weights of values in rows of this state."""
+    exponent = select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf)
+    return jnp.exp(exponent) / of_seen(d, seen)
+
+
+def of_seen(d, seen):
+    """The sums of the weights of rows as softmax has them: NaN with +inf in a row, and 1 for what is not seen."""
+    return select(seen, jnp.where(d < jnp.inf, d, jnp.nan), 1)
+
+
+def _state_of_found(values, seen, scale):
+    """The state `(m, d)` of some values of rows."""
+    directed = values.astype(accumulator(values.dtype))
+    directed = directed if scale is None else jnp.where(scale < 0, -directed, directed)
+    m = online.shift(jnp.max(directed, -1, keepdims=True))  # not the first, of which a slice makes XLA sort all on a CPU
+    weights = jnp.exp(select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf))
+    return m, jnp.sum(weights, -1, keepdims=True)
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, devices=1):
