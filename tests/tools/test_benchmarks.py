@@ -755,18 +755,15 @@ def test_cells_of_attention_run(options, pass_):
 
 @pytest.mark.parametrize(
     "more",
-    [
+    cases.quick(
         {},
-        {"queries": 4},
-        {"ragged": True},
         {"causal": True, "queries": 5},
-        {"dtype": "float32"},
         {"page": 10},
         {"prefix": 70},
-        {"cache": "int8"},
         {"cache": "float8_e4m3fn", "page": 10},
         {"filled": 30},
-    ],
+        slow=[{"queries": 4}, {"ragged": True}, {"dtype": "float32"}, {"cache": "int8"}],
+    ),
     ids=str,
 )
 def test_cells_of_decoding_run_and_their_truth_tells_a_wrong_output(more):
@@ -1143,17 +1140,19 @@ TINY_TOP_K = {cell.name: cell for cell in top_k.cells(128)}
 
 @pytest.mark.parametrize(
     "name",
-    [
+    cases.quick(
         "top_k forward bfloat16 4x50257 k=50",
-        "top_k forward float32 4x128256 k=1",
-        "softmax_top_k forward float32 4x50257 k=50",
         "softmax_top_k forward bfloat16 2048x256 k=8 normalize=selected",
         "softmax_top_k backward float32 2048x256 k=8",
-        "softmax_top_k backward bfloat16 8192x64 k=8 normalize=selected",
-        "categorical forward float32 4x50257",
-        "categorical forward bfloat16 4x50257 top_k=50",
         "categorical forward float32 4x50257 top_p=0.9",
-    ],
+        slow=[
+            "top_k forward float32 4x128256 k=1",
+            "softmax_top_k forward float32 4x50257 k=50",
+            "softmax_top_k backward bfloat16 8192x64 k=8 normalize=selected",
+            "categorical forward float32 4x50257",
+            "categorical forward bfloat16 4x50257 top_k=50",
+        ],
+    ),
 )
 def test_cells_of_top_k_run(name):
     cell = TINY_TOP_K[name]
@@ -1225,7 +1224,7 @@ def test_the_truth_of_the_gradient_of_a_router(dtype, options):
             assert check.errors(cell, contender, inputs, one)[0] > 1
 
 
-@pytest.mark.parametrize("options", ["", " top_k=50", " top_p=0.9", " min_p=0.1"])
+@pytest.mark.parametrize("options", cases.quick("", " top_p=0.9", slow=[" top_k=50", " min_p=0.1"]))
 def test_one_sample_in_200_may_be_another(options):
     cell = {cell.name: cell for cell in top_k.cells(1)}[f"categorical forward float32 512x50257{options}"]
     logits, key = cell.inputs(jax.random.key(0), False)
