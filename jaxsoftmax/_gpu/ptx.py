@@ -769,7 +769,7 @@ def both(a, b):
 
 
 def before_row(first, step, width: int):
-    """How many of a thread's elements in a step are before the row, or more than it has; its first one is at column `first`."""
+    """How many elements lie from a thread's first one in a step, at column `first`, to the row's start; negative inside."""
     return arith.subi(arith.muli(step, constant(width)), first)
 
 

@@ -2,10 +2,9 @@
 
 An entry is a number of 64 bits: above, the value's key, which is ordered as `lax.top_k` orders values; in the lowest bits how
 far the column is from the last one that these bits hold. So entries differ, and of equal values that of the lower column is
-larger. 0 is no entry. The list has a bound below which nothing is
-taken. Whatever is offered above it is appended, by an addition to a counter. When the list is long, the bound is raised to the
-k-th largest entry, and what is below it dropped. The bound is found by bisection: each step counts, in a barrier of the
-block, how many entries are no less than the middle.
+larger. 0 is no entry. The list has a bound below which nothing is taken. Whatever is offered above it is appended, by an
+addition to a counter. When the list is long, the bound is raised to the k-th largest entry, and what is below it dropped. The
+bound is found by bisection: each step counts how many entries are no less than the middle, in one warp, or in all for a long list.
 
 All functions are for all threads of a block. In PTX, as Pallas has neither atomic additions nor barriers that count.
 """
@@ -306,6 +305,10 @@ KEY = {
     "int32": " xor.b32 key, key, 0x80000000;",
     "uint32": "",
 }
+# $0: the bits of the float32 of key $1.
+BITS_OF_KEY = (
+    "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
+)
 _BITS = {  # by how many elements a word has, and which one it is
     (1, 0): " mov.b32 key, {word};",
     (2, 0): " shl.b32 key, {word}, 16;",

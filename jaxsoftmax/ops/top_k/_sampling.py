@@ -2,10 +2,10 @@
 
 1. Each element is compared with the best so far, which is in shared memory. Only where a bound of its noise allows that it is
    better, the noise itself is computed. The random bits come from a counter (see `_noise`), on chip.
-2. With `top_p` or `min_p` what was drawn is looked at: what is before it in the order of `top_k` is added up, together with the
-   state of the row, in a second read.
-3. Seldom that is too much, and then it is drawn again, among what is before it alone, until it is not. That is exact: what is
-   before something that is kept is kept, and what is best among all, and is kept, is best among those that are kept.
+2. With `top_p` what was drawn is looked at: the weights of what is before it in the order of `top_k` are added up, together
+   with the state of the row, in a second read. With `min_p` alone the maximum is found first, and says what is kept.
+3. Where that sum says that it is not kept, the row is drawn again, among what is before it alone, until what is drawn is kept.
+   That is exact: what is before a kept entry is kept, and a kept entry that is best among more is best among the kept ones.
 """
 
 import functools
@@ -189,10 +189,9 @@ class _Drawing:
 
         def visit(steps, loaded, is_first, in_loop, carry):
             del is_first, in_loop
-            lifted, rest = carry
             found = list(map(self.held.converted, loaded))
             if states is not None:
-                lifted = states.push(lifted, found, functools.reduce(jnp.maximum, found))
+                carry = states.push(carry, found, functools.reduce(jnp.maximum, found))
             at = [self.place + step * self.width for step in steps]
             scores = found if size is None else [x * tile.along(size) for x in found]
             if kept is not None:  # whose scores may overflow: then they are alike, but more than those of the others
@@ -214,7 +213,7 @@ class _Drawing:
                 winner.push(top, column, self.layout)
 
             pl.when(winner.may_win(scores, words, self.noise, self.layout) != 0)(compare)
-            return lifted, rest
+            return carry
 
         self.row.sweep(self.held.load, visit, states)
 
@@ -249,12 +248,8 @@ class _Look:
         def visit(steps, loaded, is_first, in_loop, carry):
             del is_first, in_loop
             found = list(map(self.held.converted, loaded))
-            top = functools.reduce(jnp.maximum, found)
-
-            def counts(i):
-                return before(found[i], self.place + steps[i] * self.width)
-
-            return self.states.push(carry[0], found, top, counts), carry[1]
+            counts = [before(x, self.place + step * self.width) for x, step in zip(found, steps, strict=True)]
+            return self.states.push(carry, found, functools.reduce(jnp.maximum, found), counts)
 
         self.row.sweep(self.held.load, visit, self.states)
         if self.row.plan.blocks > 1:

@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k import _networks
-from jaxsoftmax.ops.top_k._candidates import KEY
+from jaxsoftmax.ops.top_k._candidates import BITS_OF_KEY, KEY
 
 MOST_COLS, MOST = 512, 16  # columns of a row, and entries that are found of it
 _OF_A_LANE = 16  # elements of a row
@@ -120,7 +120,8 @@ def _finish(x, values, indices, own, entries, following, columns, *, cols, shift
         for ref in (values, indices)
     ]
     if itemsize == 2:
-        bits = [utils.inline_ptx(_HALF_OF_KEY, entry, result_types=integer(32)) for entry in entries]
+        bits = [utils.inline_ptx(BITS_OF_KEY, entry, result_types=integer(32)) for entry in entries]
+        bits = [arith.shrui(b, constant(16)) for b in bits]
         _store(out, values, bits, columns, of)
         return
     one = ir.VectorType.get((1,), integer(32))
@@ -172,12 +173,6 @@ def _element(kind: str, itemsize: int, half: int, shift: int) -> str:
         f"{{ .reg .b32 word, key; {bits}{KEY[kind]} and.b32 key, key, {mask}; add.u32 word, $2, $3; add.u32 $0, key, word; }}"
     )
 
-
-# $0: the bits of the 16-bit float whose key is the upper half of $1.
-_HALF_OF_KEY = (
-    "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 word, word, $1;"
-    " shr.u32 $0, word, 16; }"
-)
 
 # Searches a row of words at $0 for its k largest, one after another, and stores their words at $1 and columns at $2.
 _SEARCH = (

@@ -100,12 +100,12 @@ class Row:
         if self.plan.blocks > 1:
             ptx.cluster_wait()
 
-    def sweep(self, load: Callable[[Any], jax.Array], visit, states=None, start: Any = (), done=None) -> None:
+    def sweep(self, load: Callable[[Any], jax.Array], visit, states: "States | None" = None) -> None:
         """Folds `visit(steps, loaded, is_first, in_loop, carry)` over all steps of the row's part, some in each sweep.
 
         The sweeps of a loop are in order, and have whole vectors; each block has as many slices of them. What is left, and is
         loaded in part, goes to the last one that has some. What the next sweep takes is loaded before a sweep is visited. The
-        carry is a pair: accumulators, which `states` start and end in each slice, and what goes to `done` in the end.
+        carry is that of `states`, which start and store one in each slice, and else empty.
         """
         layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
         unroll, looped = layout.config.unroll, layout.looped_steps
@@ -113,7 +113,7 @@ class Row:
         rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
         of_slice = max(1, -(-count // SLICES))
         own = of_slice * SLICES // blocks  # sweeps of a block, of the last ones fewer
-        carry = () if states is None else states.start(), start
+        carry = () if states is None else states.start()
 
         def steps_of(i):
             return [looped.start + i * unroll + k for k in range(unroll)]
@@ -129,7 +129,7 @@ class Row:
                 if states is not None:
                     is_last = (i + 1) % of_slice == 0
                     is_last = jnp.logical_and(is_last, i + 1 != count) if rest else jnp.logical_or(is_last, i + 1 == count)
-                    carry = states.end(is_last, i // of_slice, carry[0]), carry[1]
+                    carry = states.end(is_last, i // of_slice, carry)
                 return following, carry
 
             initial = [load(step) for step in steps_of(jnp.minimum(first, count - 1))], carry
@@ -141,21 +141,12 @@ class Row:
                 loaded = [load(step) for step in steps]
                 carry = visit(steps, loaded, None if count or i else True, False, carry)
             if states is not None:
-                states.store(max(0, count - 1) // of_slice, carry[0])
-            return carry
+                states.store(max(0, count - 1) // of_slice, carry)
 
-        def end(carry):
-            if done is not None:
-                done(carry[1])
-
-        if not rest:
-            end(carry)
-        elif blocks == 1:
-            end(finish(carry))
-        else:
-            has_rest = rank == (count - 1) // own
-            pl.when(has_rest)(lambda: end(finish(carry)))
-            pl.when(jnp.logical_not(has_rest))(lambda: end(carry))
+        if rest and blocks == 1:
+            finish(carry)
+        elif rest:
+            pl.when(rank == (count - 1) // own)(lambda: finish(carry))
 
 
 class States:
@@ -176,14 +167,14 @@ class States:
         tile = self.row.tile
         return tile.accumulator(-jnp.inf), *(tile.accumulator(0) for _ in range(1 + self.more))
 
-    def push(self, carry, scores, top, counts: Callable[[int], jax.Array] = lambda _: jnp.bool_(True)):
-        """Scores, their maximum at each place, and, with `more`, which of them count there: a function of each one's number."""
+    def push(self, carry, scores, top, counts=()):
+        """Adds scores, whose maximum at each place is `top`; with `more`, `counts` says what of each the second sum has."""
         size = None if self.size is None else self.row.tile.along(self.size)
         m, d, *more = carry
         state = online.push(State(m, d), scores, axis=(), scale=size, top=top)
         for sum_ in more:
             weights = [online.weights(x, state.m, axis=(), scale=size) for x in scores]
-            counted = [jnp.where(counts(i), weight, 0) for i, weight in enumerate(weights)]
+            counted = [jnp.where(*pair, 0) for pair in zip(counts, weights, strict=True)]
             more = [functools.reduce(jnp.add, counted, online.rescale(State(m, sum_), state.m, scale=size).d)]
         return state.m, state.d, *more
 

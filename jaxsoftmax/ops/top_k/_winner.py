@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import SPLAT, compare, constant, i64, integer, utils
-from jaxsoftmax.ops.top_k._candidates import FLAG, KEY, start_of
+from jaxsoftmax.ops.top_k._candidates import BITS_OF_KEY, FLAG, KEY, start_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Winner:
             *arrays, noise_here = [array.registers.item() for array in given] + [None] * (noise is None)
             asm = f"{{ .reg .b64 entry; ld.shared.u64 entry, [$1]; shr.u64 entry, entry, {self.bits}; cvt.u32.u64 $0, entry; }}"
             key = utils.inline_ptx(asm, start_of(best), result_types=integer(32), has_side_effects=True)
-            bits = utils.inline_ptx(_BITS_OF_KEY, key, result_types=integer(32))
+            bits = utils.inline_ptx(BITS_OF_KEY, key, result_types=integer(32))
             least, unit = arith.bitcast(ir.F32Type.get(), bits), utils.c(math.log2(math.e), ir.F32Type.get())
             if noise_here is not None:
                 unit = arith.divf(unit, arith.maximumf(noise_here, utils.c(1e-30, unit.type)))
@@ -138,11 +138,6 @@ _ENTRY = (
     + KEY["float32"]
     + " cvt.u64.u32 $0, key; shl.b64 $0, $0, {bits};"
     " sub.u32 word, {last}, $2; cvt.u64.u32 place, word; add.u64 $0, $0, place; }}"
-)
-
-# $0: the bits of the float32 of key $1.
-_BITS_OF_KEY = (
-    "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
 )
 
 # $0: $5, or 1 if the score $1 may exceed $3 with the random word $2: if v, rounded down to 23 bits, is no more than

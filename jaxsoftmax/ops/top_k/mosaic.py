@@ -100,13 +100,12 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     rows, is_float = math.prod(batch), jnp.issubdtype(x.dtype, jnp.floating)
-    # What is turned round is turned in float32.
     is_lifted = return_state and where is None
     plan = plan_for(target, rows, cols, x.dtype.itemsize, is_lifted)
     layout, blocks = plan.layout, plan.blocks
     kind = jnp.dtype(jnp.float32) if is_float else x.dtype
     is_plain = scale is None and where is None
-    of = x.dtype if is_plain else kind
+    of = x.dtype if is_plain else kind  # what is turned round, or masked, is so in `kind`
     sweep = layout.threads * layout.vector * layout.config.unroll
     limit = max(256, 2 * k)
     fill = -jnp.inf if is_float else jnp.iinfo(dtype).min
@@ -151,9 +150,8 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
             pl.when(found.offer(arrays, top, places) != 0)(found.cut)
             if states is None:
                 return carry
-            lifted, rest = carry
             scores = list(map(held.converted, loaded)) if is_plain else arrays
-            return states.push(lifted, scores, top.astype(jnp.float32)), rest
+            return states.push(carry, scores, top.astype(jnp.float32))
 
         row.sweep(held.load, visit, states)
         found.cut()
