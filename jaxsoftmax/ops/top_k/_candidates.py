@@ -4,7 +4,8 @@ An entry is a number of 64 bits: above, the value's key, which is ordered as `la
 far the column is from the last one that these bits hold. So entries differ, and of equal values that of the lower column is
 larger. 0 is no entry. The list has a bound below which nothing is taken. Whatever is offered above it is appended, by an
 addition to a counter. When the list is long, the bound is raised to the k-th largest entry, and what is below it dropped. The
-bound is found by bisection: each step counts how many entries are no less than the middle, in one warp, or in all for a long list.
+bound is found by bisection: each step counts how many entries are no less than the middle. One warp does, or all if the list is
+longer than it can hold.
 
 All functions are for all threads of a block. In PTX, as Pallas has neither atomic additions nor barriers that count.
 """
