@@ -828,6 +828,24 @@ def product(a: jax.Array, b: int, layout: Any) -> tuple[jax.Array, jax.Array]:
     return tuple(emit(multiply, arrays=[(a, layout)], results=[kind, kind]))
 
 
+def least_half(words: Sequence[jax.Array], layout: Any) -> jax.Array:
+    """The least 16-bit half of uint32 arrays at each place, as the upper half of a word: two halves in an operation."""
+
+    def find(*arrays):
+        (kind,) = {array.registers.item().type for array in arrays}
+        least = llvm.mlir_undef(kind)
+        for q in range(kind.shape[0]):
+            found, *others = [llvm.extractelement(array.registers.item(), constant(q)) for array in arrays]
+            for other in others:
+                found = utils.inline_ptx("min.u16x2 $0, $1, $2;", found, other, result_types=integer(32))
+            halves = arith.shli(found, constant(16)), arith.andi(found, constant(-(2**16)))
+            least = llvm.insertelement(least, arith.minui(*halves), constant(q))
+        return [least]
+
+    kind = plgpu.ShapeDtypeStruct(words[0].shape, jnp.uint32, layout=layout)
+    return emit(find, arrays=[(word, layout) for word in words], results=kind)
+
+
 def opaque(value: jax.Array) -> jax.Array:
     """A scalar of 32 bits of which compilers do not know that it is that value: what is computed from it stays where it is."""
 

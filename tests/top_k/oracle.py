@@ -73,9 +73,12 @@ def gumbel(words) -> np.ndarray:
 
 def noise(key, row, column) -> np.ndarray:
     """The noise of columns of rows, for two words of a key."""
-    column = np.asarray(column)
-    block = column // 4096 * 1024 + column % 1024
-    return gumbel(np.choose(column // 1024 % 4, philox((block, row, 0, 0), key)))
+    column = np.asarray(column, np.uint64)
+    block, place = column // 4096 * 512 + column % 512, column // 512 % 8
+    upper, lower = (
+        np.choose((place % 4).astype(int), philox((block + more, row, *key), (0, 0))) >> place // 4 * 16 for more in (0, 2**31)
+    )
+    return gumbel(upper % 2**16 * 2**16 + lower % 2**16)
 
 
 @dataclass

@@ -7,6 +7,9 @@ addition to a counter. When the list is long, the bound is raised to the k-th la
 bound is found by bisection: each step counts how many entries are no less than the middle. One warp does, or all if the list is
 longer than it can hold.
 
+Warps need not offer at the same time: a warp is up to one sweep ahead of others. They tell each other by an mbarrier, of which
+each sweep is a phase, and by the number of the sweep after which the list was long.
+
 All functions are for all threads of a block. In PTX, as Pallas has neither atomic additions nor barriers that count.
 """
 
@@ -27,6 +30,7 @@ from jaxsoftmax._gpu.rows.layout import RowLayout
 
 # A scalar int32 of a kernel.
 FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+HEAD = 12
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Candidates:
 
     Attributes:
       entries: `[2 * size]` int32 in shared memory, two for each entry.
-      head: `[8]` int32 in shared memory: how many there are, the largest key of a long list, the bound, and two numbers of a
-        bisection.
+      head: `[HEAD]` int32 in shared memory: how many there are, the largest key of a long list, the bound, two numbers of a
+        bisection, the mbarrier, and after which even and which odd sweep the list was long, counted from 1.
       k: how many are wanted.
       limit: the list is cut once it is longer. There is room for as many more as are offered at a time.
       layout: of the row in the block.
@@ -79,85 +83,167 @@ class Candidates:
         return self.layout.threads
 
     @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def width(self) -> int:
+        """Elements of a step."""
+        return self.threads * self.layout.vector
+
+    @property
     def is_half(self) -> bool:
         return self.of.itemsize == 2
 
+    @property
+    def _key(self) -> str:
+        """PTX that makes `key` of the bits in it."""
+        return KEY[self.dtype.name] + (" shr.u32 key, key, 16;" if self.is_half else "")
+
     def clear(self) -> None:
         """Makes the list empty, with no bound."""
-        self._run("setp.eq.u32 is, {thread}, 0; @is st.shared.v4.b32 [{head}], {{0, 0, 0, 0}}; bar.sync 0;")
+        self._run(
+            "setp.eq.u32 is, {thread}, 0; @is st.shared.v4.b32 [{head}], {{0, 0, 0, 0}};"
+            f" @is st.shared.v2.b32 [{{head}}+40], {{{{0, 0}}}}; @is mbarrier.init.shared::cta.b64 [{{head}}+32], {self.warps};"
+            " bar.sync 0;"
+        )
 
-    def offer(self, values: Sequence[jax.Array], top: jax.Array, places: Places) -> jax.Array:
-        """Appends what is above the bound.
+    def is_long(self, number) -> jax.Array:
+        """Whether the list is to be cut before the sweep of this number: 1 or 0, an int32 alike in all threads.
+
+        A warp waits until all have offered what they have of the sweep before.
+        """
+        asm = (
+            "{ .reg .pred is; .reg .b32 word; mov.b32 $0, 0; setp.eq.u32 is, $2, 0; @is bra.uni end; sub.u32 word, $2, 1;"
+            " and.b32 word, word, 1; again: mbarrier.try_wait.parity.shared::cta.b64 is, [$1+32], word; @!is bra again;"
+            " shl.b32 word, word, 2; add.u32 word, word, $1; ld.shared.b32 word, [word+40]; setp.eq.u32 is, word, $2;"
+            " selp.b32 $0, 1, 0, is; end: }"
+        )
+
+        def wait(head, number):
+            operands = start_of(head), number
+            return [utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True, convergent=True)]
+
+        return ptx.emit(wait, self.head, [number], results=FLAG)
+
+    def offer(self, number, values: Sequence[jax.Array], top: jax.Array, places: Places) -> None:
+        """Appends what is above the bound, in the sweep of this number. Before that the list is cut if it `is_long`.
 
         Args:
+          number: a scalar int32, from 0.
           values: of a few steps, in the dtype of memory.
           top: the maximum of them at each place, or NaN.
           places: where they are.
-
-        Returns:
-          1 where the list is longer than `limit` now, else 0: an int32 in all threads.
         """
 
         def make(entries, head, *given):
+            number, *given = given
             *arrays, top = [list(array.registers.flat) for array in given[len(places.scalars) :]]
             # Of the lowest key that may be above it; 0 where there is no bound.
             more = 2**self.bits - 1 if places.in_order else 0
             asm = f"add.u64 key, $0, {more}; shr.u64 key, key, {self.bits}; min.u64 key, key, {2**32 - 1}; cvt.u32.u64 $1, key;"
             asm = f"{{ .reg .b64 key; ld.shared.u64 $0, [$2+8]; {asm} }}"
             kinds = [integer(64), integer(32)]
-            bound = utils.inline_ptx(asm, start_of(head), result_types=kinds, has_side_effects=True)
-            branch: Any = scf.IfOp(self._may_be_above(top, self._value(bound[1])), [integer(32)], has_else=True)
+            bound, key = utils.inline_ptx(asm, start_of(head), result_types=kinds, has_side_effects=True)
+            least = self._bits_of(key)
+            largest = functools.reduce(self._larger, [word for register in top for word in _words(register)])
+            may_be_above = compare("ne", self._no_less([largest], least), constant(0))
+            branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
             with ir.InsertionPoint(branch.then_block):
-                own_columns = places.columns(*given[: len(places.scalars)])
-                vectors = [(_words(array[0]), *at) for array, at in zip(arrays, own_columns, strict=True)]
-                flags = constant(0)
-                for index, (words, *at) in enumerate(vectors):
-                    asm = self._text(_FLAG if places.in_order else _FLAG_WHERE_EQUAL, len(words), index)
-                    operands = *words, *at, flags, *bound
-                    flags = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
-                scf.yield_([self._append(entries, head, flags, vectors)])
+                own_columns = list(places.columns(*given[: len(places.scalars)]))
+                words = [word for array in arrays for word in _words(array[0])]
+                flags = self._no_less(words, least)
+                operands = *words, *(first for first, _ in own_columns), own_columns[0][1], flags, bound
+                asm = self._append(len(words), len(arrays), places.in_order)
+                operands = *operands, start_of(head), start_of(entries)
+                scf.yield_([utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)])
             with ir.InsertionPoint(branch.else_block):
                 scf.yield_([constant(0)])
-            return [_any(compare("ugt", branch.results[0], constant(self.limit)))]
+            asm = (
+                f"{{ .reg .pred is; .reg .b32 word, place; setp.gt.u32 is, $1, {self.limit}; and.b32 place, $2, 1;"
+                " shl.b32 place, place, 2; add.u32 place, place, $0; add.u32 word, $2, 1; @is st.shared.b32 [place+40], word;"
+                f" bar.warp.sync 0xffffffff; and.b32 word, $3, {WARP - 1}; setp.eq.u32 is, word, 0;"
+                " @is mbarrier.arrive.shared::cta.b64 _, [$0+32]; }"
+            )
+            operands = start_of(head), branch.results[0], number, utils.thread_idx()
+            utils.inline_ptx(asm, *operands, has_side_effects=True, convergent=True)
 
         arrays = [(array, self.layout.layout) for array in (*values, top)]
-        return ptx.emit(make, (self.entries, self.head), places.scalars, arrays, FLAG)
+        ptx.emit(make, (self.entries, self.head), [number, *places.scalars], arrays)
 
-    def _append(self, entries, head, flags, vectors):
-        """Appends the elements that are flagged; the length of the list with them, 0 where there are none."""
-        branch: Any = scf.IfOp(compare("ne", flags, constant(0)), [integer(32)], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            count = llvm.intr_ctpop(flags)
-            asm = "atom.shared.add.u32 $0, [$1], $2;"
-            start = utils.inline_ptx(asm, start_of(head), count, result_types=integer(32), has_side_effects=True)
-            place = arith.addi(start_of(entries), arith.muli(start, constant(8)))
-            for index, (words, *at) in enumerate(vectors):
-                operands = *words, *at, flags, place
-                asm = self._text(_STORE, len(words), index)
-                place = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
-            scf.yield_([arith.addi(start, count)])
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_([constant(0)])
-        return branch.results[0]
+    def _larger(self, a, b):
+        """The larger elements of two words, or NaN."""
+        kind = {"float32": "NaN.f32", "bfloat16": "NaN.bf16x2", "float16": "NaN.f16x2", "int32": "s32", "uint32": "u32"}
+        return utils.inline_ptx(f"max.{kind[self.of.name]} $0, $1, $2;", a, b, result_types=integer(32))
 
-    def _text(self, each: str, words: int, index: int = 0) -> str:
-        """PTX for the elements of a vector of so many words, the first operands after the result, with a bit for each.
+    def _no_less(self, words, least):
+        """A bit for each element of words, in their order: 0 only where it is less than one with the bits `least`."""
+        kind = {"float32": "geu.f32", "bfloat16": "geu.bf16x2", "float16": "geu.f16x2", "int32": "ge.s32", "uint32": "ge.u32"}
+        flags: Any = constant(0)
+        for index, word in enumerate(words):
+            if self.is_half:
+                bits = f"@is or.b32 $0, $0, {1 << 2 * index}; @more or.b32 $0, $0, {2 << 2 * index};"
+            else:
+                bits = f"@is or.b32 $0, $0, {1 << index};"
+            found = "is|more" if self.is_half else "is"
+            asm = f"{{ .reg .pred is, more; mov.b32 $0, $3; setp.{kind[self.of.name]} {found}, $1, $2; {bits} }}"
+            flags = utils.inline_ptx(asm, word, least, flags, result_types=integer(32))
+        return flags
 
-        `each` is text for an element, of which `key` is the key.
+    def _bits_of(self, key):
+        """The bits of the value of a key, of a 16-bit one twice in a word."""
+        if self.dtype != jnp.float32:
+            return arith.xori(key, constant(-(2**31))) if self.dtype == jnp.int32 else key
+        key = arith.shli(key, constant(16)) if self.is_half else key
+        bits = utils.inline_ptx(BITS_OF_KEY, key, result_types=integer(32))
+        if not self.is_half:
+            return bits
+        high = arith.andi(bits, constant(-(2**16)))
+        return arith.ori(high, arith.shrui(high, constant(16)))
+
+    def _append(self, words: int, steps: int, in_order: bool) -> str:
+        """PTX that appends the elements that are flagged and above the bound, one after another, as they are few.
+
+        $0 is the length of the list after that, or 0. The other operands are the words, the column of each step's first
+        element, how many of its elements are of the next step, the flags, the bound, and where `head` and `entries` are.
+        """
+        names = iter(range(1, 1 + words + steps + 5))
+        values, firsts = ([f"${next(names)}" for _ in range(count)] for count in (words, steps))
+        following, flags, bound, head, entries = (f"${name}" for name in names)
+        half, vector_ = int(self.is_half), self.layout.vector
+        value = _chosen("key", values, half)
+        first = _chosen("column", firsts, vector_.bit_length() - 1)
+        if half:
+            value += " and.b32 word, q, 1; setp.eq.u32 is, word, 0; @is shl.b32 key, key, 16; and.b32 key, key, 0xffff0000;"
+        inside = "" if in_order else f" setp.lt.and.u32 is, column, {self.layout.cols}, is;"
+        return (
+            "{ .reg .pred is, bit<5>; .reg .b32 flags, q, word, key, column, key<16>, column<16>; .reg .b64 entry, place;"
+            f" mov.b32 $0, 0; mov.b32 flags, {flags}; setp.eq.u32 is, flags, 0; @is bra end;"
+            " next: bfind.u32 q, flags; mov.b32 word, 1; shl.b32 word, word, q; xor.b32 flags, flags, word;"
+            f" {_BITS_OF_Q} {value} {self._key} {first} and.b32 word, q, {vector_ - 1}; add.u32 column, column, word;"
+            f" setp.gt.s32 is, {following}, word; @is add.u32 column, column, {self.width};"
+            f" sub.u32 word, {2**self.bits - 1}, column; cvt.u64.u32 place, word; mul.wide.u32 entry, key, {2**self.bits};"
+            f" add.u64 entry, entry, place; setp.gt.u64 is, entry, {bound};{inside}"
+            f" @is atom.shared.add.u32 word, [{head}], 1; @is add.u32 $0, word, 1; @is shl.b32 word, word, 3;"
+            f" @is add.u32 word, word, {entries}; @is st.shared.b64 [word], entry;"
+            " setp.ne.u32 is, flags, 0; @is bra next; end: }"
+        )
+
+    def _largest(self, words: int, in_order: bool) -> str:
+        """PTX of $0, the largest key of the elements of a vector of so many words, the first operands, and of the last one.
+
+        The operands between are the column of the first element, and how many elements are of the next step.
         """
         per = 4 // self.of.itemsize
-        operands = {name: f"${1 + words + i}" for i, name in enumerate(("column", "following", "flags", "bound", "least"))}
-        numbers = {
-            "cols": self.layout.cols,
-            "scale": 2**self.bits,
-            "last": 2**self.bits - 1,
-            "width": self.threads * self.layout.vector,
-        }
-        text = "{ .reg .pred is; .reg .b32 key, word; .reg .b64 entry, place; " + _SETUP[each].format(**operands)
+        column, following, start = (f"${1 + words + i}" for i in range(3))
+        text = f"{{ .reg .pred is; .reg .b32 key, word; mov.b32 $0, {start};"
         for q in range(words * per):
-            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + KEY[self.dtype.name]
-            text += " shr.u32 key, key, 16;" if self.is_half else ""
-            text += each.replace("COLUMN", _COLUMN).format(q=q, bit=1 << (index * words * per + q), **operands, **numbers)
+            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + self._key
+            if in_order:
+                text += " max.u32 $0, $0, key;"
+                continue
+            text += f" add.u32 word, {column}, {q}; setp.gt.s32 is, {following}, {q};"
+            text += f" @is add.u32 word, word, {self.width}; setp.lt.u32 is, word, {self.layout.cols}; @is max.u32 $0, $0, key;"
         return text + " }"
 
     def bound_from(self, values: Sequence[jax.Array], places: Places) -> None:
@@ -174,7 +260,7 @@ class Candidates:
             for index, (array, at) in enumerate(zip(given[len(places.scalars) :], own_columns, strict=True)):
                 words = _words(array.registers.item())
                 operands = *words, *at, found[index % parts]
-                asm = self._text(_LARGEST if places.in_order else _LARGEST_INSIDE, len(words))
+                asm = self._largest(len(words), places.in_order)
                 found[index % parts] = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
             for part, key in enumerate(found):
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
@@ -250,16 +336,6 @@ class Candidates:
 
         ptx.emit(make, (self.entries, self.head, *refs), [] if rank is None else [rank])
 
-    def _may_be_above(self, registers, least):
-        """False only where each element of vectors is less than one with the bound's value."""
-        function = {"float32": arith.maximumf, "int32": arith.maxsi, "uint32": arith.maxui}[self.dtype.name]
-        values = [llvm.extractelement(v, constant(q)) for v in registers for q in range(v.type.shape[0])]
-        value = functools.reduce(function, values)
-        if self.dtype != jnp.float32:
-            return compare("sge" if self.dtype == jnp.int32 else "uge", value, least)
-        value = value if value.type == least.type else arith.extf(least.type, value)
-        return arith.cmpf(arith.CmpFPredicate.UGE, value, least)
-
     def _value(self, key):
         """The value of a key, in `dtype`."""
         lowest = constant(-(2**31))
@@ -286,17 +362,14 @@ def _words(register):
 
 
 def _cast(value, kind):
-    """A float32 or 32-bit integer value in the type of a result, of which it is one."""
+    """A float32 or 32-bit integer value in the type of a result, of which it is one; with its sign where it is NaN, too."""
+    if value.type == kind:
+        return value
     if isinstance(kind, ir.IntegerType):
-        return value if utils.bitwidth(kind) == 32 else arith.trunci(integer(utils.bitwidth(kind)), value)
-    return value if value.type == kind else arith.truncf(kind, value)
-
-
-def _any(flag):
-    """Whether a flag is set in any thread of the block, which wait for each other: 1 or 0."""
-    asm = "{ .reg .pred is; setp.ne.u32 is, $1, 0; bar.red.or.pred is, 0, is; selp.u32 $0, 1, 0, is; }"
-    operand = arith.extui(integer(32), flag)
-    return utils.inline_ptx(asm, operand, result_types=integer(32), has_side_effects=True, convergent=True)
+        return arith.trunci(kind, value)
+    half, bits = integer(16), arith.bitcast(integer(32), value)
+    sign = arith.trunci(half, arith.shrui(arith.andi(bits, constant(-(2**31))), constant(16)))
+    return arith.bitcast(kind, arith.ori(arith.bitcast(half, arith.truncf(kind, value)), sign))
 
 
 # The key of an element from its bits. Floats are ordered by sign and size, all of them, with -0 before 0. 16-bit floats are the
@@ -316,33 +389,25 @@ _BITS = {  # by how many elements a word has, and which one it is
     (2, 1): " and.b32 key, {word}, 0xffff0000;",
 }
 
-# `word`: the column of the element.
-_COLUMN = "add.u32 word, {column}, {q}; setp.gt.s32 is, {following}, {q}; @is add.u32 word, word, {width};"
-# $0: the flags, and those of what is above the bound, of elements in order.
-_FLAG = " setp.ge.u32 is, key, {least}; @is or.b32 $0, $0, {bit};"
-# The same of any elements.
-_FLAG_WHERE_EQUAL = (
-    " COLUMN setp.lt.u32 is, word, {cols}; sub.u32 word, {last}, word; cvt.u64.u32 place, word;"
-    " mul.wide.u32 entry, key, {scale}; add.u64 entry, entry, place;"
-    " setp.gt.and.u64 is, entry, {bound}, is; @is or.b32 $0, $0, {bit};"
-)
-# $0: where the entry after those goes that are flagged, which are stored from `bound` on.
-_STORE = (
-    " COLUMN sub.u32 word, {last}, word;"
-    " cvt.u64.u32 place, word; mul.wide.u32 entry, key, {scale}; add.u64 entry, entry, place;"
-    " and.b32 word, {flags}, {bit}; setp.ne.u32 is, word, 0; @is st.shared.b64 [$0], entry; @is add.u32 $0, $0, 8;"
-)
-# $0: the largest of `flags`, a key, and the keys of the elements.
-_LARGEST = " max.u32 $0, $0, key;"
-_LARGEST_INSIDE = " COLUMN setp.lt.u32 is, word, {cols}; @is max.u32 $0, $0, key;"
-_SETUP = {_STORE: "mov.b32 $0, {bound};"} | dict.fromkeys(
-    (_FLAG, _FLAG_WHERE_EQUAL, _LARGEST, _LARGEST_INSIDE), "mov.b32 $0, {flags};"
-)
+# `bit0` to `bit4`: those of the number `q`.
+_BITS_OF_Q = "".join(f" and.b32 word, q, {1 << bit}; setp.ne.u32 bit{bit}, word, 0;" for bit in range(5))
+
+
+def _chosen(name: str, values: Sequence[str], first_bit: int) -> str:
+    """PTX of `name`: the value whose number is in the bits of `q` from the first one on."""
+    text, values, bit = "", list(values), first_bit
+    while len(values) > 1:
+        for i in range(0, len(values) - 1, 2):
+            text += f" selp.b32 {name}{i // 2}, {values[i + 1]}, {values[i]}, bit{bit};"
+            values[i] = f"{name}{i // 2}"
+        values, bit = values[::2], bit + 1
+    return text + f" mov.b32 {name}, {values[0]};"
+
 
 _IN_A_WARP = 16  # entries of each lane, of lists that one warp bisects
 
 _REGISTERS = (
-    ".reg .pred is, more; .reg .b32 n, total, base, index, count, place, word, most, reached, beyond, wanted;"
+    ".reg .pred is, more; .reg .b32 n, total, base, index, count, place, word, most, least, reached, beyond, wanted;"
     " .reg .b64 low, high, middle, gap, entry;"
     f" .reg .b32 value<{_IN_A_WARP}>;"
 )
@@ -381,14 +446,16 @@ def _largest_in_warp(name: str) -> str:
 # first and then the rest of those that have the k-th one, and a long one by all threads.
 _BISECT = (
     f" setp.gt.u32 is, n, {WARP * _IN_A_WARP}; @is bra.uni long; setp.ge.u32 is, {{thread}}, {WARP}; @is bra.uni told;"
-    " shl.b32 base, {thread}, 3; add.u32 base, base, {entries};"
+    " shl.b32 base, {thread}, 3; add.u32 base, base, {entries}; mov.u32 least, 0xffffffff;"
     + "".join(
         f" add.u32 index, {{thread}}, {WARP * q}; setp.lt.u32 is, index, n; mov.u64 entry, 0;"
         f" @is ld.shared.u64 entry, [base+{8 * WARP * q}]; shr.u64 entry, entry, {{bits}}; cvt.u32.u64 value{q}, entry;"
+        f" @is min.u32 least, least, value{q};"
         for q in range(_IN_A_WARP)
     )
     + _largest_in_warp("largest_key")
     + " ld.shared.u64 low, [{head}+8]; add.u64 low, low, 1; shr.u64 entry, low, {bits}; cvt.u32.u64 place, entry;"
+    " redux.sync.min.u32 least, least, 0xffffffff; max.u32 place, place, least;"
     " mov.u32 reached, n; mov.u32 beyond, 0; mov.u32 wanted, {k};"
     + _bisect_in_warp("keys")
     + " cvt.u64.u32 entry, place; shl.b64 entry, entry, {bits}; max.u64 low, low, entry; add.u64 high, low, {enough};"

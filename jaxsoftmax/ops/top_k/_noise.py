@@ -4,9 +4,11 @@ So it is the same whichever implementation computes it, in whichever order, on h
 is arithmetic of 32 bits that runs in a Pallas kernel as well, which passes a product of its own: `multiply(a, b)` of a uint32
 array and a number below 2^32 gives the high and the low 32 bits.
 
-One evaluation of Philox gives four words, for four columns `STRIDE` apart: neighbouring columns are those of neighbouring
-threads, whatever the row's alignment. So column c has the word (c // STRIDE) % 4 of the evaluation of the counter
-((c // (4 * STRIDE)) * STRIDE + c % STRIDE, row, 0, 0).
+The noise of a column is that of a word of 32 random bits. The upper half alone says how large it can be, which is enough for
+almost all columns of a row. So one evaluation of Philox gives the upper halves of eight columns, which are `STRIDE` apart:
+neighbouring columns are those of neighbouring threads, whatever the row's alignment. Another evaluation gives their lower
+halves. The counter is (block, row, key), where column c is of block (c // (8 * STRIDE)) * STRIDE + c % STRIDE. Philox's own key
+is constant: what its first rounds make of the row and the key is computed once for a row.
 
 Source: Philox4x32-10 is that of Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -19,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-STRIDE = 1024  # columns between two that share an evaluation
+STRIDE = 512  # columns between two that share an evaluation
 WORDS = 4  # of an evaluation
+HALVES = 2 * WORDS
+LOWER = 2**31  # what is added to a block for the lower halves
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # the golden ratio and sqrt(3) - 1, which the key grows by
@@ -85,16 +89,32 @@ def gumbel(bits: jax.Array) -> jax.Array:
     return -jnp.log(exponential)
 
 
+def words_of(block: Any, row: Any, key0: Any, key1: Any, multiply: Multiply = multiply) -> Words:
+    """The words whose halves belong to the columns of a block, or to those of `block + LOWER`."""
+    return philox((block, row, key0, key1), (0, 0), multiply)
+
+
+def half(words: Words, index: int) -> jax.Array:
+    """One of the `HALVES` of words, as the upper half of a word."""
+    word = words[index % WORDS]
+    return word << np.uint32(16) if index < WORDS else word & np.uint32(0xFFFF0000)
+
+
+def _halves(block, row, key0, key1):
+    """For each of the columns of blocks, by their order, a word of random bits."""
+    upper, lower = (words_of(block + np.uint32(more), row, key0, key1) for more in (0, LOWER))
+    return [half(upper, index) | half(lower, index) >> np.uint32(16) for index in range(HALVES)]
+
+
 def gumbel_at(key0: jax.Array, key1: jax.Array, row: jax.Array, columns: jax.Array) -> jax.Array:
-    """The noise of some columns: an evaluation for each. All arguments are integers that broadcast together."""
+    """The noise of some columns: two evaluations for each. All arguments are integers that broadcast together."""
     columns = columns.astype(jnp.uint32)
-    block = columns // np.uint32(WORDS * STRIDE) * np.uint32(STRIDE) + columns % np.uint32(STRIDE)
-    words = philox((block, row, 0, 0), (key0, key1))
-    chosen = columns // np.uint32(STRIDE) % np.uint32(WORDS)
-    word = words[0]
-    for index in range(1, WORDS):
-        word = jnp.where(chosen == np.uint32(index), words[index], word)
-    return gumbel(word)
+    block = columns // np.uint32(HALVES * STRIDE) * np.uint32(STRIDE) + columns % np.uint32(STRIDE)
+    chosen = columns // np.uint32(STRIDE) % np.uint32(HALVES)
+    bits, *others = _halves(block, row, key0, key1)
+    for index, other in enumerate(others, 1):
+        bits = jnp.where(chosen == np.uint32(index), other, bits)
+    return gumbel(bits)
 
 
 def gumbel_rows(key0: jax.Array, key1: jax.Array, row: jax.Array, size: int) -> jax.Array:
@@ -102,11 +122,10 @@ def gumbel_rows(key0: jax.Array, key1: jax.Array, row: jax.Array, size: int) -> 
     if not isinstance(size, int):  # symbolic
         column = lax.broadcasted_iota(jnp.uint32, (*(1,) * (row.ndim - 1), size), row.ndim - 1)
         return gumbel_at(key0, key1, row, column)
-    groups, width = -(-size // (WORDS * STRIDE)), min(size, STRIDE)
+    groups, width = -(-size // (HALVES * STRIDE)), min(size, STRIDE)
     index = lax.broadcasted_iota(jnp.uint32, (*(1,) * (row.ndim - 1), groups, width), row.ndim - 1)
     block = index * np.uint32(STRIDE) + lax.broadcasted_iota(jnp.uint32, index.shape, row.ndim)
     key0, key1, row = (array[..., None] for array in (key0, key1, row))
-    words = philox((block, row, 0, 0), (key0, key1))
-    words = words[: -(-size // STRIDE)]  # of one group with few columns only the first are there
-    bits = jnp.stack(words, -2)
+    halves = _halves(block, row, key0, key1)[: -(-size // STRIDE)]  # of one group with few columns only the first are there
+    bits = jnp.stack(halves, -2)
     return gumbel(bits.reshape(*bits.shape[:-3], -1)[..., :size])

@@ -1,7 +1,9 @@
 """Samples from rows on Hopper: a kernel that draws, and with filters one that looks at what was drawn, and one that redraws.
 
-1. Each element is compared with the best so far, which is in shared memory. Only where a bound of its noise allows that it is
-   better, the noise itself is computed. The random bits come from a counter (see `_noise`), on chip.
+1. Elements are compared with the best so far, which is in shared memory. Noise is bounded by the upper half of its random bits,
+   which come from a counter (see `_noise`), on chip: eight halves from one evaluation. Eight elements of a thread are looked at
+   together, by the largest of them and the least of their halves. Only where these allow that one is better each is looked at
+   alone, and where its own half allows it, too, all of its bits are made, and its noise.
 2. With `top_p` what was drawn is looked at: the weights of what is before it in the order of `top_k` are added up, together
    with the state of the row, in a second read. With `min_p` alone the maximum is found first, and says what is kept.
 3. Where that sum says that it is not kept, the row is drawn again, among what is before it alone, until what is drawn is kept.
@@ -12,7 +14,9 @@ import functools
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxsoftmax import online
@@ -49,19 +53,20 @@ def sample(target, x, of_rows, return_state):
 
 
 def _drawing_plan(target, x) -> Plan:
-    """A sweep has four steps of `_noise.STRIDE` elements, of which a thread has those that share random words.
+    """A sweep has steps of `_noise.STRIDE` elements, of which a thread has those that share random words.
 
     Where rows start inside of a line, threads join vectors of two steps.
     """
     rows, cols = x.shape
     vector = 4
-    layout = RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.WORDS), stored=False)
+    layout = RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.HALVES), stored=False)
     return Plan(layout, blocks_for(target, layout, rows), rows)
 
 
 def _reading_plan(target, x) -> Plan:
+    """A thread has few places, as it has three numbers for each."""
     rows, cols = x.shape
-    layout = RowLayout(cols, Config(16 // x.dtype.itemsize, 128, unroll=4), stored=False)
+    layout = RowLayout(cols, Config(4, 128, unroll=16 // x.dtype.itemsize), stored=False)
     return Plan(layout, blocks_for(target, layout, rows), rows)
 
 
@@ -184,45 +189,61 @@ class _Drawing:
 
     def draw(self, states: States | None = None, kept=None) -> None:
         """Draws among those for which `kept(scores, columns)` holds, or among all, and lifts them if there are `states`."""
-        tile, size, winner = self.row.tile, self.size, self.winner
-        lowest = tile.accumulator(-jnp.inf)
+        winner, lowest = self.winner, self.row.tile.accumulator(-jnp.inf)
 
-        def visit(steps, loaded, is_first, in_loop, carry):
-            del is_first, in_loop
-            found = list(map(self.held.converted, loaded))
+        def at_temperature(scores, is_kept=None):
+            scores = scores if self.size is None else scores * self.row.tile.along(self.size)
+            if kept is None:
+                return scores
+            # Those that are kept may overflow: then they are alike, but more than the others.
+            scores = jnp.maximum(scores, self.row.tile.along(jnp.float32(jnp.finfo(jnp.float32).min)))
+            return scores if is_kept is None else jnp.where(is_kept, scores, lowest)
+
+        def visit(number, steps, load, in_loop, carry):
+            del number, in_loop
+            loaded = load()
+            top = self._top(loaded)
             if states is not None:
-                carry = states.push(carry, found, functools.reduce(jnp.maximum, found))
-            at = [self.place + step * self.width for step in steps]
-            scores = found if size is None else [x * tile.along(size) for x in found]
-            if kept is not None:  # whose scores may overflow: then they are alike, but more than those of the others
-                least = tile.along(jnp.float32(jnp.finfo(jnp.float32).min))
-                scores = [
-                    jnp.where(kept(x, columns), jnp.maximum(score, least), lowest)
-                    for x, columns, score in zip(found, at, scores, strict=True)
-                ]
-            words = self._random_words(steps[0])[: len(scores)]
+                carry = states.push(carry, list(map(self.held.converted, loaded)), top)
+            words = self._words(steps[0])
 
-            def compare():
-                top, column = lowest, at[0]
-                for score, word, columns in zip(scores, words, at, strict=True):
-                    noise = _noise.gumbel(word)
-                    score += noise if self.noise is None else noise * tile.along(self.noise)
-                    score = jnp.where(score == score, score + 0, -lowest)  # NaN before all numbers, and -0 as 0
-                    is_more = score > top
-                    top, column = jnp.where(is_more, score, top), jnp.where(is_more, columns, column)
-                winner.push(top, column, self.layout)
+            def compare(index):
+                found, columns = self.held.converted(loaded[index]), self.place + steps[index] * self.width
+                score = at_temperature(found, None if kept is None else kept(found, columns))
+                upper = _noise.half(words, index)
 
-            pl.when(winner.may_win(scores, words, self.noise, self.layout) != 0)(compare)
+                def push():
+                    lower = _noise.half(self._words(steps[0], _noise.LOWER), index)
+                    noise = _noise.gumbel(upper | lower >> np.uint32(16))
+                    total = score + (noise if self.noise is None else noise * self.row.tile.along(self.noise))
+                    total = jnp.where(total == total, total + 0, -lowest)  # NaN before all numbers, and -0 as 0
+                    winner.push(total, columns, self.layout)
+
+                pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
+
+            upper = ptx.least_half(words, self.layout)
+
+            @pl.when(winner.may_win(at_temperature(top), upper, self.noise, self.layout) != 0)
+            def _():
+                for index in range(len(loaded)):
+                    compare(index)
+
             return carry
 
-        self.row.sweep(self.held.load, visit, states)
+        self.row.sweep(self.held.load, visit, states, ahead=False)  # random words take long enough
 
-    def _random_words(self, step):
-        """Those of four steps, of which the first one is at a multiple of four."""
-        block = (self.place + step // _noise.WORDS * _noise.STRIDE).astype(jnp.uint32)
-        # Made anew in each sweep, or the compiler would hold the keys of all rounds in registers.
-        row, key0, key1 = [self.row.tile.along(ptx.opaque(self.of_row[name])) for name in ("row", "key0", "key1")]
-        return _noise.philox((block, row, 0, 0), (key0, key1), functools.partial(ptx.product, layout=self.layout))
+    def _top(self, loaded):
+        """The maximum of the steps' elements at each place, or NaN."""
+        if self.held.in_words:
+            return self.held.converted(self.held.maximum(loaded))
+        return functools.reduce(jnp.maximum, map(self.held.converted, loaded))
+
+    def _words(self, step, more=0):
+        """The random words of a sweep, whose first step is this one, a multiple of their halves."""
+        block = (self.place + step // _noise.HALVES * _noise.STRIDE).astype(jnp.uint32) + np.uint32(more)
+        of_row = (self.row.tile.along(self.of_row[name]) for name in ("row", "key0", "key1"))
+        row, key0, key1 = (plgpu.layout_cast(array, self.layout) for array in of_row)
+        return _noise.words_of(block, row, key0, key1, functools.partial(ptx.product, layout=self.layout))
 
 
 class _Look:
@@ -245,9 +266,9 @@ class _Look:
         if self.row.plan.blocks > 1:  # or another block might send its states before
             ptx.cluster_barrier()
 
-        def visit(steps, loaded, is_first, in_loop, carry):
-            del is_first, in_loop
-            found = list(map(self.held.converted, loaded))
+        def visit(number, steps, load, in_loop, carry):
+            del number, in_loop
+            found = list(map(self.held.converted, load()))
             counts = [before(x, self.place + step * self.width) for x, step in zip(found, steps, strict=True)]
             return self.states.push(carry, found, functools.reduce(jnp.maximum, found), counts)
 
@@ -269,7 +290,7 @@ class _Look:
         return self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32)
 
     def before(self, column):
-        """Whether scores at some columns are before that of this column in the order of `top_k`: a function of both."""
+        """Whether scores at some columns are before that of this column, where 0 and -0 are equal: a function of both."""
         along = self.row.tile.along
         value, column = along(self._value(column)), along(column)
         return lambda x, columns: jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))

@@ -100,12 +100,19 @@ class Row:
         if self.plan.blocks > 1:
             ptx.cluster_wait()
 
-    def sweep(self, load: Callable[[Any], jax.Array], visit, states: "States | None" = None) -> None:
-        """Folds `visit(steps, loaded, is_first, in_loop, carry)` over all steps of the row's part, some in each sweep.
+    def sweep(self, load: Callable[[Any], jax.Array], visit, states: "States | None" = None, ahead: bool = True) -> None:
+        """Folds `visit(number, steps, load, in_loop, carry)` over all steps of the row's part, some in each sweep.
 
         The sweeps of a loop are in order, and have whole vectors; each block has as many slices of them. What is left, and is
-        loaded in part, goes to the last one that has some. What the next sweep takes is loaded before a sweep is visited. The
-        carry is that of `states`, which start and store one in each slice, and else empty.
+        loaded in part, goes to the last one that has some.
+
+        Args:
+          load: gives what a thread has of a step.
+          visit: gets the number of the sweep in this block, from 0 (an int where there is no loop before it); its steps; a
+            function that gives what they load; whether it is one of the loop; and the carry, and returns the next one.
+          states: whose carry it is, started and stored in each slice; None for an empty one.
+          ahead: whether what the next sweep takes is loaded before a sweep is visited. Else other warps have to have enough to
+            do meanwhile, and threads need fewer registers.
         """
         layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
         unroll, looped = layout.config.unroll, layout.looped_steps
@@ -118,28 +125,36 @@ class Row:
         def steps_of(i):
             return [looped.start + i * unroll + k for k in range(unroll)]
 
+        def loaded(steps):
+            return [load(step) for step in steps]
+
+        swept: Any = 0  # sweeps of the loop
         if count:
             first = rank * jnp.int32(own)
             stop = jnp.minimum(first + own, count)
+            swept = stop - first
 
             def sweep(i, carry):
-                loaded, carry = carry
-                following = [load(step) for step in steps_of(jnp.minimum(i + 1, stop - 1))]  # the last again, from a cache
-                carry = visit(steps_of(i), loaded, i == first, True, carry)
+                held, carry = carry
+                if ahead:
+                    following = loaded(steps_of(jnp.minimum(i + 1, stop - 1)))  # the last again, from a cache
+                    carry = visit(i - first, steps_of(i), lambda: held, True, carry)
+                else:
+                    following = []
+                    carry = visit(i - first, steps_of(i), lambda: loaded(steps_of(i)), True, carry)
                 if states is not None:
                     is_last = (i + 1) % of_slice == 0
                     is_last = jnp.logical_and(is_last, i + 1 != count) if rest else jnp.logical_or(is_last, i + 1 == count)
                     carry = states.end(is_last, i // of_slice, carry)
                 return following, carry
 
-            initial = [load(step) for step in steps_of(jnp.minimum(first, count - 1))], carry
-            _, carry = lax.fori_loop(first, stop, sweep, initial)
+            initial = loaded(steps_of(jnp.minimum(first, count - 1))) if ahead else []
+            _, carry = lax.fori_loop(first, stop, sweep, (initial, carry))
 
         def finish(carry):
             for i in range(0, len(rest), unroll):
                 steps = rest[i : i + unroll]
-                loaded = [load(step) for step in steps]
-                carry = visit(steps, loaded, None if count or i else True, False, carry)
+                carry = visit(swept + i // unroll, steps, functools.partial(loaded, steps), False, carry)
             if states is not None:
                 states.store(max(0, count - 1) // of_slice, carry)
 

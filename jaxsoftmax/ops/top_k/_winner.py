@@ -5,7 +5,6 @@ An entry is a number of 64 bits: above, the key of its score, and below how far 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +53,16 @@ class Winner:
         ptx.emit(clear, self.best)
         ptx.block_barrier()
 
-    def may_win(self, scores: Sequence[jax.Array], words: Sequence[jax.Array], noise: jax.Array | None, layout) -> jax.Array:
+    def may_win(self, scores: jax.Array, words: jax.Array, noise: jax.Array | None, layout) -> jax.Array:
         """Whether a score with noise may be larger than the entry, in any thread of the warp: 0 if not, an int32.
 
-        Noise is at most `-log(v)`, with `v` the random word as a fraction of 2^32, so `v` must not be more than the exponential
-        of what the score lacks: one operation of the special function unit, and not three as the noise takes.
+        `words` are the random ones, or less than these. Noise is at most `-log(v)`, with `v` the word as a fraction of 2^32, so
+        `v` must not be more than the exponential of what the score lacks: one operation of the special function unit, and not
+        three as the noise takes.
         """
 
         def test(best, *given):
-            *arrays, noise_here = [array.registers.item() for array in given] + [None] * (noise is None)
+            score, word, noise_here = [array.registers.item() for array in given] + [None] * (noise is None)
             asm = f"{{ .reg .b64 entry; ld.shared.u64 entry, [$1]; shr.u64 entry, entry, {self.bits}; cvt.u32.u64 $0, entry; }}"
             key = utils.inline_ptx(asm, start_of(best), result_types=integer(32), has_side_effects=True)
             bits = utils.inline_ptx(BITS_OF_KEY, key, result_types=integer(32))
@@ -70,14 +70,13 @@ class Winner:
             if noise_here is not None:
                 unit = arith.divf(unit, arith.maximumf(noise_here, utils.c(1e-30, unit.type)))
             flag: Any = constant(0)
-            for score, word in zip(arrays[: len(scores)], arrays[len(scores) :], strict=True):
-                for q in range(score.type.shape[0]):
-                    operands = (llvm.extractelement(part, constant(q)) for part in (score, word))
-                    flag = utils.inline_ptx(_MAY_WIN, *operands, least, unit, flag, result_types=integer(32))
+            for q in range(score.type.shape[0]):
+                operands = (llvm.extractelement(part, constant(q)) for part in (score, word))
+                flag = utils.inline_ptx(_MAY_WIN, *operands, least, unit, flag, result_types=integer(32))
             asm = "{ .reg .pred any; setp.ne.u32 any, $1, 0; vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any; }"
             return [utils.inline_ptx(asm, flag, result_types=integer(32), has_side_effects=True, convergent=True)]
 
-        arrays = [(array, layout) for array in (*scores, *words)] + ([] if noise is None else [(noise, SPLAT)])
+        arrays = [(scores, layout), (words, layout)] + ([] if noise is None else [(noise, SPLAT)])
         return ptx.emit(test, self.best, (), arrays, FLAG)
 
     def push(self, scores: jax.Array, columns: jax.Array, layout) -> None:
@@ -132,12 +131,12 @@ class Winner:
         return ptx.emit(load, self.best, results=FLAG)
 
 
-# $0: the entry of a float32 $1 in column $2.
+# $0: the entry of a float32 $1 in column $2, of which one that is none counts as the last.
 _ENTRY = (
     "{{ .reg .b32 key, word; .reg .b64 place; mov.b32 key, $1;"
     + KEY["float32"]
     + " cvt.u64.u32 $0, key; shl.b64 $0, $0, {bits};"
-    " sub.u32 word, {last}, $2; cvt.u64.u32 place, word; add.u64 $0, $0, place; }}"
+    " min.u32 word, $2, {last}; sub.u32 word, {last}, word; cvt.u64.u32 place, word; add.u64 $0, $0, place; }}"
 )
 
 # $0: $5, or 1 if the score $1 may exceed $3 with the random word $2: if v, rounded down to 23 bits, is no more than

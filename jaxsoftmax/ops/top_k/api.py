@@ -229,7 +229,8 @@ def categorical(
         which those below 1 keep all. None keeps all. On Hopper up to 1024 are found by a kernel; where an array holds more, or
         keeps all, the reference sorts all rows.
       top_p: keep the shortest beginning, in the order of `top_k`, that has a share of `top_p` of the weight that is left; one
-        entry at least. A number from 0 on, or an array. From 1 on, NaN and None keep all.
+        entry at least. Without a `top_k`, 0 and -0 are equal there. A number from 0 on, or an array. From 1 on, NaN and None
+        keep all.
       min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, NaN and None
         keep all.
       where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.

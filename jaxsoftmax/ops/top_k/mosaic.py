@@ -23,7 +23,7 @@ from jaxsoftmax._gpu.rows.memory import row_of_mask
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling, xla
-from jaxsoftmax.ops.top_k._candidates import Candidates, Places
+from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
 from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
@@ -141,19 +141,23 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
                 arrays = [select(is_there(step), a, fill) for step, a in zip(steps, arrays, strict=True)]
             return arrays
 
-        def visit(steps, loaded, is_first, in_loop, carry):
+        def visit(number, steps, load, in_loop, carry):
+            pl.when(found.is_long(number) != 0)(found.cut)
+            loaded = load()
             arrays = loaded if is_plain else directed(steps, loaded, in_loop)
             places = Places(functools.partial(_first_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
-            if is_first is not None and found.parts_of(len(arrays)):
-                pl.when(is_first)(lambda: found.bound_from(arrays, places))
+            if (in_loop or isinstance(number, int)) and found.parts_of(len(arrays)):
+                pl.when(jnp.equal(number, 0))(lambda: found.bound_from(arrays, places))
             top = held.maximum(arrays) if is_plain and held.in_words else functools.reduce(jnp.maximum, arrays)
-            pl.when(found.offer(arrays, top, places) != 0)(found.cut)
+            found.offer(number, arrays, top, places)
             if states is None:
                 return carry
             scores = list(map(held.converted, loaded)) if is_plain else arrays
             return states.push(carry, scores, top.astype(jnp.float32))
 
-        row.sweep(held.load, visit, states)
+        # Else four blocks of a multiprocessor would not have enough registers.
+        ahead = is_lifted or rows * blocks <= target.multiprocessors
+        row.sweep(held.load, visit, states, ahead)
         found.cut()
         last = found
         if blocks > 1:
@@ -174,7 +178,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
 
     results = [jax.ShapeDtypeStruct((rows * k,), dtype if is_float else kind), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * is_lifted)
-    scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((8,), jnp.int32)]
+    scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((HEAD,), jnp.int32)]
     scratch += [plgpu.SMEM((2 * (blocks * k + 4),), jnp.int32)] if blocks > 1 else [None]
     call = launched("top_k_mosaic", kernel, plan, results, scratch, int(is_lifted))
     values, indices, *state = [a.reshape(*batch, -1) for a in call(x.reshape(rows, cols), *given.values())]

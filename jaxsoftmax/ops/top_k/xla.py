@@ -80,6 +80,8 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
     if top_k is None and top_p is None and min_p is None:
         index = _first_largest(noisy(scores, noise_of_columns, inverse, noise))
     else:
+        if top_k is None:
+            scores = scores + 0  # -0 as 0, as kernels compare them
         scores, indices = lax.top_k(scores, x.shape[-1])
         index = drawn(scores, indices, at(noise_of_columns, indices), inverse, noise, top_k, top_p, min_p)
     state = []
