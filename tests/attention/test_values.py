@@ -281,7 +281,7 @@ def test_values_and_cotangents_of_float32_kernels(implementation, forced, featur
     check_cotangents(forced, *FEATURES[feature](dtype))
 
 
-@QUICKLY
+# Compiled as users have it, fusions and all.
 @pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)"])
 @EVERY_16_BITS
 def test_values_and_cotangents_of_16_bits(implementation, forced, feature, dtype):
