@@ -28,6 +28,8 @@ from .. import kernels
 from . import test_mosaic_forward as lowering
 from . import test_values as values
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 brute_force = settings(max_examples=200, deadline=None, derandomize=True)
 FEW = [name for name in values.IN_SHAPES if name.startswith("few") and name not in ("few, 65 rows", "few, dropout")]
 

@@ -33,6 +33,8 @@ from jaxsoftmax.ops.attention.mosaic.operands import HOST, Operand, batch_index
 from .. import cases, kernels, oracle
 from . import oracle as attention_oracle
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
 

@@ -21,6 +21,8 @@ from . import oracle as attention_oracle
 from . import test_decode, test_values
 from .test_mosaic_forward import NAME, shaped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 attend = jaxsoftmax.paged_attention
 quick = settings(max_examples=20, deadline=None, derandomize=True)
 

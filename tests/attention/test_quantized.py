@@ -19,6 +19,8 @@ from .. import cases, kernels
 from . import test_decode, test_paged, test_values
 from .test_mosaic_forward import NAME, shaped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 BYTES = ("int8", "float8_e4m3fn")
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 

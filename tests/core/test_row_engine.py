@@ -15,6 +15,8 @@ from jaxsoftmax._gpu.rows.tile import each
 
 from .. import cases, kernels, oracle
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 # Cross-entropy with integer labels: the logits are read once, and once more for their gradient.
 
 

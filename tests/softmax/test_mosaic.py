@@ -29,6 +29,8 @@ from jaxsoftmax.ops.softmax import mosaic
 
 from .. import cases, kernels, oracle
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
 # The primitive that a kernel runs, and its operands before `where` and `scale`: x also stands for y, t for a cotangent, and
 # what belongs to rows are m, d, and c, logsumexp's cotangent.
 KERNELS = {

@@ -43,7 +43,7 @@ SMALL = {
 
 
 # optax corrects Adam's bias with float ** int32, which strict promotion refuses.
-pytestmark = pytest.mark.usefixtures("standard_promotion_all")
+pytestmark = pytest.mark.usefixtures("standard_promotion_all", "compiled_quickly_all")
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,6 @@ def test_the_attentions_agree(compared):
     assert matplotlib.image.imread(out / "comparison.png")[..., :3].std() > 0.05
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_the_losses_agree(example, text, tmp_path):
     found = {}
     for loss in example.LOSSES:
