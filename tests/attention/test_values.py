@@ -33,10 +33,6 @@ attend = functools.partial(jaxsoftmax.dot_product_attention, precision="highest"
 KERNELS = [name for name in dispatch.implementations["attention"] if name != "xla"]
 NATIVE = [pytest.param(*pair, marks=pytest.mark.gpu) for pair in itertools.product(KERNELS, ["bfloat16", "float16"])]
 NATIVE_FLOAT32 = [pytest.param(name, "float32", marks=pytest.mark.gpu) for name in KERNELS]
-# The reference has one dtype in one tile and another in many: what depends on the dtype does not depend on tiles.
-EVERY_16_BITS = pytest.mark.parametrize(
-    ("implementation", "dtype"), [("xla", "float16"), ("xla in tiles", "bfloat16"), *NATIVE]
-)
 MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
@@ -281,10 +277,14 @@ def test_values_and_cotangents_of_float32_kernels(implementation, forced, featur
     check_cotangents(forced, *FEATURES[feature](dtype))
 
 
-# Compiled as users have it, fusions and all.
+# Compiled as users have it, fusions and all. The reference has one dtype of 16 bits in one tile and another in many: what
+# depends on the dtype does not depend on tiles. Kernels have float32 above.
 @pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)"])
-@EVERY_16_BITS
-def test_values_and_cotangents_of_16_bits(implementation, forced, feature, dtype):
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("xla", "float16"), ("xla in tiles", "bfloat16"), ("xla", "float32"), ("xla in tiles", "float32"), *NATIVE],
+)
+def test_values_and_cotangents_of_each_dtype(implementation, forced, feature, dtype):
     check_cotangents(forced, *FEATURES[feature](dtype))
 
 
