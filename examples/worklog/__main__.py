@@ -4,6 +4,8 @@ python -m examples.worklog              all parts, in the order below
 python -m examples.worklog times        run times of rungs and peers, of softmax with top-k and of attention
 python -m examples.worklog bytes        bytes that they move, by the GPU's counters, which Nsight Compute reads
 python -m examples.worklog cpu          naive, safe and online softmax on one CPU core, and jax.nn on all
+python -m examples.worklog times bytes --op softmax_top_k
+                                        the same of one op alone
 python -m examples.worklog page check   tables and figures from the result files; the page's claims. Neither needs a GPU
 
 Result files are worklog.csv, worklog_bytes.csv and worklog_cpu.csv; the newest run of each counts. In the first and the last,
@@ -22,6 +24,7 @@ from examples.worklog.measured import Measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "worklog.md"
 PARTS = ("times", "bytes", "cpu", "page", "check")
+OPS = ("softmax", "softmax_top_k", "attention")
 MEASURING = frozenset({"times", "bytes", "cpu"})
 CHILDREN = {
     "cases": counters.run_cases,
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 1 if a claim is missed or a part fails, 2 for what cannot be done."""
     options = _parser().parse_args(argv)
     if options.child:
-        CHILDREN[options.child]()
+        CHILDREN[options.child](*([options.op] if options.child == "cases" else []))
         return 0
     chosen = [part for part in PARTS if part in options.parts or not options.parts]
     try:
@@ -47,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.worklog", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", type=_part_of_all, metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--op", choices=OPS, help="measure this op alone, and the copy; with times and bytes")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="DIR", help="default: benchmarks/results")
     parser.add_argument("--gpu", metavar="NAME", help="the folder that the page is of; default: what was measured, or h200")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/worklog.md")
@@ -73,10 +77,10 @@ def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
         folder = folder if options.gpu else path("worklog").parent
         if "times" in chosen:
             run = harness.Run(gpu, commit, functools.partial(results.append, path("worklog")), effort=cells.EFFORT)
-            run.measure(cells.cells())
+            run.measure(cell for cell in cells.cells() if options.op in (None, cell.op) or cell.op == "copy")
             problems += run.problems
         if "bytes" in chosen:
-            problems += counters.count(path("worklog_bytes"), gpu, commit)
+            problems += counters.count(path("worklog_bytes"), gpu, commit, options.op)
         if "cpu" in chosen:
             problems += serial.time_serial(path("worklog_cpu"), gpu, commit)
     for problem in problems:

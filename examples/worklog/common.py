@@ -84,9 +84,11 @@ def flags(more: str) -> str:
     return f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
 
 
-def child(name: str, environment: dict[str, str], wrapper: Sequence[str] = ()) -> list[dict[str, Any]]:
+def child(
+    name: str, environment: dict[str, str], wrapper: Sequence[str] = (), arguments: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """What this package prints in a process of its own, a line of JSON a case."""
-    command = [*wrapper, sys.executable, "-m", "examples.worklog", "--child", name]
+    command = [*wrapper, sys.executable, "-m", "examples.worklog", "--child", name, *arguments]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 

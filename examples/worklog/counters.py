@@ -101,11 +101,13 @@ def cases() -> Iterator[Case]:
         yield Case("attention", ATTENTION.dtype, ATTENTION.shape, name, predictions[name], function, inputs=3)
 
 
-def run_cases() -> None:
-    """Runs every case once between its two marks, and prints a line for each; Nsight Compute watches."""
+def run_cases(op: str | None = None) -> None:
+    """Runs every case, or those of one op, once between its two marks, and prints a line for each; Nsight Compute watches."""
     before, behind = (jax.jit(function).lower(jnp.float32(1)).compile() for function in (jnp.cos, jnp.tanh))
     one = jax.device_put(np.float32(1))
     for case in cases():
+        if op not in (None, case.op):
+            continue
         arrays = [_on_device(case.shape, case.dtype, seed) for seed in range(case.inputs)]
         line: dict[str, Any] = {name: getattr(case, name) for name in ("op", "dtype", "implementation", "predicted")}
         problem = None
@@ -164,8 +166,8 @@ def parse(log: str) -> list[dict[str, int]]:
     return groups
 
 
-def count(path: Path, gpu: str, commit: str) -> list[str]:
-    """Counts the bytes of all cases in a process of their own; returns what could not be counted."""
+def count(path: Path, gpu: str, commit: str, op: str | None = None) -> list[str]:
+    """Counts the bytes of all cases, or of those of one op, in a process of their own; returns what could not be counted."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
@@ -175,7 +177,7 @@ def count(path: Path, gpu: str, commit: str) -> list[str]:
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
         environment |= {"XLA_FLAGS": common.flags("--xla_gpu_enable_command_buffer=")}  # a kernel at a time, not graphs of them
         try:
-            printed = common.child("cases", environment, [ncu, *options])
+            printed = common.child("cases", environment, [ncu, *options], ["--op", op] if op else [])
             groups = parse(log.read_text())
         except subprocess.CalledProcessError as problem:
             said = re.findall(r"^==ERROR== .*", log.read_text(), re.MULTILINE) if log.exists() else []

@@ -327,12 +327,16 @@ def test_cases_run_once_each_and_one_that_does_not_compile_is_said(monkeypatch, 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["problem"] for line in lines] == [None, "NotImplementedError: not here", None]
     assert lines[2]["shape"] == "1x4x1x8"
+    counters.run_cases("attention")
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line == lines[2]
 
 
 def a_child(log, *lines):
     """In place of a process under Nsight Compute."""
 
-    def child(name, environment, wrapper):
+    def child(name, environment, wrapper, arguments):
+        assert not arguments
         if log is not None:
             with open(wrapper[wrapper.index("--log-file") + 1], "w") as file:
                 file.write(log)
@@ -502,7 +506,8 @@ def test_without_result_files_the_page_stays(part, page, tmp_path, capsys):
 
 
 def test_what_a_profiler_says_is_said(monkeypatch, tmp_path):
-    def child(name, environment, wrapper):
+    def child(name, environment, wrapper, arguments):
+        assert not arguments
         Path(wrapper[wrapper.index("--log-file") + 1]).write_text("==PROF== 1\n==ERROR== ERR_NVGPUCTRPERM\n")
         raise subprocess.CalledProcessError(1, "ncu")
 
@@ -606,16 +611,18 @@ def test_without_a_gpu_nothing_is_written(arguments, tmp_path, page, capsys, mon
 def test_all_parts_run_in_order(monkeypatch, tmp_path, page, capsys):
     called = []
     monkeypatch.setattr(harness, "gpu_name", lambda: GPU)
-    monkeypatch.setattr(harness.Run, "measure", lambda run, cells: called.append("times"))
-    monkeypatch.setattr(counters, "count", lambda path, gpu, commit: called.append(path.name) or ["bytes: no ncu"])
+    monkeypatch.setattr(harness.Run, "measure", lambda run, cells: called.append({cell.op for cell in cells}))
+    monkeypatch.setattr(counters, "count", lambda path, gpu, commit, op: called.append((path.name, op)) or ["bytes: no ncu"])
     monkeypatch.setattr(serial, "time_serial", lambda path, gpu, commit: called.append(path.name) or [])
-    monkeypatch.setattr(cells, "cells", list)
     options = ["--results", str(tmp_path), "--page", str(page), "--commit", "abc1234"]
     assert command.main(options) == 1
-    assert called == ["times", "worklog_bytes.csv", "worklog_cpu.csv"]
+    assert called == [{"copy", *command.OPS}, ("worklog_bytes.csv", None), "worklog_cpu.csv"]
     said = capsys.readouterr()
     assert "not recorded: bytes: no ncu" in said.err
     assert "naive: no time" in said.out
+    called.clear()
+    assert command.main(["times", "bytes", "--op", "softmax_top_k", *options]) == 1
+    assert called == [{"copy", "softmax_top_k"}, ("worklog_bytes.csv", "softmax_top_k")]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
@@ -229,47 +230,39 @@ class Candidates:
             " setp.ne.u32 is, flags, 0; @is bra next; end: }"
         )
 
-    def _largest(self, words: int, in_order: bool) -> str:
-        """PTX of $0, the largest key of the elements of a vector of so many words, the first operands, and of the last one.
-
-        The operands between are the column of the first element, and how many elements are of the next step.
-        """
-        per = 4 // self.of.itemsize
-        column, following, start = (f"${1 + words + i}" for i in range(3))
-        text = f"{{ .reg .pred is; .reg .b32 key, word; mov.b32 $0, {start};"
-        for q in range(words * per):
-            text += _BITS[per, q % per].format(word=f"${1 + q // per}") + self._key
-            if in_order:
-                text += " max.u32 $0, $0, key;"
-                continue
-            text += f" add.u32 word, {column}, {q}; setp.gt.s32 is, {following}, {q};"
-            text += f" @is add.u32 word, word, {self.width}; setp.lt.u32 is, word, {self.layout.cols}; @is max.u32 $0, $0, key;"
-        return text + " }"
-
-    def bound_from(self, values: Sequence[jax.Array], places: Places) -> None:
+    def bound_from(self, values: Sequence[jax.Array]) -> None:
         """Sets the bound, of an empty list, so that at least k of what is to be offered, if there are so many, are above it.
 
         It is below the k-th largest of the maxima of groups: the elements of a thread, or as many parts of them as it takes to
-        have twice as many groups as are wanted.
+        have twice as many groups as are wanted. Groups with NaN do not count, whose order the maximum does not keep, and
+        neither do those of nothing but -inf, which may be beyond the row.
         """
         parts = self.parts_of(len(values))
 
-        def make(entries, _, *given):
-            found: list[Any] = [constant(0)] * parts
-            own_columns = places.columns(*given[: len(places.scalars)])
-            for index, (array, at) in enumerate(zip(given[len(places.scalars) :], own_columns, strict=True)):
-                words = _words(array.registers.item())
-                operands = *words, *at, found[index % parts]
-                asm = self._largest(len(words), places.in_order)
-                found[index % parts] = utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)
-            for part, key in enumerate(found):
+        def make(entries, _, *arrays):
+            for part in range(parts):
+                words = [word for array in arrays[part::parts] for word in _words(array.registers.item())]
+                largest = functools.reduce(self._larger, words)
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
                 address = ptx.shared_address(entries, arith.muli(place, constant(8)))
-                asm = f"{{ .reg .b64 entry; mul.wide.u32 entry, $1, {2**self.bits}; st.shared.b64 [$0], entry; }}"
-                utils.inline_ptx(asm, address, key, has_side_effects=True)
+                utils.inline_ptx(self._store_group, address, largest, has_side_effects=True)
 
-        ptx.emit(make, (self.entries, self.head), places.scalars, [(array, self.layout.layout) for array in values])
+        ptx.emit(make, (self.entries, self.head), (), [(array, self.layout.layout) for array in values])
         self._run("bar.sync 0;" + _BISECT + _SET_BOUND, n=parts * self.threads, enough=2**self.bits)
+
+    @property
+    def _store_group(self) -> str:
+        """PTX that stores to $0 the lowest entry of the key of the largest element of a word, $1, or 0."""
+        halves = ("shl.b32 key, $1, 16;", "and.b32 key, $1, 0xffff0000;") if self.is_half else ("mov.b32 key, $1;",)
+        text = "{ .reg .pred is; .reg .b32 key, word, most; .reg .b64 entry; mov.b32 most, 0;"
+        for half in halves:
+            text += half + self._key
+            if self.dtype == jnp.float32:  # keys between those of the infinities
+                bits = int.from_bytes(np.asarray(np.inf, self.of).tobytes(), "little")
+                lowest, count = 2 ** (8 * self.of.itemsize - 1) - bits, 2 * bits
+                text += f" sub.u32 word, key, {lowest}; setp.lt.u32 is, word, {count}; selp.b32 key, key, 0, is;"
+            text += " max.u32 most, most, key;"
+        return text + f" mul.wide.u32 entry, most, {2**self.bits}; st.shared.b64 [$0], entry; }}"
 
     def parts_of(self, count: int) -> int:
         """Of how many parts of its arrays, which are so many, a thread takes the maxima; 0 where they are too few groups."""
@@ -383,11 +376,6 @@ KEY = {
 BITS_OF_KEY = (
     "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
 )
-_BITS = {  # by how many elements a word has, and which one it is
-    (1, 0): " mov.b32 key, {word};",
-    (2, 0): " shl.b32 key, {word}, 16;",
-    (2, 1): " and.b32 key, {word}, 0xffff0000;",
-}
 
 # `bit0` to `bit4`: those of the number `q`.
 _BITS_OF_Q = "".join(f" and.b32 word, q, {1 << bit}; setp.ne.u32 bit{bit}, word, 0;" for bit in range(5))

@@ -83,14 +83,17 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
 
 
 def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Plan:
-    """Sweeps of 4096 elements, or with less of each thread where rows are short; smaller blocks where a thread has a state.
+    """Sweeps of 4096 elements of 2 bytes or 4, or of 2048, with less of each thread where rows are short.
 
-    Where bits depend on the order of a row's elements, and rows start inside of a line, threads join vectors of two steps.
+    Where a thread has a state for each place, it has few places. There bits depend on the order of a row's elements: where rows
+    start inside of a line, threads join vectors of two steps.
     """
-    threads, unroll = (256, 4) if itemsize == 4 else (256, 2)
-    if is_lifted or cols <= 8192:
+    vector, threads, unroll = 16 // itemsize, 256, itemsize
+    if is_lifted:
+        vector, threads, unroll = 4, 128, 16 // itemsize
+    elif cols <= 8192:
         threads, unroll = 128, 4
-    layout = RowLayout(cols, Config(16 // itemsize, threads, unroll=unroll), stored=not is_lifted)
+    layout = RowLayout(cols, Config(vector, threads, unroll=unroll), stored=not is_lifted)
     return Plan(layout, blocks_for(target, layout, rows), rows)
 
 
@@ -147,7 +150,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
             arrays = loaded if is_plain else directed(steps, loaded, in_loop)
             places = Places(functools.partial(_first_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
             if (in_loop or isinstance(number, int)) and found.parts_of(len(arrays)):
-                pl.when(jnp.equal(number, 0))(lambda: found.bound_from(arrays, places))
+                pl.when(jnp.equal(number, 0))(lambda: found.bound_from(arrays))
             top = held.maximum(arrays) if is_plain and held.in_words else functools.reduce(jnp.maximum, arrays)
             found.offer(number, arrays, top, places)
             if states is None:
