@@ -844,13 +844,3 @@ def least_half(words: Sequence[jax.Array], layout: Any) -> jax.Array:
 
     kind = plgpu.ShapeDtypeStruct(words[0].shape, jnp.uint32, layout=layout)
     return emit(find, arrays=[(word, layout) for word in words], results=kind)
-
-
-def opaque(value: jax.Array) -> jax.Array:
-    """A scalar of 32 bits of which compilers do not know that it is that value: what is computed from it stays where it is."""
-
-    def move(value):
-        (register,) = value.registers.flat
-        return [utils.inline_ptx("mov.b32 $0, $1;", register, result_types=register.type, has_side_effects=True)]
-
-    return emit(move, arrays=[(value, SPLAT)], results=plgpu.ShapeDtypeStruct((), value.dtype, layout=SPLAT))
