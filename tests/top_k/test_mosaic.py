@@ -10,9 +10,10 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.top_k import mosaic
+from jaxsoftmax.ops.top_k import _staged, mosaic
 
-from .. import cases, kernels
+from .. import cases, kernels, oracle
+from .test_values import inputs, weights_of
 
 
 def shaped(shape, dtype):
@@ -38,6 +39,107 @@ def test_the_largest_entries_of_masked_rows_are_lowered(dtype, where):
 def test_the_largest_weights_are_lowered_as_one_kernel(shape, dtype, scale):
     f = functools.partial(jaxsoftmax.softmax_top_k, k=8, scale=scale, return_lse=True, implementation="mosaic")
     kernels.lowered_for_cuda(f, shaped(shape, dtype), kernels=["top_k_mosaic"])
+
+
+SHORT = "top_k_of_short_rows_mosaic"
+SHORT_GRADIENT = "softmax_top_k_vjp_of_short_rows_mosaic"
+COLS = (8, 16, 40, 60, 64, 100, 128, 256, 512)
+
+
+def kernel_for(cols, dtype):
+    """Which one finds the largest entries of rows: that for short ones, if they are whole vectors."""
+    return SHORT if cols * jnp.dtype(dtype).itemsize % 16 == 0 else "top_k_mosaic"
+
+
+@pytest.mark.parametrize("rows", cases.quick(1000, slow=[1024]))
+@pytest.mark.parametrize("k", [1, 8, *cases.quick(slow=[2, 5, 16])])
+@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *cases.quick(slow=["float16", "int32", "uint32"])])
+def test_the_largest_entries_of_short_rows_are_lowered(dtype, cols, k, rows):
+    k = min(k, cols)
+    f = functools.partial(jaxsoftmax.top_k, k=k, implementation="mosaic")
+    kernels.lowered_for_cuda(f, shaped((rows, cols), dtype), kernels=[kernel_for(cols, dtype)])
+
+
+@pytest.mark.parametrize("rows", cases.quick(1000, slow=[1024]))
+@pytest.mark.parametrize("k", [8, *cases.quick(slow=[1, 2, 5, 16])])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("cols", [64, 256, *cases.quick(slow=[cols for cols in COLS if cols not in (64, 256)])])
+@pytest.mark.parametrize("dtype", cases.quick("float32", "bfloat16", slow=["float16"]))
+def test_weights_of_short_rows_and_their_gradients_are_lowered(dtype, cols, normalize, return_lse, k, rows):
+    def loss(x):
+        weights, _, *lse = jaxsoftmax.softmax_top_k(x, min(k, cols), normalize=normalize, return_lse=return_lse)
+        return sum(jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in (weights, *lse))
+
+    names = [SHORT, SHORT_GRADIENT]
+    if kernel_for(cols, dtype) != SHORT:
+        is_alone = normalize == "selected" and not return_lse
+        names = ["top_k_mosaic", *([] if is_alone else ["logsumexp_vjp_mosaic"])]
+    kernels.lowered_for_cuda(jax.grad(loss), shaped((rows, cols), dtype), kernels=names)
+
+
+@pytest.mark.parametrize("cols", [64, 256, 512])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_router_in_float32_reads_narrower_logits_and_leaves_the_cast_out(dtype, cols):
+    def loss(x):
+        return jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x.astype(jnp.float32), 8)[0]))
+
+    kernels.lowered_for_cuda(jax.grad(loss), shaped((1000, cols), dtype), kernels=[SHORT, SHORT_GRADIENT])
+    forward, backward = explain(jax.grad(loss), shaped((1000, cols), dtype), platform="cuda")
+    assert forward.operands == (f"{dtype}[1000,{cols}]",)
+    assert f"{dtype}[1000,{cols}]" in backward.operands
+
+
+@pytest.mark.parametrize(
+    ("options", "cols", "kernel"),
+    [
+        ({"scale": 0.5}, 64, "top_k_mosaic"),
+        ({"where": np.arange(64) % 3 > 0}, 64, "top_k_mosaic"),
+        ({}, 520, "top_k_mosaic"),
+        ({"k": 17}, 64, "top_k_mosaic"),
+        ({}, 62, "top_k_mosaic"),
+    ],
+)
+def test_other_rows_have_the_kernel_for_long_ones(options, cols, kernel):
+    f = functools.partial(jaxsoftmax.softmax_top_k, **{"k": 8, **options})
+    assert kernel in kernels.kernel_names(kernels.lowered_for_cuda(f, shaped((1000, cols), "float32")))
+
+
+@pytest.mark.parametrize(
+    ("options", "cols", "implementation"),
+    [
+        ({}, 64, "mosaic"),
+        ({"normalize": "selected"}, 64, "mosaic"),
+        ({"scale": 0.5}, 64, "mosaic"),
+        ({"normalize": "selected", "scale": 0.5}, 64, "xla"),
+        ({}, 5000, "mosaic"),
+        ({"normalize": "selected"}, 5000, "xla"),
+    ],
+)
+def test_where_gradients_run(options, cols, implementation):
+    def loss(x):
+        return jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x, 8, **options)[0]))
+
+    forward, backward = explain(jax.grad(loss), jnp.zeros((16, cols)), platform="cuda")
+    assert (forward.primitive, forward.implementation) == ("softmax_top_k", "mosaic")
+    assert (backward.primitive, backward.implementation) == ("softmax_top_k_vjp", implementation), str(backward)
+    if implementation == "xla":
+        assert any("its kernel is for rows of up to 512 columns" in reason for _, reason in backward.refusals)
+
+
+@pytest.mark.parametrize("cols", range(4, 513, 4))
+def test_rows_of_a_block_fit_into_shared_memory_and_lanes_meet_in_no_bank(cols):
+    for itemsize in (2, 4):
+        if not _staged.serves(cols, itemsize):
+            continue
+        plan = _staged.Plan(1000, cols, itemsize, _staged.rows_of_warp(cols * itemsize))
+        assert plan.of_warp * plan.lanes == 32
+        assert 4 * plan.bytes <= 72 * 1024
+        assert cols * itemsize <= plan.stride < cols * itemsize + 2 * 16 * plan.lanes
+        for first in range(0, 32, 8):  # lanes that read a vector at a time
+            places = {lane // plan.lanes * plan.stride // 16 + lane % plan.lanes for lane in range(first, first + 8)}
+            assert len({place % 8 for place in places}) == 8
 
 
 @pytest.mark.parametrize(
@@ -190,3 +292,109 @@ def test_lists_that_fill_up(dtype, shape, k, kind):
     values, indices = f(x)
     np.testing.assert_array_equal(indices, expected)
     np.testing.assert_array_equal(np.asarray(values).view(words), np.take_along_axis(bits, expected, -1))
+
+
+def keys_of(x):
+    """Integers in the order of the bits, of floats."""
+    words = {2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    bits = np.asarray(x).view(words).astype(np.int64)
+    return np.where(bits < 0, -(bits & np.iinfo(words).max) - 1, bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["alike in many bits", "ties", "NaN of both signs", "zeros", "mostly -inf", "equal"])
+@pytest.mark.parametrize(("cols", "k"), [(8, 2), (64, 8), (64, 16), (256, 8), (512, 5), (40, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_short_rows_that_hurt(dtype, cols, k, kind):
+    """What a lane cannot order by the bits that it keeps, and pairs whose order is not that of their columns."""
+    rng, shape = np.random.default_rng(1), (5003, cols)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    signs = np.where(rng.random(shape) < 0.5, np.float32(np.nan), -np.float32(np.nan))
+    x = {
+        "alike in many bits": 1 + rng.integers(0, 40, shape).astype(np.float32) * 2**-22,
+        "ties": rng.integers(0, 4, shape).astype(np.float32),
+        "NaN of both signs": np.where(rng.random(shape) < 0.01, signs, normal).astype(np.float32),
+        "zeros": np.where(rng.random(shape) < 0.5, np.float32(0), -np.float32(0)),
+        "mostly -inf": np.where(rng.random(shape) < 0.9, -np.inf, normal).astype(np.float32),
+        "equal": np.full(shape, -0.3, np.float32),
+    }[kind]
+    x = jnp.asarray(x).astype(dtype)
+    f = jax.jit(functools.partial(jaxsoftmax.top_k, k=k, implementation="mosaic"))
+    cases.assert_ran("mosaic", f, x)
+    assert kernels.kernel_names(f.lower(x).as_text()) == [SHORT]
+    expected = np.argsort(-keys_of(x), axis=-1, kind="stable")[:, :k]
+    values, indices = f(x)
+    np.testing.assert_array_equal(indices, expected)
+    words = {2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    np.testing.assert_array_equal(np.asarray(values).view(words), np.take_along_axis(np.asarray(x).view(words), expected, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize(("shape", "k"), [((3001, 64), 8), ((515, 256), 8), ((777, 40), 5), ((130, 512), 16), ((129, 8), 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_of_short_rows_and_their_gradients(dtype, shape, k, normalize):
+    options = {"normalize": normalize, "return_lse": True, "implementation": "mosaic"}
+
+    def weights(x):
+        weights, indices, lse = jaxsoftmax.softmax_top_k(x, k, **options)
+        return (weights, lse), indices
+
+    def gradient(x, c, b):
+        return jax.vjp(weights, x, has_aux=True)[1]((c, b))[0]
+
+    rng, arrays = np.random.default_rng(0), inputs(shape, dtype)
+    c = jnp.asarray(rng.standard_normal((*shape[:-1], k)), dtype)
+    b = jnp.asarray(rng.standard_normal(shape[:-1]), jnp.float32)
+    f = jax.jit(gradient)
+    cases.assert_ran("mosaic", f, arrays["normal"], c, b)
+    assert kernels.kernel_names(f.lower(arrays["normal"], c, b).as_text()) == [SHORT, SHORT_GRADIENT]
+    for kind in ("normal", "wide", "outliers", "offset of 1e4", "ties", "some -inf", "equal"):
+        x = arrays[kind]
+        (found, lse), indices = jax.jit(weights)(x)
+        expected, at, of_rows = weights_of(x, k, normalize)
+        np.testing.assert_array_equal(indices, at, kind)
+        assert oracle.error(found, expected) <= 1, kind
+        assert oracle.error(lse, of_rows) <= 1, kind
+        t = np.zeros(shape)
+        np.put_along_axis(t, at, oracle.to64(c), -1)
+        where = None
+        if normalize == "selected":
+            where = np.zeros(shape, bool)
+            np.put_along_axis(where, at, True, -1)
+        truth = oracle.softmax_derivative(x, t, where=where, saved=dtype)
+        p = oracle.softmax(x)
+        size = np.abs(oracle.to64(b))[:, None]
+        value = truth.value + p.value * oracle.to64(b)[:, None]
+        budget = truth.budget + p.budget * size + oracle.half_unit(dtype) * p.value * size
+        assert oracle.error(f(x, c, b), oracle.Truth(value, budget)) <= 1, kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_short_rows_without_a_distribution_have_the_gradients_of_the_reference(dtype, normalize):
+    """NaN where the reference has it, and nowhere else."""
+    c = jnp.asarray(np.random.default_rng(0).standard_normal((300, 8)), dtype)
+
+    def gradient(x, implementation):
+        options = {"normalize": normalize, "implementation": implementation}
+        return jax.vjp(lambda x: jaxsoftmax.softmax_top_k(x, 8, **options)[0], x)[1](c)[0]
+
+    for kind, x in inputs((300, 64), dtype).items():
+        found, expected = (jax.jit(gradient, static_argnums=1)(x, name) for name in ("mosaic", "xla"))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(expected), kind)
+        tolerance = 1e-5 if dtype == "float32" else 4 * oracle.half_unit(dtype)
+        pair = (oracle.to64(array) for array in (found, expected))
+        np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance, err_msg=kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [64, 256, 512])
+def test_bits_of_a_short_row_do_not_depend_on_the_others(cols, dtype):
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((300, cols)), dtype)
+    f = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, k=8, return_lse=True, implementation="mosaic"))
+    cases.assert_ran("mosaic", f, x)
+    for a, b in zip(f(x), f(jnp.concatenate([x[7:], x[:7]])), strict=True):
+        np.testing.assert_array_equal(a[7:], b[:-7])

@@ -1,36 +1,54 @@
-"""The networks that find the largest numbers of short rows, computed by NumPy, a number for each of 32 lanes."""
+"""The networks that find the largest numbers, computed by NumPy, for many rows of numbers at a time."""
 
 import numpy as np
 import pytest
 
 from jaxsoftmax.ops.top_k import _networks
 
-LANES = np.arange(32)
-OPERATIONS = _networks.Operations(
-    np.maximum,
-    np.minimum,
-    lambda bit, a, b: np.where(LANES & bit, a, b),
-    lambda a, bit: a[LANES ^ bit],
-)
+OPERATIONS = _networks.Operations(np.maximum, np.minimum)
 
 
-@pytest.mark.parametrize(
-    ("cols", "k", "lanes"),
-    [(64, 8, 4), (64, 8, 1), (64, 1, 4), (60, 8, 4), (8, 2, 2), (8, 8, 2), (8, 16, 2), (256, 8, 16), (512, 16, 32), (40, 4, 2)],
-)
-def test_each_lane_has_the_largest_of_its_row(cols, k, lanes):
-    rows = np.random.default_rng(cols).permutation(32 * cols).reshape(32, cols) + 1
-    padded = np.zeros((32, -(-cols // lanes) * lanes), int)
-    padded[:, :cols] = rows
-
-    def elements(number):
-        """What each lane has of the row of its group with this number."""
-        of_group = LANES // lanes * lanes + number
-        return [padded[of_group, column + LANES % lanes] for column in range(0, padded.shape[1], lanes)]
-
-    found = _networks.largest_of_rows(OPERATIONS, [lambda n=n: elements(n) for n in range(lanes)], k)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 16, 20, 33, 64])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 11, 16])
+def test_the_largest_are_found_in_order(k, count):
+    rows = np.random.default_rng(count).permuted(np.tile(np.arange(count), (200, 1)), axis=1)
+    found = _networks.largest(OPERATIONS, iter(rows.T), k)
     expected = -np.sort(-rows, 1)
-    largest = np.stack(found.largest, 1)
-    np.testing.assert_array_equal(largest[:, : min(k, cols)], expected[:, :k])
-    if cols > largest.shape[1]:
-        np.testing.assert_array_equal(found.dropped, expected[:, largest.shape[1]])
+    np.testing.assert_array_equal(np.stack(found.largest, 1), expected[:, :k])
+    assert (found.dropped is None) == (count <= k)
+    if found.dropped is not None:
+        np.testing.assert_array_equal(found.dropped, expected[:, k])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (8, 7), (3, 8), (0, 4), (16, 16), (1, 8)], ids=str)
+def test_lists_of_zeros_and_ones_are_merged(sizes):
+    """A network that puts all lists of zeros and ones in order does so with any."""
+    for ones in np.ndindex(sizes[0] + 1, sizes[1] + 1):
+        a, b = ([1] * of + [0] * (size - of) for of, size in zip(ones, sizes, strict=True))
+        for k in range(1, sum(sizes) + 1):
+            found = _networks.merged(OPERATIONS, _networks.Found(a), _networks.Found(b), k)
+            expected = sorted(a + b, reverse=True)
+            assert found.largest == expected[:k]
+            assert found.dropped == (expected[k] if k < len(expected) else None)
+
+
+def test_nothing_is_computed_that_is_not_needed():
+    """Operations for the 8 largest of 32 numbers: 19 comparisons for each of four lists of 8, and 32 operations for a merge."""
+
+    class Counted:
+        operations = 0
+
+        def __call__(self, a, b):
+            self.operations += 1
+            return max(a, b) if self.is_maximum else min(a, b)
+
+        def __init__(self, is_maximum):
+            self.is_maximum = is_maximum
+
+    def count(tells_dropped):
+        maximum, minimum = Counted(True), Counted(False)
+        _networks.largest(_networks.Operations(maximum, minimum, tells_dropped), range(32), 8)
+        return maximum.operations + minimum.operations
+
+    assert count(False) == 4 * 2 * 19 + 3 * 32
+    assert count(True) == count(False) + 3 + 2

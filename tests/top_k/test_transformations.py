@@ -1,5 +1,6 @@
 """Derivatives, vmap, loops, export and shards of the largest entries and of samples, against plain JAX on one device."""
 
+import collections
 import functools
 import itertools
 
@@ -46,6 +47,19 @@ def plain_weights(x, **options):
     return found * lse[..., None]
 
 
+def alone(x, **options):
+    return jaxsoftmax.softmax_top_k(x, 3, **options)[0]
+
+
+def plain_alone(x, **options):
+    return plain_softmax_top_k(x, 3, **options)[0]
+
+
+def of_rows(x, **options):
+    """What depends on the weights' state alone, beside indices that have no derivative."""
+    return jaxsoftmax.softmax_top_k(x, 3, return_lse=True, **options)[2]
+
+
 def chances(x, **options):
     return jaxsoftmax.categorical(KEY, x, temperature=0.5, return_log_prob=True, **options)[1]
 
@@ -62,6 +76,13 @@ PAIRS = {
         functools.partial(weights, normalize="selected"),
         functools.partial(plain_weights, normalize="selected"),
     ),
+    "alone": (alone, plain_alone),
+    "selected alone": (
+        functools.partial(alone, normalize="selected"),
+        functools.partial(plain_alone, normalize="selected"),
+    ),
+    "state alone": (of_rows, lambda x: jax.nn.logsumexp(x, -1)),
+    "state of selected": (functools.partial(of_rows, normalize="selected"), lambda x: jax.nn.logsumexp(x, -1)),
     "categorical": (chances, plain_chances),
     "categorical of top_k": (functools.partial(chances, top_k=2), functools.partial(plain_chances, top_k=2)),
 }
@@ -104,6 +125,49 @@ def test_the_scale_may_be_differentiated_twice(normalize):
         derivative = jax.jit(jax.hessian(loss, (0, 1)), static_argnums=2)
         results = [derivative(array(), np.float64(scale), f) for f in FUNCTIONS]
         assert_same(*results)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+def test_derivatives_of_the_derivatives_are_transposes(normalize, return_lse):
+    """Of the tangent's map and of the cotangent's, also where `x` is not linear in them: both modes, in any order."""
+    x, t, c = array(), array(seed=1), (array((4, 3), 2), *([array((4,), 3)] * return_lse))
+
+    def of(f):
+        def weights(x):
+            found, _, *lse = f(x, 3, normalize=normalize, return_lse=return_lse)
+            return (found, *lse)
+
+        def tangent(x, t):
+            return jax.jvp(weights, (x,), (t,))[1]
+
+        def cotangent(x, c):
+            return jax.vjp(weights, x)[1](c)[0]
+
+        linear = jax.linear_transpose(functools.partial(tangent, x), t)(c)
+        back = jax.linear_transpose(functools.partial(cotangent, x), c)(t)[0]
+        return (
+            linear[0],
+            back,
+            jax.vjp(tangent, x, t)[1](c),
+            jax.vjp(cotangent, x, c)[1](t),
+            jax.jvp(cotangent, (x, c), (t, c))[1],
+        )
+
+    assert_same(*map(of, FUNCTIONS))
+
+
+def test_only_what_is_needed_is_saved():
+    """Of whole rows the logits and the state, and of the selected their weights alone."""
+    x = jax.ShapeDtypeStruct((1000, 64), jnp.bfloat16)
+    for normalize, expected in (
+        ("all", {((1000, 64), "bfloat16"): 1, ((1000, 1), "float32"): 2, ((1000, 8), "int32"): 1}),
+        ("selected", {((1000, 8), "bfloat16"): 1, ((1000, 8), "int32"): 1}),
+    ):
+        f = functools.partial(jaxsoftmax.softmax_top_k, k=8, normalize=normalize)
+        pullback = jax.eval_shape(lambda x, f=f: jax.vjp(lambda x: f(x)[0], x)[1], x)
+        saved = collections.Counter((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback))
+        assert saved == expected, normalize
 
 
 FUNCTIONS = (jaxsoftmax.softmax_top_k, plain_softmax_top_k)
@@ -234,7 +298,7 @@ def everything(x):
     ]
     gradients = [
         jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
-        for f, _ in (PAIRS["top_k"], PAIRS["softmax_top_k"], PAIRS["categorical"])
+        for f, _ in (PAIRS["top_k"], PAIRS["softmax_top_k"], PAIRS["selected alone"], PAIRS["categorical"])
     ]
     return jaxsoftmax.top_k(x, 3), weights(x), samples, gradients
 

@@ -1,15 +1,25 @@
-"""The k largest entries of many short rows on Hopper, such as the experts of a router: each row is read once, by a few lanes.
+"""The k largest entries of many short rows on Hopper, such as the experts of a router, and their softmax weights.
 
-A warp has 32 rows. A number of 32 bits stands for an element: above, the leading bits of its key (see `_candidates`), all of
-them of 16-bit floats; in the lowest bits how far its column is from the last one. These go through `_networks`, after which
-each lane has a row's k largest, and the largest that was dropped. Of 32-bit elements the last bits of the key are missing: the
-found ones are loaded again, from a cache, and a row in which missing bits might decide is searched by its lane alone.
+A warp copies its rows to shared memory, and then a lane, or a few, search a row of it:
 
-So of each element 4 bytes are read, or 2, and of each row k values and indices are written.
+1. The larger one of each pair of elements is made a number of 32 bits: above, the leading bits of what orders it, all of them
+   of 16-bit floats; in the lowest bits how far its column is from the last one. The k largest of these go through `_networks`.
+2. The k largest elements are among the pairs that were found. Their other elements are looked up in shared memory, ordered, and
+   merged with the first ones.
+3. With the state of a row, `m` is the value that was found first, and `d` is summed up in another pass over shared memory.
+
+Of 32-bit elements the last bits are missing. Where these might decide, and where NaN is in a row, a warp searches the row in
+another way, which takes long and is seldom needed.
+
+So of each element 4 bytes are read, or 2, and of each row k values and indices are written. What limits the kernel beside that
+are comparisons and logic, of which a multiprocessor does 64 at a time. For the 8 largest of 64 these are, for a row, 32 to make
+pairs (16 in 16 bits), 96 to make numbers of them (64), 253 for the network (248), and about 250 for the rest.
 """
 
-import contextlib
 import functools
+import itertools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,170 +31,438 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
-from jaxsoftmax.ops.top_k import _networks
-from jaxsoftmax.ops.top_k._candidates import BITS_OF_KEY, KEY
+from jaxsoftmax.ops.top_k import _networks, _staged
+from jaxsoftmax.ops.top_k._candidates import KEY
+from jaxsoftmax.ops.top_k._staged import Plan, Warp, vector_of
 
-MOST_COLS, MOST = 512, 16  # columns of a row, and entries that are found of it
-_OF_A_LANE = 16  # elements of a row
+MOST = 16  # entries of a row that are found
+_LOWEST = -(2**31)
+_LOG2E = math.log2(math.e)
 
 
 def serves(cols: int, itemsize: int, k: int) -> bool:
-    """Whether rows are short enough, and consist of whole vectors."""
-    return cols <= MOST_COLS and k <= MOST and cols % (16 // itemsize) == 0
+    """Whether there is a kernel for rows of so many elements of that size."""
+    return _staged.serves(cols, itemsize) and k <= MOST
 
 
-def top_k(x: jax.Array, k: int, dtype: Any) -> list[jax.Array]:
-    """The k largest values of each row of `[rows, cols]`, and their columns."""
+def top_k(x: jax.Array, k: int, dtype: Any, normalize: str | None = None, return_state: bool = False) -> list[jax.Array]:
+    """The k largest values of each row of `[rows, cols]`, or with `normalize` their weights, in `dtype`, and their columns.
+
+    With `return_state` the state `(m, d)` of the rows, too.
+    """
     rows, cols = x.shape
-    kernel = functools.partial(_kernel, rows=rows, cols=cols, k=k, of=jnp.dtype(x.dtype))
+    wanted = jnp.dtype(dtype).itemsize
+    of_row = cols * x.dtype.itemsize
+    plan = Plan(rows, cols, x.dtype.itemsize, _staged.rows_of_warp(of_row), more=k * (4 + wanted))
+    call = _Call(plan, k, jnp.dtype(x.dtype), normalize, return_state)
+    results = [jax.ShapeDtypeStruct((rows * k,), dtype), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * return_state)
     return plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct((rows * k,), dtype), jax.ShapeDtypeStruct((rows * k,), jnp.int32)],
-        grid=(-(-rows // (WARP * WARPS)),),
+        functools.partial(_kernel, call),
+        out_type=results,
+        grid=(plan.blocks,),
         grid_names=("block",),
+        scratch_types=[plgpu.SMEM((WARPS * plan.bytes // 4,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="top_k_of_short_rows_mosaic",
     )(x)
 
 
-def _kernel(x, values, indices, *, rows, cols, k, of):
-    ptx.emit(functools.partial(_emit, rows=rows, cols=cols, k=k, of=of), (x, values, indices), [lax.axis_index("block")])
+@dataclass(frozen=True)
+class _Call:
+    """What is computed.
+
+    Attributes:
+      plan: how.
+      k: entries of a row.
+      of: the dtype of elements.
+      normalize: over what weights are normalized, or None where values are wanted.
+      return_state: whether the state of rows is wanted.
+    """
+
+    plan: Plan
+    k: int
+    of: Any
+    normalize: str | None
+    return_state: bool
+
+    @property
+    def is_half(self) -> bool:
+        return self.plan.itemsize == 2
+
+    @property
+    def is_float(self) -> bool:
+        return jnp.issubdtype(self.of, jnp.floating)
+
+    @property
+    def bits(self) -> int:
+        """Of a number for the column."""
+        return 16 if self.is_half else (self.plan.cols - 1).bit_length()
+
+    @property
+    def last(self) -> int:
+        """The column from which the others are counted."""
+        return 2**self.bits - 1
+
+    @property
+    def ops(self) -> _networks.Operations:
+        return _networks.Operations(arith.maxsi, arith.minsi, tells_dropped=not self.is_half)
 
 
-def _emit(x, values, indices, block, *, rows, cols, k, of):
-    itemsize = of.itemsize
-    size = 16 // itemsize  # of a vector
-    lanes = min(WARP, 1 << max(1, cols // max(_OF_A_LANE, size)).bit_length() - 1)
-    each = -(-cols // (lanes * size))  # vectors of a lane
-    shift = 16 if itemsize == 2 else cols.bit_length()
-    last = 2**shift - 1
-    kind = "float32" if jnp.issubdtype(of, jnp.floating) else of.name
-    lane = arith.remui(utils.thread_idx(), constant(WARP))
-    own = arith.addi(arith.muli(block, constant(WARP * WARPS)), utils.thread_idx())  # the row that this lane has in the end
-    inside = None if rows % (WARP * WARPS) == 0 else compare("ult", own, constant(rows))
-    first = arith.muli(arith.remui(lane, constant(lanes)), constant(size))  # column
-    group = arith.subi(own, arith.remui(lane, constant(lanes)))  # its first row
-    start = arith.addi(arith.muli(i64(group), i64(cols)), i64(first))
-    address = arith.addi(ptx.address_of(x), arith.muli(start, i64(itemsize)))
-    from_last = arith.subi(constant(last), first)
-    words = ir.VectorType.get((4,), integer(32))
-
-    def loaded(number):
-        """The vectors of a lane of the row of its group that has this number, and which of them are there, None for all."""
-        is_row = None if inside is None else compare("ult", arith.addi(group, constant(number)), constant(rows))
-        found = []
-        for column in range(0, each * lanes * size, lanes * size):
-            is_whole = column + lanes * size <= cols
-            is_there = is_row if is_whole else both(is_row, compare("ult", first, constant(cols - column)))
-            found.append((ptx.load_words(address, (number * cols + column) * itemsize, is_there, words), is_there))
-        return found
-
-    following = [loaded(0)]
-
-    def row(number):
-        """The elements of a lane, of the row of its group that has this number; the next row is loaded before they are used."""
-        (vectors,) = following
-        following[:] = [loaded(number + 1)] if number + 1 < lanes else []
-        utils.warp_barrier()  # else the compiler would load all rows at once, which takes too many registers
-        found = []
-        for j, (vector_, is_there) in enumerate(vectors):
-            for q in range(size):
-                word = llvm.extractelement(vector_, constant(q * itemsize // 4))
-                text, place = _element(kind, itemsize, q % (4 // itemsize), shift), constant(-(j * lanes * size + q))
-                element = utils.inline_ptx(text, word, from_last, place, result_types=integer(32))
-                found.append(element if is_there is None else arith.select(is_there, element, constant(0)))
-        return found
-
-    bits = {1 << i: compare("ne", arith.andi(lane, constant(1 << i)), constant(0)) for i in range(5)}
-    ops = _networks.Operations(
-        arith.maxui,
-        arith.minui,
-        lambda bit, a, b: arith.select(bits[bit], a, b),
-        lambda a, bit: nvvm.shfl_sync(constant(-1), a, constant(bit), constant(WARP - 1), nvvm.ShflKind.bfly),
-        tells_dropped=itemsize == 4,
-    )
-    makers = [functools.partial(row, number) for number in range(lanes)]
-    found = _networks.largest_of_rows(ops, makers, 1 << (k - 1).bit_length())
-    more = found.largest[k:] + ([] if found.dropped is None else [found.dropped])
-    columns = [arith.subi(constant(last), arith.andi(entry, constant(last))) for entry in found.largest[:k]]
-    with contextlib.nullcontext() if inside is None else utils.when(inside):
-        _finish(x, values, indices, own, found.largest[:k], more[:1], columns, cols=cols, shift=shift, kind=kind, of=of)
+def _kernel(call, x, *refs):
+    ptx.emit(functools.partial(_emit, call), (x, *refs), [lax.axis_index("block")])
 
 
-def _finish(x, values, indices, own, entries, following, columns, *, cols, shift, kind, of):
-    """Stores the entries of a lane's row, once their order is sure; `following` is the largest that is not among them."""
-    k, itemsize = len(entries), of.itemsize
-    base = arith.addi(ptx.address_of(x), arith.muli(arith.muli(i64(own), i64(cols)), i64(itemsize)))
-    out = [
-        arith.addi(ptx.address_of(ref), arith.muli(i64(own), i64(k * utils.bytewidth(ref.type.element_type))))
-        for ref in (values, indices)
-    ]
-    if itemsize == 2:
-        bits = [utils.inline_ptx(BITS_OF_KEY, entry, result_types=integer(32)) for entry in entries]
-        bits = [arith.shrui(b, constant(16)) for b in bits]
-        _store(out, values, bits, columns, of)
-        return
-    one = ir.VectorType.get((1,), integer(32))
-    bits = []
-    for column in columns:
-        address = arith.addi(base, arith.muli(i64(column), i64(4)))
-        bits.append(llvm.extractelement(ptx.load_words(address, 0, None, one), constant(0)))
-    text = f"{{ .reg .b32 word, key; mov.b32 key, $1;{KEY[kind]} mov.b32 $0, key; }}"
-    keys = [utils.inline_ptx(text, b, result_types=integer(32)) for b in bits]
-    unsure: Any = constant(0)
-    for a, b, key_a, key_b in zip(entries, entries[1:], keys, keys[1:], strict=False):
-        alike = compare("eq", arith.shrui(a, constant(shift)), arith.shrui(b, constant(shift)))
-        wrong = arith.andi(alike, compare("ult", key_a, key_b))
-        unsure = arith.ori(unsure, arith.extui(integer(32), wrong))
-    for entry in following:
-        alike = compare("eq", arith.shrui(entry, constant(shift)), arith.shrui(entries[-1], constant(shift)))
-        unsure = arith.ori(unsure, arith.extui(integer(32), alike))
-    _store(out, values, bits, columns, of)
-    with utils.when(compare("ne", unsure, constant(0))):
-        text = _SEARCH.format(cols=cols, k=k, key=KEY[kind], bits=cols.bit_length(), last=2 ** cols.bit_length() - 1)
-        utils.inline_ptx(text, base, *out, has_side_effects=True)
-
-
-def _store(out, values, bits, columns, of):
-    """Stores the bits of values, which are `of` this dtype, and columns, four at a time where they are that many."""
+def _emit(call, x, values, indices, *refs):
+    (*state_refs, shared), block = refs[:-1], refs[-1]
+    warp = Warp(call.plan, shared, block)
+    warp.fetch(x)
+    warp.arrived()
+    entries, is_unsure = _found(call, warp)
+    bits, columns = _sure(call, warp, entries, is_unsure)
+    state = None
+    if call.normalize == "all" or call.return_state:
+        state = _state_of_row(call, warp, _float(call, bits[0]))
     kind = values.type.element_type
-    width = utils.bitwidth(kind)
-    if of.itemsize == 2 and width == 32:  # float32 of a narrower one
-        half = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
-        text = "shl.b32 $0, $1, 16;" if of == jnp.bfloat16 else half
-        bits = [utils.inline_ptx(text, b, result_types=integer(32)) for b in bits]
-    if width == 16:
-        bits = [arith.trunci(integer(16), b) for b in bits]
-    for address, found in zip(out, (bits, columns), strict=True):
-        size = found[0].type.width // 8
-        at_once = next(n for n in (4, 2, 1) if len(found) % n == 0)
-        for start in range(0, len(found), at_once):
-            words = llvm.mlir_undef(ir.VectorType.get((at_once,), found[0].type))
-            for q in range(at_once):
-                words = llvm.insertelement(words, found[start + q], constant(q))
-            ptx.store_words(address, start * size, None, words)
+    if call.normalize is not None:
+        found = narrowed(_weights(call, [_float(call, b) for b in bits], state), kind)
+    elif not call.is_half:
+        found = bits
+    elif utils.bitwidth(kind) == 32:  # float32 of a narrower one
+        found = [arith.bitcast(integer(32), _float(call, b)) for b in bits]
+    else:
+        found = paired([arith.trunci(integer(16), arith.shrui(b, constant(16))) for b in bits])
+    utils.warp_barrier()  # rows are not needed any more
+    is_first = compare("eq", warp.part, constant(0)) if call.plan.lanes > 1 else None
+    sizes = [call.k * utils.bytewidth(ref.type.element_type) for ref in (values, indices)]
+    offsets = [0, call.plan.of_warp * sizes[0]]
+    for words, size, offset in zip((found, columns), sizes, offsets, strict=True):
+        store_all(arith.addi(warp.start, arith.muli(warp.row, constant(size))), words, is_first, offset)
+    utils.warp_barrier()
+    for ref, size, offset in zip((values, indices), sizes, offsets, strict=True):
+        warp.store_packed(ref, size, offset)
+    if state is not None:
+        for ref, value in zip(state_refs, state, strict=False):  # none of them, if no one asks for the state
+            address = arith.addi(warp.address(ref, 4), i64(arith.muli(warp.row, constant(4))))
+            word = llvm.insertelement(llvm.mlir_undef(vector_of(1, 32)), arith.bitcast(integer(32), value), constant(0))
+            ptx.store_words(address, 0, both(is_first, warp.is_there), word)
 
 
-def _element(kind: str, itemsize: int, half: int, shift: int) -> str:
-    """PTX of $0, what stands for the element that is in $1, where $2 + $3 is how far its column is from the last one."""
-    bits = "mov.b32 key, $1;" if itemsize == 4 else ("shl.b32 key, $1, 16;" if half == 0 else "and.b32 key, $1, 0xffff0000;")
-    mask = 2**32 - 2**shift
-    return (
-        f"{{ .reg .b32 word, key; {bits}{KEY[kind]} and.b32 key, key, {mask}; add.u32 word, $2, $3; add.u32 $0, key, word; }}"
+# The search.
+
+
+def _found(call, warp):
+    """The k largest elements of a lane's row, as numbers in decreasing order, and whether they may be others."""
+    ops, k = call.ops, call.k
+    found = _networks.largest(ops, _pairs(call, warp), k)
+    if call.plan.lanes > 1:
+        part = arith.muli(warp.part, constant(call.plan.size))
+        found = _networks.Found([arith.xori(e, part) for e in found.largest], found.dropped)
+    for bit in [1 << i for i in range(call.plan.lanes.bit_length() - 1)]:
+        dropped = None if found.dropped is None else _of_other(found.dropped, bit)
+        found = _networks.merged(ops, found, _networks.Found([_of_other(e, bit) for e in found.largest], dropped), k)
+    winners, losers = zip(*[_elements(call, warp, e) for e in found.largest], strict=True)
+    winners, losers = list(winners), list(losers)
+    if call.is_half and len(winners) == k and 2 * k < call.plan.cols:
+        winners[-1] = _first_of_equal(call, warp, found.largest[-1], winners[-1])
+    if call.is_half:  # and so may two neighbours have to change places
+        for first in (0, 1):
+            for i in range(first, len(winners) - 1, 2):
+                pair = winners[i : i + 2]
+                winners[i : i + 2] = ops.maximum(*pair), ops.minimum(*pair)
+    # The other element of the k-th pair is behind the k elements that were found first.
+    last = losers.pop() if len(winners) == k else None
+    dropped = [e for e in (found.dropped, last) if e is not None] if ops.tells_dropped else []
+    dropped = functools.reduce(ops.maximum, dropped) if dropped else None
+    largest = _networks.merged(ops, _networks.Found(winners, dropped), _networks.Found(_networks.in_order(ops, losers)), k)
+    is_unsure = None
+    if call.is_float:  # NaN in a row was made the largest of all
+        infinity = 0x7C000000 if call.of == jnp.float16 else 0x7F800000
+        is_unsure = compare("sgt", found.largest[0], constant(infinity | call.last))
+    if largest.dropped is not None:
+        alike = compare("ult", arith.xori(largest.largest[-1], largest.dropped), constant(2**call.bits))
+        is_unsure = alike if is_unsure is None else arith.ori(is_unsure, alike)
+    return largest.largest, is_unsure
+
+
+def _pairs(call, warp):
+    """The numbers of the pairs of a lane's vectors, without what tells the lanes of a row apart."""
+    plan = call.plan
+    for offset, is_there in warp.vectors():
+        loaded = ptx.load_words(warp.vector, offset, None, vector_of(4, 32), space="shared")
+        words = [llvm.extractelement(loaded, constant(q)) for q in range(4)]
+        for q in (0, 2):
+            column = (offset + 4 * q) // plan.itemsize
+            for entry in _numbers(call, _larger(call, words[q], words[q + 1]), column):
+                yield entry if is_there is None else arith.select(is_there, entry, constant(_LOWEST))
+
+
+def _larger(call, a, b):
+    """The larger one of each pair of elements of two words, or NaN of sign 0."""
+    if not call.is_float:
+        return (arith.maxsi if call.of == jnp.int32 else arith.maxui)(a, b)
+    kind = {"float32": "f32", "bfloat16": "bf16x2", "float16": "f16x2"}[call.of.name]
+    return _asm(f"max.NaN.{kind} $0, $1, $2;", a, b)
+
+
+def _numbers(call, word, column):
+    """Of the elements of a word, in columns from a constant one on, the numbers that are in their order."""
+    places = [constant(call.last ^ (column + q)) for q in range(4 // call.plan.itemsize)]
+    if call.is_half:
+        word = _in_order(word)
+        return [_low(word, places[0]), arith.ori(arith.andi(word, constant(-(2**16))), places[1])]
+    return [_number(call, word, places[0])]
+
+
+def _number(call, word, place):
+    """Of a 32-bit element."""
+    mask = -(2**call.bits)
+    number = arith.ori(arith.andi(word, constant(mask)), place)
+    if call.of == jnp.uint32:
+        return arith.xori(number, constant(_LOWEST))
+    if call.of == jnp.int32:
+        return number
+    return arith.xori(number, arith.andi(arith.shrsi(word, constant(31)), constant(mask & 0x7FFFFFFF)))
+
+
+def _in_order(word):
+    """Two 16-bit floats as signed integers in their order."""
+    signs = _asm("prmt.b32 $0, $1, $1, 0xbb99;", word)
+    return arith.xori(word, arith.andi(signs, constant(0x7FFF7FFF)))
+
+
+def _low(word, place):
+    """The lower half of a word above, and that of another one below."""
+    return arith.ori(arith.shli(word, constant(16)), place)
+
+
+def _elements(call, warp, entry):
+    """The numbers of both elements of the pair that this number stands for, the larger one first."""
+    mask = constant(call.last)
+    column = arith.xori(arith.andi(entry, mask), mask)
+    if call.is_half:
+        address = arith.addi(warp.own, arith.shli(column, constant(1)))
+        text = (
+            "{ .reg .b16 a, b; .reg .b32 word, signs; ld.shared.b16 a, [$2]; ld.shared.b16 b, [$2+4]; mov.b32 word, {a, b};"
+            f"{_IN_ORDER} prmt.b32 $0, word, $3, 0x1054; prmt.b32 $1, word, $3, 0x3254; }}"
+        )
+        kinds = [integer(32)] * 2
+        first, second = utils.inline_ptx(text, address, entry, result_types=kinds, has_side_effects=True)
+        second = arith.xori(second, constant(2))
+    else:
+        address = arith.addi(warp.own, arith.shli(column, constant(2)))
+        loaded = ptx.load_words(address, 0, None, vector_of(2, 32), space="shared")
+        place = arith.andi(entry, mask)
+        first = _number(call, llvm.extractelement(loaded, constant(0)), place)
+        second = arith.xori(_number(call, llvm.extractelement(loaded, constant(1)), place), constant(1))
+    return arith.maxsi(first, second), arith.minsi(first, second)
+
+
+def _first_of_equal(call, warp, entry, winner):
+    """The element that is the k-th one among the first elements of pairs, if `winner` is that of the k-th pair, `entry`.
+
+    In 16 bits pairs are columns 0 and 2, or 1 and 3, of each four. The first pair of four comes before the second one, if
+    their maxima are equal, and so may 2 come before 1.
+    """
+    del call
+    mask = constant(0xFFFF)
+    column = arith.ori(arith.xori(arith.andi(entry, mask), mask), constant(1))
+    address = arith.addi(warp.own, arith.shli(column, constant(1)))
+    text = (
+        "{ .reg .b16 a, b; .reg .b32 word, signs, own, other, even; .reg .pred is, more;"
+        " ld.shared.b16 a, [$1]; ld.shared.b16 b, [$1+4]; mov.b32 word, {a, b};"
+        f"{_IN_ORDER} xor.b32 even, $2, 1; prmt.b32 own, word, even, 0x1054; prmt.b32 other, word, even, 0x3254;"
+        " max.s32 other, other, own; or.b32 word, $3, 0xffff; setp.le.s32 is, other, word; and.b32 even, $2, 1;"
+        " setp.ne.and.u32 is, even, 0, is; mov.b32 $0, $3; @is max.s32 $0, $3, own; }"
     )
+    return utils.inline_ptx(text, address, entry, winner, result_types=integer(32), has_side_effects=True)
 
 
-# Searches a row of words at $0 for its k largest, one after another, and stores their words at $1 and columns at $2.
-_SEARCH = (
-    "{{ .reg .pred is; .reg .b32 key, word, column, rest, left; .reg .b64 place, entry, best, before, values, indices, more;"
-    " mov.b64 before, 0x7fffffffffffffff; mov.b64 values, $1; mov.b64 indices, $2; mov.u32 left, {k};"
-    " next: mov.b64 best, 0; mov.u32 column, 0; mov.b64 place, $0;"
-    ' element: .pragma "nounroll"; ld.global.b32 key, [place];{key} cvt.u64.u32 entry, key; shl.b64 entry, entry, {bits};'
-    " sub.u32 rest, {last}, column; cvt.u64.u32 more, rest; add.u64 entry, entry, more;"
-    " setp.lt.u64 is, entry, before; setp.gt.and.u64 is, entry, best, is; @is mov.b64 best, entry;"
-    " add.u64 place, place, 4; add.u32 column, column, 1; setp.lt.u32 is, column, {cols}; @is bra element;"
-    " mov.b64 before, best; cvt.u32.u64 rest, best; and.b32 rest, rest, {last}; sub.u32 column, {last}, rest;"
-    " mul.wide.u32 more, column, 4; add.u64 place, $0, more; ld.global.b32 word, [place];"
-    " st.global.b32 [values], word; st.global.b32 [indices], column;"
-    " add.u64 values, values, 4; add.u64 indices, indices, 4; sub.u32 left, left, 1; setp.ne.u32 is, left, 0; @is bra next; }}"
+_IN_ORDER = " prmt.b32 signs, word, word, 0xbb99; and.b32 signs, signs, 0x7fff7fff; xor.b32 word, word, signs;"
+
+
+def _of_other(value, bit):
+    """What the lane has whose index differs in this bit."""
+    return nvvm.shfl_sync(constant(-1), value, constant(bit), constant(WARP - 1), nvvm.ShflKind.bfly)
+
+
+# What was found.
+
+
+def _sure(call, warp, entries, is_unsure):
+    """The bits of the elements, of 16-bit ones in the upper half of words, and their columns, of which none is another."""
+    mask = constant(call.last)
+    columns = [arith.xori(arith.andi(entry, mask), mask) for entry in entries]
+    if call.is_half:
+        bits = []
+        for entry in entries:
+            above = arith.andi(entry, constant(-(2**16)))
+            bits.append(arith.xori(above, arith.andi(arith.shrsi(entry, constant(31)), constant(0x7FFF0000))))
+    else:
+        bits = [_word_at(warp, column) for column in columns]
+        for a, b in itertools.pairwise(bits):
+            wrong = _is_less(call, a, b)
+            is_unsure = wrong if is_unsure is None else arith.ori(is_unsure, wrong)
+    if is_unsure is None:  # of one entry that nothing is left of
+        return bits, columns
+    k, kind = call.k, "float32" if call.is_float else call.of.name
+    unsure = arith.extui(integer(32), both(is_unsure, warp.is_there))
+    operands = [*bits, *columns, warp.own, warp.lane, unsure]
+    names = {name: f"${4 * k + i}" for i, name in enumerate(("own", "lane", "unsure"))}
+    names |= {"key": KEY[kind], "value": _VALUE[kind], "cols": call.plan.cols, "size": call.plan.itemsize}
+    names["load"] = "ld.shared.u16 key, [place]; shl.b32 key, key, 16;" if call.is_half else "ld.shared.b32 key, [place];"
+    text = "".join(f" mov.b32 ${i}, ${2 * k + i};" for i in range(2 * k)) + _BEGIN.format(**names)
+    text += "".join(_PASS.format(number=i, bits=f"${i}", column=f"${k + i}", **names) for i in range(k))
+    found = utils.inline_ptx(
+        f"{{ {_REGISTERS}{text} bra next; done: }}",
+        *operands,
+        result_types=[integer(32)] * (2 * k),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return found[:k], found[k:]
+
+
+def _word_at(warp, column):
+    address = arith.addi(warp.own, arith.shli(column, constant(2)))
+    return llvm.extractelement(ptx.load_words(address, 0, None, vector_of(1, 32), space="shared"), constant(0))
+
+
+def _is_less(call, a, b):
+    """Whether one element, as bits, is less than another; neither is NaN, and of two zeros none is."""
+    if call.is_float:
+        return arith.cmpf(arith.CmpFPredicate.OLT, *(arith.bitcast(ir.F32Type.get(), value) for value in (a, b)))
+    return compare("slt" if call.of == jnp.int32 else "ult", a, b)
+
+
+# Rows in which a lane is unsure, one after another, by all lanes of the warp, k times each: the largest entry that comes after
+# the one before.
+_REGISTERS = ".reg .pred is, more; .reg .b32 todo, who, row, place, at, key, word, before, last, best, found; .reg .b32 top;"
+_BEGIN = (
+    " setp.ne.u32 is, {unsure}, 0; vote.sync.ballot.b32 todo, is, 0xffffffff;"
+    " next: setp.eq.u32 is, todo, 0; @is bra done; bfind.u32 who, todo;"
+    " shfl.sync.idx.b32 row, {own}, who, 31, 0xffffffff; mov.b32 word, 1; shl.b32 word, word, who; xor.b32 todo, todo, word;"
+    " mov.b32 before, 0xffffffff; mov.b32 last, 0xffffffff;"
 )
+_PASS = (
+    " mov.b32 best, 0; mov.b32 found, 0x7fffffff; mov.b32 at, {lane}; mad.lo.u32 place, at, {size}, row;"
+    ' element{number}: .pragma "nounroll"; setp.ge.s32 is, at, {cols}; @is bra end{number}; {load}{key}'
+    " setp.gt.s32 more, at, last; setp.eq.and.u32 more, key, before, more; setp.lt.or.u32 more, key, before, more;"
+    " setp.eq.s32 is, found, 0x7fffffff; setp.gt.or.u32 is, key, best, is; and.pred is, is, more;"
+    " @is mov.b32 best, key; @is mov.b32 found, at; add.s32 at, at, 32; add.u32 place, place, 32*{size};"
+    " bra element{number}; end{number}: redux.sync.max.u32 top, best, 0xffffffff;"
+    " setp.ne.u32 is, best, top; @is mov.b32 found, 0x7fffffff; redux.sync.min.u32 last, found, 0xffffffff;"
+    " mov.b32 before, top; mov.b32 key, top;{value} setp.eq.u32 is, {lane}, who; @is mov.b32 {bits}, key;"
+    " @is mov.b32 {column}, last;"
+)
+_VALUE = {  # the bits of what has this key
+    "float32": " shr.s32 word, key, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 key, key, word;",
+    "int32": " xor.b32 key, key, 0x80000000;",
+    "uint32": "",
+}
+
+
+# The state, and weights.
+
+
+def _state_of_row(call, warp, largest):
+    """The state `(m, d)` of a lane's row, whose largest entry is this one, or some entry where NaN is in the row."""
+    m = shifted(largest)
+    sums: list[Any] = [None] * 4
+    fill = 0xFF800000 if call.plan.itemsize == 4 else {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}[call.of.name]
+    for offset, is_there in warp.vectors():
+        loaded = ptx.load_words(warp.vector, offset, is_there, vector_of(4, 32), fill, space="shared")
+        for q in range(4):
+            for value in widened(call.of, llvm.extractelement(loaded, constant(q))):
+                weight = exponential(arith.subf(value, m))
+                sums[q] = weight if sums[q] is None else arith.addf(sums[q], weight)
+    d = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
+    for bit in [1 << i for i in range(call.plan.lanes.bit_length() - 1)]:
+        d = arith.addf(d, _of_other(d, bit))
+    return m, d
+
+
+def _weights(call, values, state):
+    """The weights of the values that were found."""
+    m = state[0] if call.normalize == "all" else shifted(values[0])
+    weights = [exponential(arith.subf(value, m)) for value in values]
+    d = state[1] if call.normalize == "all" else functools.reduce(arith.addf, weights)
+    inverse = inverse_of(d)
+    return [arith.mulf(weight, inverse) for weight in weights]
+
+
+def _float(call, bits):
+    """The float32 of an element whose bits these are, of a 16-bit one in the upper half."""
+    return _bits_as_float(arith.shrui(bits, constant(16)) if call.of == jnp.float16 else bits, call.of)
+
+
+# Float32 of a lane.
+
+
+def shifted(m):
+    """What `online.shift` is: 0 for what is infinite, or NaN."""
+    text = "abs.f32 size, $1; setp.lt.f32 is, size, 0f7F800000; selp.f32 $0, $1, 0f00000000, is;"
+    return utils.inline_ptx(f"{{ .reg .pred is; .reg .f32 size; {text} }}", m, result_types=m.type)
+
+
+def exponential(x):
+    scaled = arith.mulf(x, arith.constant(x.type, _LOG2E))
+    return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", scaled, result_types=x.type)
+
+
+def inverse_of(d):
+    """What weights are multiplied with, of rows whose sum of weights is `d`: NaN where that is infinite."""
+    text = "setp.lt.f32 is, $1, 0f7F800000; selp.f32 $0, $1, 0f7FFFFFFF, is;"
+    return reciprocal(utils.inline_ptx(f"{{ .reg .pred is; {text} }}", d, result_types=d.type))
+
+
+def reciprocal(d):
+    return utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", d, result_types=d.type)
+
+
+def widened(dtype, word):
+    """The elements of a word as float32."""
+    if dtype.itemsize == 4:
+        return [_bits_as_float(word, dtype)]
+    if dtype == jnp.float16:
+        return [_bits_as_float(half, dtype) for half in (word, arith.shrui(word, constant(16)))]
+    return [_bits_as_float(half, dtype) for half in (arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))]
+
+
+def _bits_as_float(bits, dtype):
+    """Of a float16 those in the lower half, of others all."""
+    if dtype != jnp.float16:
+        return arith.bitcast(ir.F32Type.get(), bits)
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
+    return utils.inline_ptx(text, bits, result_types=ir.F32Type.get())
+
+
+def narrowed(values, kind):
+    """The bits of float32 values in another type of floats: of two values in a word, if that has 16 bits and they are even."""
+    if utils.bitwidth(kind) == 32:
+        return [arith.bitcast(integer(32), value) for value in values]
+    if len(values) % 2:
+        return [arith.bitcast(integer(16), arith.truncf(kind, value)) for value in values]
+    text = f"cvt.rn.{'bf16x2' if kind == ir.BF16Type.get() else 'f16x2'}.f32 $0, $2, $1;"
+    return [_asm(text, *pair) for pair in zip(values[::2], values[1::2], strict=True)]
+
+
+def paired(halves):
+    """Words of 16 bits, by two in one of 32 bits if they are even."""
+    if len(halves) % 2:
+        return halves
+    return [_asm("mov.b32 $0, {$1, $2};", *pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
+
+
+def store_all(address, words, inside, offset=0):
+    """Stores words to shared memory from an address on, as many at a time as their number allows."""
+    width, at_once = words[0].type.width, next(n for n in (4, 2, 1) if len(words) % n == 0)
+    for start in range(0, len(words), at_once):
+        together = llvm.mlir_undef(vector_of(at_once, width))
+        for q in range(at_once):
+            together = llvm.insertelement(together, words[start + q], constant(q))
+        ptx.store_words(address, offset + start * width // 8, inside, together, "shared")
+
+
+def _asm(text, *operands):
+    return utils.inline_ptx(text, *operands, result_types=integer(32))

@@ -1,6 +1,7 @@
-"""The k largest entries of rows, and samples from rows, on Hopper, for rows of any length. Samples are in `_sampling`.
+"""The k largest entries of rows, and samples from rows, on Hopper, for rows of any length.
 
-A block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a
+Samples are in `_sampling`, and rows of up to 512 columns, of which there may be millions, in `_short` and `_short_gradient`.
+Else a block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a
 bound goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the
 maxima of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send
 their lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and
@@ -22,7 +23,7 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import row_of_mask
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
-from jaxsoftmax.ops.top_k import _sampling, xla
+from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
 from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
 from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
 
@@ -37,6 +38,8 @@ def unsupported(primitive, target, operands, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
         return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
+    if primitive == "softmax_top_k_vjp":
+        return _unsupported_vjp(target, operands, **params)
     x = operands["x"]
     names = DTYPES if primitive == "top_k" else DTYPES[:3]
     dtypes = [x.dtype.name, *([jnp.dtype(params["dtype"]).name] if "dtype" in params else [])]
@@ -58,6 +61,29 @@ def unsupported(primitive, target, operands, **params) -> str | None:
     return None
 
 
+def _unsupported_vjp(target, operands, *, size, dtype, **params) -> str | None:
+    """Why no gradient of the largest weights can be computed, in words, or None."""
+    del params
+    names = dict.fromkeys([a.dtype.name for name in ("x", "c", "weights") if (a := operands[name]) is not None])
+    names[jnp.dtype(dtype).name] = None
+    if any(name not in DTYPES[:3] for name in names):
+        return f"dtypes must be among {', '.join(DTYPES[:3])}, got {' and '.join(names)}"
+    rows = math.prod(operands["indices"].shape[:-1])
+    if not 1 <= rows < 2**31:
+        return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
+    if _has_short_gradient(operands, size, dtype) or operands["x"] is None:
+        return None
+    given = {name: operands[name] for name in ("x", "where", "scale")}
+    return of_softmax.unsupported("logsumexp_vjp", target, given, axes=(operands["x"].ndim - 1,), dtype=dtype)
+
+
+def _has_short_gradient(operands, size, dtype) -> bool:
+    if any(operands[name] is not None for name in ("where", "scale")) or operands["c"] is None:
+        return False
+    x = None if operands["x"] is None else operands["x"].dtype.itemsize
+    return _short_gradient.serves(size, jnp.dtype(dtype).itemsize, operands["indices"].shape[-1], x)
+
+
 def lacks(primitive, operands) -> bool:
     """Whether there is no kernel for such operands, so that the reference runs where this is forced."""
     return primitive == "categorical" and operands.get("top_k") is not None
@@ -65,7 +91,8 @@ def lacks(primitive, operands) -> bool:
 
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
-    del target, cast
+    if primitive == "softmax_top_k_vjp":
+        return _unprofitable_vjp(target, operands, fused, cast, **params)
     x = operands["x"]
     is_search = primitive == "top_k" and params["k"] == 1 and not params["return_state"]  # which XLA does without a sort
     if primitive == "categorical":
@@ -77,6 +104,17 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     if primitive == "top_k" and is_search and math.prod(x.shape) < 2**25:
         return "XLA's argmax is faster at so few elements"
     return None
+
+
+def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, **params) -> str | None:
+    del params
+    x = operands["x"]
+    if _has_short_gradient(operands, size, dtype):
+        return None
+    if x is None:
+        return f"its kernel is for rows of up to {_staged.MOST_COLS} columns, whole vectors, without scale, got {size}"
+    given = {name: operands[name] for name in ("x", "where", "scale")}
+    return of_softmax.unprofitable("logsumexp_vjp", target, given, fused, cast, axes=(x.ndim - 1,), dtype=dtype)
 
 
 # How rows are spread over blocks.
@@ -103,6 +141,8 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     rows, is_float = math.prod(batch), jnp.issubdtype(x.dtype, jnp.floating)
+    if scale is None and where is None and (is_float or not return_state) and _short.serves(cols, x.dtype.itemsize, k):
+        return _of_short_rows(x, k, dtype, None, return_state)
     is_lifted = return_state and where is None
     plan = plan_for(target, rows, cols, x.dtype.itemsize, is_lifted)
     layout, blocks = plan.layout, plan.blocks
@@ -193,9 +233,39 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
 
 def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target):
     """The k largest weights and their columns, and the state `(m, d)` if asked for."""
+    if scale is None and where is None and _short.serves(x.shape[-1], x.dtype.itemsize, k):
+        return _of_short_rows(x, k, dtype, normalize, return_state)
     params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "target": target}
     found = xla.weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
     return found[: 2 + 2 * return_state]
+
+
+def _of_short_rows(x, k, dtype, normalize, return_state):
+    """What `_short.top_k` gives, of rows with their batch axes; integers are found in their own dtype."""
+    *batch, cols = x.shape
+    kind = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    found = _short.top_k(x.reshape(-1, cols), k, kind, normalize, return_state)
+    values, *others = [a.reshape(*batch, -1) for a in found]
+    return [values.astype(dtype), *others]
+
+
+def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent, target):
+    """The gradient for cotangents of weights and of the mean of rows. But in short rows what was found is added to the rest."""
+    operands = {"indices": indices, "c": c, "b": b, "x": x, "m": m, "d": d, "weights": weights}
+    if _has_short_gradient(operands | {"where": where, "scale": scale}, size, dtype):
+        rows = [None if a is None else a.reshape(-1, a.shape[-1]) for a in operands.values()]
+        return [_short_gradient.gradient(*rows, cols=size, dtype=dtype).reshape(*indices.shape[:-1], size)]
+    options = {"size": size, "normalize": normalize, "dtype": dtype, "scale_tangent": scale_tangent}
+    if x is None or (b is None and normalize == "selected"):  # what there is of others is 0
+        return xla.softmax_top_k_vjp(**operands, where=where, scale=scale, **options)
+    found, common = xla.parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
+    params = {"axes": (x.ndim - 1,), "dtype": dtype, "scale_tangent": scale_tangent, "target": target}
+    total = of_softmax.logsumexp_vjp(x, m, d, common, where, scale, **params)
+    if found is None:
+        return [total]
+    if scale_tangent and scale is not None:
+        found = found * scale.astype(found.dtype)
+    return [xla.plus_at(total, indices, found)]
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, target):

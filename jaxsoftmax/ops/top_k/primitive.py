@@ -16,6 +16,18 @@ value too: -inf, +inf where `scale` is negative.
 among those that are kept. `inverse` is 1 / temperature; `noise` is 0 where the temperature is, and 1 elsewhere; None is 1 for
 both. Entries are kept by `top_k`, of those by `top_p`, of those by `min_p`, all of which `xla.py` defines.
 
+The derivatives of `softmax_top_k` are linear, and transposes of each other. With the weights `w` that were found and `p` of
+whole rows:
+
+    softmax_top_k_jvp  of a tangent t of the scores, or of x with `scale_tangent`:  w * (t[indices] - mean), the mean being
+                       sum(p * t), or sum(w * t[indices]) where only the selected are normalized; and with `return_mean`
+                       sum(p * t)
+    softmax_top_k_vjp  of c and b, for each of the two results, or one of them:  p * b, and at the indices
+                       w * c, less p * sum(w * c); or w * (c - sum(w * c)) where only the selected are normalized
+
+Weights of the selected are saved in the dtype of the result, and those of whole rows computed anew from `x` and the state,
+which are operands wherever `p` is needed. The indices of a row differ. `size` is that of a row.
+
 With `return_state` all give the state `(m, d)` of the rows too, as `logsumexp` has it, for that `scale` or `inverse`: `m` is
 the maximum of `sign(scale) * x`, 0 where that is infinite. It does not depend on how it is split, so `m` counts as a constant
 and `d` carries the derivative, which is that of logsumexp. The values' tangent is the tangent of `x` at the indices.
@@ -32,7 +44,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map, Operand
-from jaxsoftmax._core.primitive import bind, define, set_jvp
+from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import primitive as softmax
 from jaxsoftmax.ops.softmax import xla
 from jaxsoftmax.ops.top_k.xla import at
@@ -42,6 +54,8 @@ _X = Operand("x", _WHOLE, is_scores=True, may_be_one=False)
 _WHERE, _SCALE = Operand("where", _WHOLE), Operand("scale", _WHOLE)
 _ROW = Operand("row", _WHOLE, may_be_one=False)
 _STATE = (Operand("m", _WHOLE), Operand("d", _WHOLE))
+_INDICES, _WEIGHTS, _C, _B = (Operand(name, _WHOLE, may_be_one=False) for name in ("indices", "weights", "c", "b"))
+_SAVED = (_X, *(Operand(name, _WHOLE, may_be_one=False) for name in "md"), _WEIGHTS, _WHERE, _SCALE)
 _OF_ROWS = tuple([Operand(name, _WHOLE) for name in ("key0", "key1", "inverse", "noise", "top_k", "top_p", "min_p")])
 
 
@@ -59,6 +73,18 @@ def _categorical_types(operands, *, return_state, **params):
     shape = operands["row"].shape
     state = jax.ShapeDtypeStruct(shape, accumulator(operands["x"].dtype))
     return [jax.ShapeDtypeStruct(shape, jnp.int32)] + [state] * (2 * return_state)
+
+
+def _jvp_types(operands, *, dtype, return_mean, **params):
+    del params
+    indices = operands["indices"]
+    mean = [jax.ShapeDtypeStruct((*indices.shape[:-1], 1), operands["d"].dtype)] if return_mean else []
+    return [jax.ShapeDtypeStruct(indices.shape, dtype), *mean]
+
+
+def _vjp_types(operands, *, size, dtype, **params):
+    del params
+    return [jax.ShapeDtypeStruct((*operands["indices"].shape[:-1], size), dtype)]
 
 
 def _results(*names):
@@ -82,23 +108,39 @@ CATEGORICAL = define(
         is_cut=True,
     )
 )
+SOFTMAX_TOP_K_JVP = define(
+    Map(
+        "top_k",
+        "softmax_top_k_jvp",
+        (_INDICES, _X.called("t"), *_SAVED),
+        _jvp_types,
+        lambda return_mean, **params: (_C, *[_B] * return_mean),
+        linear=("t",),
+        is_cut=True,
+    )
+)
+SOFTMAX_TOP_K_VJP = define(
+    Map(
+        "top_k",
+        "softmax_top_k_vjp",
+        (_INDICES, _C, _B, *_SAVED),
+        _vjp_types,
+        lambda **params: (_X,),
+        linear=("c", "b"),
+        is_cut=True,
+    )
+)
 
 
-def _tangent_of_d(operands, tangents, state, implementation):
-    """The tangent of `d` for tangents of `x` and `scale`, None for zero."""
-    mean = _mean_tangent(operands, tangents, state, implementation)
-    return None if mean is None else state[1] * mean
-
-
-def _mean_tangent(operands, tangents, state, implementation) -> Any:
-    """The mean of the tangents of scores, weighted with softmax, for tangents of `x` and `scale`, None for zero."""
+def _tangent_of_d(operands, tangents, state, implementation) -> Any:
+    """The tangent of `d` for tangents of `x` and `scale`, None for zero: `d` times the mean of the scores' tangents."""
     m, d = state
     t, needs_scale = softmax.scores_tangent(operands, tangents)
     if t is None:
         return None
     given = {name: operands.get(name) for name in ("x", "where", "scale")} | {"m": m, "d": d, "t": t}
     params = {"axes": (m.ndim - 1,), "dtype": d.dtype, "scale_tangent": needs_scale, "implementation": implementation}
-    return bind(softmax.LOGSUMEXP_JVP, given, **params)[0]
+    return d * bind(softmax.LOGSUMEXP_JVP, given, **params)[0]
 
 
 def _top_k_jvp(operands, tangents, *, dtype, return_state, implementation, **params):
@@ -114,26 +156,47 @@ def _top_k_jvp(operands, tangents, *, dtype, return_state, implementation, **par
     return [values, indices, *state], tangents_out
 
 
-def _softmax_top_k_jvp(operands, tangents, *, normalize, dtype, return_state, **params):
-    """The jvp rule: `w * (t - mean)` with the tangents of scores that were found, and their mean over what is normalized."""
-    params |= {"normalize": normalize, "return_state": return_state or normalize == "all"}
-    weights, indices, *state = bind(SOFTMAX_TOP_K, operands, dtype=accumulator(operands["x"].dtype, dtype), **params)
-    results = [weights.astype(dtype), indices, *state[: 2 * return_state]]
+def _softmax_top_k_jvp(operands, tangents, *, normalize, dtype, return_state, implementation, **params):
+    params |= {"normalize": normalize, "dtype": dtype, "implementation": implementation}
+    needs_state = return_state or normalize == "all"
+    weights, indices, *state = bind(SOFTMAX_TOP_K, operands, return_state=needs_state, **params)
+    results = [weights, indices, *state[: 2 * return_state]]
     tangents_out: list[jax.Array | None] = [None] * len(results)
     t, needs_scale = softmax.scores_tangent(operands, tangents)
     if t is None:
         return results, tangents_out
-    chosen = at(t, indices).astype(weights.dtype)
-    if needs_scale and operands.get("scale") is not None:
-        chosen = chosen * operands["scale"].astype(weights.dtype)
-    chosen = jnp.where(weights != 0, chosen, 0)  # what has no weight has no effect, NaN neither
-    mean = jnp.sum(weights * chosen, -1, keepdims=True)
-    if state:
-        mean_of_row = _mean_tangent(operands, tangents, state, params["implementation"])
-        mean = mean_of_row if normalize == "all" else mean
-        tangents_out[3:] = [state[1] * mean_of_row] * return_state
-    tangents_out[0] = jnp.where(weights != 0, weights * (chosen - mean), 0).astype(dtype)
+    given = {"indices": indices, "t": t, "scale": operands.get("scale")}
+    if needs_state:
+        given |= {"x": operands["x"], "m": state[0], "d": state[1], "where": operands.get("where")}
+    if normalize == "selected":
+        given["weights"] = weights
+    options = {"return_mean": return_state, "scale_tangent": needs_scale, "implementation": implementation}
+    tangents_out[0], *mean = bind(SOFTMAX_TOP_K_JVP, given, normalize=normalize, dtype=dtype, **options)
+    if return_state:
+        tangents_out[3] = state[1] * mean[0]
     return results, tangents_out
+
+
+def _transpose_of_jvp(cotangents, operands, types, *, return_mean, dtype, **params):
+    del return_mean, dtype
+    (c, *b), t = cotangents, types["t"]
+    b = b[0] if b else None
+    if b is None and params["normalize"] == "selected":  # which needs nothing of whole rows
+        operands = {name: operands[name] for name in ("indices", "weights", "scale") if name in operands}
+    if c is None:
+        given = {name: operands.get(name) for name in ("x", "m", "d", "where", "scale")} | {"t": b}
+        params = {name: params[name] for name in ("scale_tangent", "implementation")}
+        (t,) = bind(softmax.LOGSUMEXP_VJP, given, axes=(t.ndim - 1,), dtype=t.dtype, **params)
+        return {"t": t}
+    (t,) = bind(SOFTMAX_TOP_K_VJP, operands | {"c": c, "b": b}, size=t.shape[-1], dtype=t.dtype, **params)
+    return {"t": t}
+
+
+def _transpose_of_vjp(cotangents, operands, types, *, size, dtype, **params):
+    del size, dtype
+    kind = types["c"].dtype if "c" in types else types["b"].dtype
+    found = bind(SOFTMAX_TOP_K_JVP, operands | {"t": cotangents[0]}, return_mean="b" in types, dtype=kind, **params)
+    return {name: value for name, value in zip("cb", found, strict=False) if name in types}
 
 
 def _categorical_jvp(operands, tangents, *, return_state, implementation):
@@ -152,3 +215,5 @@ def _categorical_jvp(operands, tangents, *, return_state, implementation):
 set_jvp(TOP_K, _top_k_jvp)
 set_jvp(SOFTMAX_TOP_K, _softmax_top_k_jvp)
 set_jvp(CATEGORICAL, _categorical_jvp)
+set_transpose(SOFTMAX_TOP_K_JVP, _transpose_of_jvp)
+set_transpose(SOFTMAX_TOP_K_VJP, _transpose_of_vjp)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select
+from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select, weights_of_state
 from jaxsoftmax.ops.top_k._noise import gumbel_rows
 
 
@@ -41,6 +41,62 @@ def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, devices
     params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "devices": devices}
     found = weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
     return found[: 2 + 2 * return_state]
+
+
+def softmax_top_k_jvp(indices, t, x, m, d, weights, where, scale, *, normalize, return_mean, dtype, scale_tangent, devices=1):
+    """`w * (t - mean)` with `t` at the indices, and if asked for the mean of `t` over whole rows."""
+    del devices
+    found = _weights_of_found(indices, t, x, m, d, weights, where, scale, normalize)
+    t = t.astype(found.dtype)
+    if scale_tangent and scale is not None:
+        t = t * scale.astype(t.dtype)
+    chosen = _where_weighed(found, at(t, indices))
+    means = []  # of the whole row, if it is needed
+    if return_mean or normalize == "all":
+        p = weights_of_state(x, m, d, where, scale)
+        means.append(jnp.sum(p * select(p != 0, t, 0), -1, keepdims=True))
+    mean = means[0] if normalize == "all" else jnp.sum(found * chosen, -1, keepdims=True)
+    return [_where_weighed(found, found * (chosen - mean)).astype(dtype), *means[: int(return_mean)]]
+
+
+def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent, devices=1):
+    """The transpose of `softmax_top_k_jvp`: rows of `size`, for the cotangents `c` and `b` of its two results."""
+    del devices
+    found, common = parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
+    kind = next(part.dtype for part in (common, found) if part is not None)
+    total = jnp.zeros((*indices.shape[:-1], size), kind)
+    if common is not None:
+        total = select(where, weights_of_state(x, m, d, where, scale) * common, 0)
+    if found is not None:
+        total = plus_at(total, indices, found)
+    if scale_tangent and scale is not None:
+        total = total * scale.astype(kind)
+    return [total.astype(dtype)]
+
+
+def parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize):
+    """What is added at the indices, and the factor of `p` in each row; None for 0."""
+    if c is None:
+        return None, b
+    found = _weights_of_found(indices, c, x, m, d, weights, where, scale, normalize)
+    c = _where_weighed(found, c.astype(found.dtype))
+    mean = jnp.sum(found * c, -1, keepdims=True)
+    if normalize == "selected":
+        return _where_weighed(found, found * (c - mean)), b
+    return _where_weighed(found, found * c), -mean if b is None else b - mean
+
+
+def _weights_of_found(indices, t, x, m, d, weights, where, scale, normalize):
+    """The weights at the indices: those that were saved, or from the state."""
+    if normalize == "selected":
+        return weights.astype(accumulator(weights.dtype, t.dtype))
+    seen = None if where is None else at(where, indices)
+    return _weights(at(x, indices), m, d, seen, scale)
+
+
+def _where_weighed(weights, values):
+    """0 where a weight is: what has none has no effect, NaN neither."""
+    return jnp.where(weights != 0, values, 0)
 
 
 def weighed(found, where, scale, normalize, dtype):
@@ -133,6 +189,22 @@ def at(values, indices):
     batch = lax.broadcast_shapes(values.shape[:-1], indices.shape[:-1])
     indices = jnp.broadcast_to(indices, (*batch, indices.shape[-1]))
     return jnp.take_along_axis(values, indices, -1, mode="promise_in_bounds")
+
+
+def plus_at(total, indices, values):
+    """`total` with values more at the indices along the last axis, of which no two in a row are the same."""
+    batch = tuple(range(total.ndim - 1))
+    places = lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=(total.ndim - 1,),
+        scatter_dims_to_operand_dims=(total.ndim - 1,),
+        operand_batching_dims=batch,
+        scatter_indices_batching_dims=batch,
+    )
+    values = values.astype(total.dtype)
+    return lax.scatter_add(
+        total, indices[..., None], values, places, unique_indices=True, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )
 
 
 def least(dtype):
