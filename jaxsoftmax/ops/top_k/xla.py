@@ -137,7 +137,7 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
         index = _first_largest(noisy(scores, noise_of_columns, inverse, noise))
     else:
         if top_k is None:
-            scores = scores + 0  # -0 as 0, as kernels compare them
+            scores = jnp.where(scores == 0, 0, scores)  # -0 as 0, as kernels compare them
         scores, indices = lax.top_k(scores, x.shape[-1])
         index = drawn(scores, indices, at(noise_of_columns, indices), inverse, noise, top_k, top_p, min_p)
     state = []
