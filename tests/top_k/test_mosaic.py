@@ -245,6 +245,7 @@ def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
             for is_lifted in (False, True):
                 plan = mosaic.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
                 assert plan.blocks in (1, 2, 4, 8)
+                assert plan.slices % plan.blocks == 0
                 assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
                 assert plan.layout.joined == (is_lifted and cols % plan.layout.line != 0)
 

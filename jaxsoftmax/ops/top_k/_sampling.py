@@ -24,7 +24,7 @@ from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched, plan_of
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
@@ -35,7 +35,7 @@ def sample(target, x, of_rows, return_state):
 
     `of_rows` has what is `[rows]` by name: `row`, `key0`, `key1`, and what is not None of `inverse`, `noise`, `top_p`, `min_p`.
     """
-    plan = _drawing_plan(target, x)
+    plan = _drawing_plan(target, x, return_state and not {"top_p", "min_p"} & of_rows.keys())
     if "top_p" in of_rows:
         looked_at = {name: of_rows[name] for name in ("top_p", "min_p", "inverse") if name in of_rows}
         drawn = {name: array for name, array in of_rows.items() if name not in ("top_p", "min_p")}
@@ -52,7 +52,7 @@ def sample(target, x, of_rows, return_state):
     return [index, m.reshape(-1), d.reshape(-1)] if return_state else [index]
 
 
-def _drawing_plan(target, x) -> Plan:
+def _drawing_plan(target, x, is_lifted) -> Plan:
     """A sweep has steps of `_noise.STRIDE` elements, of which a thread has those that share random words.
 
     Where rows start inside of a line, threads join vectors of two steps.
@@ -60,14 +60,14 @@ def _drawing_plan(target, x) -> Plan:
     rows, cols = x.shape
     vector = 4
     layout = RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.HALVES), stored=False)
-    return Plan(layout, blocks_for(target, layout, rows), rows)
+    return plan_of(target, layout, rows, is_lifted)
 
 
 def _reading_plan(target, x) -> Plan:
     """A thread has few places, as it has three numbers for each."""
     rows, cols = x.shape
     layout = RowLayout(cols, Config(4, 128, unroll=16 // x.dtype.itemsize), stored=False)
-    return Plan(layout, blocks_for(target, layout, rows), rows)
+    return plan_of(target, layout, rows, True)
 
 
 def _draw(plan, x, of_rows, return_state):

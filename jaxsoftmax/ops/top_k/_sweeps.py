@@ -1,7 +1,7 @@
 """Rows that are read in sweeps of a few thousand elements, each once, by a block or by the blocks of a cluster.
 
-With the state `(m, d)` of a row its scores are lifted while they are at hand. Each of the `SLICES` of a row has a state of its
-own, however many blocks share it, so that bits do not depend on the number of rows.
+With the state `(m, d)` of a row its scores are lifted while they are at hand. Each slice of a row has a state of its own, however
+many blocks share it, so that bits do not depend on the number of rows.
 """
 
 import functools
@@ -24,7 +24,8 @@ from jaxsoftmax._gpu.rows.memory import Memory
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
-SLICES = 8  # of a row, and the most blocks that share it
+MOST_BLOCKS = 8  # that share a row
+_SWEEPS_OF_SLICE = 6  # at least, of a row with a state: the end of a slice takes as long as one or two
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,24 @@ class Plan:
       layout: of a row in a block.
       blocks: of a cluster, which share a row.
       rows: of the array.
+      slices: of a row, a multiple of `blocks`.
     """
 
     layout: RowLayout
     blocks: int
     rows: int
+    slices: int = MOST_BLOCKS
 
 
-def blocks_for(target, layout: RowLayout, rows: int, most: int = SLICES) -> int:
+def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool) -> Plan:
+    """That of rows in such a layout; `is_lifted` says whether each slice has a state."""
+    slices, sweeps = MOST_BLOCKS, len(layout.looped_steps) // layout.config.unroll
+    while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
+        slices //= 2
+    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices)
+
+
+def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
     """Of a cluster for each row: more where rows are too few for all multiprocessors, as far as each has a sweep."""
     blocks, sweeps = 1, len(layout.looped_steps) // layout.config.unroll
     while blocks < most and 2 * blocks * rows <= 4 * target.multiprocessors and 2 * blocks <= sweeps:
@@ -59,7 +70,7 @@ def launched(name, kernel, plan, results, scratch, sums: int = 0):
     warps = ptx.WARPS * layout.warpgroups
     exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32)
     order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
-    states = plgpu.SMEM((1 + sums, SLICES * warps), jnp.float32) if sums else None
+    states = plgpu.SMEM((1 + sums, plan.slices * warps), jnp.float32) if sums else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
         options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
@@ -118,8 +129,8 @@ class Row:
         unroll, looped = layout.config.unroll, layout.looped_steps
         count = len(looped) // unroll
         rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
-        of_slice = max(1, -(-count // SLICES))
-        own = of_slice * SLICES // blocks  # sweeps of a block, of the last ones fewer
+        of_slice = max(1, -(-count // self.plan.slices))
+        own = of_slice * self.plan.slices // blocks  # sweeps of a block, of the last ones fewer
         carry = () if states is None else states.start()
 
         def steps_of(i):
@@ -172,7 +183,7 @@ class States:
 
     def __init__(self, row: Row, ref, size, more: bool = False):
         self.row, self.ref, self.size, self.more = row, ref, size, more
-        self.warps = ref.shape[1] // SLICES
+        self.warps = ref.shape[1] // row.plan.slices
 
     def clear(self) -> None:
         for part in range(2 + self.more):

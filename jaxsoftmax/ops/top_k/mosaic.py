@@ -25,7 +25,7 @@ from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
 from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, choose, launched
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, launched, plan_of
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 MOST = 1024  # entries of a row that are found
@@ -132,7 +132,7 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     elif cols <= 8192:
         threads, unroll = 128, 4
     layout = RowLayout(cols, Config(vector, threads, unroll=unroll), stored=not is_lifted)
-    return Plan(layout, blocks_for(target, layout, rows), rows)
+    return plan_of(target, layout, rows, is_lifted)
 
 
 def top_k(x, where, scale, *, k, return_state, dtype, target):
