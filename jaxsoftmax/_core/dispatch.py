@@ -9,9 +9,9 @@ parameters and `target` by name (the reference, `xla.py`, has all: `axis_name` i
     unsupported(primitive, target, operands, **params) -> str | None
 
 which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
-It may have `lacks(primitive, operands)`, whether there is no kernel for such operands at all, so that the reference runs even
-where it was forced, `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected to be
-faster, and `remark(target)`, what `explain` adds. `docs/design.md` has an example and says more.
+It may have `lacks(primitive, operands, **params)`, whether there is no kernel for such operands at all, so that the reference
+runs even where it was forced, `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected
+to be faster, and `remark(target)`, what `explain` adds. `docs/design.md` has an example and says more.
 """
 
 import functools
@@ -186,7 +186,7 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
     wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, call.dtypes, strict=True)]
     operands = dict.fromkeys(call.map.by_name) | dict(zip(call.names, types, strict=True))
     forced = call.forced
-    if forced is not None and _lacks(call.map.op, forced, name, operands):
+    if forced is not None and _lacks(call, forced, operands):
         forced = "xla"
     for implementation in implementations[call.map.op]:
         reason = _refusal(implementation, forced, call, target, operands, obstacle)
@@ -233,12 +233,12 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
     return reason
 
 
-def _lacks(op, implementation, primitive, operands) -> bool:
-    """Whether an implementation has no function for a primitive, or none for operands of these types whatever they are."""
+def _lacks(call: Call, implementation: str, operands) -> bool:
+    """Whether an implementation has no function for a primitive, or none for operands of these types."""
     if compat.missing() is not None:
         return False  # it does not load, which is to be said
-    module = importlib.import_module(implementations[op][implementation])
-    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands))
+    module, primitive = importlib.import_module(implementations[call.map.op][implementation]), call.map.name
+    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands, **call.params))
 
 
 def record(decision: Decision) -> None:

@@ -1,6 +1,7 @@
 """The kernels of the largest entries and of samples: lowered for CUDA on any machine, run on Hopper."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.top_k import _staged, mosaic
+from jaxsoftmax.ops.top_k import _short_gradient, _staged, mosaic
 
 from .. import cases, kernels, oracle
 from .test_values import inputs, weights_of
@@ -43,7 +44,7 @@ def test_the_largest_weights_are_lowered_as_one_kernel(shape, dtype, scale):
 
 SHORT = "top_k_of_short_rows_mosaic"
 SHORT_GRADIENT = "softmax_top_k_vjp_of_short_rows_mosaic"
-COLS = (8, 16, 40, 60, 64, 100, 128, 256, 512)
+COLS = (8, 16, 40, 60, 64, 100, 128, 256, 264, 300, 508, 512)  # of 264, 300 and 508 lanes have different shares
 
 
 def kernel_for(cols, dtype):
@@ -115,6 +116,7 @@ def test_other_rows_have_the_kernel_for_long_ones(options, cols, kernel):
         ({"normalize": "selected", "scale": 0.5}, 64, "xla"),
         ({}, 5000, "mosaic"),
         ({"normalize": "selected"}, 5000, "xla"),
+        ({"normalize": "selected", "implementation": "mosaic"}, 5000, "xla"),
     ],
 )
 def test_where_gradients_run(options, cols, implementation):
@@ -124,8 +126,27 @@ def test_where_gradients_run(options, cols, implementation):
     forward, backward = explain(jax.grad(loss), jnp.zeros((16, cols)), platform="cuda")
     assert (forward.primitive, forward.implementation) == ("softmax_top_k", "mosaic")
     assert (backward.primitive, backward.implementation) == ("softmax_top_k_vjp", implementation), str(backward)
-    if implementation == "xla":
+    if implementation == "xla" and "implementation" not in options:
         assert any("its kernel is for rows of up to 512 columns" in reason for _, reason in backward.refusals)
+
+
+def test_a_cotangent_of_selected_weights_alone_needs_no_logits():
+    """Also where they are at hand, narrower than the gradient: it was linearized together with that of the log-sum-exp."""
+
+    def loss(theta, x):
+        weights, _, lse = jaxsoftmax.softmax_top_k(x.astype(jnp.float32), 8, normalize="selected", return_lse=True)
+        return jnp.sum(theta * weights) + jnp.sum(lse)
+
+    def derivative(theta, x):
+        return jax.jvp(lambda theta: jax.grad(loss, 1)(theta, x), (theta,), (theta,))[1]
+
+    given = shaped((1000, 8), "float32"), shaped((1000, 64), "bfloat16")
+    with mock.patch.object(_short_gradient, "gradient", wraps=_short_gradient.gradient) as gradient:
+        kernels.forget_lowerings()
+        kernels.lowered_for_cuda(derivative, *given)
+    asked = [(b is None, x is None) for _, _, b, x, *_ in (call.args for call in gradient.call_args_list)]
+    assert (True, True) in asked
+    assert (True, False) not in asked
 
 
 @pytest.mark.parametrize("cols", range(4, 513, 4))
@@ -304,7 +325,7 @@ def keys_of(x):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["alike in many bits", "ties", "NaN of both signs", "zeros", "mostly -inf", "equal"])
-@pytest.mark.parametrize(("cols", "k"), [(8, 2), (64, 8), (64, 16), (256, 8), (512, 5), (40, 1)])
+@pytest.mark.parametrize(("cols", "k"), [(8, 2), (64, 8), (64, 16), (264, 8), (512, 5), (40, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_short_rows_that_hurt(dtype, cols, k, kind):
     """What a lane cannot order by the bits that it keeps, and pairs whose order is not that of their columns."""
@@ -332,24 +353,30 @@ def test_short_rows_that_hurt(dtype, cols, k, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalize", ["all", "selected"])
-@pytest.mark.parametrize(("shape", "k"), [((3001, 64), 8), ((515, 256), 8), ((777, 40), 5), ((130, 512), 16), ((129, 8), 2)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_of_short_rows_and_their_gradients(dtype, shape, k, normalize):
+@pytest.mark.parametrize(
+    ("shape", "k"), [((3001, 64), 8), ((515, 264), 8), ((777, 40), 5), ((130, 512), 16), ((129, 8), 2), ((200, 1024), 8)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [("float32", None), ("bfloat16", None), ("float16", None), ("bfloat16", "float32")], ids=str
+)
+def test_weights_of_rows_and_their_gradients(dtype, wide, shape, k, normalize):
+    """`wide` is what the logits are cast to, as a router's are: gradients are rounded to what they were before."""
     options = {"normalize": normalize, "return_lse": True, "implementation": "mosaic"}
 
     def weights(x):
-        weights, indices, lse = jaxsoftmax.softmax_top_k(x, k, **options)
+        weights, indices, lse = jaxsoftmax.softmax_top_k(x if wide is None else x.astype(wide), k, **options)
         return (weights, lse), indices
 
     def gradient(x, c, b):
         return jax.vjp(weights, x, has_aux=True)[1]((c, b))[0]
 
     rng, arrays = np.random.default_rng(0), inputs(shape, dtype)
-    c = jnp.asarray(rng.standard_normal((*shape[:-1], k)), dtype)
+    c = jnp.asarray(rng.standard_normal((*shape[:-1], k)), wide or dtype)
     b = jnp.asarray(rng.standard_normal(shape[:-1]), jnp.float32)
     f = jax.jit(gradient)
     cases.assert_ran("mosaic", f, arrays["normal"], c, b)
-    assert kernels.kernel_names(f.lower(arrays["normal"], c, b).as_text()) == [SHORT, SHORT_GRADIENT]
+    names = [SHORT, SHORT_GRADIENT] if shape[-1] <= 512 else ["top_k_mosaic", "logsumexp_vjp_mosaic"]
+    assert kernels.kernel_names(f.lower(arrays["normal"], c, b).as_text()) == names
     for kind in ("normal", "wide", "outliers", "offset of 1e4", "ties", "some -inf", "equal"):
         x = arrays[kind]
         (found, lse), indices = jax.jit(weights)(x)

@@ -14,7 +14,7 @@ All functions are for all threads of a block. In PTX, as Pallas has neither atom
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from jaxsoftmax._gpu.rows.layout import RowLayout
 
 # A scalar int32 of a kernel.
 FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
-HEAD = 12
+HEAD = 12  # words of `Candidates.head`
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Places:
     """Where the elements of a few steps are in their row.
 
     Attributes:
-      columns: makes, of the MLIR values of `scalars`, for each step the column of a thread's first element, and how many of its
-        elements are of the next step, at the same place: all int32.
+      columns: makes, of the MLIR values of `scalars`, for each step the column of a thread's first element, and for all of them
+        how many of its elements are of the next step, at the same place: all int32.
       scalars: int32.
       in_order: whether all are columns of the row, and higher than those of steps before: then what has the bound's value is
         below it. Else what is no column of the row is not taken.
     """
 
-    columns: Callable[..., Iterable[tuple[Any, Any]]]
+    columns: Callable[..., tuple[Sequence[Any], Any]]
     scalars: Sequence[Any]
     in_order: bool
 
@@ -128,7 +128,7 @@ class Candidates:
         return ptx.emit(wait, self.head, [number], results=FLAG)
 
     def offer(self, number, values: Sequence[jax.Array], top: jax.Array, places: Places) -> None:
-        """Appends what is above the bound, in the sweep of this number. Before that the list is cut if it `is_long`.
+        """Appends what is above the bound, in the sweep of this number. Who calls has asked `is_long` before, and cut the list.
 
         Args:
           number: a scalar int32, from 0.
@@ -151,12 +151,11 @@ class Candidates:
             may_be_above = compare("ne", self._no_less([largest], least), constant(0))
             branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
             with ir.InsertionPoint(branch.then_block):
-                own_columns = list(places.columns(*given[: len(places.scalars)]))
+                firsts, following = places.columns(*given[: len(places.scalars)])
                 words = [word for array in arrays for word in _words(array[0])]
                 flags = self._no_less(words, least)
-                operands = *words, *(first for first, _ in own_columns), own_columns[0][1], flags, bound
+                operands = *words, *firsts, following, flags, bound, start_of(head), start_of(entries)
                 asm = self._append(len(words), len(arrays), places.in_order)
-                operands = *operands, start_of(head), start_of(entries)
                 scf.yield_([utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True)])
             with ir.InsertionPoint(branch.else_block):
                 scf.yield_([constant(0)])

@@ -41,7 +41,8 @@ def sample(target, x, of_rows, return_state):
         drawn = {name: array for name, array in of_rows.items() if name not in ("top_p", "min_p")}
         (index,) = _draw(plan, x, drawn, False)
         rejected, m, d = _check(_reading_plan(target, x), x, index, looked_at)
-        again = Plan(plan.layout, blocks_for(target, plan.layout, 1, _BLOCKS_THAT_REDRAW), plan.rows)
+        blocks = blocks_for(target, plan.layout, 1, _BLOCKS_THAT_REDRAW)
+        again = Plan(plan.layout, blocks, plan.rows, slices=_BLOCKS_THAT_REDRAW)
         index = _redraw(again, x, rejected, index, of_rows | {"m": m})
     elif "min_p" in of_rows:  # with the maximum it is known what is kept
         inverse = of_rows["inverse"][:, None] if "inverse" in of_rows else None

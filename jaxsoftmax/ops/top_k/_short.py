@@ -141,8 +141,8 @@ def _emit(call, x, values, indices, *refs):
     utils.warp_barrier()
     for ref, size, offset in zip((values, indices), sizes, offsets, strict=True):
         warp.store_packed(ref, size, offset)
-    if state is not None:
-        for ref, value in zip(state_refs, state, strict=False):  # none of them, if no one asks for the state
+    if call.return_state and state is not None:
+        for ref, value in zip(state_refs, state, strict=True):
             address = arith.addi(warp.address(ref, 4), i64(arith.muli(warp.row, constant(4))))
             word = llvm.insertelement(llvm.mlir_undef(vector_of(1, 32)), arith.bitcast(integer(32), value), constant(0))
             ptx.store_words(address, 0, both(is_first, warp.is_there), word)
@@ -164,7 +164,7 @@ def _found(call, warp):
     winners, losers = zip(*[_elements(call, warp, e) for e in found.largest], strict=True)
     winners, losers = list(winners), list(losers)
     if call.is_half and len(winners) == k and 2 * k < call.plan.cols:
-        winners[-1] = _first_of_equal(call, warp, found.largest[-1], winners[-1])
+        winners[-1] = _first_of_equal(warp, found.largest[-1], winners[-1])
     if call.is_half:  # and so may two neighbours have to change places
         for first in (0, 1):
             for i in range(first, len(winners) - 1, 2):
@@ -258,13 +258,12 @@ def _elements(call, warp, entry):
     return arith.maxsi(first, second), arith.minsi(first, second)
 
 
-def _first_of_equal(call, warp, entry, winner):
+def _first_of_equal(warp, entry, winner):
     """The element that is the k-th one among the first elements of pairs, if `winner` is that of the k-th pair, `entry`.
 
     In 16 bits pairs are columns 0 and 2, or 1 and 3, of each four. The first pair of four comes before the second one, if
     their maxima are equal, and so may 2 come before 1.
     """
-    del call
     mask = constant(0xFFFF)
     column = arith.ori(arith.xori(arith.andi(entry, mask), mask), constant(1))
     address = arith.addi(warp.own, arith.shli(column, constant(1)))

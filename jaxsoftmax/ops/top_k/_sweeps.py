@@ -1,7 +1,7 @@
 """Rows that are read in sweeps of a few thousand elements, each once, by a block or by the blocks of a cluster.
 
-With the state `(m, d)` of a row its scores are lifted while they are at hand. Each slice of a row has a state of its own, however
-many blocks share it, so that bits do not depend on the number of rows.
+With the state `(m, d)` of a row its scores are lifted while they are at hand. Each slice of a row has a state of its own,
+however many blocks share it, so that bits do not depend on the number of rows.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Plan:
     layout: RowLayout
     blocks: int
     rows: int
-    slices: int = MOST_BLOCKS
+    slices: int
 
 
 def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool) -> Plan:

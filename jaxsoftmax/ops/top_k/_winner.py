@@ -58,7 +58,7 @@ class Winner:
 
         `words` are the random ones, or less than these. Noise is at most `-log(v)`, with `v` the word as a fraction of 2^32, so
         `v` must not be more than the exponential of what the score lacks: one operation of the special function unit, and not
-        three as the noise takes.
+        three as the noise takes. A sum that rounds to what the entry has may win by its column.
         """
 
         def test(best, *given):
@@ -66,7 +66,10 @@ class Winner:
             asm = f"{{ .reg .b64 entry; ld.shared.u64 entry, [$1]; shr.u64 entry, entry, {self.bits}; cvt.u32.u64 $0, entry; }}"
             key = utils.inline_ptx(asm, start_of(best), result_types=integer(32), has_side_effects=True)
             bits = utils.inline_ptx(BITS_OF_KEY, key, result_types=integer(32))
-            least, unit = arith.bitcast(ir.F32Type.get(), bits), utils.c(math.log2(math.e), ir.F32Type.get())
+            asm = "{ .reg .f32 size; abs.f32 size, $1; fma.rn.f32 $0, size, 0fB4000000, $1; }"  # less by 2^-23 of it
+            least = arith.bitcast(ir.F32Type.get(), bits)
+            least = utils.inline_ptx(asm, least, result_types=least.type)
+            unit = utils.c(math.log2(math.e), least.type)
             if noise_here is not None:
                 unit = arith.divf(unit, arith.maximumf(noise_here, utils.c(1e-30, unit.type)))
             flag: Any = constant(0)

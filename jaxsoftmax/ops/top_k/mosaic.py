@@ -17,6 +17,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
@@ -63,7 +64,6 @@ def unsupported(primitive, target, operands, **params) -> str | None:
 
 def _unsupported_vjp(target, operands, *, size, dtype, **params) -> str | None:
     """Why no gradient of the largest weights can be computed, in words, or None."""
-    del params
     names = dict.fromkeys([a.dtype.name for name in ("x", "c", "weights") if (a := operands[name]) is not None])
     names[jnp.dtype(dtype).name] = None
     if any(name not in DTYPES[:3] for name in names):
@@ -71,7 +71,7 @@ def _unsupported_vjp(target, operands, *, size, dtype, **params) -> str | None:
     rows = math.prod(operands["indices"].shape[:-1])
     if not 1 <= rows < 2**31:
         return f"there must be from 1 to {2**31 - 1} rows, got {rows}"
-    if _has_short_gradient(operands, size, dtype) or operands["x"] is None:
+    if _has_short_gradient(operands, size, dtype) or _is_of_selected(operands, params["normalize"]):
         return None
     given = {name: operands[name] for name in ("x", "where", "scale")}
     return of_softmax.unsupported("logsumexp_vjp", target, given, axes=(operands["x"].ndim - 1,), dtype=dtype)
@@ -84,8 +84,16 @@ def _has_short_gradient(operands, size, dtype) -> bool:
     return _short_gradient.serves(size, jnp.dtype(dtype).itemsize, operands["indices"].shape[-1], x)
 
 
-def lacks(primitive, operands) -> bool:
+def _is_of_selected(operands, normalize) -> bool:
+    """Whether a gradient is that of selected weights alone, which needs nothing of whole rows."""
+    return normalize == "selected" and operands["b"] is None
+
+
+def lacks(primitive, operands, **params) -> bool:
     """Whether there is no kernel for such operands, so that the reference runs where this is forced."""
+    if primitive == "softmax_top_k_vjp":
+        is_short = _has_short_gradient(operands, params["size"], params["dtype"])
+        return _is_of_selected(operands, params["normalize"]) and not is_short
     return primitive == "categorical" and operands.get("top_k") is not None
 
 
@@ -106,13 +114,14 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     return None
 
 
-def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, **params) -> str | None:
+def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, normalize, **params) -> str | None:
     del params
-    x = operands["x"]
+    x, k = operands["x"], operands["indices"].shape[-1]
     if _has_short_gradient(operands, size, dtype):
         return None
-    if x is None:
-        return f"its kernel is for rows of up to {_staged.MOST_COLS} columns, whole vectors, without scale, got {size}"
+    if _is_of_selected(operands, normalize):
+        rows = f"rows of up to {_staged.MOST_COLS} columns that are whole vectors"
+        return f"its kernel is for {rows}, k up to {_short_gradient.MOST}, no where and no scale, got {size} columns and k {k}"
     given = {name: operands[name] for name in ("x", "where", "scale")}
     return of_softmax.unprofitable("logsumexp_vjp", target, given, fused, cast, axes=(x.ndim - 1,), dtype=dtype)
 
@@ -121,10 +130,10 @@ def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, **params) -
 
 
 def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Plan:
-    """Sweeps of 4096 elements of 2 bytes or 4, or of 2048, with less of each thread where rows are short.
+    """Sweeps of 2048 or 4096 elements, by fewer threads where rows are short, or a thread has a state for each of its places.
 
-    Where a thread has a state for each place, it has few places. There bits depend on the order of a row's elements: where rows
-    start inside of a line, threads join vectors of two steps.
+    With a state a thread has few places, and bits depend on the order of a row's elements: where rows start inside of a line,
+    threads join vectors of two steps.
     """
     vector, threads, unroll = 16 // itemsize, 256, itemsize
     if is_lifted:
@@ -188,7 +197,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
             pl.when(found.is_long(number) != 0)(found.cut)
             loaded = load()
             arrays = loaded if is_plain else directed(steps, loaded, in_loop)
-            places = Places(functools.partial(_first_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
+            places = Places(functools.partial(_columns, memory), [memory.row, *map(jnp.int32, steps)], in_loop)
             if (in_loop or isinstance(number, int)) and found.parts_of(len(arrays)):
                 pl.when(jnp.equal(number, 0))(lambda: found.bound_from(arrays))
             top = held.maximum(arrays) if is_plain and held.in_words else functools.reduce(jnp.maximum, arrays)
@@ -198,7 +207,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
             scores = list(map(held.converted, loaded)) if is_plain else arrays
             return states.push(carry, scores, top.astype(jnp.float32))
 
-        # Else four blocks of a multiprocessor would not have enough registers.
+        # Loading ahead takes registers, without which four blocks of a multiprocessor fit.
         ahead = is_lifted or rows * blocks <= target.multiprocessors
         row.sweep(held.load, visit, states, ahead)
         found.cut()
@@ -250,22 +259,22 @@ def _of_short_rows(x, k, dtype, normalize, return_state):
 
 
 def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent, target):
-    """The gradient for cotangents of weights and of the mean of rows. But in short rows what was found is added to the rest."""
+    """The gradient for cotangents of weights and of the mean of rows. In long rows what was found is put in its place last."""
+    if normalize == "selected" and b is None:
+        x = m = d = None
     operands = {"indices": indices, "c": c, "b": b, "x": x, "m": m, "d": d, "weights": weights}
     if _has_short_gradient(operands | {"where": where, "scale": scale}, size, dtype):
         rows = [None if a is None else a.reshape(-1, a.shape[-1]) for a in operands.values()]
         return [_short_gradient.gradient(*rows, cols=size, dtype=dtype).reshape(*indices.shape[:-1], size)]
-    options = {"size": size, "normalize": normalize, "dtype": dtype, "scale_tangent": scale_tangent}
-    if x is None or (b is None and normalize == "selected"):  # what there is of others is 0
-        return xla.softmax_top_k_vjp(**operands, where=where, scale=scale, **options)
     found, common = xla.parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
     params = {"axes": (x.ndim - 1,), "dtype": dtype, "scale_tangent": scale_tangent, "target": target}
     total = of_softmax.logsumexp_vjp(x, m, d, common, where, scale, **params)
     if found is None:
         return [total]
+    found = found + xla.common_of_found(indices, common, x, m, d, where, scale)
     if scale_tangent and scale is not None:
         found = found * scale.astype(found.dtype)
-    return [xla.plus_at(total, indices, found)]
+    return [xla.scattered(lax.scatter, total, indices, found)]
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, target):
@@ -278,12 +287,14 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
     return [a.reshape(row.shape) for a in found]
 
 
-def _first_columns(memory, row, *steps):
-    """For each of the steps the column of a thread's first element, and how many of its elements are of the next step.
+def _columns(memory, row, *steps):
+    """The column of a thread's first element in each of the steps, and how many of its elements are of the next step.
 
     They are MLIR values. A column is negative before the row.
     """
-    layout = memory.layout
+    layout, firsts = memory.layout, []
     for step in steps:
         (((first, _), *_),) = memory.places((row, 0), step)
-        yield first, ptx.before_row(first, step, layout.threads * layout.vector) if layout.joined else ptx.constant(0)
+        firsts.append(first)
+    width = layout.threads * layout.vector
+    return firsts, ptx.before_row(firsts[0], steps[0], width) if layout.joined else ptx.constant(0)

@@ -2,7 +2,8 @@
 
 Which entries of a row are kept, of its entries in decreasing order, at the temperature: the first `top_k`; of what these weigh
 together, the shortest beginning that weighs a share of `top_p` or more; of that, those that weigh `min_p` times the first or
-more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up to 0, and NaN. The first is kept in any case.
+more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up to 0, and NaN. The first is kept in any case. Where
+there is no `top_k`, 0 and -0 are equal in this order.
 
 Parameters are those of the primitives. XLA may cut the operands over so many `devices`, which changes nothing here.
 """
@@ -68,7 +69,7 @@ def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, no
     if common is not None:
         total = select(where, weights_of_state(x, m, d, where, scale) * common, 0)
     if found is not None:
-        total = plus_at(total, indices, found)
+        total = scattered(lax.scatter_add, total, indices, found)
     if scale_tangent and scale is not None:
         total = total * scale.astype(kind)
     return [total.astype(dtype)]
@@ -191,8 +192,14 @@ def at(values, indices):
     return jnp.take_along_axis(values, indices, -1, mode="promise_in_bounds")
 
 
-def plus_at(total, indices, values):
-    """`total` with values more at the indices along the last axis, of which no two in a row are the same."""
+def common_of_found(indices, common, x, m, d, where, scale):
+    """The part of the gradient at the indices that all elements of a row have: its factor times their weights in the row."""
+    seen = None if where is None else at(where, indices)
+    return select(seen, _weights(at(x, indices), m, d, seen, scale) * common, 0)
+
+
+def scattered(scatter, total, indices, values):
+    """`total` with values put, or added, at the indices along the last axis, of which no two in a row are the same."""
     batch = tuple(range(total.ndim - 1))
     places = lax.ScatterDimensionNumbers(
         update_window_dims=(),
@@ -202,9 +209,7 @@ def plus_at(total, indices, values):
         scatter_indices_batching_dims=batch,
     )
     values = values.astype(total.dtype)
-    return lax.scatter_add(
-        total, indices[..., None], values, places, unique_indices=True, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    )
+    return scatter(total, indices[..., None], values, places, unique_indices=True, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def least(dtype):
