@@ -35,6 +35,7 @@ ROWS = (512, 64, 1)
 OTHERS = ((512, 151936), (300, 100003), (128, 262144), (2000, 32000))
 OF_A_BATCH = tuple((512, cols) for cols in VOCABULARIES)
 OF_STEPS = tuple((rows, VOCABULARIES[0]) for rows in ROWS)
+FEW = ((64, VOCABULARIES[1]), (1, VOCABULARIES[1]))
 K = 50
 COUNTS = (5, 200, 1024)
 ROUTERS = ((1048576, 64), (262144, 256))
@@ -59,7 +60,7 @@ def _cells(sized: Callable[[tuple[int, int]], tuple[int, int]]) -> Iterator[Cell
     yield from (_top_k("float32", sized(OF_A_BATCH[0]), k) for k in COUNTS)
     yield from (_top_k(dtype, sized(shape), 1) for dtype in DTYPES for shape in OF_STEPS)
     for dtype in DTYPES:
-        yield from (_weights(dtype, sized(shape), K) for shape in OF_A_BATCH)
+        yield from (_weights(dtype, sized(shape), K) for shape in (*OF_A_BATCH, *FEW))
         for shape in map(sized, ROUTERS):
             for normalize in NORMALIZE:
                 yield _weights(dtype, shape, EXPERTS, normalize, is_router=True)

@@ -67,7 +67,7 @@ def x64():
 def compiling_quickly():
     """XLA leaves out what makes a program on the CPU fast: compiling takes longer than running it a few times.
 
-    It also emits fusions without MLIR, which takes half of the time of what is left, and a program in one piece.
+    It also emits fusions without MLIR, which takes half of the time of what is left.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -81,22 +81,27 @@ def compiling_quickly():
         jax.config.update("jax_disable_most_optimizations", before)
 
 
+def compiling_quickly_in_a_module():
+    """The same, for a module: what was compiled so is not used in others, as JAX's caches do not know the options."""
+    yield from compiling_quickly()
+    jax.clear_caches()
+
+
 def quick_compile_options(*args, **kwargs):
-    """Those of JAX, and options for which it has no names; an XLA that lacks the one in text ignores it."""
+    """Those of JAX, and one for which it has no name. An XLA that lacks it ignores it."""
     options = as_jax_has_them(*args, **kwargs)
-    options = type(options).ParseFromString(options.SerializeAsString() + WITHOUT_MLIR)  # which puts messages together
-    options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_parallel_codegen_split_count", "1")]
-    return options
+    return type(options).ParseFromString(options.SerializeAsString() + WITHOUT_MLIR)  # which puts messages together
 
 
 def message(field: int, content: bytes) -> bytes:
     """A field of a protocol buffer."""
     tag = field << 3 | 2
+    assert len(content) < 128
     return bytes([tag] if tag < 128 else [tag & 127 | 128, tag >> 7]) + bytes([len(content)]) + content
 
 
 as_jax_has_them = compiler.get_compile_options
-# In `executable_build_options` its `debug_options`, and there an entry of `xla_backend_extra_options`.
+# --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters: in `executable_build_options` its `debug_options`, and there.
 WITHOUT_MLIR = message(3, message(3, message(500, message(1, b"xla_cpu_disable_new_fusion_emitters"))))
 
 
@@ -108,7 +113,7 @@ def promoting():
 
 # Of a test, and of all of a module, whose own fixtures need it too.
 compiled_quickly = pytest.fixture(compiling_quickly, name="compiled_quickly")
-compiled_quickly_all = pytest.fixture(compiling_quickly, scope="module", name="compiled_quickly_all")
+compiled_quickly_all = pytest.fixture(compiling_quickly_in_a_module, scope="module", name="compiled_quickly_all")
 standard_promotion = pytest.fixture(promoting, name="standard_promotion")
 standard_promotion_all = pytest.fixture(promoting, scope="module", name="standard_promotion_all")
 
