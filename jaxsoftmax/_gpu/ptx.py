@@ -101,20 +101,26 @@ def widened(values: jax.Array, layout: Any) -> jax.Array:
 
 def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
     """The larger ones of 16-bit floats, or NaN, two in an operation."""
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[a.dtype.name]
 
-    def larger(a, b):
+    def larger(given, other):
         registers = []
-        for pair in zip(a.registers.flat, b.registers.flat, strict=True):
-            own, other = (vector.bitcast(words_of(register.type), register) for register in pair)
+        for pair in zip(given.registers.flat, other.registers.flat, strict=True):
+            own, others = (vector.bitcast(words_of(register.type), register) for register in pair)
             for k in range(own.type.shape[0]):
-                words = [llvm.extractelement(part, constant(k)) for part in (own, other)]
-                word = utils.inline_ptx(f"max.NaN.{kind} $0, $1, $2;", *words, result_types=integer(32))
+                word = larger_of_words(a.dtype, *(llvm.extractelement(part, constant(k)) for part in (own, others)))
                 own = llvm.insertelement(own, word, constant(k))
             registers.append(vector.bitcast(pair[0].type, own))
         return registers
 
     return emit(larger, None, (), [(a, layout), (b, layout)], plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout))
+
+
+def larger_of_words(dtype: Any, a, b):
+    """The larger elements of two words, of floats NaN of sign 0 where one is NaN."""
+    return utils.inline_ptx(f"max.{_MAXIMUM[jnp.dtype(dtype).name]} $0, $1, $2;", a, b, result_types=integer(32))
+
+
+_MAXIMUM = {"float32": "NaN.f32", "bfloat16": "NaN.bf16x2", "float16": "NaN.f16x2", "int32": "s32", "uint32": "u32"}
 
 
 def fma(a: jax.Array, b: jax.Array, c: jax.Array, layout: Any) -> jax.Array:

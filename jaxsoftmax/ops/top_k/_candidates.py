@@ -139,6 +139,7 @@ class Candidates:
 
         def make(entries, head, *given):
             number, *given = given
+            larger = functools.partial(ptx.larger_of_words, self.of)
             *arrays, top = [list(array.registers.flat) for array in given[len(places.scalars) :]]
             # Of the lowest key that may be above it; 0 where there is no bound.
             more = 2**self.bits - 1 if places.in_order else 0
@@ -147,7 +148,7 @@ class Candidates:
             kinds = [integer(64), integer(32)]
             bound, key = utils.inline_ptx(asm, start_of(head), result_types=kinds, has_side_effects=True)
             least = self._bits_of(key)
-            largest = functools.reduce(self._larger, [word for register in top for word in _words(register)])
+            largest = functools.reduce(larger, [word for register in top for word in _words(register)])
             may_be_above = compare("ne", self._no_less([largest], least), constant(0))
             branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
             with ir.InsertionPoint(branch.then_block):
@@ -170,11 +171,6 @@ class Candidates:
 
         arrays = [(array, self.layout.layout) for array in (*values, top)]
         ptx.emit(make, (self.entries, self.head), [number, *places.scalars], arrays)
-
-    def _larger(self, a, b):
-        """The larger elements of two words, or NaN."""
-        kind = {"float32": "NaN.f32", "bfloat16": "NaN.bf16x2", "float16": "NaN.f16x2", "int32": "s32", "uint32": "u32"}
-        return utils.inline_ptx(f"max.{kind[self.of.name]} $0, $1, $2;", a, b, result_types=integer(32))
 
     def _no_less(self, words, least):
         """A bit for each element of words, in their order: 0 only where it is less than one with the bits `least`."""
@@ -241,7 +237,7 @@ class Candidates:
         def make(entries, _, *arrays):
             for part in range(parts):
                 words = [word for array in arrays[part::parts] for word in _words(array.registers.item())]
-                largest = functools.reduce(self._larger, words)
+                largest = functools.reduce(functools.partial(ptx.larger_of_words, self.of), words)
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
                 address = ptx.shared_address(entries, arith.muli(place, constant(8)))
                 utils.inline_ptx(self._store_group, address, largest, has_side_effects=True)

@@ -35,14 +35,13 @@ from jaxsoftmax.ops.top_k import _networks, _staged
 from jaxsoftmax.ops.top_k._candidates import KEY
 from jaxsoftmax.ops.top_k._staged import Plan, Warp, vector_of
 
-MOST = 16  # entries of a row that are found
 _LOWEST = -(2**31)
 _LOG2E = math.log2(math.e)
 
 
 def serves(cols: int, itemsize: int, k: int) -> bool:
     """Whether there is a kernel for rows of so many elements of that size."""
-    return _staged.serves(cols, itemsize) and k <= MOST
+    return _staged.serves(cols, itemsize) and k <= _staged.MOST
 
 
 def top_k(x: jax.Array, k: int, dtype: Any, normalize: str | None = None, return_state: bool = False) -> list[jax.Array]:
@@ -193,16 +192,8 @@ def _pairs(call, warp):
         words = [llvm.extractelement(loaded, constant(q)) for q in range(4)]
         for q in (0, 2):
             column = (offset + 4 * q) // plan.itemsize
-            for entry in _numbers(call, _larger(call, words[q], words[q + 1]), column):
+            for entry in _numbers(call, ptx.larger_of_words(call.of, words[q], words[q + 1]), column):
                 yield entry if is_there is None else arith.select(is_there, entry, constant(_LOWEST))
-
-
-def _larger(call, a, b):
-    """The larger one of each pair of elements of two words, or NaN of sign 0."""
-    if not call.is_float:
-        return (arith.maxsi if call.of == jnp.int32 else arith.maxui)(a, b)
-    kind = {"float32": "f32", "bfloat16": "bf16x2", "float16": "f16x2"}[call.of.name]
-    return _asm(f"max.NaN.{kind} $0, $1, $2;", a, b)
 
 
 def _numbers(call, word, column):

@@ -28,13 +28,11 @@ from jaxsoftmax.ops.top_k import _staged
 from jaxsoftmax.ops.top_k._short import exponential, inverse_of, narrowed, reciprocal, shifted, store_all, widened
 from jaxsoftmax.ops.top_k._staged import VECTOR, Plan, Warp, vector_of
 
-MOST = 16  # entries of a row
-
 
 def serves(cols: int, itemsize: int, k: int, of_x: int | None) -> bool:
     """Whether there is a kernel for gradients of that size; `of_x` is that of the elements of `x`, None where there is none."""
     sizes = [itemsize] if of_x is None else [itemsize, of_x]
-    return k <= MOST and all(_staged.serves(cols, size) for size in sizes) and sizes[-1] <= itemsize
+    return k <= _staged.MOST and all(_staged.serves(cols, size) for size in sizes) and sizes[-1] <= itemsize
 
 
 def gradient(indices, c, b, x, m, d, weights, *, cols: int, dtype: Any) -> jax.Array:

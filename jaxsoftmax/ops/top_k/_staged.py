@@ -14,6 +14,7 @@ from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
 
 MOST_COLS = 512  # of a row
+MOST = 16  # entries of a row that are found
 VECTOR = 16  # bytes
 _SHARED = 64 * 1024  # bytes that the rows of a block take at most
 

@@ -121,7 +121,7 @@ def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, normalize, 
         return None
     if _is_of_selected(operands, normalize):
         rows = f"rows of up to {_staged.MOST_COLS} columns that are whole vectors"
-        return f"its kernel is for {rows}, k up to {_short_gradient.MOST}, no where and no scale, got {size} columns and k {k}"
+        return f"its kernel is for {rows}, k up to {_staged.MOST}, no where and no scale, got {size} columns and k {k}"
     given = {name: operands[name] for name in ("x", "where", "scale")}
     return of_softmax.unprofitable("logsumexp_vjp", target, given, fused, cast, axes=(x.ndim - 1,), dtype=dtype)
 
