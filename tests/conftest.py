@@ -67,7 +67,8 @@ def x64():
 def compiling_quickly():
     """XLA leaves out what makes a program on the CPU fast: compiling takes longer than running it a few times.
 
-    It also emits fusions without MLIR, which takes half of the time of what is left.
+    It also emits fusions without MLIR, which takes half of the time of what is left. JAX's caches do not know of this: what a
+    test jits anew is compiled as that test has it, and operations outside of jit as the first test that needs them.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -79,12 +80,6 @@ def compiling_quickly():
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
-
-
-def compiling_quickly_in_a_module():
-    """The same, for a module: what was compiled so is not used in others, as JAX's caches do not know the options."""
-    yield from compiling_quickly()
-    jax.clear_caches()
 
 
 def quick_compile_options(*args, **kwargs):
@@ -113,7 +108,7 @@ def promoting():
 
 # Of a test, and of all of a module, whose own fixtures need it too.
 compiled_quickly = pytest.fixture(compiling_quickly, name="compiled_quickly")
-compiled_quickly_all = pytest.fixture(compiling_quickly_in_a_module, scope="module", name="compiled_quickly_all")
+compiled_quickly_all = pytest.fixture(compiling_quickly, scope="module", name="compiled_quickly_all")
 standard_promotion = pytest.fixture(promoting, name="standard_promotion")
 standard_promotion_all = pytest.fixture(promoting, scope="module", name="standard_promotion_all")
 
