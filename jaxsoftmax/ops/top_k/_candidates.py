@@ -232,12 +232,12 @@ class Candidates:
         have twice as many groups as are wanted. Groups with NaN do not count, whose order the maximum does not keep, and
         neither do those of nothing but -inf, which may be beyond the row.
         """
-        parts = self.parts_of(len(values))
+        parts, larger = self.parts_of(len(values)), functools.partial(ptx.larger_of_words, self.of)
 
         def make(entries, _, *arrays):
             for part in range(parts):
                 words = [word for array in arrays[part::parts] for word in _words(array.registers.item())]
-                largest = functools.reduce(functools.partial(ptx.larger_of_words, self.of), words)
+                largest = functools.reduce(larger, words)
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
                 address = ptx.shared_address(entries, arith.muli(place, constant(8)))
                 utils.inline_ptx(self._store_group, address, largest, has_side_effects=True)
@@ -326,16 +326,13 @@ class Candidates:
 
     def _value(self, key):
         """The value of a key, in `dtype`."""
-        lowest = constant(-(2**31))
+        bits = self._bits_of(key)
         if self.dtype != jnp.float32:
-            return arith.xori(key, lowest) if self.dtype == jnp.int32 else key
-        key = arith.shli(key, constant(16)) if self.is_half else key
-        sign = arith.xori(arith.shrsi(key, constant(31)), constant(-1))
-        bits = arith.xori(key, arith.ori(sign, lowest))
+            return bits
         if not self.is_half:
             return arith.bitcast(ir.F32Type.get(), bits)
-        half = arith.trunci(integer(16), arith.shrui(bits, constant(16)))
-        return arith.extf(ir.F32Type.get(), arith.bitcast(utils.dtype_to_ir_type(self.of), half))
+        half = arith.bitcast(utils.dtype_to_ir_type(self.of), arith.trunci(integer(16), bits))
+        return arith.extf(ir.F32Type.get(), half)
 
 
 def start_of(ref):
