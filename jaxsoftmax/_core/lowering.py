@@ -51,8 +51,7 @@ def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *,
         return run(*given)
     if sharding.explicit_mesh(types) is None:
         return run(*given, devices=types[0].sharding.mesh.size)
-    found = sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
-    return jax.tree.leaves(found)  # of one result it gives that alone
+    return sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
 
 
 def _lower(this: Map, ctx, *operands, names, **params):

@@ -157,7 +157,7 @@ def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: 
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     dims = _dims(avals_in, names_in)
     local = functools.partial(function, axis_name=_mesh_axes(dims, axes))
-    mapped = jax.shard_map(
+    return jax.shard_map(
         lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, axes),
         mesh=mesh,
         in_specs=tuple(_specs(dims, avals_in, names_in)),
@@ -165,12 +165,6 @@ def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: 
         axis_names=explicit,
         check_vma=False,
     )
-
-    def call(*operands):
-        results = mapped(*operands)
-        return results if len(results) > 1 else results[0]
-
-    return call
 
 
 def _on_automatic_axes(function, names_in, names_out, axes):
