@@ -38,7 +38,7 @@ def inputs(shape, dtype):
         "zeros": rng.choice(special[4:6], shape),
         "NaN": rng.choice(special[:2], shape),
         "special": rng.choice(special, shape),
-        "increasing": np.arange(np.prod(shape)).reshape(shape).astype(np.float32).astype(dtype),
+        "increasing": np.arange(np.prod(shape)).reshape(shape).clip(max=float(jnp.finfo(dtype).max)).astype(dtype),
     }
 
 

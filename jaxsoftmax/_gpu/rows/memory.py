@@ -5,6 +5,7 @@ Loads give `fill` beyond the end, and stores leave out what lies there: nothing 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -379,29 +380,33 @@ class Memory:
 
         def load(ref, row, rank, *steps):
             register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
-            words = ptx.words_of(register)
-            each = layout.vector // words.shape[0]  # elements of a word
             (start,) = self._starts(ref, (row, rank), itemsize)
             following = arith.addi(steps[0], constant(1)) if steps else step + 1
             own, further = (
-                vector.bitcast(words, self._vector(k, start, itemsize, bool(steps)).load(register, bits))
+                self._vector(k, start, itemsize, bool(steps)).load(register, bits)
                 for k in (steps[0] if steps else step, following)
             )
-            first = arith.subi(arith.muli(utils.thread_idx(), constant(layout.vector)), self._before(row))
-            joined = llvm.mlir_undef(words)
-            for k in range(words.shape[0]):
-                kept = constant(0)
-                for q in range(each):
-                    inside = compare("sge", arith.addi(first, constant(k * each + q)), constant(0))
-                    ones = constant(-1) if each == 1 else constant(0xFFFF << 16 * q)
-                    kept = arith.ori(kept, arith.select(inside, ones, constant(0)))
-                a, b = (llvm.extractelement(part, constant(k)) for part in (own, further))
-                word = arith.ori(arith.andi(a, kept), arith.andi(b, arith.xori(kept, constant(-1))))
-                joined = llvm.insertelement(joined, word, constant(k))
-            return [vector.bitcast(register, joined)]
+            return [self._joined(row, own, further)]
 
         kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
         return ptx.emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
+
+    def _joined(self, row, own, further):
+        """A thread's vector of a step, but of the next one what it has of the first before the row."""
+        words = ptx.words_of(own.type)
+        each = self.layout.vector // words.shape[0]  # elements of a word
+        first = arith.subi(arith.muli(utils.thread_idx(), constant(self.layout.vector)), self._before(row))
+        joined = llvm.mlir_undef(words)
+        for k in range(words.shape[0]):
+            kept = constant(0)
+            for q in range(each):
+                inside = compare("sge", arith.addi(first, constant(k * each + q)), constant(0))
+                ones = constant(-1) if each == 1 else constant(0xFFFF << 16 * q)
+                kept = arith.ori(kept, arith.select(inside, ones, constant(0)))
+            a, b = (llvm.extractelement(vector.bitcast(words, part), constant(k)) for part in (own, further))
+            word = arith.ori(arith.andi(a, kept), arith.andi(b, arith.xori(kept, constant(-1))))
+            joined = llvm.insertelement(joined, word, constant(k))
+        return vector.bitcast(own.type, joined)
 
     def _inside_joined(self, step) -> jax.Array:
         """Which elements that threads have of a step, as `_load_joined` gives them, are of the row: int8. In a loop all are."""
@@ -504,6 +509,68 @@ class Memory:
         for i in range(layout.repeats):
             here = arith.addi(own, constant(i * WARPS * (WARP // layout.lanes)))
             yield here, (None if self.count % layout.rows == 0 else compare("ult", here, constant(self.count)))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Steps of a loop on their way from global memory: a thread copies its own vectors to shared memory, and reads them there.
+
+    So no other thread has to be waited for. What was read of a slot must have been used before the slot is copied to again.
+
+    Attributes:
+      memory: of the block.
+      ref: what is read.
+      slots: `[size * threads * vector]` of its dtype, in shared memory.
+      size: steps that it holds.
+    """
+
+    memory: Memory
+    ref: Any
+    slots: Any
+    size: int
+
+    def copy(self, first, count: int, left) -> None:
+        """Starts a group of copies: of `count` steps from `first` on if `left` is more than 0, else of none."""
+        layout, itemsize = self.memory.layout, self.ref.dtype.itemsize
+
+        def start(ref, slots, row, rank, first, left):
+            register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
+            (begin,) = self.memory._starts(ref, (row, rank), itemsize)
+            slot = arith.remui(first, constant(self.size))
+            with utils.when(compare("sgt", left, constant(0))):
+                for k in range(count):
+                    step = self.memory._vector(arith.addi(first, constant(k)), begin, itemsize, whole=True)
+                    step.copy(register, self._place(slots, slot, k), 0)
+            utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+        ptx.emit(start, (self.ref, self.slots), [*self.memory.place, first, left])
+
+    def load(self, first, count: int) -> list[jax.Array]:
+        """What threads have of so many steps, as `Memory.read` gives it, once their copies have arrived."""
+        layout = self.memory.layout
+
+        def load(slots, row, rank, first):
+            register = layout.layout.to_mgpu().registers_element_type(slots.type.element_type)
+            words, slot = ptx.words_of(register), arith.remui(first, constant(self.size))
+            found = []
+            for k in range(count + layout.joined):
+                loaded = ptx.load_words(self._place(slots, slot, k), 0, None, words, space="shared")
+                found.append(vector.bitcast(register, loaded))
+            if layout.joined:
+                found = [self.memory._joined(row, *pair) for pair in itertools.pairwise(found)]
+            return [[register] for register in found]
+
+        kind = plgpu.ShapeDtypeStruct(layout.shape, self.ref.dtype, layout=layout.layout)
+        return ptx.emit(load, self.slots, [*self.memory.place, first], results=[kind] * count)
+
+    def _place(self, slots, slot, k: int):
+        """Where the thread's vector of the step is that is `k` further than one in this slot."""
+        layout = self.memory.layout
+        size = layout.vector * utils.bytewidth(slots.type.element_type)
+        slot = arith.addi(slot, constant(k))
+        slot = arith.select(compare("uge", slot, constant(self.size)), arith.subi(slot, constant(self.size)), slot)
+        place = arith.addi(arith.muli(slot, constant(layout.threads)), utils.thread_idx())
+        return ptx.shared_address(slots, arith.muli(place, constant(size)))
 
 
 def filled(fill, dtype) -> int:

@@ -4,9 +4,10 @@
    which come from a counter (see `_noise`), on chip: eight halves from one evaluation. Eight elements of a thread are looked at
    together, by the largest of them and the least of their halves. Only where these allow that one is better each is looked at
    alone, and where its own half allows it, too, all of its bits are made, and its noise.
-2. With `top_p` what was drawn is looked at: the weights of what is before it in the order of `top_k` are added up, together
-   with the state of the row, in a second read. With `min_p` alone the maximum is found first, and says what is kept.
-3. Where that sum says that it is not kept, the row is drawn again, among what is before it alone, until what is drawn is kept.
+2. With `top_p` the maximum of the row is found on the way, and what was drawn is looked at: the weights of all elements are
+   added up, and those of what is before it in the order of `top_k`, in a second read. With `min_p` alone the maximum is found
+   first, and says what is kept.
+3. Where these sums say that it is not kept, the row is drawn again, among what is before it alone, until what is drawn is kept.
    That is exact: what is before a kept entry is kept, and a kept entry that is best among more is best among the kept ones.
 """
 
@@ -18,72 +19,102 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.ptx import utils
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched, plan_of
+from jaxsoftmax.ops.top_k._candidates import FLAG, start_of
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched, meet, plan_of, start
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
+_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, which redraw
+_WINDOW = 16  # rows of a thread that looks which are rejected
 
 
 def sample(target, x, of_rows, return_state):
     """The indices of samples `[rows]` of `x`, `[rows, cols]`, and the states `(m, d)` if asked for.
 
-    `of_rows` has what is `[rows]` by name: `row`, `key0`, `key1`, and what is not None of `inverse`, `noise`, `top_p`, `min_p`.
+    `of_rows` has what is `[rows]`, or `[1]` for all, by name: `row`, `key0`, `key1`, and what is not None of `inverse`,
+    `noise`, `top_p`, `min_p`.
     """
-    plan = _drawing_plan(target, x, return_state and not {"top_p", "min_p"} & of_rows.keys())
     if "top_p" in of_rows:
-        looked_at = {name: of_rows[name] for name in ("top_p", "min_p", "inverse") if name in of_rows}
+        plan = _drawing_plan(target, x, 1)
         drawn = {name: array for name, array in of_rows.items() if name not in ("top_p", "min_p")}
-        (index,) = _draw(plan, x, drawn, False)
-        rejected, m, d = _check(_reading_plan(target, x), x, index, looked_at)
-        blocks = blocks_for(target, plan.layout, 1, _BLOCKS_THAT_REDRAW)
-        again = Plan(plan.layout, blocks, plan.rows, slices=_BLOCKS_THAT_REDRAW)
-        index = _redraw(again, x, rejected, index, of_rows | {"m": m})
-    elif "min_p" in of_rows:  # with the maximum it is known what is kept
-        inverse = of_rows["inverse"][:, None] if "inverse" in of_rows else None
-        _, m, d = logsumexp(x, None, inverse, axes=(1,), dtype=jnp.float32, return_state=True, target=target)
-        (index,) = _draw(plan, x, of_rows | {"m": m[:, 0]}, False)
-    else:
-        return _draw(plan, x, of_rows, return_state)
-    return [index, m.reshape(-1), d.reshape(-1)] if return_state else [index]
+        index, m = _draw(plan, x, drawn, 1)
+        of_rows = of_rows | {"m": m}
+        rejected, d = _check(_reading_plan(target, x), x, index, of_rows)
+        index = _redraw(target, x, rejected, index, of_rows)
+        return [index, m, d] if return_state else [index]
+    state = []
+    if "min_p" in of_rows:  # with the maximum it is known what is kept
+        inverse = jnp.broadcast_to(of_rows["inverse"], x.shape[:1])[:, None] if "inverse" in of_rows else None
+        _, *state = logsumexp(x, None, inverse, axes=(1,), dtype=jnp.float32, return_state=True, target=target)
+        state = [part[:, 0] for part in state]
+        of_rows = of_rows | {"m": state[0]}
+    parts = 2 if return_state and not state else 0
+    found = _draw(_drawing_plan(target, x, parts), x, of_rows, parts)
+    return found + state if return_state else found
 
 
-def _drawing_plan(target, x, is_lifted) -> Plan:
+def _drawing_layout(cols: int, vector: int) -> RowLayout:
     """A sweep has steps of `_noise.STRIDE` elements, of which a thread has those that share random words.
 
     Where rows start inside of a line, threads join vectors of two steps.
     """
+    return RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.HALVES), stored=False)
+
+
+def _drawing_plan(target, x, parts: int) -> Plan:
+    """With so many parts of the state: what keeps registers few enough for all of 512 rows to run at a time."""
     rows, cols = x.shape
-    vector = 4
-    layout = RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.HALVES), stored=False)
-    return plan_of(target, layout, rows, is_lifted)
+    layout = _drawing_layout(cols, 2)
+    if parts > 1 or (parts and layout.joined and x.dtype.itemsize == 4):
+        layout = _drawing_layout(cols, 4)
+    return plan_of(target, layout, rows, parts > 1)
 
 
 def _reading_plan(target, x) -> Plan:
-    """A thread has few places, as it has three numbers for each."""
+    """A thread has few places, as it has two sums for each."""
     rows, cols = x.shape
     layout = RowLayout(cols, Config(4, 128, unroll=16 // x.dtype.itemsize), stored=False)
-    return plan_of(target, layout, rows, True)
+    return plan_of(target, layout, rows, True, _copied(x.dtype))
 
 
-def _draw(plan, x, of_rows, return_state):
+def _copied(dtype) -> int:
+    """Sweeps on their way to shared memory: of narrow elements few bytes are else under way."""
+    return 2 if dtype.itemsize == 2 else 0
+
+
+def _draw(plan, x, of_rows, parts):
+    """Samples, and so many parts of the states of rows: none, the maxima, or `(m, d)`."""
+
     def kernel(x_ref, *refs):
         of_row, (index, *refs) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
-        state_refs, (best, *scratch) = refs[: 2 * return_state], refs[2 * return_state :]
+        state_refs, (best, *scratch) = refs[:parts], refs[parts:]
         row = Row(plan, scratch)
         drawing = _Drawing(row, x_ref, of_row, best)
-        states = States(row, scratch[-1], drawing.size) if return_state else None
+        states = States(row, scratch[-1], drawing.size) if parts else None
         if states is not None:
             states.clear()
         drawing.clear()
-        row.start()
-        row.meet()
-        drawing.draw(states, drawing.min_p_keeps if "min_p" in of_rows else None)
+        start(plan)
+        meet(plan)
+
+        def visit(number, steps, load, in_loop, carry):
+            del number, in_loop
+            loaded = load()
+            top = drawing.top(loaded)
+            if states is not None:
+                carry = states.push(carry, list(map(drawing.held.converted, loaded)), top)
+            drawing.visit(steps, load, top, drawing.min_p_keeps if "min_p" in of_rows else None)
+            return carry
+
+        row.sweep(x_ref, drawing.held, visit, states, ahead=False)  # random words take long enough
         if states is not None and plan.blocks > 1:
             states.send()
         column = drawing.column()
@@ -95,67 +126,156 @@ def _draw(plan, x, of_rows, return_state):
                 for ref, value in zip(state_refs, states.merged(), strict=True):
                     row.tile.memory.store_row(ref, value)
 
-    results = [jax.ShapeDtypeStruct((plan.rows,), jnp.int32)] + [jax.ShapeDtypeStruct((plan.rows,), jnp.float32)] * (
-        2 * return_state
-    )
+    results = [jax.ShapeDtypeStruct((plan.rows,), jnp.int32)] + [jax.ShapeDtypeStruct((plan.rows,), jnp.float32)] * parts
     scratch = [Winner.scratch(plan.blocks)]
-    return launched("categorical_mosaic", kernel, plan, results, scratch, int(return_state))(x, *of_rows.values())
+    return launched("categorical_mosaic", kernel, plan, x.dtype, results, scratch, parts)(x, *of_rows.values())
 
 
-def _check(plan, x, index, filters):
-    """Whether what was drawn is rejected, 1 or 0, and the states of rows."""
+def _check(plan, x, index, of_rows):
+    """Whether what was drawn is rejected, 1 or 0, and the sums of the weights of rows."""
+    given = {name: of_rows[name] for name in ("top_p", "min_p", "inverse", "m") if name in of_rows}
 
     def kernel(x_ref, index, *refs):
-        of_row, (rejected, m_ref, d_ref, *scratch) = dict(zip(filters, refs, strict=False)), refs[len(filters) :]
+        of_row, (rejected, d_ref, *scratch) = dict(zip(given, refs, strict=False)), refs[len(given) :]
         row = Row(plan, scratch)
         memory = row.tile.memory
         look = _Look(row, x_ref, of_row, scratch[-1])
-        is_rejected, m, d = look(index[memory.row])
+        look.clear()
+        start(plan)
+        meet(plan)
+        entry = look.at(index[memory.row])
+
+        row.sweep(x_ref, look.held, functools.partial(look.visit, entry), look.states)
+        is_rejected, d = look.result(entry)
 
         @pl.when(memory.rank == 0)
         def _():
             memory.store_row(rejected, is_rejected)
-            memory.store_row(m_ref, m)
             memory.store_row(d_ref, d)
 
-    results = [jax.ShapeDtypeStruct((plan.rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
-    return launched("categorical_check_mosaic", kernel, plan, results, [], 2)(x, index, *filters.values())
+    results = [jax.ShapeDtypeStruct((plan.rows,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    return launched("categorical_check_mosaic", kernel, plan, x.dtype, results, [], 2)(x, index, *given.values())
 
 
-def _redraw(plan, x, rejected, index, of_rows):
-    """The indices, drawn again where they are rejected."""
+def _redraw(target, x, rejected, index, of_rows):
+    """The indices, drawn again where they are rejected: by as many clusters as run at a time, each of which takes its share."""
+    rows, cols = x.shape
+    layout = _drawing_layout(cols, 4)
+    blocks = blocks_for(target, layout, 1, _BLOCKS_THAT_REDRAW)
+    clusters = min(rows, _BLOCKS_AT_A_TIME * target.multiprocessors // blocks)
+    plan = Plan(layout, blocks, rows, _BLOCKS_THAT_REDRAW, _copied(x.dtype))
 
     def kernel(x_ref, rejected, index, *refs):
-        of_row, (result, best, *scratch) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
-        row = Row(plan, scratch)
-        memory = row.tile.memory
-        first = index[memory.row]
+        of_row, (result, best, told, *scratch) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
+        start(plan)
+        cluster = lax.axis_index("block")
+        rank = lax.axis_index("rank") if blocks > 1 else jnp.int32(0)
+        first = (cluster * blocks + rank) * layout.threads
+        _copy_accepted(rejected, index, result, rows, first, clusters * blocks * layout.threads)
+        meet(plan)
 
-        @pl.when(rejected[memory.row] == 0)
-        def _():
-            memory.store_row(result, first)
-
-        @pl.when(rejected[memory.row] != 0)
-        def _():
+        def redraw(which):
+            row = Row(plan, scratch, which)
             drawing, look = _Drawing(row, x_ref, of_row, best), _Look(row, x_ref, of_row, scratch[-1])
-            row.start()
-            row.meet()
 
             def again(given):
                 _, column = given
-                before = look.before(column)
+                last = look.at(column)
+
+                def draw(number, steps, load, in_loop, carry):
+                    del number, in_loop
+                    drawing.visit(steps, load, drawing.top(load()), kept)
+                    return carry
+
+                def kept(x, columns):
+                    is_before = last.follows(x, columns)
+                    return is_before if "min_p" not in of_rows else jnp.logical_and(is_before, drawing.min_p_keeps(x))
+
                 drawing.clear()
-                drawing.draw(kept=lambda x, columns: jnp.logical_and(before(x, columns), drawing.min_p_keeps(x, columns)))
+                look.clear()
+                row.sweep(x_ref, drawing.held, draw, ahead=False)
                 column = drawing.column()
-                return look(column)[0], column
+                entry = look.at(column)
+                row.sweep(x_ref, look.held, functools.partial(look.visit, entry), look.states)
+                return look.result(entry)[0], column
 
-            _, column = lax.while_loop(lambda given: given[0] != 0, again, (jnp.int32(1), first))
-            pl.when(memory.rank == 0)(lambda: memory.store_row(result, column))
+            _, column = lax.while_loop(lambda given: given[0] != 0, again, (jnp.int32(1), index[which]))
+            pl.when(rank == 0)(lambda: row.tile.memory.store_row(result, column))
 
-    scratch = [Winner.scratch(plan.blocks)]
-    results = [jax.ShapeDtypeStruct((plan.rows,), jnp.int32)]
-    (found,) = launched("categorical_again_mosaic", kernel, plan, results, scratch, 2)(x, rejected, index, *of_rows.values())
+        def take(given):
+            number, first = given
+            which = _rejected_of_window(rejected, told, rows, layout.threads, first, number)
+            is_there = which >= 0
+            pl.when(is_there)(lambda: redraw(which))
+            return number + jnp.where(is_there, clusters, which + 1), first + jnp.where(is_there, 0, _WINDOW * layout.threads)
+
+        lax.while_loop(lambda given: given[1] < rows, take, (cluster, jnp.int32(0)))
+
+    scratch = [Winner.scratch(plan.blocks), plgpu.SMEM((layout.threads // ptx.WARP + 1,), jnp.int32)]
+    results = [jax.ShapeDtypeStruct((rows,), jnp.int32)]
+    launch = launched("categorical_again_mosaic", kernel, plan, x.dtype, results, scratch, 2, clusters)
+    (found,) = launch(x, rejected, index, *of_rows.values())
     return found
+
+
+def _copy_accepted(rejected, index, result, rows: int, first, step: int) -> None:
+    """Stores the indices of rows that are not rejected: a thread those of `first` plus its number, and each `step` rows on."""
+
+    def copy(rejected, index, result, first):
+        first = arith.addi(first, utils.thread_idx())
+        asm = (
+            "{ .reg .pred is; .reg .b32 row, word; .reg .b64 at, place; mov.b32 row, $0;"
+            f" next: setp.ge.u32 is, row, {rows}; @is bra end; mul.wide.u32 place, row, 4; add.u64 at, place, $1;"
+            " ld.global.b32 word, [at]; setp.eq.u32 is, word, 0; add.u64 at, place, $2; @is ld.global.b32 word, [at];"
+            f" add.u64 at, place, $3; @is st.global.b32 [at], word; add.u32 row, row, {step}; bra next; end: }}"
+        )
+        places = map(ptx.address_of, (rejected, index, result))
+        utils.inline_ptx(asm, first, *places, has_side_effects=True)
+
+    ptx.emit(copy, (rejected, index, result), [first])
+
+
+def _rejected_of_window(rejected, told, rows: int, threads: int, first, number) -> jax.Array:
+    """Of some rows from `first` on, the rejected one of this number, from 0; or less than 0 by one more than there are.
+
+    All threads of a block have the result. Each counts how many of `_WINDOW` rows that follow each other are rejected.
+    """
+    warps, own = threads // ptx.WARP, min(_WINDOW, -(-rows // threads))
+
+    def find(rejected, told, first, number):
+        load = "mul.wide.u32 at, row, 4; add.u64 at, at, $2; ld.global.b32 word, [at]; setp.ne.u32 is, word, 0;"
+        scan = "".join(
+            f" shfl.sync.up.b32 word|is, sum, {1 << bit}, 0, 0xffffffff; @is add.u32 sum, sum, word;" for bit in range(5)
+        )
+        sums = "".join(
+            f" ld.shared.b32 word, [$3+{4 * warp}]; add.u32 total, total, word; setp.gt.u32 is, warp, {warp};"
+            " @is add.u32 sum, sum, word;"
+            for warp in range(warps)
+        )
+        asm = (
+            "{ .reg .pred is; .reg .b32 first, end, row, count, sum, total, word, warp; .reg .b64 at; shr.u32 warp, $1, 5;"
+            f" mad.lo.u32 first, $1, {own}, $4; add.u32 end, first, {own}; min.u32 end, end, {rows}; mov.b32 row, first;"
+            " mov.b32 count, 0; mov.b32 total, 0;"
+            f" next: setp.ge.u32 is, row, end; @is bra counted; {load} @is add.u32 count, count, 1; add.u32 row, row, 1;"
+            " bra next;"
+            f" counted: bar.warp.sync 0xffffffff; mov.b32 sum, count; {scan} and.b32 word, $1, 31; setp.eq.u32 is, word, 31;"
+            f" shl.b32 word, warp, 2; add.u32 word, word, $3; @is st.shared.b32 [word], sum; setp.eq.u32 is, $1, 0;"
+            f" @is st.shared.b32 [$3+{4 * warps}], -1; bar.sync 0; {sums} sub.u32 sum, sum, count; sub.u32 sum, $5, sum;"
+            " setp.ge.u32 is, sum, count; @is bra done; mov.b32 row, first;"
+            f" other: {load} @!is bra further; setp.eq.u32 is, sum, 0; @is bra found; sub.u32 sum, sum, 1;"
+            f" further: add.u32 row, row, 1; bra other; found: st.shared.b32 [$3+{4 * warps}], row;"
+            f" done: bar.warp.sync 0xffffffff; bar.sync 0; ld.shared.b32 $0, [$3+{4 * warps}]; setp.lt.s32 is, $0, 0;"
+            " @is sub.u32 $0, $0, total; bar.sync 0; }"
+        )
+        operands = utils.thread_idx(), ptx.address_of(rejected), start_of(told), first, number
+        return [utils.inline_ptx(asm, *operands, result_types=ptx.integer(32), has_side_effects=True, convergent=True)]
+
+    return ptx.emit(find, (rejected, told), [first, number], results=FLAG)
+
+
+def _of_row(ref, row):
+    """The number of a row in an array that may have one for all."""
+    return ref[0 if ref.shape == (1,) else row]
 
 
 class _Drawing:
@@ -163,7 +283,7 @@ class _Drawing:
 
     def __init__(self, row: Row, x_ref, of_row, best):
         tile, layout = row.tile, row.plan.layout
-        self.row, self.of_row = row, {name: ref[tile.memory.row] for name, ref in of_row.items()}
+        self.row, self.of_row = row, {name: _of_row(ref, tile.memory.row) for name, ref in of_row.items()}
         self.size, self.noise = self.of_row.get("inverse"), self.of_row.get("noise")
         self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
         self.width, self.layout = layout.threads * layout.vector, layout.layout
@@ -178,18 +298,26 @@ class _Drawing:
         self.winner.share(self.row.tile.memory.rank)
         return self.winner.column()
 
-    def min_p_keeps(self, x, columns) -> jax.Array:
-        """Whether `min_p`, if there is one, keeps what is of these scores, of a row whose maximum is known."""
+    def min_p_keeps(self, x, columns=None) -> jax.Array:
+        """Whether `min_p` keeps what is of these scores, of a row whose maximum is known."""
+        del columns
         along = self.row.tile.along
-        if "min_p" not in self.of_row:
-            return columns >= 0
         size = None if self.size is None else along(self.size)
         weights, least = online.weights(x, along(self.of_row["m"]), axis=(), scale=size), self.of_row["min_p"]
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
         return weights >= along(least)
 
-    def draw(self, states: States | None = None, kept=None) -> None:
-        """Draws among those for which `kept(scores, columns)` holds, or among all, and lifts them if there are `states`."""
+    def top(self, loaded) -> jax.Array:
+        """The maximum of the steps' elements at each place, or NaN."""
+        if self.held.in_words:
+            return self.held.converted(self.held.maximum(loaded))
+        return functools.reduce(jnp.maximum, map(self.held.converted, loaded))
+
+    def visit(self, steps, load, top, kept=None) -> None:
+        """Draws among the elements of a sweep, of which `top` is the maximum, for which `kept(scores, columns)` holds; or all.
+
+        What is looked at alone is loaded again, from where it takes no registers.
+        """
         winner, lowest = self.winner, self.row.tile.accumulator(-jnp.inf)
 
         def at_temperature(scores, is_kept=None):
@@ -200,44 +328,28 @@ class _Drawing:
             scores = jnp.maximum(scores, self.row.tile.along(jnp.float32(jnp.finfo(jnp.float32).min)))
             return scores if is_kept is None else jnp.where(is_kept, scores, lowest)
 
-        def visit(number, steps, load, in_loop, carry):
-            del number, in_loop
-            loaded = load()
-            top = self._top(loaded)
-            if states is not None:
-                carry = states.push(carry, list(map(self.held.converted, loaded)), top)
-            words = self._words(steps[0])
+        words = self._words(steps[0])
 
-            def compare(index):
-                found, columns = self.held.converted(loaded[index]), self.place + steps[index] * self.width
-                score = at_temperature(found, None if kept is None else kept(found, columns))
-                upper = _noise.half(words, index)
+        def compare(index):
+            found, columns = self.held.converted(load(index)), self.place + steps[index] * self.width
+            score = at_temperature(found, None if kept is None else kept(found, columns))
+            upper = _noise.half(words, index)
 
-                def push():
-                    lower = _noise.half(self._words(steps[0], _noise.LOWER), index)
-                    noise = _noise.gumbel(upper | lower >> np.uint32(16))
-                    total = score + (noise if self.noise is None else noise * self.row.tile.along(self.noise))
-                    total = jnp.where(total == total, total + 0, -lowest)  # NaN before all numbers, and -0 as 0
-                    winner.push(total, columns, self.layout)
+            def push():
+                lower = _noise.half(self._words(steps[0], _noise.LOWER), index)
+                noise = _noise.gumbel(upper | lower >> np.uint32(16))
+                total = score + (noise if self.noise is None else noise * self.row.tile.along(self.noise))
+                total = jnp.where(total == total, total + 0, -lowest)  # NaN before all numbers, and -0 as 0
+                winner.push(total, columns, self.layout)
 
-                pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
+            pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
-            upper = ptx.least_half(words, self.layout)
+        upper = ptx.least_half(words, self.layout)
 
-            @pl.when(winner.may_win(at_temperature(top), upper, self.noise, self.layout) != 0)
-            def _():
-                for index in range(len(loaded)):
-                    compare(index)
-
-            return carry
-
-        self.row.sweep(self.held.load, visit, states, ahead=False)  # random words take long enough
-
-    def _top(self, loaded):
-        """The maximum of the steps' elements at each place, or NaN."""
-        if self.held.in_words:
-            return self.held.converted(self.held.maximum(loaded))
-        return functools.reduce(jnp.maximum, map(self.held.converted, loaded))
+        @pl.when(winner.may_win(at_temperature(top), upper, self.noise, self.layout) != 0)
+        def _():
+            for index in range(len(steps)):
+                compare(index)
 
     def _words(self, step, more=0):
         """The random words of a sweep, whose first step is this one, a multiple of their halves."""
@@ -248,50 +360,78 @@ class _Drawing:
 
 
 class _Look:
-    """Looks at an entry of a row: whether the filters reject it, and the state of the row, in all blocks of the cluster."""
+    """Looks at an entry of a row whose maximum is known: whether the filters reject it, and the sum of the row's weights."""
 
     def __init__(self, row: Row, x_ref, of_row, ref):
         tile, layout = row.tile, row.plan.layout
         self.row, self.x_ref = row, x_ref
-        of_row = {name: of_row[name][tile.memory.row] for name in ("top_p", "min_p", "inverse") if name in of_row}
-        self.top_p, self.min_p, self.size = (of_row.get(name) for name in ("top_p", "min_p", "inverse"))
+        of_row = {name: _of_row(ref, tile.memory.row) for name, ref in of_row.items()}
+        self.top_p, self.min_p = of_row["top_p"], of_row.get("min_p")
         self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
         self.width, self.place = layout.threads * layout.vector, tile.column(0)
-        self.states = States(row, ref, self.size, more=True)
+        self.states = States(row, ref, of_row.get("inverse"), of_row["m"])
 
-    def __call__(self, column) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """1 if it is rejected, else 0, and the state."""
-        value, before = self._value(column), self.before(column)
+    def clear(self) -> None:
         ptx.block_barrier()
         self.states.clear()
-        if self.row.plan.blocks > 1:  # or another block might send its states before
-            ptx.cluster_barrier()
+        ptx.block_barrier()
 
-        def visit(number, steps, load, in_loop, carry):
-            del number, in_loop
-            found = list(map(self.held.converted, load()))
-            counts = [before(x, self.place + step * self.width) for x, step in zip(found, steps, strict=True)]
-            return self.states.push(carry, found, functools.reduce(jnp.maximum, found), counts)
+    def at(self, column) -> "_Entry":
+        return _Entry(self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32), column, self.row.tile.along)
 
-        self.row.sweep(self.held.load, visit, self.states)
+    def visit(self, entry: "_Entry", number, steps, load, in_loop, carry):
+        """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry."""
+        del number
+
+        def added(is_before):
+            def add(carry):
+                for i in range(len(steps)):
+                    x = self.held.converted(load(i))
+                    weight = self.states.weights(x)
+                    carry = [
+                        sum_ + more for sum_, more in zip(carry, (weight, jnp.where(is_before(i, x), weight, 0)), strict=True)
+                    ]
+                return tuple(carry)
+
+            return add
+
+        by_column = added(lambda i, x: entry.follows(x, self.place + steps[i] * self.width))
+        if not in_loop:
+            return by_column(carry)
+        # Of whole sweeps, whose elements are in order, almost all lie on one side of the entry.
+        first, end = steps[0] * self.width, (steps[-1] + 1) * self.width
+        by_score = added(lambda _, x: entry.exceeded(x, is_later=entry.column <= first))
+        return lax.cond(jnp.logical_and(first < entry.column, entry.column < end), by_column, by_score, carry)
+
+    def result(self, entry: "_Entry") -> tuple[jax.Array, jax.Array]:
+        """1 if it is rejected, else 0, and the sum of weights, in all blocks of the cluster."""
         if self.row.plan.blocks > 1:
             self.states.send()
             ptx.cluster_barrier()
-        m, d, ahead = self.states.merged()
-        rejected = jnp.bool_(False)
+        d, before = self.states.merged()
+        is_less = jnp.logical_and(self.top_p < 1, before > 0)
+        rejected = jnp.logical_and(is_less, before >= self.top_p * d)
         if self.min_p is not None:
-            rejected = online.weights(value, m, axis=(), scale=self.size) < jnp.minimum(self.min_p, 1)
-        if self.top_p is not None:
-            is_less = jnp.logical_and(self.top_p < 1, ahead > 0)
-            rejected = jnp.logical_or(rejected, jnp.logical_and(is_less, ahead >= self.top_p * d))
+            is_light = online.weights(entry.value, self.states.m, axis=(), scale=self.states.size) < jnp.minimum(self.min_p, 1)
+            rejected = jnp.logical_or(rejected, is_light)
         rejected = jnp.logical_and(rejected, d > 0)  # where nothing is to be seen, nothing is better
-        return rejected.astype(jnp.int32), m, d
+        return rejected.astype(jnp.int32), d
 
-    def _value(self, column):
-        return self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32)
 
-    def before(self, column):
-        """Whether scores at some columns are before that of this column, where 0 and -0 are equal: a function of both."""
-        along = self.row.tile.along
-        value, column = along(self._value(column)), along(column)
-        return lambda x, columns: jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
+class _Entry:
+    """An entry of a row: what is before it in the order of `top_k`, where 0 and -0 are equal."""
+
+    def __init__(self, value, column, along):
+        self.value, self.column, self._along = value, column, along
+
+    def follows(self, x, columns) -> jax.Array:
+        """Whether it does elements with these scores at some columns."""
+        value, column = self._along(self.value), self._along(self.column)
+        return jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
+
+    def exceeded(self, x, is_later) -> jax.Array:
+        """The same for elements at columns that are all lower, or with `is_later`, a scalar, all higher than its own."""
+        value = self._along(self.value)
+        bits = lax.bitcast_convert_type(value, jnp.int32)
+        next_bits = jnp.where(value == 0, jnp.int32(-(2**31) + 1), bits + jnp.where(value > 0, -1, 1))
+        return x > jnp.where(self._along(is_later), value, lax.bitcast_convert_type(next_bits, jnp.float32))

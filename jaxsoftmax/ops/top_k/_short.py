@@ -358,18 +358,23 @@ _VALUE = {  # the bits of what has this key
 def _state_of_row(call, warp, largest):
     """The state `(m, d)` of a lane's row, whose largest entry is this one, or some entry where NaN is in the row."""
     m = shifted(largest)
-    sums: list[Any] = [None] * 4
+    sums: list[Any] = [[] for _ in range(4)]
     fill = 0xFF800000 if call.plan.itemsize == 4 else {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}[call.of.name]
-    for offset, is_there in warp.vectors():
+    for number, (offset, is_there) in enumerate(warp.vectors()):
         loaded = ptx.load_words(warp.vector, offset, is_there, vector_of(4, 32), fill, space="shared")
-        for q in range(4):
-            for value in widened(call.of, llvm.extractelement(loaded, constant(q))):
-                weight = exponential(arith.subf(value, m))
-                sums[q] = weight if sums[q] is None else arith.addf(sums[q], weight)
-    d = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
+        values = [value for q in range(4) for value in widened(call.of, llvm.extractelement(loaded, constant(q)))]
+        total = _sum_of([exponential(arith.subf(value, m)) for value in values])
+        sums[number % 4] = [_sum_of([*sums[number % 4], total])]
+    d = _sum_of([sum_ for part in sums for sum_ in part])
     for bit in [1 << i for i in range(call.plan.lanes.bit_length() - 1)]:
         d = arith.addf(d, _of_other(d, bit))
     return m, d
+
+
+def _sum_of(values):
+    """By halves, so that few are rounded one after another."""
+    half = len(values) // 2
+    return values[0] if not half else arith.addf(_sum_of(values[:half]), _sum_of(values[half:]))
 
 
 def _weights(call, values, state):

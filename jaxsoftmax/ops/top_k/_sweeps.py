@@ -6,7 +6,6 @@ however many blocks share it, so that bits do not depend on the number of rows.
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import RowLayout
-from jaxsoftmax._gpu.rows.memory import Memory
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, Ring
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
@@ -37,20 +36,27 @@ class Plan:
       blocks: of a cluster, which share a row.
       rows: of the array.
       slices: of a row, a multiple of `blocks`.
+      copied: sweeps that are on their way to shared memory at a time; 0 where they are loaded to registers.
     """
 
     layout: RowLayout
     blocks: int
     rows: int
     slices: int
+    copied: int = 0
+
+    @property
+    def ring(self) -> int:
+        """Steps in shared memory: threads that join vectors need one of the next sweep, too."""
+        return self.copied * self.layout.config.unroll + self.layout.joined
 
 
-def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool) -> Plan:
+def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool, copied: int = 0) -> Plan:
     """That of rows in such a layout; `is_lifted` says whether each slice has a state."""
     slices, sweeps = MOST_BLOCKS, len(layout.looped_steps) // layout.config.unroll
     while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
         slices //= 2
-    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices)
+    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, copied)
 
 
 def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
@@ -61,16 +67,16 @@ def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
     return blocks
 
 
-def launched(name, kernel, plan, results, scratch, sums: int = 0):
+def launched(name, kernel, plan, dtype, results, scratch, parts: int = 0, grid: int | None = None):
     """A kernel with a block, or a cluster, for each row; it gets results, `scratch`, and what `Row` and `States` need.
 
-    `sums` are those of `States`, 0 where there are none.
+    Rows are of this dtype. `parts` are those of `States`, 0 where there are none. `grid` says how many there are if not that.
     """
     layout = plan.layout
     warps = ptx.WARPS * layout.warpgroups
-    exchange = plgpu.SMEM(layout.exchange_shape, jnp.float32)
-    order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape else None
-    states = plgpu.SMEM((1 + sums, plan.slices * warps), jnp.float32) if sums else None
+    order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape and parts > 1 else None
+    states = plgpu.SMEM((parts, plan.slices * warps), jnp.float32) if parts else None
+    slots = plgpu.SMEM((plan.ring * layout.threads * layout.vector,), dtype) if plan.copied else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
         options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
@@ -79,13 +85,25 @@ def launched(name, kernel, plan, results, scratch, sums: int = 0):
     return plgpu.kernel(
         kernel,
         out_type=results,
-        grid=(plan.rows,),
+        grid=(plan.rows if grid is None else grid,),
         grid_names=("block",),
-        scratch_types=(*scratch, exchange, order, states),
+        scratch_types=(*scratch, slots, order, states),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,
     )
+
+
+def start(plan: Plan) -> None:
+    """Says that the block has started, to those of its cluster."""
+    if plan.blocks > 1:
+        ptx.arrive_in_cluster()
+
+
+def meet(plan: Plan) -> None:
+    """Waits until all blocks of the cluster have started."""
+    if plan.blocks > 1:
+        ptx.cluster_wait()
 
 
 class Row:
@@ -95,39 +113,34 @@ class Row:
       tile: what sums up over the block.
     """
 
-    def __init__(self, plan: Plan, scratch):
+    def __init__(self, plan: Plan, scratch, row=None):
         self.plan = plan
-        exchange, order, _ = scratch
+        row = lax.axis_index("block") if row is None else row
+        slots, order, _ = scratch
         rank = lax.axis_index("rank") if plan.blocks > 1 else jnp.int32(0)
-        memory = Memory(plan.layout, lax.axis_index("block"), plan.rows, False, rank)
-        self.tile = Tile(memory, exchange, None, order)
+        memory = Memory(plan.layout, row, plan.rows, False, rank)
+        self.tile, self.slots = Tile(memory, None, None, order), slots
 
-    def start(self) -> None:
-        if self.plan.blocks > 1:
-            ptx.arrive_in_cluster()
-
-    def meet(self) -> None:
-        """Waits until all blocks of the cluster have started."""
-        if self.plan.blocks > 1:
-            ptx.cluster_wait()
-
-    def sweep(self, load: Callable[[Any], jax.Array], visit, states: "States | None" = None, ahead: bool = True) -> None:
+    def sweep(self, ref, held: Elements, visit, states: "States | None" = None, ahead: bool = True) -> None:
         """Folds `visit(number, steps, load, in_loop, carry)` over all steps of the row's part, some in each sweep.
 
         The sweeps of a loop are in order, and have whole vectors; each block has as many slices of them. What is left, and is
         loaded in part, goes to the last one that has some.
 
         Args:
-          load: gives what a thread has of a step.
+          ref: the array of the row.
+          held: what gives the elements of a step.
           visit: gets the number of the sweep in this block, from 0 (an int where there is no loop before it); its steps; a
-            function that gives what they load; whether it is one of the loop; and the carry, and returns the next one.
+            function that gives what they load, or what one of them does; whether it is one of the loop; and the carry, and
+            returns the next one.
           states: whose carry it is, started and stored in each slice; None for an empty one.
-          ahead: whether what the next sweep takes is loaded before a sweep is visited. Else other warps have to have enough to
-            do meanwhile, and threads need fewer registers.
+          ahead: whether what the next sweep takes is loaded to registers before a sweep is visited, where nothing is copied to
+            shared memory. Else other warps have to have enough to do meanwhile, and threads need fewer registers.
         """
         layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
         unroll, looped = layout.config.unroll, layout.looped_steps
-        count = len(looped) // unroll
+        count, copied = len(looped) // unroll, self.plan.copied
+        ring: Any = Ring(self.tile.memory, ref, self.slots, self.plan.ring) if copied else None
         rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
         of_slice = max(1, -(-count // self.plan.slices))
         own = of_slice * self.plan.slices // blocks  # sweeps of a block, of the last ones fewer
@@ -136,8 +149,14 @@ class Row:
         def steps_of(i):
             return [looped.start + i * unroll + k for k in range(unroll)]
 
-        def loaded(steps):
-            return [load(step) for step in steps]
+        def loaded(steps, index=None):
+            return [held.load(step) for step in steps] if index is None else held.load(steps[index])
+
+        def held_by(here, index=None):
+            return here if index is None else here[index]
+
+        def copied_before(steps, index=None):
+            return ring.load(steps[0], unroll) if index is None else ring.load(steps[index], 1)[0]
 
         swept: Any = 0  # sweeps of the loop
         if count:
@@ -145,29 +164,42 @@ class Row:
             stop = jnp.minimum(first + own, count)
             swept = stop - first
 
+            def copy(i, more: int = 0):
+                ring.copy(steps_of(i)[0] + (layout.joined - more), unroll + more, stop - i)
+
             def sweep(i, carry):
-                held, carry = carry
-                if ahead:
+                following, carry = carry
+                if ring is not None:
+                    ptx.await_copies(copied - 1)
+                    carry = visit(i - first, steps_of(i), functools.partial(copied_before, steps_of(i)), True, carry)
+                    copy(i + copied)
+                elif ahead:
+                    here = following
                     following = loaded(steps_of(jnp.minimum(i + 1, stop - 1)))  # the last again, from a cache
-                    carry = visit(i - first, steps_of(i), lambda: held, True, carry)
+                    carry = visit(i - first, steps_of(i), functools.partial(held_by, here), True, carry)
                 else:
-                    following = []
-                    carry = visit(i - first, steps_of(i), lambda: loaded(steps_of(i)), True, carry)
-                if states is not None:
+                    carry = visit(i - first, steps_of(i), functools.partial(loaded, steps_of(i)), True, carry)
+                if states is not None and states.has_sums:
                     is_last = (i + 1) % of_slice == 0
                     is_last = jnp.logical_and(is_last, i + 1 != count) if rest else jnp.logical_or(is_last, i + 1 == count)
                     carry = states.end(is_last, i // of_slice, carry)
                 return following, carry
 
-            initial = loaded(steps_of(jnp.minimum(first, count - 1))) if ahead else []
+            for k in range(copied):
+                copy(first + k, more=layout.joined if k == 0 else 0)
+            initial = loaded(steps_of(jnp.minimum(first, count - 1))) if ahead and ring is None else []
             _, carry = lax.fori_loop(first, stop, sweep, (initial, carry))
+            if states is not None and not states.has_sums:
+                states.store(rank * (self.plan.slices // blocks), carry)
 
         def finish(carry):
-            for i in range(0, len(rest), unroll):
-                steps = rest[i : i + unroll]
-                carry = visit(swept + i // unroll, steps, functools.partial(loaded, steps), False, carry)
+            visits = [rest[i : i + unroll] for i in range(0, len(rest), unroll)]
+            all_loaded = list(map(loaded, visits))  # before the first is visited, as each takes long to arrive
+            for number, (steps, here) in enumerate(zip(visits, all_loaded, strict=True)):
+                carry = visit(swept + number, steps, functools.partial(held_by, here), False, carry)
             if states is not None:
-                states.store(max(0, count - 1) // of_slice, carry)
+                last = max(0, count - 1) // of_slice if states.has_sums else rank * (self.plan.slices // blocks)
+                states.store(last, carry)
 
         if rest and blocks == 1:
             finish(carry)
@@ -176,59 +208,76 @@ class Row:
 
 
 class States:
-    """The states of the slices of a row, in shared memory, of each warp; with `more`, a second sum of weights beside each.
+    """Maxima, and sums of weights, of the slices of a row, in shared memory, of each warp.
 
-    A carry is `m`, `d` and that sum at each place of a step.
+    A carry has at each place of a step the maximum `m`, and the sum `d` of the weights if there is room for it; or where the
+    row's `m` is known, as many sums as there is room for. Maxima alone do not depend on the order: a block has one.
     """
 
-    def __init__(self, row: Row, ref, size, more: bool = False):
-        self.row, self.ref, self.size, self.more = row, ref, size, more
-        self.warps = ref.shape[1] // row.plan.slices
+    def __init__(self, row: Row, ref, size, m: Any = None):
+        self.row, self.ref, self.size, self.m = row, ref, size, m
+        self.parts, columns = ref.shape
+        self.warps = columns // row.plan.slices
+        self.has_sums = m is not None or self.parts > 1  # which depend on the order
 
     def clear(self) -> None:
-        for part in range(2 + self.more):
-            ptx.fill_shared(self.ref.at[part], 0.0 if part else -math.inf, self.ref.shape[1])
+        for part in range(self.parts):
+            ptx.fill_shared(self.ref.at[part], -math.inf if self._is_maximum(part) else 0.0, self.ref.shape[1])
+
+    def _is_maximum(self, part: int) -> bool:
+        return self.m is None and part == 0
 
     def start(self):
-        tile = self.row.tile
-        return tile.accumulator(-jnp.inf), *(tile.accumulator(0) for _ in range(1 + self.more))
+        return tuple([self.row.tile.accumulator(-jnp.inf if self._is_maximum(part) else 0) for part in range(self.parts)])
 
-    def push(self, carry, scores, top, counts=()):
-        """Adds scores, whose maximum at each place is `top`; with `more`, `counts` says what of each the second sum has."""
+    def push(self, carry, scores, top):
+        """Adds scores, whose maximum at each place is `top`; of these `m` alone needs nothing else."""
+        if not self.has_sums:
+            return (jnp.maximum(carry[0], top),)
         size = None if self.size is None else self.row.tile.along(self.size)
-        m, d, *more = carry
-        state = online.push(State(m, d), scores, axis=(), scale=size, top=top)
-        for sum_ in more:
-            weights = [online.weights(x, state.m, axis=(), scale=size) for x in scores]
-            counted = [jnp.where(*pair, 0) for pair in zip(counts, weights, strict=True)]
-            more = [functools.reduce(jnp.add, counted, online.rescale(State(m, sum_), state.m, scale=size).d)]
-        return state.m, state.d, *more
+        state = online.push(State(*carry), scores, axis=(), scale=size, top=top)
+        return state.m, state.d
+
+    def weights(self, scores):
+        """Of an array of scores, where `m` is known."""
+        along = self.row.tile.along
+        return online.weights(scores, along(self.m), axis=(), scale=None if self.size is None else along(self.size))
 
     def end(self, is_last, number, carry):
-        """Stores the state of a slice if this is its last sweep, and starts a new one."""
+        """Stores what belongs to a slice if this is its last sweep, and starts anew."""
         pl.when(is_last)(lambda: self.store(number, carry))
         return tuple(choose(is_last, new, old) for new, old in zip(self.start(), carry, strict=True))
 
     def store(self, number, carry) -> None:
-        tile, (m, *sums) = self.row.tile, carry
-        found = [tile.of_warp(m, sum_, self.size) for sum_ in sums]
+        tile = self.row.tile
+        if self.m is not None:
+            found = [tile.of_places(sum_) for sum_ in carry]
+        elif not self.has_sums:
+            found = [jnp.max(carry[0], 1)]
+        else:
+            m, d = carry
+            found = tile.of_warp(m, d, self.size)[:2]
         place = number * self.warps + tile.memory.group() * ptx.WARPS
-        for part, values in enumerate([found[0].m, *(state.d for state in found)]):
+        for part, values in enumerate(found):
             compat.store(self.ref.at[part].at[pl.ds(place, ptx.WARPS)], values)
 
     def send(self) -> None:
-        """Copies the states of this block to all of the cluster, which have them after a barrier of it."""
+        """Copies those of this block to all of the cluster, which have them after a barrier of it."""
         count = self.ref.shape[1] // self.row.plan.blocks
-        for part in range(2 + self.more):
+        for part in range(self.parts):
             ptx.copy_to_cluster(self.ref.at[part], self.row.tile.memory.rank * count, count, self.row.plan.blocks)
 
     def merged(self) -> list[jax.Array]:
-        """The state of the row, and the second sum."""
+        """Those of the row: `m`, 0 where it is infinite, and sums."""
         ptx.block_barrier()
         layout = ptx.replicated(self.ref.shape[1])
-        m, *sums = [plgpu.load(self.ref.at[part], layout=layout, optimized=False) for part in range(2 + self.more)]
-        found = [self.row.tile.merge_along(State(m, sum_), self.size) for sum_ in sums]
-        return [online.shift(found[0].m), *(state.d for state in found)]
+        found = [plgpu.load(self.ref.at[part], layout=layout, optimized=False) for part in range(self.parts)]
+        if self.m is not None:
+            return [jnp.sum(sum_) for sum_ in found]
+        if not self.has_sums:
+            return [online.shift(jnp.max(found[0]))]
+        state = self.row.tile.merge_along(State(*found), self.size)
+        return [online.shift(state.m), state.d]
 
 
 def choose(condition, a, b):

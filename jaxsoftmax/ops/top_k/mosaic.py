@@ -26,7 +26,7 @@ from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
 from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, launched, plan_of
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, launched, meet, plan_of, start
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 MOST = 1024  # entries of a row that are found
@@ -133,7 +133,8 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     """Sweeps of 2048 or 4096 elements, by fewer threads where rows are short, or a thread has a state for each of its places.
 
     With a state a thread has few places, and bits depend on the order of a row's elements: where rows start inside of a line,
-    threads join vectors of two steps.
+    threads join vectors of two steps. Of narrow elements few bytes are under way in registers; with a state, what is copied to
+    shared memory instead would leave room for three blocks in place of four.
     """
     vector, threads, unroll = 16 // itemsize, 256, itemsize
     if is_lifted:
@@ -141,7 +142,8 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     elif cols <= 8192:
         threads, unroll = 128, 4
     layout = RowLayout(cols, Config(vector, threads, unroll=unroll), stored=not is_lifted)
-    return plan_of(target, layout, rows, is_lifted)
+    copied = 2 if itemsize == 2 and not is_lifted else 0
+    return plan_of(target, layout, rows, is_lifted, copied)
 
 
 def top_k(x, where, scale, *, k, return_state, dtype, target):
@@ -181,7 +183,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if is_lifted else None
         if states is not None:
             states.clear()
-        row.start()
+        start(plan)
         found.clear()
 
         def directed(steps, loaded, in_loop):
@@ -209,11 +211,11 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
 
         # Loading ahead takes registers, without which four blocks of a multiprocessor fit.
         ahead = is_lifted or rows * blocks <= target.multiprocessors
-        row.sweep(held.load, visit, states, ahead)
+        row.sweep(x_ref, held, visit, states, ahead)
         found.cut()
         last = found
         if blocks > 1:
-            row.meet()
+            meet(plan)
             if states is not None:
                 states.send()
             found.send(gathered, memory.rank)
@@ -232,7 +234,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * is_lifted)
     scratch = [plgpu.SMEM((2 * (limit + sweep + 4),), jnp.int32), plgpu.SMEM((HEAD,), jnp.int32)]
     scratch += [plgpu.SMEM((2 * (blocks * k + 4),), jnp.int32)] if blocks > 1 else [None]
-    call = launched("top_k_mosaic", kernel, plan, results, scratch, int(is_lifted))
+    call = launched("top_k_mosaic", kernel, plan, x.dtype, results, scratch, 2 * is_lifted)
     values, indices, *state = [a.reshape(*batch, -1) for a in call(x.reshape(rows, cols), *given.values())]
     if return_state and not is_lifted:
         options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
@@ -282,7 +284,8 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
     del top_k, where
     batch, cols = row.shape[:-1], x.shape[-1]
     of_rows = {"row": row, "key0": key0, "key1": key1, "inverse": inverse, "noise": noise, "top_p": top_p, "min_p": min_p}
-    of_rows = {name: jnp.broadcast_to(a, row.shape).reshape(-1) for name, a in of_rows.items() if a is not None}
+    of_rows = {name: a for name, a in of_rows.items() if a is not None}
+    of_rows = {name: (a if a.size == 1 else jnp.broadcast_to(a, row.shape)).reshape(-1) for name, a in of_rows.items()}
     found = _sampling.sample(target, jnp.broadcast_to(x, (*batch, cols)).reshape(-1, cols), of_rows, return_state)
     return [a.reshape(row.shape) for a in found]
 

@@ -25,8 +25,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     directed = x if scale is None else jnp.where(scale < 0, -x, x)
     directed = select(where, directed, least(x.dtype))
     if k == 1:  # XLA computes its operand together with it, and searches instead of sorting
-        indices = _first_largest(_keys(directed))
-        values = at(directed, indices)
+        values, indices = _largest(directed)
     else:
         values, indices = lax.top_k(directed, k)
     if scale is not None:
@@ -220,12 +219,28 @@ def least(dtype):
     return -np.inf if has_infinity else float(jnp.finfo(dtype).min)
 
 
-def _keys(x):
-    """Integers that are ordered as `lax.top_k` orders numbers: floats by their bits."""
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+def _largest(x):
+    """The largest entry of each row in the order of `lax.top_k`, and where it is: as `lax.argmax`, which drops the entry."""
+    bits = x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+        keys = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+    else:
+        keys = x
+    if keys.dtype.itemsize < 4:
+        keys = keys.astype(jnp.int32)
+
+    def larger(a, b):
+        (key_a, column_a, _), (key_b, column_b, _) = a, b
+        is_a = (key_a > key_b) | ((key_a == key_b) & (column_a < column_b))
+        return tuple([jnp.where(is_a, *pair) for pair in zip(a, b, strict=True)])
+
+    columns = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    least = jnp.iinfo(keys.dtype).min, jnp.iinfo(jnp.int32).max, 0
+    operands = keys, columns, bits
+    initial = tuple([jnp.asarray(value, array.dtype) for value, array in zip(least, operands, strict=True)])
+    _, index, value = (array[..., None] for array in lax.reduce(operands, initial, larger, (x.ndim - 1,)))
+    return lax.bitcast_convert_type(value, x.dtype), index
 
 
 def _first_largest(values):
