@@ -796,23 +796,23 @@ def fill_shared(ref, value: float, count: int) -> None:
     emit(fill, ref)
 
 
-def copy_to_cluster(ref, start, count: int, blocks: int) -> None:
-    """Copies `ref[start : start + count]`, words in shared memory, to the same place in all blocks of the cluster.
+def copy_to_cluster(source, target, start, count: int, blocks: int) -> None:
+    """Copies `source[start : start + count]`, words in shared memory, to this place of `target` in all blocks of the cluster.
 
     They are as many as a block has threads at most. They are there after a `cluster_barrier`.
     """
     stores = "".join(
-        f" mapa.shared::cluster.u32 there, $0, {rank}; @is st.shared::cluster.b32 [there], word;" for rank in range(blocks)
+        f" mapa.shared::cluster.u32 there, $1, {rank}; @is st.shared::cluster.b32 [there], word;" for rank in range(blocks)
     )
-    ptx = f"{{ .reg .pred is; .reg .b32 word, there; setp.lt.u32 is, $1, $2; @is ld.shared.b32 word, [$0];{stores} }}"
+    ptx = f"{{ .reg .pred is; .reg .b32 word, there; setp.lt.u32 is, $2, {count}; @is ld.shared.b32 word, [$0];{stores} }}"
 
-    def copy(ref, start):
-        place = arith.addi(utils.thread_idx(), start)
-        address = shared_address(ref, arith.muli(place, constant(4)))
-        utils.inline_ptx(ptx, address, utils.thread_idx(), constant(count), has_side_effects=True)
+    def copy(source, target, start):
+        offset = arith.muli(arith.addi(utils.thread_idx(), start), constant(4))
+        places = (shared_address(ref, offset) for ref in (source, target))
+        utils.inline_ptx(ptx, *places, utils.thread_idx(), has_side_effects=True)
 
     block_barrier()
-    emit(copy, ref, [start])
+    emit(copy, (source, target), [start])
 
 
 def cluster_barrier() -> None:
@@ -834,19 +834,19 @@ def product(a: jax.Array, b: int, layout: Any) -> tuple[jax.Array, jax.Array]:
     return tuple(emit(multiply, arrays=[(a, layout)], results=[kind, kind]))
 
 
-def least_half(words: Sequence[jax.Array], layout: Any) -> jax.Array:
-    """The least 16-bit half of uint32 arrays at each place, as the upper half of a word: two halves in an operation."""
+def least_halves(words: Sequence[jax.Array], layout: Any) -> list[jax.Array]:
+    """The least lower and the least upper 16-bit half of uint32 arrays at each place, as upper halves of words."""
 
     def find(*arrays):
         (kind,) = {array.registers.item().type for array in arrays}
-        least = llvm.mlir_undef(kind)
+        lower, upper = llvm.mlir_undef(kind), llvm.mlir_undef(kind)
         for q in range(kind.shape[0]):
-            found, *others = [llvm.extractelement(array.registers.item(), constant(q)) for array in arrays]
-            for other in others:
-                found = utils.inline_ptx("min.u16x2 $0, $1, $2;", found, other, result_types=integer(32))
-            halves = arith.shli(found, constant(16)), arith.andi(found, constant(-(2**16)))
-            least = llvm.insertelement(least, arith.minui(*halves), constant(q))
-        return [least]
+            least, *others = [llvm.extractelement(array.registers.item(), constant(q)) for array in arrays]
+            for other in others:  # two halves in an operation
+                least = utils.inline_ptx("min.u16x2 $0, $1, $2;", least, other, result_types=integer(32))
+            lower = llvm.insertelement(lower, arith.shli(least, constant(16)), constant(q))
+            upper = llvm.insertelement(upper, arith.andi(least, constant(-(2**16))), constant(q))
+        return [[lower], [upper]]
 
     kind = plgpu.ShapeDtypeStruct(words[0].shape, jnp.uint32, layout=layout)
-    return emit(find, arrays=[(word, layout) for word in words], results=kind)
+    return emit(find, arrays=[(word, layout) for word in words], results=[kind] * 2)

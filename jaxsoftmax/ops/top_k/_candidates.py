@@ -161,10 +161,11 @@ class Candidates:
             with ir.InsertionPoint(branch.else_block):
                 scf.yield_([constant(0)])
             asm = (
-                f"{{ .reg .pred is; .reg .b32 word, place; setp.gt.u32 is, $1, {self.limit}; and.b32 place, $2, 1;"
-                " shl.b32 place, place, 2; add.u32 place, place, $0; add.u32 word, $2, 1; @is st.shared.b32 [place+40], word;"
-                f" bar.warp.sync 0xffffffff; and.b32 word, $3, {WARP - 1}; setp.eq.u32 is, word, 0;"
-                " @is mbarrier.arrive.shared::cta.b64 _, [$0+32]; }"
+                f"{{ .reg .pred is, first; .reg .b32 word, place; setp.gt.u32 is, $1, {self.limit};"
+                f" vote.sync.any.pred is, is, 0xffffffff; and.b32 word, $3, {WARP - 1}; setp.eq.u32 first, word, 0;"
+                " and.pred is, is, first; and.b32 place, $2, 1; shl.b32 place, place, 2; add.u32 place, place, $0;"
+                " add.u32 word, $2, 1; @is st.shared.b32 [place+40], word; bar.warp.sync 0xffffffff;"
+                " @first mbarrier.arrive.shared::cta.b64 _, [$0+32]; }"
             )
             operands = start_of(head), branch.results[0], number, utils.thread_idx()
             utils.inline_ptx(asm, *operands, has_side_effects=True, convergent=True)

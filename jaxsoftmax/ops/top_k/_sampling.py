@@ -2,8 +2,8 @@
 
 1. Elements are compared with the best so far, which is in shared memory. Noise is bounded by the upper half of its random bits,
    which come from a counter (see `_noise`), on chip: eight halves from one evaluation. Eight elements of a thread are looked at
-   together, by the largest of them and the least of their halves. Only where these allow that one is better each is looked at
-   alone, and where its own half allows it, too, all of its bits are made, and its noise.
+   together, by the largest of them and the least of their halves. Only where these allow that one is better four are, and then
+   each alone; and where its own half allows it, too, all of its bits are made, and its noise.
 2. With `top_p` the maximum of the row is found on the way, and what was drawn is looked at: the weights of all elements are
    added up, and those of what is before it in the order of `top_k`, in a second read. With `min_p` alone the maximum is found
    first, and says what is kept.
@@ -73,7 +73,7 @@ def _drawing_plan(target, x, parts: int) -> Plan:
     """With so many parts of the state: what keeps registers few enough for all of 512 rows to run at a time."""
     rows, cols = x.shape
     layout = _drawing_layout(cols, 2)
-    if parts > 1 or (parts and layout.joined and x.dtype.itemsize == 4):
+    if parts > 1 or (parts and layout.joined):
         layout = _drawing_layout(cols, 4)
     return plan_of(target, layout, rows, parts > 1)
 
@@ -108,10 +108,10 @@ def _draw(plan, x, of_rows, parts):
         def visit(number, steps, load, in_loop, carry):
             del number, in_loop
             loaded = load()
-            top = drawing.top(loaded)
+            tops = drawing.tops(loaded)
             if states is not None:
-                carry = states.push(carry, list(map(drawing.held.converted, loaded)), top)
-            drawing.visit(steps, load, top, drawing.min_p_keeps if "min_p" in of_rows else None)
+                carry = states.push(carry, list(map(drawing.held.converted, loaded)), tops[0])
+            drawing.visit(steps, load, tops, drawing.min_p_keeps if "min_p" in of_rows else None)
             return carry
 
         row.sweep(x_ref, drawing.held, visit, states, ahead=False)  # random words take long enough
@@ -184,7 +184,7 @@ def _redraw(target, x, rejected, index, of_rows):
 
                 def draw(number, steps, load, in_loop, carry):
                     del number, in_loop
-                    drawing.visit(steps, load, drawing.top(load()), kept)
+                    drawing.visit(steps, load, drawing.tops(load()), kept)
                     return carry
 
                 def kept(x, columns):
@@ -307,14 +307,14 @@ class _Drawing:
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
         return weights >= along(least)
 
-    def top(self, loaded) -> jax.Array:
-        """The maximum of the steps' elements at each place, or NaN."""
-        if self.held.in_words:
-            return self.held.converted(self.held.maximum(loaded))
-        return functools.reduce(jnp.maximum, map(self.held.converted, loaded))
+    def tops(self, loaded) -> tuple[jax.Array, list[jax.Array]]:
+        """The maxima at each place, or NaN, of all steps, and in memory's dtype of those whose halves are alike in words."""
+        larger = self.held.maximum if self.held.in_words else functools.partial(functools.reduce, jnp.maximum)
+        parts = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
+        return self.held.converted(larger(parts)), parts
 
-    def visit(self, steps, load, top, kept=None) -> None:
-        """Draws among the elements of a sweep, of which `top` is the maximum, for which `kept(scores, columns)` holds; or all.
+    def visit(self, steps, load, tops, kept=None) -> None:
+        """Draws among the elements of a sweep for which `kept(scores, columns)` holds, or among all; `tops` are their maxima.
 
         What is looked at alone is loaded again, from where it takes no registers.
         """
@@ -344,12 +344,18 @@ class _Drawing:
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
-        upper = ptx.least_half(words, self.layout)
+        top, parts = tops
+        least = ptx.least_halves(words, self.layout)
 
-        @pl.when(winner.may_win(at_temperature(top), upper, self.noise, self.layout) != 0)
+        @pl.when(winner.may_win(at_temperature(top), jnp.minimum(*least), self.noise, self.layout) != 0)
         def _():
-            for index in range(len(steps)):
-                compare(index)
+            for number, (part, upper) in enumerate(zip(parts, least, strict=False)):
+                score = at_temperature(self.held.converted(part))
+
+                @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
+                def _(number=number):
+                    for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
+                        compare(index)
 
     def _words(self, step, more=0):
         """The random words of a sweep, whose first step is this one, a multiple of their halves."""

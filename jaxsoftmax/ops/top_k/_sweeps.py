@@ -75,7 +75,8 @@ def launched(name, kernel, plan, dtype, results, scratch, parts: int = 0, grid: 
     layout = plan.layout
     warps = ptx.WARPS * layout.warpgroups
     order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape and parts > 1 else None
-    states = plgpu.SMEM((parts, plan.slices * warps), jnp.float32) if parts else None
+    copies = 1 + (plan.blocks > 1)  # of what the block has, and of what all of its cluster have
+    states = plgpu.SMEM((copies * parts, plan.slices * warps), jnp.float32) if parts else None
     slots = plgpu.SMEM((plan.ring * layout.threads * layout.vector,), dtype) if plan.copied else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
@@ -216,8 +217,8 @@ class States:
 
     def __init__(self, row: Row, ref, size, m: Any = None):
         self.row, self.ref, self.size, self.m = row, ref, size, m
-        self.parts, columns = ref.shape
-        self.warps = columns // row.plan.slices
+        self.parts = ref.shape[0] // (1 + (row.plan.blocks > 1))
+        self.warps = ref.shape[1] // row.plan.slices
         self.has_sums = m is not None or self.parts > 1  # which depend on the order
 
     def clear(self) -> None:
@@ -265,13 +266,14 @@ class States:
         """Copies those of this block to all of the cluster, which have them after a barrier of it."""
         count = self.ref.shape[1] // self.row.plan.blocks
         for part in range(self.parts):
-            ptx.copy_to_cluster(self.ref.at[part], self.row.tile.memory.rank * count, count, self.row.plan.blocks)
+            own, gathered = self.ref.at[part], self.ref.at[self.parts + part]
+            ptx.copy_to_cluster(own, gathered, self.row.tile.memory.rank * count, count, self.row.plan.blocks)
 
     def merged(self) -> list[jax.Array]:
         """Those of the row: `m`, 0 where it is infinite, and sums."""
         ptx.block_barrier()
-        layout = ptx.replicated(self.ref.shape[1])
-        found = [plgpu.load(self.ref.at[part], layout=layout, optimized=False) for part in range(self.parts)]
+        layout, first = ptx.replicated(self.ref.shape[1]), self.ref.shape[0] - self.parts
+        found = [plgpu.load(self.ref.at[first + part], layout=layout, optimized=False) for part in range(self.parts)]
         if self.m is not None:
             return [jnp.sum(sum_) for sum_ in found]
         if not self.has_sums:
