@@ -144,11 +144,6 @@ def read[R: Origin](path: Path, kind: type[R] = Row) -> list[R]:
         return [_parse(path, number, kind, line) for number, line in enumerate(lines, 2)]
 
 
-def newest[R: Origin](rows: list[R]) -> list[R]:
-    """The rows of the run that was appended last."""
-    return [row for row in rows if row.run == rows[-1].run]
-
-
 def newest_of_each_cell(rows: list[Row]) -> list[Row]:
     """Of each cell the rows of the run that measured it last, which may have been of a part; and the copies of these runs."""
     last = {row.cell: row.run for row in rows if row.op != "copy"}

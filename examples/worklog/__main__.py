@@ -8,8 +8,8 @@ python -m examples.worklog times bytes --op softmax_top_k
                                         the same of one op alone
 python -m examples.worklog page check   tables and figures from the result files; the page's claims. Neither needs a GPU
 
-Result files are worklog.csv, worklog_bytes.csv and worklog_cpu.csv; the newest run of each counts. In the first and the last,
-`bytes` counts one read and one write whatever a rung moves: its own bytes are those that the example predicts.
+Result files are worklog.csv, worklog_bytes.csv and worklog_cpu.csv; of each op the newest run counts. In the first and the
+last, `bytes` counts one read and one write whatever a rung moves: its own bytes are those that the example predicts.
 """
 
 import argparse

@@ -75,8 +75,14 @@ def _table_of_rungs(_: Measured) -> str:
 def _table_of_run(measured: Measured) -> str:
     """What the tables were measured on."""
     files = (("times", measured.times), ("bytes", measured.counted), ("cpu", measured.serial))
-    rows = [[name, *(getattr(run[0], key) for key in ("gpu", "jax", "commit", "run"))] for name, run in files if run]
-    return table(("part", "GPU", "JAX", "commit", "run"), rows)
+    keys, rows = ("gpu", "jax", "commit", "run"), []
+    for name, measured_rows in files:
+        runs: dict[tuple[str, ...], dict[str, None]] = {}  # and their ops, in order
+        for row in measured_rows:
+            ops = runs.setdefault(tuple([getattr(row, key) for key in keys]), {})
+            ops |= {row.op: None} if row.op != "copy" else {}
+        rows += [[name, ", ".join(ops), *run] for run, ops in runs.items()]
+    return table(("part", "of", "GPU", "JAX", "commit", "run"), rows)
 
 
 def _ladder(shape: Shape, measured: Measured) -> str:

@@ -585,6 +585,22 @@ def test_top_k_that_is_timed_and_not_counted_is_a_miss(full, page):
     assert found_in(few, page) == [f"online_top_k {common.text(common.MEDIUM)}: no bytes counted"]
     timed = [row for row in full.times if row.implementation != "online_top_k"]
     assert found_in(Measured(timed, few.counted, full.serial), page) == []
+    none = [one for one in full.counted if one.implementation not in WITH_TOP_K]
+    assert found_in(Measured(full.times, none, full.serial), page) == []
+
+
+def test_an_op_that_was_measured_alone_leaves_the_others_as_they_were(full, tmp_path):
+    again = [dataclasses.replace(row, run="2", us=2 * row.us) for row in full.times if row.op in ("copy", "softmax_top_k")]
+    results.append(tmp_path / "worklog.csv", *full.times, *again)
+    found = Measured.read(tmp_path).times
+    assert {(row.op, row.run) for row in found} == {
+        ("copy", "1"),
+        ("softmax", "1"),
+        ("softmax_top_k", "2"),
+        ("attention", "1"),
+    }
+    table = tables.TABLES["run"](Measured(found, [], []))
+    assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["softmax, attention", "softmax_top_k"]
 
 
 # The command line.
