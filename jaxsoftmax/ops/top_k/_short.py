@@ -18,7 +18,6 @@ pairs (16 in 16 bits), 96 to make numbers of them (64), 253 for the network (248
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +32,10 @@ from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k import _networks, _staged
 from jaxsoftmax.ops.top_k._candidates import KEY
-from jaxsoftmax.ops.top_k._staged import Plan, Warp, vector_of
+from jaxsoftmax.ops.top_k._floats import as_float, exponential, inverse_of, narrowed, shifted, sum_of, widened
+from jaxsoftmax.ops.top_k._staged import Plan, Warp, store_all, vector_of
 
 _LOWEST = -(2**31)
-_LOG2E = math.log2(math.e)
 
 
 def serves(cols: int, itemsize: int, k: int) -> bool:
@@ -358,23 +357,17 @@ _VALUE = {  # the bits of what has this key
 def _state_of_row(call, warp, largest):
     """The state `(m, d)` of a lane's row, whose largest entry is this one, or some entry where NaN is in the row."""
     m = shifted(largest)
-    sums: list[Any] = [[] for _ in range(4)]
+    sums: list[Any] = [None] * 4
     fill = 0xFF800000 if call.plan.itemsize == 4 else {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}[call.of.name]
     for number, (offset, is_there) in enumerate(warp.vectors()):
         loaded = ptx.load_words(warp.vector, offset, is_there, vector_of(4, 32), fill, space="shared")
         values = [value for q in range(4) for value in widened(call.of, llvm.extractelement(loaded, constant(q)))]
-        total = _sum_of([exponential(arith.subf(value, m)) for value in values])
-        sums[number % 4] = [_sum_of([*sums[number % 4], total])]
-    d = _sum_of([sum_ for part in sums for sum_ in part])
+        total, at = sum_of([exponential(arith.subf(value, m)) for value in values]), number % 4
+        sums[at] = total if sums[at] is None else arith.addf(sums[at], total)
+    d = sum_of([sum_ for sum_ in sums if sum_ is not None])
     for bit in [1 << i for i in range(call.plan.lanes.bit_length() - 1)]:
         d = arith.addf(d, _of_other(d, bit))
     return m, d
-
-
-def _sum_of(values):
-    """By halves, so that few are rounded one after another."""
-    half = len(values) // 2
-    return values[0] if not half else arith.addf(_sum_of(values[:half]), _sum_of(values[half:]))
 
 
 def _weights(call, values, state):
@@ -388,58 +381,7 @@ def _weights(call, values, state):
 
 def _float(call, bits):
     """The float32 of an element whose bits these are, of a 16-bit one in the upper half."""
-    return _bits_as_float(arith.shrui(bits, constant(16)) if call.of == jnp.float16 else bits, call.of)
-
-
-# Float32 of a lane.
-
-
-def shifted(m):
-    """What `online.shift` is: 0 for what is infinite, or NaN."""
-    text = "abs.f32 size, $1; setp.lt.f32 is, size, 0f7F800000; selp.f32 $0, $1, 0f00000000, is;"
-    return utils.inline_ptx(f"{{ .reg .pred is; .reg .f32 size; {text} }}", m, result_types=m.type)
-
-
-def exponential(x):
-    scaled = arith.mulf(x, arith.constant(x.type, _LOG2E))
-    return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", scaled, result_types=x.type)
-
-
-def inverse_of(d):
-    """What weights are multiplied with, of rows whose sum of weights is `d`: NaN where that is infinite."""
-    text = "setp.lt.f32 is, $1, 0f7F800000; selp.f32 $0, $1, 0f7FFFFFFF, is;"
-    return reciprocal(utils.inline_ptx(f"{{ .reg .pred is; {text} }}", d, result_types=d.type))
-
-
-def reciprocal(d):
-    return utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", d, result_types=d.type)
-
-
-def widened(dtype, word):
-    """The elements of a word as float32."""
-    if dtype.itemsize == 4:
-        return [_bits_as_float(word, dtype)]
-    if dtype == jnp.float16:
-        return [_bits_as_float(half, dtype) for half in (word, arith.shrui(word, constant(16)))]
-    return [_bits_as_float(half, dtype) for half in (arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))]
-
-
-def _bits_as_float(bits, dtype):
-    """Of a float16 those in the lower half, of others all."""
-    if dtype != jnp.float16:
-        return arith.bitcast(ir.F32Type.get(), bits)
-    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
-    return utils.inline_ptx(text, bits, result_types=ir.F32Type.get())
-
-
-def narrowed(values, kind):
-    """The bits of float32 values in another type of floats: of two values in a word, if that has 16 bits and they are even."""
-    if utils.bitwidth(kind) == 32:
-        return [arith.bitcast(integer(32), value) for value in values]
-    if len(values) % 2:
-        return [arith.bitcast(integer(16), arith.truncf(kind, value)) for value in values]
-    text = f"cvt.rn.{'bf16x2' if kind == ir.BF16Type.get() else 'f16x2'}.f32 $0, $2, $1;"
-    return [_asm(text, *pair) for pair in zip(values[::2], values[1::2], strict=True)]
+    return as_float(arith.shrui(bits, constant(16)) if call.of == jnp.float16 else bits, call.of)
 
 
 def paired(halves):
@@ -447,16 +389,6 @@ def paired(halves):
     if len(halves) % 2:
         return halves
     return [_asm("mov.b32 $0, {$1, $2};", *pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
-
-
-def store_all(address, words, inside, offset=0):
-    """Stores words to shared memory from an address on, as many at a time as their number allows."""
-    width, at_once = words[0].type.width, next(n for n in (4, 2, 1) if len(words) % n == 0)
-    for start in range(0, len(words), at_once):
-        together = llvm.mlir_undef(vector_of(at_once, width))
-        for q in range(at_once):
-            together = llvm.insertelement(together, words[start + q], constant(q))
-        ptx.store_words(address, offset + start * width // 8, inside, together, "shared")
 
 
 def _asm(text, *operands):

@@ -25,8 +25,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARPS, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k import _staged
-from jaxsoftmax.ops.top_k._short import exponential, inverse_of, narrowed, reciprocal, shifted, store_all, widened
-from jaxsoftmax.ops.top_k._staged import VECTOR, Plan, Warp, vector_of
+from jaxsoftmax.ops.top_k._floats import exponential, inverse_of, narrowed, reciprocal, shifted, widened
+from jaxsoftmax.ops.top_k._staged import VECTOR, Plan, Warp, store_all, vector_of
 
 
 def serves(cols: int, itemsize: int, k: int, of_x: int | None) -> bool:

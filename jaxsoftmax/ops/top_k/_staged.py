@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
@@ -195,3 +195,13 @@ class Warp:
 def vector_of(count: int, bits: int):
     """The type of so many words."""
     return ir.VectorType.get((count,), integer(bits))
+
+
+def store_all(address, words, inside, offset=0):
+    """Stores words to shared memory from an address on, as many at a time as their number allows."""
+    width, at_once = words[0].type.width, next(n for n in (4, 2, 1) if len(words) % n == 0)
+    for start in range(0, len(words), at_once):
+        together = llvm.mlir_undef(vector_of(at_once, width))
+        for q in range(at_once):
+            together = llvm.insertelement(together, words[start + q], constant(q))
+        ptx.store_words(address, offset + start * width // 8, inside, together, "shared")
