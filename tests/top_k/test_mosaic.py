@@ -270,6 +270,22 @@ def test_rows_that_are_drawn_again_are_those_of_the_reference(dtype, rows, cols)
     assert np.mean(found != expected) < 1 / 1000  # but for what comes as close as rounding
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [300, 5000, 50257, 50260])
+def test_sums_of_rows_that_start_inside_of_a_line(cols, dtype):
+    """Of two sums, which go through the same shared memory, neither has a part of the other."""
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((600, cols)), dtype)
+    options = {"top_p": 0.9, "return_log_prob": True}
+    f = jax.jit(functools.partial(jaxsoftmax.categorical, jax.random.key(1), implementation="mosaic", **options))
+    index, found = f(x)
+    whole = jax.nn.log_softmax(x.astype(jnp.float32), axis=-1)
+    expected = np.take_along_axis(np.asarray(whole), np.asarray(index)[:, None], -1)[:, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for again in (f(x) for _ in range(5)):
+        np.testing.assert_array_equal(again[1], found)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64, 528, 5000])
 def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
     for cols in (1, 100, 4096, 50257, 128256, 2**20):

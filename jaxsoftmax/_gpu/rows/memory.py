@@ -122,6 +122,7 @@ class Memory:
 
             vectors = arith.divui(before, size)
             if layout.whole_vectors:
+                utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)  # others may still read earlier sums
                 total = exchanged(add(zero, None, None), 0, vectors)
             else:
                 head = exchanged(add(zero, "uge", inside), 0, arith.subi(threads, constant(1)))
@@ -520,7 +521,7 @@ class Ring:
     Attributes:
       memory: of the block.
       ref: what is read.
-      slots: `[size * threads * vector]` of its dtype, in shared memory.
+      slots: `[size * threads * vector]` of its dtype, in shared memory. Vectors must have 4, 8 or 16 bytes.
       size: steps that it holds.
     """
 
@@ -533,7 +534,7 @@ class Ring:
         """Starts a group of copies: of `count` steps from `first` on if `left` is more than 0, else of none."""
         layout, itemsize = self.memory.layout, self.ref.dtype.itemsize
 
-        def start(ref, slots, row, rank, first, left):
+        def copy(ref, slots, row, rank, first, left):
             register = layout.layout.to_mgpu().registers_element_type(ref.type.element_type)
             (begin,) = self.memory._starts(ref, (row, rank), itemsize)
             slot = arith.remui(first, constant(self.size))
@@ -541,9 +542,9 @@ class Ring:
                 for k in range(count):
                     step = self.memory._vector(arith.addi(first, constant(k)), begin, itemsize, whole=True)
                     step.copy(register, self._place(slots, slot, k), 0)
-            utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-        ptx.emit(start, (self.ref, self.slots), [*self.memory.place, first, left])
+        ptx.emit(copy, (self.ref, self.slots), [*self.memory.place, first, left])
+        ptx.end_copies()
 
     def load(self, first, count: int) -> list[jax.Array]:
         """What threads have of so many steps, as `Memory.read` gives it, once their copies have arrived."""
