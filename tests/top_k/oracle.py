@@ -50,11 +50,11 @@ def top_k(x, k, axis=-1, where=None):
     return np.take_along_axis(x, indices, axis), indices
 
 
-def philox(counter, key, rounds=7):
-    """Philox4x32 of words that are arrays or numbers, in integers of 64 bits."""
+def philox(counter, key):
+    """Philox4x32-7 of words that are arrays or numbers, in integers of 64 bits."""
     c, k = [np.asarray(word, np.uint64) for word in counter], [int(word) for word in key]
     mask, half = np.uint64(2**32 - 1), np.uint64(32)
-    for _ in range(rounds):
+    for _ in range(7):
         first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         c = [
             (second >> half) ^ c[1] ^ np.uint64(k[0]),

@@ -29,7 +29,7 @@ LOWER = 2**31  # what is added to a block for the lower halves
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # the golden ratio and sqrt(3) - 1, which the key grows by
-ROUNDS = 7
+_ROUNDS = 7
 _MASK = 2**32 - 1
 
 # uint32 words, arrays or numbers, and how two are multiplied.
@@ -47,10 +47,10 @@ def multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     return a_high * b_high + (middle >> half) + (other >> half), a * np.uint32(b)
 
 
-def philox(counter: Words, key: Words, multiply: Multiply = multiply, rounds: int = ROUNDS) -> Words:
+def philox(counter: Words, key: Words, multiply: Multiply = multiply) -> Words:
     """Four random words for a counter of four words and a key of two, each an array of uint32 or an int."""
     words, key = tuple(map(_word, counter)), tuple(map(_word, key))
-    for step in range(rounds):
+    for step in range(_ROUNDS):
         if step:
             key = tuple([_sum(word, increment) for word, increment in zip(key, _WEYL, strict=True)])
         (high0, low0), (high2, low2) = (

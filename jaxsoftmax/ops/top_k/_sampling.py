@@ -32,7 +32,7 @@ from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
-_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, which redraw
+_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, which redraw: their threads take most registers
 _WINDOW = 16  # rows of a thread that looks which are rejected
 
 
@@ -101,7 +101,7 @@ def _draw(plan, x, of_rows, parts):
         states = States(row, scratch[-1], drawing.size) if parts else None
         if states is not None:
             states.clear()
-        drawing.clear()
+        drawing.winner.clear()
         start(plan)
         meet(plan)
 
@@ -111,7 +111,7 @@ def _draw(plan, x, of_rows, parts):
             tops = drawing.tops(loaded)
             if states is not None:
                 carry = states.push(carry, list(map(drawing.held.converted, loaded)), tops[0])
-            drawing.visit(steps, load, tops, drawing.min_p_keeps if "min_p" in of_rows else None)
+            drawing.visit(steps, load, tops, (lambda x, _: drawing.min_p_keeps(x)) if "min_p" in of_rows else None)
             return carry
 
         row.sweep(x_ref, drawing.held, visit, states, ahead=False)  # random words take long enough
@@ -163,7 +163,8 @@ def _redraw(target, x, rejected, index, of_rows):
     layout = _drawing_layout(cols, 4)
     blocks = blocks_for(target, layout, 1, _BLOCKS_THAT_REDRAW)
     clusters = min(rows, _BLOCKS_AT_A_TIME * target.multiprocessors // blocks)
-    plan = Plan(layout, blocks, rows, _BLOCKS_THAT_REDRAW, _copied(x.dtype))
+    sweeps = len(layout.looped_steps) // layout.config.unroll
+    plan = Plan(layout, blocks, rows, _BLOCKS_THAT_REDRAW, min(sweeps, _copied(x.dtype)))
 
     def kernel(x_ref, rejected, index, *refs):
         of_row, (result, best, told, *scratch) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
@@ -191,7 +192,7 @@ def _redraw(target, x, rejected, index, of_rows):
                     is_before = last.follows(x, columns)
                     return is_before if "min_p" not in of_rows else jnp.logical_and(is_before, drawing.min_p_keeps(x))
 
-                drawing.clear()
+                drawing.winner.clear()
                 look.clear()
                 row.sweep(x_ref, drawing.held, draw, ahead=False)
                 column = drawing.column()
@@ -227,7 +228,8 @@ def _copy_accepted(rejected, index, result, rows: int, first, step: int) -> None
             "{ .reg .pred is; .reg .b32 row, word; .reg .b64 at, place; mov.b32 row, $0;"
             f" next: setp.ge.u32 is, row, {rows}; @is bra end; mul.wide.u32 place, row, 4; add.u64 at, place, $1;"
             " ld.global.b32 word, [at]; setp.eq.u32 is, word, 0; add.u64 at, place, $2; @is ld.global.b32 word, [at];"
-            f" add.u64 at, place, $3; @is st.global.b32 [at], word; add.u32 row, row, {step}; bra next; end: }}"
+            f" add.u64 at, place, $3; @is st.global.b32 [at], word; add.u32 row, row, {step}; bra next;"
+            " end: bar.warp.sync 0xffffffff; }"
         )
         places = map(ptx.address_of, (rejected, index, result))
         utils.inline_ptx(asm, first, *places, has_side_effects=True)
@@ -290,17 +292,13 @@ class _Drawing:
         self.place = tile.column(0)
         self.winner = Winner(best, layout.cols, row.plan.blocks)
 
-    def clear(self) -> None:
-        self.winner.clear()
-
     def column(self) -> jax.Array:
         """Of what was drawn, in all blocks of the cluster."""
         self.winner.share(self.row.tile.memory.rank)
         return self.winner.column()
 
-    def min_p_keeps(self, x, columns=None) -> jax.Array:
+    def min_p_keeps(self, x) -> jax.Array:
         """Whether `min_p` keeps what is of these scores, of a row whose maximum is known."""
-        del columns
         along = self.row.tile.along
         size = None if self.size is None else along(self.size)
         weights, least = online.weights(x, along(self.of_row["m"]), axis=(), scale=size), self.of_row["min_p"]
@@ -436,7 +434,10 @@ class _Entry:
         return jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
 
     def exceeded(self, x, is_later) -> jax.Array:
-        """The same for elements at columns that are all lower, or with `is_later`, a scalar, all higher than its own."""
+        """The same for elements at columns that are all lower, or with `is_later`, a scalar, all higher than its own.
+
+        Of a value of -inf others at lower columns do not count, which weigh nothing.
+        """
         value = self._along(self.value)
         bits = lax.bitcast_convert_type(value, jnp.int32)
         next_bits = jnp.where(value == 0, jnp.int32(-(2**31) + 1), bits + jnp.where(value > 0, -1, 1))

@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def ring(self) -> int:
-        """Steps in shared memory: threads that join vectors need one of the next sweep, too."""
+        """Steps in shared memory, if any are copied: threads that join vectors need one of the next sweep, too."""
         return self.copied * self.layout.config.unroll + self.layout.joined
 
 
@@ -56,7 +56,7 @@ def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool, copied: int =
     slices, sweeps = MOST_BLOCKS, len(layout.looped_steps) // layout.config.unroll
     while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
         slices //= 2
-    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, copied)
+    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, min(copied, sweeps))
 
 
 def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
@@ -75,8 +75,8 @@ def launched(name, kernel, plan, dtype, results, scratch, parts: int = 0, grid: 
     layout = plan.layout
     warps = ptx.WARPS * layout.warpgroups
     order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape and parts > 1 else None
-    copies = 1 + (plan.blocks > 1)  # of what the block has, and of what all of its cluster have
-    states = plgpu.SMEM((copies * parts, plan.slices * warps), jnp.float32) if parts else None
+    held = parts * (1 + (plan.blocks > 1))  # what the block has, and what all of its cluster have
+    states = plgpu.SMEM((held, plan.slices * warps), jnp.float32) if parts else None
     slots = plgpu.SMEM((plan.ring * layout.threads * layout.vector,), dtype) if plan.copied else None
     options: dict[str, Any] = {}
     if layout.warpgroups > 1:
@@ -153,10 +153,10 @@ class Row:
         def loaded(steps, index=None):
             return [held.load(step) for step in steps] if index is None else held.load(steps[index])
 
-        def held_by(here, index=None):
+        def from_registers(here, index=None):
             return here if index is None else here[index]
 
-        def copied_before(steps, index=None):
+        def from_ring(steps, index=None):
             return ring.load(steps[0], unroll) if index is None else ring.load(steps[index], 1)[0]
 
         swept: Any = 0  # sweeps of the loop
@@ -172,12 +172,12 @@ class Row:
                 following, carry = carry
                 if ring is not None:
                     ptx.await_copies(copied - 1)
-                    carry = visit(i - first, steps_of(i), functools.partial(copied_before, steps_of(i)), True, carry)
+                    carry = visit(i - first, steps_of(i), functools.partial(from_ring, steps_of(i)), True, carry)
                     copy(i + copied)
                 elif ahead:
                     here = following
                     following = loaded(steps_of(jnp.minimum(i + 1, stop - 1)))  # the last again, from a cache
-                    carry = visit(i - first, steps_of(i), functools.partial(held_by, here), True, carry)
+                    carry = visit(i - first, steps_of(i), functools.partial(from_registers, here), True, carry)
                 else:
                     carry = visit(i - first, steps_of(i), functools.partial(loaded, steps_of(i)), True, carry)
                 if states is not None and states.has_sums:
@@ -197,7 +197,7 @@ class Row:
             visits = [rest[i : i + unroll] for i in range(0, len(rest), unroll)]
             all_loaded = list(map(loaded, visits))  # before the first is visited, as each takes long to arrive
             for number, (steps, here) in enumerate(zip(visits, all_loaded, strict=True)):
-                carry = visit(swept + number, steps, functools.partial(held_by, here), False, carry)
+                carry = visit(swept + number, steps, functools.partial(from_registers, here), False, carry)
             if states is not None:
                 last = max(0, count - 1) // of_slice if states.has_sums else rank * (self.plan.slices // blocks)
                 states.store(last, carry)

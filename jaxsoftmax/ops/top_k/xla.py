@@ -220,13 +220,17 @@ def least(dtype):
 
 
 def _largest(x):
-    """The largest entry of each row in the order of `lax.top_k`, and where it is: as `lax.argmax`, which drops the entry."""
-    bits = x
+    """The largest entry of each row in the order of `lax.top_k`, and where it is.
+
+    `lax.argmax` gives the place alone, and to read the entry there would take another kernel.
+    """
+    keys = bits = x
     if jnp.issubdtype(x.dtype, jnp.floating):
         bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-        keys = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-    else:
-        keys = x
+        # Of 8 bits some have no sign, or no NaN of both, and are compared in float32; those without -0 are not.
+        in_float32 = x.dtype.itemsize == 1 and not x.dtype.name.endswith("fnuz")
+        keys = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) if in_float32 else bits
+        keys = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
     if keys.dtype.itemsize < 4:
         keys = keys.astype(jnp.int32)
 
