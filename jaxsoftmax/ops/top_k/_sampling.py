@@ -98,7 +98,7 @@ def _draw(plan, x, of_rows, parts):
         state_refs, (best, *scratch) = refs[:parts], refs[parts:]
         row = Row(plan, scratch)
         drawing = _Drawing(row, x_ref, of_row, best)
-        states = States(row, scratch[-1], drawing.size) if parts else None
+        states = States(row, scratch[-1], drawing.inverse) if parts else None
         if states is not None:
             states.clear()
         drawing.winner.clear()
@@ -286,7 +286,7 @@ class _Drawing:
     def __init__(self, row: Row, x_ref, of_row, best):
         tile, layout = row.tile, row.plan.layout
         self.row, self.of_row = row, {name: _of_row(ref, tile.memory.row) for name, ref in of_row.items()}
-        self.size, self.noise = self.of_row.get("inverse"), self.of_row.get("noise")
+        self.inverse, self.noise = self.of_row.get("inverse"), self.of_row.get("noise")
         self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
         self.width, self.layout = layout.threads * layout.vector, layout.layout
         self.place = tile.column(0)
@@ -300,7 +300,7 @@ class _Drawing:
     def min_p_keeps(self, x) -> jax.Array:
         """Whether `min_p` keeps what is of these scores, of a row whose maximum is known."""
         along = self.row.tile.along
-        size = None if self.size is None else along(self.size)
+        size = None if self.inverse is None else along(self.inverse)
         weights, least = online.weights(x, along(self.of_row["m"]), axis=(), scale=size), self.of_row["min_p"]
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
         return weights >= along(least)
@@ -319,7 +319,7 @@ class _Drawing:
         winner, lowest = self.winner, self.row.tile.accumulator(-jnp.inf)
 
         def at_temperature(scores, is_kept=None):
-            scores = scores if self.size is None else scores * self.row.tile.along(self.size)
+            scores = scores if self.inverse is None else scores * self.row.tile.along(self.inverse)
             if kept is None:
                 return scores
             # Those that are kept may overflow: then they are alike, but more than the others.
