@@ -393,7 +393,7 @@ class Memory:
         return ptx.emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
 
     def _joined(self, row, own, further):
-        """A thread's vector of a step, but of the next one what it has of the first before the row."""
+        """A thread's vector of a step, `own`, with elements of its next step, `further`, in place of those before the row."""
         words = ptx.words_of(own.type)
         each = self.layout.vector // words.shape[0]  # elements of a word
         first = arith.subi(arith.muli(utils.thread_idx(), constant(self.layout.vector)), self._before(row))

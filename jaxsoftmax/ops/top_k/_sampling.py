@@ -28,11 +28,11 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
 from jaxsoftmax.ops.top_k._candidates import FLAG, start_of
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, launched, meet, plan_of, start
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
-_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, which redraw: their threads take most registers
+_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, of the kernel that redraws, whose threads have up to 255 registers
 _WINDOW = 16  # rows of a thread that looks which are rejected
 
 
@@ -70,7 +70,10 @@ def _drawing_layout(cols: int, vector: int) -> RowLayout:
 
 
 def _drawing_plan(target, x, parts: int) -> Plan:
-    """With so many parts of the state: what keeps registers few enough for all of 512 rows to run at a time."""
+    """A thread has two columns of a step, or four where it would need more than 64 registers with two.
+
+    So all of 512 rows run at a time. `parts` are those of `_draw`.
+    """
     rows, cols = x.shape
     layout = _drawing_layout(cols, 2)
     if parts > 1 or (parts and layout.joined):
@@ -82,16 +85,11 @@ def _reading_plan(target, x) -> Plan:
     """A thread has few places, as it has two sums for each."""
     rows, cols = x.shape
     layout = RowLayout(cols, Config(4, 128, unroll=16 // x.dtype.itemsize), stored=False)
-    return plan_of(target, layout, rows, True, _copied(x.dtype))
-
-
-def _copied(dtype) -> int:
-    """Sweeps on their way to shared memory: of narrow elements few bytes are else under way."""
-    return 2 if dtype.itemsize == 2 else 0
+    return plan_of(target, layout, rows, True, copied_of(layout, x.dtype.itemsize))
 
 
 def _draw(plan, x, of_rows, parts):
-    """Samples, and so many parts of the states of rows: none, the maxima, or `(m, d)`."""
+    """The samples, and with 1 for `parts` the maxima of rows, or with 2 their states `(m, d)`."""
 
     def kernel(x_ref, *refs):
         of_row, (index, *refs) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
@@ -111,7 +109,7 @@ def _draw(plan, x, of_rows, parts):
             tops = drawing.tops(loaded)
             if states is not None:
                 carry = states.push(carry, list(map(drawing.held.converted, loaded)), tops[0])
-            drawing.visit(steps, load, tops, (lambda x, _: drawing.min_p_keeps(x)) if "min_p" in of_rows else None)
+            drawing.draw(steps, load, tops, (lambda x, _: drawing.min_p_keeps(x)) if "min_p" in of_rows else None)
             return carry
 
         row.sweep(x_ref, drawing.held, visit, states, ahead=False)  # random words take long enough
@@ -163,8 +161,7 @@ def _redraw(target, x, rejected, index, of_rows):
     layout = _drawing_layout(cols, 4)
     blocks = blocks_for(target, layout, 1, _BLOCKS_THAT_REDRAW)
     clusters = min(rows, _BLOCKS_AT_A_TIME * target.multiprocessors // blocks)
-    sweeps = len(layout.looped_steps) // layout.config.unroll
-    plan = Plan(layout, blocks, rows, _BLOCKS_THAT_REDRAW, min(sweeps, _copied(x.dtype)))
+    plan = Plan(layout, blocks, rows, _BLOCKS_THAT_REDRAW, copied_of(layout, x.dtype.itemsize))
 
     def kernel(x_ref, rejected, index, *refs):
         of_row, (result, best, told, *scratch) = dict(zip(of_rows, refs, strict=False)), refs[len(of_rows) :]
@@ -183,18 +180,18 @@ def _redraw(target, x, rejected, index, of_rows):
                 _, column = given
                 last = look.at(column)
 
-                def draw(number, steps, load, in_loop, carry):
+                def visit(number, steps, load, in_loop, carry):
                     del number, in_loop
-                    drawing.visit(steps, load, drawing.tops(load()), kept)
+                    drawing.draw(steps, load, drawing.tops(load()), kept)
                     return carry
 
                 def kept(x, columns):
-                    is_before = last.follows(x, columns)
+                    is_before = last.is_after(x, columns)
                     return is_before if "min_p" not in of_rows else jnp.logical_and(is_before, drawing.min_p_keeps(x))
 
                 drawing.winner.clear()
                 look.clear()
-                row.sweep(x_ref, drawing.held, draw, ahead=False)
+                row.sweep(x_ref, drawing.held, visit, ahead=False)
                 column = drawing.column()
                 entry = look.at(column)
                 row.sweep(x_ref, look.held, functools.partial(look.visit, entry), look.states)
@@ -204,11 +201,11 @@ def _redraw(target, x, rejected, index, of_rows):
             pl.when(rank == 0)(lambda: row.tile.memory.store_row(result, column))
 
         def take(given):
-            number, first = given
-            which = _rejected_of_window(rejected, told, rows, layout.threads, first, number)
+            number, window = given
+            which = _rejected_of_window(rejected, told, rows, layout.threads, window, number)
             is_there = which >= 0
             pl.when(is_there)(lambda: redraw(which))
-            return number + jnp.where(is_there, clusters, which + 1), first + jnp.where(is_there, 0, _WINDOW * layout.threads)
+            return number + jnp.where(is_there, clusters, which + 1), window + jnp.where(is_there, 0, _WINDOW * layout.threads)
 
         lax.while_loop(lambda given: given[1] < rows, take, (cluster, jnp.int32(0)))
 
@@ -220,7 +217,7 @@ def _redraw(target, x, rejected, index, of_rows):
 
 
 def _copy_accepted(rejected, index, result, rows: int, first, step: int) -> None:
-    """Stores the indices of rows that are not rejected: a thread those of `first` plus its number, and each `step` rows on."""
+    """Stores the indices of rows that are not rejected. A thread has row `first` plus its number, and every `step` rows on."""
 
     def copy(rejected, index, result, first):
         first = arith.addi(first, utils.thread_idx())
@@ -238,9 +235,9 @@ def _copy_accepted(rejected, index, result, rows: int, first, step: int) -> None
 
 
 def _rejected_of_window(rejected, told, rows: int, threads: int, first, number) -> jax.Array:
-    """Of some rows from `first` on, the rejected one of this number, from 0; or less than 0 by one more than there are.
+    """The row that is the rejected one of this number, counted from 0, in the window of rows that begins with `first`.
 
-    All threads of a block have the result. Each counts how many of `_WINDOW` rows that follow each other are rejected.
+    If the window has only n rejected rows, it is -1 - n. All threads of a block have the result; each looks at `_WINDOW` rows.
     """
     warps, own = threads // ptx.WARP, min(_WINDOW, -(-rows // threads))
 
@@ -299,19 +296,20 @@ class _Drawing:
 
     def min_p_keeps(self, x) -> jax.Array:
         """Whether `min_p` keeps what is of these scores, of a row whose maximum is known."""
-        along = self.row.tile.along
-        size = None if self.inverse is None else along(self.inverse)
-        weights, least = online.weights(x, along(self.of_row["m"]), axis=(), scale=size), self.of_row["min_p"]
+        weights, least = self.row.weights(x, self.of_row["m"], self.inverse), self.of_row["min_p"]
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
-        return weights >= along(least)
+        return weights >= self.row.tile.along(least)
 
     def tops(self, loaded) -> tuple[jax.Array, list[jax.Array]]:
-        """The maxima at each place, or NaN, of all steps, and in memory's dtype of those whose halves are alike in words."""
-        larger = self.held.maximum if self.held.in_words else functools.partial(functools.reduce, jnp.maximum)
-        parts = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
-        return self.held.converted(larger(parts)), parts
+        """The maxima at each place, or NaN: of all steps, in float32, and of each group of steps, in the dtype of memory.
 
-    def visit(self, steps, load, tops, kept=None) -> None:
+        The random halves of the first group are the lower ones of their words, and those of the second the upper ones.
+        """
+        larger = self.held.maximum if self.held.in_words else functools.partial(functools.reduce, jnp.maximum)
+        groups = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
+        return self.held.converted(larger(groups)), groups
+
+    def draw(self, steps, load, tops, kept=None) -> None:
         """Draws among the elements of a sweep for which `kept(scores, columns)` holds, or among all; `tops` are their maxima.
 
         What is looked at alone is loaded again, from where it takes no registers.
@@ -342,13 +340,13 @@ class _Drawing:
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
-        top, parts = tops
+        top, groups = tops
         least = ptx.least_halves(words, self.layout)
 
         @pl.when(winner.may_win(at_temperature(top), jnp.minimum(*least), self.noise, self.layout) != 0)
         def _():
-            for number, (part, upper) in enumerate(zip(parts, least, strict=False)):
-                score = at_temperature(self.held.converted(part))
+            for number, (group, upper) in enumerate(zip(groups, least, strict=False)):
+                score = at_temperature(self.held.converted(group))
 
                 @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
                 def _(number=number):
@@ -389,22 +387,22 @@ class _Look:
 
         def added(is_before):
             def add(carry):
+                total, before = carry
                 for i in range(len(steps)):
                     x = self.held.converted(load(i))
                     weight = self.states.weights(x)
-                    carry = [
-                        sum_ + more for sum_, more in zip(carry, (weight, jnp.where(is_before(i, x), weight, 0)), strict=True)
-                    ]
-                return tuple(carry)
+                    counted = jnp.where(is_before(i, x), weight, 0)
+                    total, before = total + weight, before + counted
+                return total, before
 
             return add
 
-        by_column = added(lambda i, x: entry.follows(x, self.place + steps[i] * self.width))
+        by_column = added(lambda i, x: entry.is_after(x, self.place + steps[i] * self.width))
         if not in_loop:
             return by_column(carry)
         # Of whole sweeps, whose elements are in order, almost all lie on one side of the entry.
         first, end = steps[0] * self.width, (steps[-1] + 1) * self.width
-        by_score = added(lambda _, x: entry.exceeded(x, is_later=entry.column <= first))
+        by_score = added(lambda _, x: entry.is_after_all_of(x, are_higher=entry.column <= first))
         return lax.cond(jnp.logical_and(first < entry.column, entry.column < end), by_column, by_score, carry)
 
     def result(self, entry: "_Entry") -> tuple[jax.Array, jax.Array]:
@@ -428,17 +426,17 @@ class _Entry:
     def __init__(self, value, column, along):
         self.value, self.column, self._along = value, column, along
 
-    def follows(self, x, columns) -> jax.Array:
-        """Whether it does elements with these scores at some columns."""
+    def is_after(self, x, columns) -> jax.Array:
+        """Whether elements of these scores, at these columns, come before the entry."""
         value, column = self._along(self.value), self._along(self.column)
         return jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
 
-    def exceeded(self, x, is_later) -> jax.Array:
-        """The same for elements at columns that are all lower, or with `is_later`, a scalar, all higher than its own.
+    def is_after_all_of(self, x, are_higher) -> jax.Array:
+        """`is_after` for columns that are all higher than the entry's if `are_higher`, a scalar, is true, else all lower.
 
-        Of a value of -inf others at lower columns do not count, which weigh nothing.
+        If the entry is -inf, elements of -inf at lower columns are not counted: they weigh nothing.
         """
         value = self._along(self.value)
         bits = lax.bitcast_convert_type(value, jnp.int32)
         next_bits = jnp.where(value == 0, jnp.int32(-(2**31) + 1), bits + jnp.where(value > 0, -1, 1))
-        return x > jnp.where(self._along(is_later), value, lax.bitcast_convert_type(next_bits, jnp.float32))
+        return x > jnp.where(self._along(are_higher), value, lax.bitcast_convert_type(next_bits, jnp.float32))

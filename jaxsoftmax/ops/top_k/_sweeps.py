@@ -51,17 +51,27 @@ class Plan:
         return self.copied * self.layout.config.unroll + self.layout.joined
 
 
+def sweeps_of(layout: RowLayout) -> int:
+    """How many sweeps the loop over a row has."""
+    return len(layout.looped_steps) // layout.config.unroll
+
+
+def copied_of(layout: RowLayout, itemsize: int) -> int:
+    """How many sweeps to copy at a time: of elements of 16 bits registers hold too few bytes that are on their way."""
+    return min(2, sweeps_of(layout)) if itemsize == 2 else 0
+
+
 def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool, copied: int = 0) -> Plan:
     """That of rows in such a layout; `is_lifted` says whether each slice has a state."""
-    slices, sweeps = MOST_BLOCKS, len(layout.looped_steps) // layout.config.unroll
+    slices, sweeps = MOST_BLOCKS, sweeps_of(layout)
     while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
         slices //= 2
-    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, min(copied, sweeps))
+    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, copied)
 
 
 def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
     """Of a cluster for each row: more where rows are too few for all multiprocessors, as far as each has a sweep."""
-    blocks, sweeps = 1, len(layout.looped_steps) // layout.config.unroll
+    blocks, sweeps = 1, sweeps_of(layout)
     while blocks < most and 2 * blocks * rows <= 4 * target.multiprocessors and 2 * blocks <= sweeps:
         blocks *= 2
     return blocks
@@ -122,6 +132,11 @@ class Row:
         memory = Memory(plan.layout, row, plan.rows, False, rank)
         self.tile, self.slots = Tile(memory, None, None, order), slots
 
+    def weights(self, scores, m, size):
+        """Of an array of scores in the row, whose maximum is `m`; `size` is their scale, or None."""
+        along = self.tile.along
+        return online.weights(scores, along(m), axis=(), scale=None if size is None else along(size))
+
     def sweep(self, ref, held: Elements, visit, states: "States | None" = None, ahead: bool = True) -> None:
         """Folds `visit(number, steps, load, in_loop, carry)` over all steps of the row's part, some in each sweep.
 
@@ -140,7 +155,7 @@ class Row:
         """
         layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
         unroll, looped = layout.config.unroll, layout.looped_steps
-        count, copied = len(looped) // unroll, self.plan.copied
+        count, copied = sweeps_of(layout), self.plan.copied
         ring: Any = Ring(self.tile.memory, ref, self.slots, self.plan.ring) if copied else None
         rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
         of_slice = max(1, -(-count // self.plan.slices))
@@ -241,8 +256,7 @@ class States:
 
     def weights(self, scores):
         """Of an array of scores, where `m` is known."""
-        along = self.row.tile.along
-        return online.weights(scores, along(self.m), axis=(), scale=None if self.size is None else along(self.size))
+        return self.row.weights(scores, self.m, self.size)
 
     def end(self, is_last, number, carry):
         """Stores what belongs to a slice if this is its last sweep, and starts anew."""

@@ -26,7 +26,7 @@ from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
 from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, launched, meet, plan_of, start
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, copied_of, launched, meet, plan_of, start
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 MOST = 1024  # entries of a row that are found
@@ -133,8 +133,7 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     """Sweeps of 2048 or 4096 elements, by fewer threads where rows are short, or a thread has a state for each of its places.
 
     With a state a thread has few places, and bits depend on the order of a row's elements: where rows start inside of a line,
-    threads join vectors of two steps. Of narrow elements few bytes are under way in registers; with a state, what is copied to
-    shared memory instead would leave room for three blocks in place of four.
+    threads join vectors of two steps. Such rows are not copied to shared memory, which would then hold three blocks, not four.
     """
     vector, threads, unroll = 16 // itemsize, 256, itemsize
     if is_lifted:
@@ -142,8 +141,7 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     elif cols <= 8192:
         threads, unroll = 128, 4
     layout = RowLayout(cols, Config(vector, threads, unroll=unroll), stored=not is_lifted)
-    copied = 2 if itemsize == 2 and not is_lifted else 0
-    return plan_of(target, layout, rows, is_lifted, copied)
+    return plan_of(target, layout, rows, is_lifted, 0 if is_lifted else copied_of(layout, itemsize))
 
 
 def top_k(x, where, scale, *, k, return_state, dtype, target):
