@@ -38,7 +38,8 @@ def top_k(
     """The `k` largest entries of `x` along `axis`, the largest first, and their indices, as `jax.lax.top_k` gives them.
 
     The order is that of the bits: NaN of sign 0 above +inf, +0 above -0, NaN of sign 1 below -inf; equal entries in the order
-    of their indices. Values may be differentiated, any number of times and in both modes.
+    of their indices. (In long rows on a GPU `jax.lax.top_k`, and so the implementation "xla", takes 0 and -0 as equal.) Values
+    may be differentiated, any number of times and in both modes.
 
     Args:
       x: array of a floating or integer dtype with at least one axis.
