@@ -281,16 +281,10 @@ class Candidates:
         """Copies the list, which was cut, to `gathered[rank * k :]` of the first block of the cluster, with 0 for none."""
         self._run(_SEND, gathered, rank=rank)
 
-    def store(self, row, refs: Sequence[Any], sign=None, state: Sequence[jax.Array] = ()) -> None:
-        """Stores the k values and columns in order to a row of two arrays `[rows * k]`.
+    def store(self, row, refs: Sequence[Any], sign=None) -> None:
+        """Stores the k values, times `sign` where that is not None, and columns in order to a row of two arrays `[rows * k]`.
 
         There are so many. A thread has an entry, or a few, and counts how many of all are larger.
-
-        Args:
-          row: its number.
-          refs: the arrays.
-          sign: what values are multiplied by, or None.
-          state: `(m, d)` of the row, if their softmax weights are stored and not the values; `m` is finite.
         """
         # Four entries are read at a time.
         self._run(
@@ -298,8 +292,7 @@ class Candidates:
             " @is st.shared.u64 [place+8*{k}], 0; bar.sync 0;"
         )
 
-        def make(values, indices, entries, row, *scalars):
-            scalars = [scalar.registers.item() for scalar in scalars]
+        def make(values, indices, entries, row, *sign):
             start = ptx.shared_address(entries, constant(0))
             base = arith.muli(i64(row), i64(self.k))
             for first in range(0, self.k, self.threads):
@@ -309,18 +302,15 @@ class Candidates:
                 kinds, asm = [integer(32)] * 3, _RANK.format(size=32 * -(-self.k // 4), bits=self.bits, last=2**self.bits - 1)
                 rank, column, key = utils.inline_ptx(asm, own, start, result_types=kinds, has_side_effects=True)
                 value = self._value(key)
-                if state:
-                    value = utils.inline_ptx(_WEIGHT, value, *scalars, result_types=value.type)
-                elif sign is not None:
-                    value = arith.mulf(value, *scalars)
+                if sign:
+                    value = arith.mulf(value, sign[0].registers.item())
                 for ref, stored in ((values, _cast(value, values.type.element_type)), (indices, column)):
                     size = utils.bytewidth(ref.type.element_type)
                     address = arith.addi(ptx.address_of(ref), arith.muli(arith.addi(base, i64(rank)), i64(size)))
                     one = vector.broadcast(ir.VectorType.get((1,), stored.type), stored)
                     Vector(address, 0, size, inside).store(one)
 
-        scalars = state or [a for a in (sign,) if a is not None]
-        ptx.emit(make, (*refs, self.entries), [row], [(scalar, SPLAT) for scalar in scalars])
+        ptx.emit(make, (*refs, self.entries), [row], [] if sign is None else [(sign, SPLAT)])
 
     def _run(self, asm: str, *refs, n: int | None = None, rank=None, enough: int = 1):
         """Runs PTX for all threads, with the names that the texts below use; a bisection ends with a gap of `enough`."""
@@ -360,7 +350,7 @@ def _words(register):
 
 
 def _cast(value, kind):
-    """A float32 or 32-bit integer value in the type of a result; with its sign where it is NaN, too."""
+    """A float32 or 32-bit integer value in the type of a result, of which it is one; with its sign where it is NaN, too."""
     if value.type == kind:
         return value
     if isinstance(kind, ir.IntegerType):
@@ -380,15 +370,6 @@ KEY = {
 # $0: the bits of the float32 of key $1.
 BITS_OF_KEY = (
     "{ .reg .b32 word; shr.s32 word, $1, 31; not.b32 word, word; or.b32 word, word, 0x80000000; xor.b32 $0, $1, word; }"
-)
-
-# $0: the softmax weight of value $1 in a row with the state ($2, $3), NaN if there is +inf in the row. What the product with
-# log2(e) is off by has a factor of its own. -1000 is where weights are 0 and this is finite.
-_WEIGHT = (
-    "{ .reg .pred is; .reg .f32 score, sum, high, low; sub.f32 score, $1, $2; max.NaN.f32 score, score, 0fC47A0000;"
-    " mul.f32 high, score, 0f3FB8AA3B; neg.f32 low, high; fma.rn.f32 low, score, 0f3FB8AA3B, low;"
-    " fma.rn.f32 low, score, 0f32A57060, low; ex2.approx.ftz.f32 high, high; ex2.approx.ftz.f32 low, low;"
-    " setp.lt.f32 is, $3, 0f7F800000; selp.f32 sum, $3, 0f7FC00000, is; mul.f32 high, high, low; div.rn.f32 $0, high, sum; }"
 )
 
 # `bit0` to `bit4`: those of the number `q`.

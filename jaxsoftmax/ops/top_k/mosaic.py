@@ -144,11 +144,8 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
     return plan_of(target, layout, rows, is_lifted, 0 if is_lifted else copied_of(layout, itemsize))
 
 
-def top_k(x, where, scale, *, k, return_state, dtype, target, weighed=False):
-    """The k largest values and their columns, and the state `(m, d)` if asked for: of masked rows from a kernel of its own.
-
-    Values are replaced by their softmax weights if `weighed`: with the state, and with neither mask nor scale.
-    """
+def top_k(x, where, scale, *, k, return_state, dtype, target):
+    """The k largest values and their columns, and the state `(m, d)` if asked for: of masked rows from a kernel of its own."""
     *batch, cols = x.shape
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
@@ -226,11 +223,10 @@ def top_k(x, where, scale, *, k, return_state, dtype, target, weighed=False):
         def _():
             if blocks > 1:
                 last.cut_to(blocks * k)
-            state = [] if states is None else states.merged()
-            of_sign = None if sign is None else jnp.where(sign < 0, -1.0, 1.0)
-            last.store(memory.row, (values, indices), of_sign, state if weighed else ())
-            for ref, value in zip(state_refs, state, strict=True):
-                memory.store_row(ref, value)
+            last.store(memory.row, (values, indices), None if sign is None else jnp.where(sign < 0, -1.0, 1.0))
+            if states is not None:
+                for ref, value in zip(state_refs, states.merged(), strict=True):
+                    memory.store_row(ref, value)
 
     results = [jax.ShapeDtypeStruct((rows * k,), dtype if is_float else kind), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * is_lifted)
@@ -248,11 +244,8 @@ def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target)
     """The k largest weights and their columns, and the state `(m, d)` if asked for."""
     if scale is None and where is None and _short.serves(x.shape[-1], x.dtype.itemsize, k):
         return _of_short_rows(x, k, dtype, normalize, return_state)
-    params = {"k": k, "return_state": return_state or normalize == "all", "target": target}
-    if normalize == "all" and scale is None and where is None:
-        found = top_k(x, where, scale, dtype=dtype, weighed=True, **params)
-    else:
-        found = xla.weighed(top_k(x, where, scale, dtype=x.dtype, **params), where, scale, normalize, dtype)
+    params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "target": target}
+    found = xla.weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
     return found[: 2 + 2 * return_state]
 
 
