@@ -112,8 +112,8 @@ class Candidates:
     def is_long(self, number) -> jax.Array:
         """Whether the list is to be cut before the sweep of this number: 1 or 0, an int32 alike in all threads.
 
-        A warp waits until all have offered what they have of the sweep before. The lane that arrives reads the flag: another
-        warp, which may store it once more, waits for what this lane has done.
+        A warp waits until all have offered what they have of the sweep before. Its first lane reads the flag, and a vote tells
+        the others. The same lane arrives at the mbarrier in `offer`, so that no warp stores the flag anew before it was read.
         """
         asm = (
             "{ .reg .pred is, first; .reg .b32 word, lane; mov.b32 $0, 0; setp.eq.u32 is, $2, 0; @is bra.uni end;"
