@@ -9,8 +9,9 @@ python -m benchmarks cross_entropy         likewise, losses from integer labels,
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
-python -m benchmarks sharded               measure all of the above that is sharded over all GPUs; results/<gpu>x<count>
-python -m benchmarks links                 likewise, what collectives alone take
+python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
+                                           them; results/<gpu>x<count>/sharded.csv, as in h200x2
+python -m benchmarks links                 likewise, the exchanges between these GPUs alone
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks softmax --implementation triton
                                            measure ours on one implementation; results/<gpu>/triton/softmax.csv
