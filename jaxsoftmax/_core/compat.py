@@ -34,6 +34,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_MOSAIC, "FragmentedArray(_registers)"): "an array of registers that PTX loaded",
     (_MOSAIC, "TiledLayout(_check_canonical)"): "a layout that is about to be made canonical",
     (_PALLAS, "inline_mgpu"): "puts MLIR and PTX into a kernel, for what Pallas lacks",
+    (_PALLAS, "remote_ref"): "an array of another device, for kernels that merge over devices",
     (_PALLAS, "Layout.TILED"): "registers as vectors that Pallas has no name for",
     (_UTILS, "bitwidth"): "the size of a type of MLIR",
     (_UTILS, "bytewidth"): "the size of a type of MLIR",
@@ -92,6 +93,26 @@ def require_devices(primitive: Any) -> None:
 def of_module(ctx: Any, path: str) -> Any:
     """What a lowering rule's context says of the module that is lowered, as `NAMES` says under `path`, or None."""
     return functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), ctx.module_context)
+
+
+def reaches_peers(ctx: Any) -> bool:
+    """Whether a kernel may store to the memory of the other devices that a program runs on.
+
+    Mosaic knows those of one process, in the order of their numbers. Where types say how arrays are sharded, a program is
+    lowered for a mesh without devices, and which those are only the mesh that the user set says.
+    """
+    axes = of_module(ctx, "axis_context")
+    mesh: Any = getattr(axes, "mesh", None)
+    devices = getattr(axes, "device_assignment", None)
+    if devices is None and not isinstance(mesh, jax.sharding.Mesh):
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # JAX refuses inside of a trace
+            return False
+    devices = devices or list(mesh.devices.flat)
+    if of_module(ctx, "lowering_parameters.for_export") or jax.process_count() > 1:
+        return False
+    return len(devices) > 1 and [device.id for device in devices] == list(range(len(devices)))
 
 
 def on_platform(ctx: Any, platform: str) -> Any:

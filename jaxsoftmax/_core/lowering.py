@@ -8,6 +8,7 @@ place, so equal calls lower their kernel once. It has a version for CUDA, which 
 import functools
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, dispatch, fusion, sharding
 from jaxsoftmax._core.operands import Map
-from jaxsoftmax._gpu.target import target_for
+from jaxsoftmax._gpu.target import Target, target_for
 
 _call = Primitive("jaxsoftmax")
 _call.multiple_results = True
@@ -44,13 +45,11 @@ def on_reference(
     names = [name for name, operand in operands.items() if operand is not None]
     given = [operands[name] for name in names]
 
-    def reference(other, operands, **params):
-        function = getattr(importlib.import_module(dispatch.implementations[other.op]["xla"]), other.name)
-        return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params))
-
     def run(*given, over=None, **options):
         operands = dict(zip(names, given, strict=True))
-        return _merged(this, reference, operands, over, **params) if over else reference(this, operands, **params, **options)
+        if over:
+            return _merged(this, _Reference(), operands, over, **params)
+        return _Reference()(this, operands, **params, **options)
 
     types = [jax.typeof(operand) for operand in given]
     if this.is_aligned:
@@ -74,8 +73,86 @@ def _manual_cut(kind: Any, axis_name: tuple[str, ...], *, axes: Sequence[int] = 
     return {axes[-1]: sharding.Cut(axis_name, kind.shape[axes[-1]] * lax.axis_size(axis_name))}
 
 
+@dataclass(frozen=True)
+class Run:
+    """Runs maps of an op where one of its calls is lowered: on the implementations that are chosen for their operands.
+
+    Attributes:
+      target: what is lowered for.
+      forced: the implementation that must run, or None.
+      widened: the dtypes of operands before and after casts to float32, by name: the reference gets them after those.
+      fused: the names of those that XLA would fuse with the reference.
+      reaches_peers: whether a kernel may store to the memory of the other devices.
+    """
+
+    target: Target
+    forced: str | None
+    widened: dict[str, tuple[Any, Any]]
+    fused: frozenset[str]
+    reaches_peers: bool
+
+    def choose(self, this: Map, types, obstacle=None, **params) -> tuple[dispatch.Call, dispatch.Decision]:
+        """The call of a map, on operands of these types by name, and which implementation runs it."""
+        wide = [
+            self.widened[n][1] if n in self.widened and self.widened[n][0] == a.dtype else a.dtype for n, a in types.items()
+        ]
+        call = dispatch.Call(this, tuple(types), tuple(wide), self.fused & set(types), self.forced, params)
+        return call, dispatch.choose(call, self.target, list(types.values()), obstacle)
+
+    def __call__(self, this: Map, operands, chosen=None, devices=1, **params) -> list[Any]:
+        """The results of a map on operands by name; None is absent. `devices` may share what is left to XLA."""
+        operands = _present(operands)
+        call, decision = chosen or self.choose(this, _types_of(operands), **params)
+        if decision.implementation == "xla":
+            operands = {name: a.astype(dtype) for (name, a), dtype in zip(operands.items(), call.dtypes, strict=True)}
+            options = {} if this.is_aligned else {"devices": devices}
+        else:
+            options = {"target": self.target}
+        return self._run(this, operands, decision, **params, **options)
+
+    def together(self, this: Map, operands, over, **params) -> list[Any]:
+        """The results of a map of rows that devices share, of a kernel that merges over them itself; none if there is none."""
+        if not self.reaches_peers:
+            return []
+        operands = _present(operands)
+        _, decision = self.choose(this, types := _types_of(operands), **params)
+        module = _module(this, decision.implementation)
+        if not (hasattr(module, "merges") and module.merges(this.name, self.target, types, **params)):
+            return []
+        devices = tuple((axis, lax.axis_size(axis)) for cut in over.values() for axis in cut.over)
+        return self._run(this, operands, decision, target=self.target, devices=devices, **params)
+
+    def _run(self, this, operands, decision, **params):
+        dispatch.record(decision)
+        function = getattr(_module(this, decision.implementation), this.name)
+        return jax.tree.leaves(function(**dict.fromkeys(this.by_name) | operands, **params))
+
+
+class _Reference:
+    """A `Run` on the reference alone."""
+
+    def __call__(self, this: Map, operands, **params) -> list[Any]:
+        return jax.tree.leaves(getattr(_module(this, "xla"), this.name)(**dict.fromkeys(this.by_name) | operands, **params))
+
+    def together(self, this: Map, operands, over, **params) -> list[Any]:
+        del this, operands, over, params
+        return []
+
+
+def _module(this: Map, implementation: str) -> Any:
+    return importlib.import_module(dispatch.implementations[this.op][implementation])
+
+
+def _present(operands):
+    return {name: operand for name, operand in operands.items() if operand is not None}
+
+
+def _types_of(operands):
+    return {name: jax.typeof(operand) for name, operand in operands.items()}
+
+
 def _merged(this: Map, run, operands: dict[str, Any], over, **params) -> list[Any]:
-    """A map over devices that share its rows, by what `run(map, operands, **params)` gives for each device's part."""
+    """A map over devices that share its rows, by what `run` gives of each device's part."""
     function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}._devices"), this.name)
     return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params))
 
@@ -103,24 +180,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     """
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     widened = {name: (a.dtype, dtype) for name, a, dtype in zip(names, ctx.avals_in, dtypes, strict=True) if a.dtype != dtype}
-
-    def choose(other, types, obstacle=None, **params):
-        """The call of a map, on operands of these types by name, and which implementation runs it."""
-        wide = [widened[n][1] if n in widened and widened[n][0] == a.dtype else a.dtype for n, a in types.items()]
-        call = dispatch.Call(other, tuple(types), tuple(wide), fused & set(types), implementation, params)
-        return call, dispatch.choose(call, target, list(types.values()), obstacle)
-
-    def run(other, operands, chosen=None, devices=1, **params):
-        """The results of a map on operands by name, by the implementation that is chosen for these."""
-        operands = {name: operand for name, operand in operands.items() if operand is not None}
-        call, decision = chosen or choose(other, {name: jax.typeof(a) for name, a in operands.items()}, **params)
-        dispatch.record(decision)
-        options: dict[str, Any] = {"target": target}
-        if decision.implementation == "xla":
-            operands = {name: a.astype(dtype) for (name, a), dtype in zip(operands.items(), call.dtypes, strict=True)}
-            options = {} if other.is_aligned else {"devices": devices}
-        function = getattr(importlib.import_module(dispatch.implementations[other.op][decision.implementation]), other.name)
-        return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params, **options))
+    run = Run(target, implementation, widened, fused, compat.reaches_peers(ctx))
 
     def on_shard(*operands, over):
         given = dict(zip(names, operands, strict=True))
@@ -134,7 +194,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     if axis_name:
         over = _manual_cut(ctx.avals_in[0], axis_name, **params)
         return mlir.lower_fun(functools.partial(on_shard, over=over))(bare, *operands)
-    chosen = choose(this, dict(zip(names, ctx.avals_in, strict=True)), obstacle, **params)
+    chosen = run.choose(this, dict(zip(names, ctx.avals_in, strict=True)), obstacle, **params)
     is_partitioned = devices > 1 and (chosen[1].implementation != "xla" or (this.is_cut and obstacle is None))
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None

@@ -418,13 +418,16 @@ def load_int(counters, index) -> jax.Array:
     return emit(load, counters, [index], results=_SCALAR)
 
 
-def publish_pair(pairs, index, values: Sequence[jax.Array]) -> None:
-    """Stores two float32 scalars, not both 0, to the int32 `pairs[index : index + 2]` in global memory, at once."""
+def publish_pair(pairs, index, values: Sequence[jax.Array], scope: str = "gpu") -> None:
+    """Stores two float32 scalars, not both 0, to the int32 `pairs[index : index + 2]` in global memory, at once.
+
+    The memory may be that of another device, with the scope "sys".
+    """
 
     def store(pairs, index, *values):
         ptx = (
             "{ .reg .pred first; .reg .b64 pair; setp.eq.u32 first, $3, 0; mov.b64 pair, {$1, $2};"
-            " @first st.relaxed.gpu.global.b64 [$0], pair; }"
+            f" @first st.relaxed.{scope}.global.b64 [$0], pair; }}"
         )
         operands = [value.registers.item() for value in values]
         utils.inline_ptx(ptx, _entry(pairs, index), *operands, utils.thread_idx(), has_side_effects=True)
@@ -432,11 +435,11 @@ def publish_pair(pairs, index, values: Sequence[jax.Array]) -> None:
     emit(store, pairs, [index], [(value, SPLAT) for value in values])
 
 
-def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience: int) -> list[jax.Array]:
+def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience: int, scope: str = "gpu") -> list[jax.Array]:
     """Waits until all pairs at `pairs[index : index + 2 * count]` are stored, int32 in global memory that was 0.
 
     It gives up after `patience` nanoseconds, unless as many as `tickets`, counted in the first entry, are taken by then:
-    whoever took one stores its pair without waiting. Where `tickets` is 0 it never gives up.
+    whoever took one stores its pair without waiting. Where `tickets` is 0 it never gives up. The scope is that of the stores.
 
     Returns:
       1, or 0 if one is missing, an int32 in all threads of the block. If it is 1, the first ones of all pairs, and the second
@@ -450,7 +453,8 @@ def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience:
     names = "".join(f" .reg .b64 pair{q};" for q in places)
     starts = "".join(f" setp.gt.s32 is, {left}, {q * threads}; selp.b64 pair{q}, 0, {bits}, is;" for q in places)
     loads = "".join(  # what is there is not loaded again: all blocks of a row load the same lines
-        f" setp.eq.b64 is, pair{q}, 0; @is ld.relaxed.gpu.global.b64 pair{q}, [{address}+{8 * threads * q}];" for q in places
+        f" setp.eq.b64 is, pair{q}, 0; @is ld.relaxed.{scope}.global.b64 pair{q}, [{address}+{8 * threads * q}];"
+        for q in places
     )
     tests = "".join(f" setp.ne.and.b64 all, pair{q}, 0, all;" for q in places)
     parts = "".join(f" mov.b64 {{${1 + 2 * q}, ${2 + 2 * q}}}, pair{q};" for q in places)

@@ -2,7 +2,8 @@
 
 Each block is a thread, of which one runs at a time. All that blocks do to memory that others see, or that takes a while, hands
 over to another one at random: tickets, states, copies to shared memory. Only so many run at a time, as on a GPU that has other
-work, and the others start when one has ended. A block that waits sees its patience end at random.
+work, and the others start when one has ended. A block that waits sees its patience end at random. Devices that share rows have
+blocks, memory and tickets of their own, and some may start when others are nearly done.
 """
 
 import random
@@ -28,8 +29,8 @@ class HangError(Exception):
 class Block:
     """A block: what it has started to copy, in groups, and what the stages of its shared memory hold."""
 
-    def __init__(self, run):
-        self.run, self.stages, self.groups, self.open = run, [None, None], [], []
+    def __init__(self, run, device):
+        self.run, self.device, self.stages, self.groups, self.open = run, device, [None, None], [], []
         self.turn, self.ended = threading.Semaphore(0), False
 
     def land(self, keep=0):
@@ -40,28 +41,33 @@ class Block:
 
 
 class Run:
-    """`count` rows of so many slices, done by some blocks, of which `resident` run at a time; `along` another axis, tiles."""
+    """`count` rows of so many slices, done by some blocks, of which `resident` run at a time; `along` another axis, tiles.
 
-    def __init__(self, seed, count, slices, blocks, resident, along):
-        self.random, self.count, self.slices = random.Random(seed), count, slices
+    Each of the devices has so many slices of a row, blocks, and residents.
+    """
+
+    def __init__(self, seed, count, slices, blocks, resident, along, devices=1):
+        self.random, self.count, self.slices, self.devices = random.Random(seed), count, slices, devices
         self.resident, self.along = resident, along
         self.impatience = self.random.choice([0.1, 0.4, 1])
-        self.memory = np.zeros(0, np.int64)
+        self.memory = [np.zeros(0, np.int64) for _ in range(devices)]
         self.states, self.groups = {}, {}  # of slices, and of groups of them, by ticket, and by number
         self.finished = []
         self.local = threading.local()
-        self.blocks = [Block(self) for _ in range(blocks)]
+        self.blocks = [Block(self, device) for device in range(devices) for _ in range(blocks)]
         self.failure, self.steps, self.main = None, 0, threading.Semaphore(0)
 
     # The scheduler.
 
     def go(self):
-        waiting, live = list(self.blocks), []
+        waiting = [[block for block in self.blocks if block.device == device] for device in range(self.devices)]
+        live = []
         for block in self.blocks:
             threading.Thread(target=self.work, args=(block,), daemon=True).start()
-        while (waiting or live) and self.failure is None:
-            while waiting and len(live) < self.resident:
-                live.append(waiting.pop(0))
+        while (any(waiting) or live) and self.failure is None:
+            for device, blocks in enumerate(waiting):
+                while blocks and sum(block.device == device for block in live) < self.resident:
+                    live.append(blocks.pop(0))
             block = self.random.choice(live)
             block.turn.release()
             self.main.acquire()
@@ -100,10 +106,13 @@ class Run:
             config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, lanes=8, grid=len(self.blocks))
             return split.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
         config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, grid=len(self.blocks))
-        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None)
+        devices = Devices(self, self.local.block.device)
+        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None, devices)
 
     def ticket(self, memory):
-        return int(memory.row) * self.slices + int(memory.rank)
+        """The number of a slice, of those of all devices."""
+        part = int(memory.row) * self.devices + self.local.block.device
+        return part * self.slices + int(memory.rank)
 
     def copy_in(self, memory):
         block = self.local.block
@@ -122,11 +131,12 @@ class Run:
         block, ticket = self.local.block, self.ticket(tile.memory)
         if isinstance(tile, (split.First, split.FirstOfColumns)):
             assert block.stages[int(tile.memory.stage)] == ticket
-            assert ticket not in self.states
+            assert (self.local.block.device, ticket) not in self.states
             tile.found.extend([merge, [ticket]] if self.along else [np.float32(1 + ticket), np.float32(1)])
             self.others()
             return None
-        row = range(int(tile.memory.row) * self.slices, (int(tile.memory.row) + 1) * self.slices)
+        slices = self.slices * self.devices
+        row = range(int(tile.memory.row) * slices, (int(tile.memory.row) + 1) * slices)
         if self.along:
             groups = tile.memory.layout.groups
             found = [ticket for k in range(groups) for ticket in self.groups[int(tile.first) + k]]
@@ -140,6 +150,20 @@ class Run:
         self.others()
         assert self.local.block.stages[int(tile.memory.stage)] == ticket
         self.finished.append(ticket)
+
+
+class Devices:
+    """What `split.Devices` is to a block."""
+
+    def __init__(self, run, own):
+        self.run, self.own, self.count = run, own, run.devices
+
+    def rank(self):
+        return np.int32(self.own)
+
+    def others(self, counters):
+        assert counters is self.run.memory[self.own]
+        return [self.run.memory[(self.own + k) % self.count] for k in range(1, self.count)]
 
 
 def merge(*_):
@@ -165,17 +189,19 @@ def fakes(run):
                 return np.int32(0)
         return np.int32(1)
 
-    def await_pairs(pairs, index, count, most, threads, tickets, patience):
+    def await_pairs(pairs, index, count, most, threads, tickets, patience, scope):
         index, count = int(index), int(count)
         there = wait(lambda: pairs[index : index + 2 * count].all(), pairs, tickets)
         values = pairs[index : index + 2 * count].astype(np.float32)
         return [there, values[::2], values[1::2]]
 
-    def publish_pair(pairs, index, values):
+    def publish_pair(pairs, index, values, scope):
         pairs, index = entry(pairs, index)
+        assert scope == ("gpu" if run.devices == 1 else "sys")
         assert not pairs[index : index + 2].any()
         pairs[index : index + 2] = values
-        run.states[(index - 2) // 2] = values
+        device = next(device for device, memory in enumerate(run.memory) if memory is pairs)
+        run.states[device, (index - 2) // 2] = values
 
     def await_row(counters, row, count, tickets, patience, told):
         return wait(lambda: counters[1 + int(row)] == count, counters, (int(row) + 1) * tickets)
@@ -216,10 +242,9 @@ def fakes(run):
     )
 
     def get_global(semaphores):
-        size = semaphores.shape[0]
-        if not len(run.memory):
-            run.memory = np.zeros(size, np.int64)
-        return run.memory
+        if not len(run.memory[0]):  # on all devices before the first block starts
+            run.memory[:] = [np.zeros(semaphores.shape[0], np.int64) for _ in run.memory]
+        return run.memory[run.local.block.device]
 
     pl = types.SimpleNamespace(get_global=get_global, when=lambda is_true: lambda f: f() if is_true else None)
     return {"ptx": ptx, "lax": lax, "pl": pl, "jnp": np}
@@ -240,7 +265,7 @@ class FirstOfColumns(split.FirstOfColumns):
         self.run.others()
         number = int(number)
         if number < self.run.count * self.run.slices:
-            self.run.states[number] = values
+            self.run.states[0, number] = values
         else:
             assert number not in self.run.groups
             self.run.groups[number] = values
@@ -249,7 +274,7 @@ class FirstOfColumns(split.FirstOfColumns):
         assert function is merge
         assert int(count) <= most
         self.run.others()
-        return [ticket for k in range(int(count)) for ticket in self.run.states[int(first) + k]]
+        return [ticket for k in range(int(count)) for ticket in self.run.states[0, int(first) + k]]
 
 
 @pytest.fixture
@@ -277,7 +302,22 @@ def test_each_slice_is_published_and_finished_once_whatever_runs(run, along):
         count, slices, blocks, resident = shape
         slices *= 1 + 4 * along  # several groups
         found = run(seed, count, slices, blocks, min(blocks, resident), along)
-        assert sorted(found.finished) == sorted(found.states) == list(range(count * slices))
+        assert sorted(found.finished) == list(range(count * slices))
+        assert sorted(found.states) == [(0, ticket) for ticket in range(count * slices)]
+
+    check()
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_devices_that_share_rows_tell_each_other_the_states_of_all_slices(run, devices):
+    @brute_force
+    @given(st.integers(0, 2**31), SHAPES)
+    def check(seed, shape):
+        count, slices, blocks, resident = shape
+        found = run(seed, count, slices, blocks, min(blocks, resident), False, devices)
+        everything = range(count * slices * devices)
+        assert sorted(found.finished) == list(everything)
+        assert sorted(found.states) == [(device, ticket) for device in range(devices) for ticket in everything]
 
     check()
 

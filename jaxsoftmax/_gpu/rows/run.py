@@ -76,6 +76,7 @@ def run(
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
     replaced: str | None = None,
+    devices: tuple[tuple[str, int], ...] = (),
 ) -> list[jax.Array]:
     """Runs a kernel on the rows of arrays.
 
@@ -91,6 +92,8 @@ def run(
       per_row: dtypes of the results that have size 1 along `axes`.
       replaced: the operand in whose memory the whole result is written, which has its dtype, or None. XLA copies it before
         where something else may read it later.
+      devices: the axes of the mesh, and their sizes, along which devices have parts of each row; the configuration is one of
+        the grid then. None where rows are whole.
     """
     given = {key: operand for key, operand in operands.items() if operand is not None}
     held = {key: operand.array for key, operand in given.items() if isinstance(operand, Whole)}
@@ -175,7 +178,7 @@ def run(
         if layout.config.grid:
             states = out_refs.pop() if inner > 1 else None
             shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, states, exchange, order, told).work(
+            shared_rows(layout, count, states, exchange, order, told, split.Devices(devices)).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile: body(tile, **values(tile, refs, slots)),

@@ -23,12 +23,19 @@ Rows along another axis are shared in tiles of neighbours (see `columns`), which
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
 nothing, as they are there. So each block reads the states of groups alone.
 
+Devices may share rows, each with a part of every row, and their blocks then share slices as those of one do: a state is stored
+on each device, by whoever publishes it, and blocks wait for those of all. What is said above holds of all devices together, as
+each takes the tickets of its parts in the order of rows: of the rows that are not complete, the first has tickets left on some
+device, where nobody waits for another row, or only states that are on their way. XLA lets the kernel start on no device before
+all have come to it, so the memory that others store to is there, and 0.
+
 A row that fills more than two thirds of what the blocks can hold is read twice, by two kernels: the first one leaves states.
 Tiles that they cannot hold are refused.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -144,6 +151,39 @@ class SecondOfColumns(Columns):
 
 
 @dataclass(frozen=True)
+class Devices:
+    """The devices that share rows: those along axes of the mesh.
+
+    Attributes:
+      axes: the names of the axes, and how many devices there are along each; none where rows are whole.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def rank(self):
+        """The number of this device, in a kernel."""
+        rank = jnp.int32(0)
+        for axis, size in self.axes:
+            rank = rank * size + lax.axis_index(axis)
+        return rank
+
+    def others(self, ref) -> list[Any]:
+        """`ref`, an operand of a kernel, of each other device."""
+        rank, found = self.rank(), []
+        for distance in range(1, self.count):
+            place: Any = {}
+            number = lax.rem(rank + distance, jnp.int32(self.count))
+            for axis, size in reversed(self.axes):
+                place[axis], number = lax.rem(number, jnp.int32(size)), lax.div(number, jnp.int32(size))
+            found.append(plgpu.remote_ref(ref, place))
+        return found
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of arrays, as the blocks of the grid share them.
 
@@ -153,6 +193,7 @@ class Rows:
       states: of `Tiles`, what `states` describes, in global memory; else None.
       exchange, order: see `Tile`.
       told: an int32 in shared memory, an answer that one thread got.
+      devices: that share each row.
     """
 
     layout: Any
@@ -161,6 +202,7 @@ class Rows:
     exchange: Any
     order: Any
     told: Any
+    devices: Devices = Devices()
 
     def work(self, copy_in, fill_around, body, store) -> None:
         """Does tickets until none is left, with `copy_in(memory)` and `fill_around(memory)` of `Memory` for all operands.
@@ -247,15 +289,24 @@ class Rows:
 
     @property
     def _counters(self):
-        return 2 + 2 * self.count * self.layout.blocks
+        return 2 + 2 * self.count * self._slices
+
+    @property
+    def _slices(self):
+        """Of a row, on all devices."""
+        return self.layout.blocks * self.devices.count
+
+    @property
+    def _scope(self):
+        return "gpu" if self.devices.count == 1 else "sys"
 
     def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
         """Waits for the row of a ticket. Whether it is complete, or there is no ticket yet, and its states if it is."""
-        blocks, threads = self.layout.blocks, self.layout.threads
+        blocks, slices = self.layout.blocks, self._slices
         row = lax.div(ticket, jnp.int32(blocks))
-        count = jnp.where(ticket < 0, 0, blocks)
-        end, index = (row + 1) * blocks, 2 + 2 * row * blocks
-        complete, *found = ptx.await_pairs(counters, index, count, blocks, threads, end, _PATIENCE)
+        count = jnp.where(ticket < 0, 0, slices)
+        end, index = (row + 1) * blocks, 2 + 2 * row * slices
+        complete, *found = ptx.await_pairs(counters, index, count, slices, self.layout.threads, end, _PATIENCE, self._scope)
         return complete == 1, State(*found)
 
     def _first(self, memory) -> Any:
@@ -265,7 +316,11 @@ class Rows:
         return Second(memory, self.exchange, None, self.order, states=states)
 
     def _announce(self, counters, ticket, tile) -> None:
-        ptx.publish_pair(counters, 2 + 2 * ticket, _found(tile))
+        blocks, found, place = jnp.int32(self.layout.blocks), _found(tile), ticket
+        if self.devices.count > 1:
+            place = lax.div(ticket, blocks) * self._slices + self.devices.rank() * blocks + lax.rem(ticket, blocks)
+        for there in [*self.devices.others(counters), counters]:
+            ptx.publish_pair(there, 2 + 2 * place, found, self._scope)
 
 
 @dataclass(frozen=True)

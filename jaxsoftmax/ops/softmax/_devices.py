@@ -1,8 +1,8 @@
 """The softmax family of rows that devices share: each makes a state, or a sum, of its part, and one collective joins those.
 
-Every function gets `run(map, operands, **params)`, which runs a map on this device's part of the rows, on a kernel where one
-serves it, and `over`, how the axes of the softmax are sharded (`sharding.Cut` by axis). No operand moves between devices: of
-a row each tells the others two numbers forward, and one in a derivative.
+Every function gets a `lowering.Run`, which runs maps on this device's part of the rows, on kernels where there are, and
+`over`, how the axes of the softmax are sharded (`sharding.Cut` by axis). No operand moves between devices: of a row each tells
+the others two numbers forward, and one in a derivative. A kernel that tells them itself reads each element once.
 """
 
 import jax
@@ -16,6 +16,9 @@ from jaxsoftmax.ops.softmax.xla import select
 
 
 def softmax(run, x, where, scale, *, axes, dtype, over):
+    given = {"x": x, "where": seen(x, where, over), "scale": scale}
+    if found := run.together(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
+        return found
     m, d, where = _state(run, x, where, scale, axes, dtype, over)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # what is masked is 0 all the same
     given = {"x": x, "m": m, "d": d, "t": jnp.ones_like(d), "where": where, "scale": scale}
@@ -23,6 +26,9 @@ def softmax(run, x, where, scale, *, axes, dtype, over):
 
 
 def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
+    given = {"x": x, "where": seen(x, where, over), "scale": scale}
+    if found := run.together(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
+        return found
     m, d, where = _state(run, x, where, scale, axes, dtype, over)
     d += d - d  # NaN where it is infinite
     out = select(where, xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
@@ -36,20 +42,25 @@ def logsumexp(run, x, where, scale, *, axes, dtype, return_state, over):
 
 
 def softmax_jacobian(run, y, t, scale, *, axes, dtype, over):
-    del run
     y = select(inside(y, over), y, 0)
+    if found := run.together(primitive.SOFTMAX_JACOBIAN, {"y": y, "t": t, "scale": scale}, over, axes=axes, dtype=dtype):
+        return found
     return xla.softmax_jacobian(y, t, scale, axes=axes, dtype=dtype, axis_name=mesh_axes(over))
 
 
 def log_softmax_jvp(run, x, m, d, t, where, scale, *, over, **params):
-    del run
     d, where = _saved(x, d, where, over)
+    given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}
+    if found := run.together(primitive.LOG_SOFTMAX_JVP, given, over, **params):
+        return found
     return xla.log_softmax_jvp(x, m, d, t, where, scale, axis_name=mesh_axes(over), **params)
 
 
 def log_softmax_vjp(run, x, m, d, t, where, scale, *, over, **params):
-    del run
     d, where = _saved(x, d, where, over)
+    given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}
+    if found := run.together(primitive.LOG_SOFTMAX_VJP, given, over, **params):
+        return found
     return xla.log_softmax_vjp(x, m, d, t, where, scale, axis_name=mesh_axes(over), **params)
 
 

@@ -61,7 +61,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     where = operands.get("where")
     if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
-    kernel = f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
+    kernel = _kernel(primitive)
     itemsizes = [jnp.dtype(a.dtype).itemsize for a in whole]
     masked: Masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
     if not masked and operands.get("scale") is not None and primitive != "softmax_jacobian":
@@ -78,6 +78,31 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
         if needed > target.shared_memory - _RESERVED:
             return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
     return None
+
+
+def merges(primitive, target, operands, *, axes, dtype, **params) -> bool:
+    """Whether its kernel takes `devices`, and merges over them what it has, of operands that it runs otherwise.
+
+    It then reads each element once. By states alone, which a collective joins, it would be twice.
+    """
+    del params
+    x = operands["x"] if "x" in operands else operands["y"]
+    cols, inner = math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[max(axes, default=-1) + 1 :])
+    whole = [a.dtype.itemsize for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
+    if primitive not in _MERGING or inner > 1 or cols * x.dtype.itemsize < _LEAST_SHARED:
+        return False
+    config = _of_devices(target, _kernel(primitive), cols, max(*whole, jnp.dtype(dtype).itemsize), False)
+    layout = RowLayout(cols, config)
+    needed = layout.slot_elements * sum(whole) + layout.scratch_size
+    return bool(config.grid) and needed <= target.shared_memory - _RESERVED
+
+
+def _kernel(primitive) -> str:
+    return f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
+
+
+_MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp")
+_LEAST_SHARED = 8192  # bytes of a device's part of a row
 
 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
@@ -185,9 +210,16 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
     return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
-def _of_the_grid(target, cols: int, itemsize: int, operands: int) -> Config:
+def _of_devices(target, kernel: str, cols: int, itemsize: int, masked: Masked, inner: int = 1) -> Config:
+    """Of rows that devices share, of which each has `cols` elements: however short that part is, blocks of the grid hold it."""
+    del masked, inner
+    operands = 2 if kernel in _TWO_OPERANDS else 1
+    return _of_the_grid(target, cols, itemsize, operands, min(_STAGE[itemsize], max(2048, cols * itemsize * operands)))
+
+
+def _of_the_grid(target, cols: int, itemsize: int, operands: int, stage: int | None = None) -> Config:
     """Slices that the blocks of the grid hold; larger ones, read twice, where a row would be more than two thirds of all."""
-    vector, threads, stage = 16 // itemsize, 128, _STAGE[itemsize]
+    vector, threads, stage = 16 // itemsize, 128, stage or _STAGE[itemsize]
     step, line = threads * vector, 8 * vector
     held = stage // (step * itemsize * operands) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside of a line
@@ -260,7 +292,7 @@ _TWO_OPERANDS = ("softmax_jacobian", "log_softmax_vjp", "log_softmax_jvp", "logs
 # of a vector of each thread, as are results and `where`, unless it is None.
 
 
-def softmax(x, where, scale, *, axes, dtype, target):
+def softmax(x, where, scale, *, axes, dtype, target, devices=()):
     """`exp(s - m) / d`."""
 
     def body(tile, x, inside, where, scale):
@@ -276,10 +308,10 @@ def softmax(x, where, scale, *, axes, dtype, target):
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then what is masked has weight 0 by itself
         return [Either(finite, y, apply_mask(where, y, 0))]
 
-    return _run("softmax_forward", body, axes, target, x, where, scale, whole=[dtype])[0]
+    return _run("softmax_forward", body, axes, target, x, where, scale, whole=[dtype], devices=devices)[0]
 
 
-def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
+def log_softmax(x, where, scale, *, axes, dtype, return_state, target, devices=()):
     """`(s - m) - log d`, and the state `(m, d)` if asked for."""
 
     def body(tile, x, inside, where, scale):
@@ -292,7 +324,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state, target):
         return [apply_mask(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
     state = [jnp.float32] * (2 * return_state)
-    return _run("log_softmax_forward", body, axes, target, x, where, scale, whole=[dtype], per_row=state)
+    return _run("log_softmax_forward", body, axes, target, x, where, scale, whole=[dtype], per_row=state, devices=devices)
 
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
@@ -308,7 +340,7 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state, target):
     return _run("logsumexp_forward", body, axes, target, x, where, scale, per_row=results)
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype, target):
+def softmax_jacobian(y, t, scale, *, axes, dtype, target, devices=()):
     """`scale * y * (t - sum(y * t))`."""
 
     def body(tile, y, t, scale):
@@ -321,11 +353,11 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target):
         "t": Whole(t, 0, jnp.float32),
         "scale": None if scale is None else _factor(scale),
     }
-    config = functools.partial(config_for, target, "softmax_jacobian")
-    return rows.run("softmax_jacobian_mosaic", body, operands, axes, config, whole=[dtype])[0]
+    config = _config(target, "softmax_jacobian", devices)
+    return rows.run("softmax_jacobian_mosaic", body, operands, axes, config, whole=[dtype], devices=devices)[0]
 
 
-def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
+def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target, devices=()):
     """`t - sum(p * t)`."""
 
     def body(tile, x, t, m, d, inside, where, scale):
@@ -335,10 +367,10 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         return [apply_mask(where, each(lambda t: t - total, tangents), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
-    return _run("log_softmax_jvp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
+    return _run("log_softmax_jvp", body, axes, target, x, where, scale, given, whole=[dtype], devices=devices)[0]
 
 
-def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
+def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target, devices=()):
     """`t - p * sum(t)`, of the cotangent `t`."""
 
     def body(tile, x, t, m, d, inside, where, scale):
@@ -348,7 +380,7 @@ def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, tar
         return [apply_mask(where, each(lambda t, p: t - p * total, cotangents, weights), 0)]
 
     given = {"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}
-    return _run("log_softmax_vjp", body, axes, target, x, where, scale, given, whole=[dtype])[0]
+    return _run("log_softmax_vjp", body, axes, target, x, where, scale, given, whole=[dtype], devices=devices)[0]
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target):
@@ -412,13 +444,17 @@ softmax_alone, log_softmax_alone, logsumexp_alone = map(_alone, ("softmax", "log
 # What they have in common.
 
 
-def _run(kernel, body, axes, target, x, where, scale, given=None, **results):
+def _run(kernel, body, axes, target, x, where, scale, given=None, devices=(), **results):
     """Runs a kernel on scores, on what else is given, and on a mask and a scale, each of which may be None."""
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
     operands["inside"] = None if scale is None else Inside()
     operands["where"] = None if where is None else Mask(where)
     operands["scale"] = None if scale is None else _factor(scale)
-    return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(config_for, target, kernel), **results)
+    return rows.run(f"{kernel}_mosaic", body, operands, axes, _config(target, kernel, devices), devices=devices, **results)
+
+
+def _config(target, kernel, devices):
+    return functools.partial(_of_devices if devices else config_for, target, kernel)
 
 
 def _factor(scale):
