@@ -56,15 +56,17 @@ def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, j
     the mesh axes over which both are sharded, and operands that all vary alike. Its result has `ndim` axes of rows.
     """
     operands, mesh, dims = _resharded(operands, names)
-    if mesh is None:
-        return function((), (), *operands)
     over = _mesh_axes(dims, [name for name in dims if isinstance(name, int)]), _mesh_axes(dims, [joined])
+    # All axes of a mesh if they may be, as some kernels run on no other; no names mean those, but for one of a `vmap` around.
+    is_all_explicit = mesh is not None and set(mesh.axis_types) == {AxisType.Explicit}
+    if not is_all_explicit and not any(over):
+        return function(*over, *operands)
     mapped = jax.shard_map(
         lambda *operands: function(*over, *vary_alike(list(operands))),
         mesh=mesh,
         in_specs=tuple(_specs(dims, operands, names)),
         out_specs=PartitionSpec(*map(dims.get, range(ndim))),
-        axis_names=_explicit_axes(mesh),
+        axis_names=set() if is_all_explicit else {*over[0], *over[1]},
     )
     return mapped(*operands)
 

@@ -301,3 +301,23 @@ def test_mesh_axes_that_are_none_are_refused(name, axis_name, error, words):
     if axis_name == "classes":
         with pytest.raises(error, match=f"{name}: axis_name {words}"):
             f(*arrays)
+
+
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of_weight", [P(None, "model"), pytest.param(P(), marks=pytest.mark.slow)], ids=str)
+def test_vmap_over_an_explicit_axis(of_weight, reduction):
+    mesh, rng = make_mesh(AxisType.Explicit), np.random.default_rng(0)
+    hidden, weight = rng.standard_normal((8, 32, 16)), rng.standard_normal((16, CLASSES))
+    labels = rng.integers(0, CLASSES, (8, 32))
+    losses = jax.vmap(functools.partial(jaxsoftmax.linear_cross_entropy, reduction=reduction), (0, None, 0))
+
+    def both(hidden, weight, labels):
+        return losses(hidden, weight, labels), jax.grad(lambda *wrt: total(losses(*wrt, labels)), (0, 1))(hidden, weight)
+
+    with jax.set_mesh(mesh):
+        specs = P("data"), of_weight, P("data")
+        sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((hidden, weight, labels), specs, strict=True)]
+        actual = jax.jit(both)(*sharded)
+        narrow = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for a in sharded[:2]]
+        kernels.lowered_for_cuda(losses, *narrow, sharded[2])
+    oracle.assert_same_in_float64(actual, both(hidden, weight, labels))
