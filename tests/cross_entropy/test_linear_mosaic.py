@@ -228,6 +228,20 @@ def test_interpreted_losses_are_right(shape, dtype):
         np.testing.assert_array_equal(np.delete(again, range(7, 80)), np.delete(found, range(7, 80)))
 
 
+def test_interpreted_states_of_a_part_of_the_classes_are_right():
+    shape = (130, 128, 320, 1)
+    (hidden, weight, labels), target = given(*shape, "bfloat16"), replace(HOPPER, multiprocessors=2)
+    head = _Head(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
+    f = functools.partial(_linear_mosaic.numbers, head, target)
+    m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
+    scores = np.float64(hidden) @ np.float64(weight)
+    np.testing.assert_allclose(m, scores.max(1), rtol=1e-5)
+    np.testing.assert_allclose(m + np.log(d), jax.nn.logsumexp(np.float32(scores), 1), rtol=1e-5)
+    is_own = (labels >= 0) & (labels < 320)
+    own = np.where(is_own, np.take_along_axis(scores, np.clip(labels, 0, 319)[:, None], 1)[:, 0], 0)  # of other devices' 0
+    np.testing.assert_allclose(score, own, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("factor", [1, 16])
