@@ -323,3 +323,18 @@ def test_vmap_over_an_explicit_axis(of_weight, reduction):
         narrow = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for a in sharded[:2]]
         kernels.lowered_for_cuda(losses, *narrow, sharded[2])
     oracle.assert_same_in_float64(actual, both(hidden, weight, labels))
+
+
+def test_masks_where_each_device_has_one_class():
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((ROWS, 8)), np.arange(ROWS)
+    of_classes, of_rows = (rng.random((ROWS, 8)) < 0.7) | np.eye(8, dtype=bool), np.arange(ROWS) != 3
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        for where, spec in ((of_classes, P(None, ("data", "model"))), (of_rows, P())):
+            losses = functools.partial(jaxsoftmax.cross_entropy, label_smoothing=0.2)
+
+            def local(x, labels, where, losses=losses):
+                return losses(x, labels, where=where, axis_name=("data", "model"))
+
+            found = mapped(local, (P(None, ("data", "model")), P(), spec), P(), True)(x, labels, where)
+            oracle.assert_same_in_float64(found, losses(x, labels, where=where))

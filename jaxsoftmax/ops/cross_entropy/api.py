@@ -137,9 +137,9 @@ def cross_entropy(
 
     classes = logits.shape[at] * lax.axis_size(axis_name) if axis_name else logits.shape[at]
     if are_classes:
-        labels_of = jnp.expand_dims(_index(labels, classes, -1), at)
+        index = jnp.expand_dims(_index(labels, classes, -1), at)
         params = {"axes": (at,), "dtype": kind, "soft_cap": soft_cap, "implementation": implementation}
-        found = _losses(axis_name, params | {"return_total": smoothing > 0}, logits, labels_of, where)
+        found = _losses(axis_name, params | {"return_total": smoothing > 0}, logits, index, where)
         found = [jnp.squeeze(result, at) for result in found]
     else:
         scores = capped(logits.astype(kind), soft_cap)
@@ -149,15 +149,15 @@ def cross_entropy(
         sums = [jnp.sum(terms, at), *([jnp.sum(scores, at, where=where)] if smoothing else [])]
         nll, *total = lax.psum(sums, axis_name) if axis_name else sums
         found = [nll, lse, *total]
-    there = None if where is None else _there(where, at, classes, axis_name)
+    there = None if where is None else _there(where, logits, at, classes, axis_name)
     counts = None if there is None else there != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
     # Rows that do not count are taken out before anything is computed from their log-sum-exp, which may be infinite.
     parts = found if counts is None else [jnp.where(counts, part, 0) for part in found]
-    those = jnp.maximum(jnp.asarray(classes if there is None else there, kind), 1)
-    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=those)
+    those = jnp.asarray(classes if there is None else there, kind)
+    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=jnp.maximum(those, 1))
     return (loss, found[1]) if return_lse else loss
 
 
@@ -281,8 +281,8 @@ def linear_cross_entropy(
             index = jnp.where(factors != 0, index, _OF_NO_ROW)
             hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
         if reduction == "mean":
-            total = lax.psum(jnp.sum(factors), of_rows)
-            factors = factors / jnp.where(total != 0, total, 1)
+            count = lax.psum(jnp.sum(factors), of_rows)
+            factors = factors / jnp.where(count != 0, count, 1)
         hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         index, factors = index.reshape(-1), factors.reshape(-1)
         # Small gradients are 0 in float16, unless they are made with the cotangent, a loss scale.
@@ -395,10 +395,10 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
     return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
-def _there(where: jax.Array, at: int, classes: int, axis_name: tuple[str, ...]) -> jax.Array:
-    """How many classes of each row take part."""
-    if where.shape[at] == 1:
-        return jnp.where(jnp.squeeze(where, at), classes, 0)
+def _there(where: jax.Array, logits: jax.Array, at: int, classes: int, axis_name: tuple[str, ...]) -> jax.Array:
+    """How many classes of each row take part, on all devices; where a mask is of rows, one at least."""
+    if where.shape[at] != logits.shape[at]:
+        return jnp.where(jnp.squeeze(where, at), jnp.maximum(jnp.asarray(classes, jnp.int32), 1), 0)
     count = jnp.sum(where, at, dtype=jnp.int32)
     return lax.psum(count, axis_name) if axis_name else count
 
