@@ -18,6 +18,12 @@ Three losses are the same in float32, too: `cross_entropy` is jaxsoftmax.cross_e
 jaxsoftmax.linear_cross_entropy, which never holds all logits, and in bfloat16 rounds them, and `optax` is
 optax.softmax_cross_entropy_with_integer_labels. --vocabulary 50257 gives the model as many logits as GPT-2 has, of which bytes
 are the first ones, to measure speed and memory.
+
+On several devices --mesh says how they share the work, and losses are the same but for rounding. `data` shares the windows
+of a batch, `sequence` the bytes of a window, and `vocabulary` the rows of the embedding, which is the last layer too: no
+device has all logits. Eight CPU devices will do to try it:
+
+    JAX_NUM_CPU_DEVICES=8 uv run examples/train_tiny_lm.py --mesh data=2,sequence=2,vocabulary=2
 """
 
 import os
@@ -57,6 +63,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -102,6 +110,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "deterministic": False,
     },
 }
+
+# The axes of --mesh, and the options that they share.
+MESH = {"data": "batch", "sequence": "context", "vocabulary": "vocabulary"}
+TOKENS = P("data", "sequence")  # how (batch, time) is sharded
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key and value: (batch, time, head, feature)
 Softmax = Callable[[jax.Array, jax.Array, float], jax.Array]
@@ -243,6 +255,15 @@ class LanguageModel(nnx.Module):
         return self.embedding.attend(self.hidden(tokens))
 
 
+def on_mesh() -> bool:
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def as_tokens(array: jax.Array) -> jax.Array:
+    """What belongs to (batch, time), shared by the devices of a mesh: all that is computed of it is sharded as it is."""
+    return jax.lax.with_sharding_constraint(array, TOKENS) if on_mesh() else array
+
+
 # What gives the losses of the bytes (batch, time), or with the reduction "mean" their mean.
 Loss = Callable[[LanguageModel, jax.Array, jax.Array, Any], jax.Array]  # of the model, tokens, targets and the reduction
 
@@ -256,8 +277,18 @@ def of_logits(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Loss:
 
 
 def of_hidden(model: LanguageModel, tokens: jax.Array, targets: jax.Array, reduction: Any) -> jax.Array:
-    hidden, weight = model.hidden(tokens).astype(model.dtype), model.embedding.embedding[...]
-    return jaxsoftmax.linear_cross_entropy(hidden, weight, targets, class_axis=0, reduction=reduction)
+    operands = model.hidden(tokens).astype(model.dtype), model.embedding.embedding[...], targets
+    loss = partial(jaxsoftmax.linear_cross_entropy, class_axis=0, reduction=reduction)
+    if not on_mesh():
+        return loss(*operands)
+
+    def on_shard(*shards: jax.Array) -> jax.Array:
+        """Of a device's tokens, from all parts of the vocabulary. XLA by itself would gather tokens of two sharded axes."""
+        found = loss(*shards, axis_name="vocabulary")
+        return jax.lax.pmean(found, tuple(TOKENS)) if reduction == "mean" else found
+
+    out = P() if reduction == "mean" else TOKENS
+    return jax.shard_map(on_shard, in_specs=(TOKENS, P("vocabulary"), TOKENS), out_specs=out)(*operands)
 
 
 LOSSES: dict[str, Loss] = {
@@ -379,7 +410,8 @@ def make_run(args: argparse.Namespace) -> Run:
     options = {"xla_gpu_deterministic_ops": args.deterministic}
 
     def loss(params: nnx.State, windows: jax.Array, reduction: str = "mean") -> jax.Array:
-        return LOSSES[args.loss](nnx.merge(graph, params), windows[:, :-1], windows[:, 1:], reduction)
+        tokens, targets = as_tokens(windows[:, :-1]), as_tokens(windows[:, 1:])
+        return LOSSES[args.loss](nnx.merge(graph, params), tokens, targets, reduction)
 
     def step(text: jax.Array, state: TrainState) -> TrainState:
         key = jax.random.fold_in(data_key, state.step)
@@ -508,6 +540,15 @@ def read_checkpoint(
     except Exception as error:  # whatever a mangled file makes the readers raise
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{option}: checkpoint {saves[-1]} is damaged ({reason})") from error
+
+
+def on_devices(state: TrainState, mesh: jax.sharding.Mesh | None) -> TrainState:
+    """The state on all devices of a mesh: of the embedding and its moments each has some rows, and of the rest everything."""
+    if mesh is None:
+        return state
+    specs = [P("vocabulary") if "embedding" in name else P() for name in table(state)]
+    shardings = jax.tree.unflatten(jax.tree.structure(state), [NamedSharding(mesh, spec) for spec in specs])
+    return jax.device_put(state, shardings)
 
 
 def laid_out(like: Any, arrays: dict[str, np.ndarray], save: Path, option: str) -> Any:
@@ -698,6 +739,27 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """How many devices each axis of the mesh has, 1 where the text does not name it."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    names = [name for name, _, _ in pairs]
+    if unknown := [name for name in names if name not in MESH]:
+        raise argparse.ArgumentTypeError(f"{text!r} names {unknown[0]!r}, and the axes are {', '.join(MESH)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
+    return dict.fromkeys(MESH, 1) | {name: positive(int)(size) for name, _, size in pairs}
+
+
+def make_mesh(sizes: dict[str, int], args: argparse.Namespace) -> jax.sharding.Mesh:
+    count, given = math.prod(sizes.values()), ",".join(f"{name}={size}" for name, size in sizes.items())
+    if count != jax.device_count():
+        raise InputError(f"--mesh {given} takes {count} devices, and JAX sees {jax.device_count()}")
+    for axis, option in MESH.items():
+        if getattr(args, option) % sizes[axis]:
+            raise InputError(f"--{option} {getattr(args, option)} cannot be shared evenly by {axis}={sizes[axis]} of --mesh")
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
@@ -733,6 +795,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--loss", "what computes the loss", choices=LOSSES, default="cross_entropy")
     vocabulary_help = "logits of the model, 256 or more, of which the first are those of bytes"
     add("--vocabulary", vocabulary_help, type=whole, default=BYTES)
+    mesh_help = "how devices share the work, as in data=2,sequence=2,vocabulary=2: by windows, by bytes of them, by logits"
+    parser.add_argument("--mesh", help=f"{mesh_help} (default: one device)", type=mesh_sizes, metavar="AXIS=DEVICES,...")
     compare_help = "train with each attention, in folders of their own below --out, and compare losses and tokens/s"
     parser.add_argument("--compare", action="store_true", help=compare_help)
     deterministic_help = "have a GPU add in a fixed order, so that the seed fixes the run there too, which costs speed"
@@ -742,7 +806,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sample-length", "bytes to generate at the end", type=whole, metavar="BYTES", default=400)
     out_help = "where the results go; a run already there stays until the new one has a checkpoint and results of its own"
     add("--out", out_help, type=Path, metavar="DIR")
-    resume_help = "continue from the checkpoint in --out, with --deterministic bit for bit; give the other options as before"
+    resume_help = (
+        "continue from the checkpoint in --out, with --deterministic bit for bit; give the options but --mesh as before"
+    )
     parser.add_argument("--resume", action="store_true", help=resume_help)
     args = parser.parse_args(argv)
     for name, value in PRESETS[args.preset].items():
@@ -752,6 +818,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         raise InputError(f"--heads {args.heads} does not divide --width {args.width} into equal, even parts")
     if args.vocabulary < BYTES:
         raise InputError(f"--vocabulary {args.vocabulary} is less than {BYTES}, the number of bytes")
+    args.mesh = None if args.mesh is None else make_mesh(args.mesh, args)
     if args.compare and args.attention:
         raise InputError(f"--attention {args.attention} cannot be given with --compare, which trains with each")
     if args.out.exists() and not args.out.is_dir():
@@ -770,13 +837,19 @@ def memory_errors(args: argparse.Namespace) -> Iterator[None]:
         raise MemoryError(f"--attention {args.attention} runs out of memory: try a smaller --batch") from None
 
 
+def mesh_of(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """A context in which programs run on the mesh, if there is one."""
+    return contextlib.nullcontext() if args.mesh is None else jax.set_mesh(args.mesh)
+
+
 def begin(args: argparse.Namespace, text: str) -> tuple[Run, TrainState, dict[str, Any]]:
     """The functions of a run, and the state and the record that it starts from."""
     settings = {name: getattr(args, name) for name in RECORDED} | {"text": text}
     run = make_run(args)
+    state, record = run.state, {"settings": settings, "held_out": [], "seconds": 0.0}
     if args.resume:
-        return run, *restore_checkpoint(args.out, run.state, settings)
-    return run, run.state, {"settings": settings, "held_out": [], "seconds": 0.0}
+        state, record = restore_checkpoint(args.out, run.state, settings)
+    return run, on_devices(state, args.mesh), record
 
 
 def make_folder(out: Path) -> None:
@@ -788,7 +861,7 @@ def make_folder(out: Path) -> None:
 
 def train_one(args: argparse.Namespace, text: str, training: np.ndarray, held_out: np.ndarray) -> None:
     args.attention, line = choose_attention(args)
-    with memory_errors(args):
+    with memory_errors(args), mesh_of(args):
         run, state, record = begin(args, text)
         make_folder(args.out)
         print(line)
@@ -802,7 +875,7 @@ def compare(args: argparse.Namespace, text: str, training: np.ndarray, held_out:
     for one in runs:
         one.resume = args.resume and bool(checkpoints(one.out))
         if one.resume:
-            with memory_errors(one):
+            with memory_errors(one), mesh_of(one):
                 begin(one, text)  # so that one that is not of this run is refused before another one is trained
     if args.resume and not any(one.resume for one in runs):
         raise InputError(f"--resume: no checkpoint in {' or '.join(str(one.out) for one in runs)}")
@@ -813,7 +886,7 @@ def compare(args: argparse.Namespace, text: str, training: np.ndarray, held_out:
     for one in runs:
         print(f"\n{choose_attention(one)[1]}")
         try:
-            with memory_errors(one):
+            with memory_errors(one), mesh_of(one):
                 run, state, record = begin(one, text)
                 finished[one.attention] = report(one, run, train(one, run, state, record, data), record, data)
         except MemoryError as error:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 _KINDS = {"boolean": np.bool_, "floating": jnp.floating, "integers": jnp.integer}
 
@@ -83,6 +84,22 @@ def soft_cap(function: str, value: Any, kind: np.dtype) -> float:
     if not float(limits.tiny) <= cap <= float(limits.max):
         raise ValueError(f"{function}: logits_soft_cap must be positive and finite in {limits.dtype}, got {cap}")
     return cap
+
+
+def axis_names(function: str, value: Any) -> tuple[str, ...]:
+    """The argument `axis_name`: mesh axes of a `shard_map` around the call, none for None."""
+    names = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{function}: axis_name must be None, a string or a sequence of strings, got {shown(value)}")
+    try:
+        lax.axis_size(tuple(names))
+        is_known = True
+    except NameError:
+        is_known = False
+    if not is_known or len(set(names)) != len(names):
+        what = "mesh axes, each once, of a shard_map around the call"
+        raise ValueError(f"{function}: axis_name must name {what}, got {shown(value)}")
+    return tuple(names)
 
 
 def dtype(function: str, name: str, value: Any, allowed: str) -> np.dtype:

@@ -49,22 +49,24 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
     return _resharded(operands, [this.by_name[name].axes for name in names])[0], is_settled
 
 
-def by_rows(function: Callable[..., Any], operands: list[Any], names: Names, ndim: int) -> Any:
-    """`function(mesh axes, *operands)`, on explicit mesh axes on shards of the rows: of axes that are named by their position.
+def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int) -> Any:
+    """`function(mesh axes of rows, mesh axes of joined, *operands)`, on explicit mesh axes on shards of the operands.
 
-    It gets the mesh axes over which the rows are sharded. The other axes stay explicit. Its result has `ndim` axes of rows.
+    Rows are the axes that are named by their position; along the axes named `joined` the function merges over devices. It gets
+    the mesh axes over which both are sharded, and operands that all vary alike. Its result has `ndim` axes of rows.
     """
     operands, mesh, dims = _resharded(operands, names)
-    dims = {name: dim for name, dim in dims.items() if isinstance(name, int)}
-    over = _mesh_axes(dims, dims)
-    if not over:
-        return function(over, *operands)
+    over = _mesh_axes(dims, [name for name in dims if isinstance(name, int)]), _mesh_axes(dims, [joined])
+    # All axes of a mesh if they may be, as some kernels run on no other; no names mean those, but for one of a `vmap` around.
+    is_all_explicit = mesh is not None and set(mesh.axis_types) == {AxisType.Explicit}
+    if not is_all_explicit and not any(over):
+        return function(*over, *operands)
     mapped = jax.shard_map(
-        lambda *operands: function(over, *vary_alike(list(operands))),
+        lambda *operands: function(*over, *vary_alike(list(operands))),
         mesh=mesh,
         in_specs=tuple(_specs(dims, operands, names)),
         out_specs=PartitionSpec(*map(dims.get, range(ndim))),
-        axis_names=set(over),
+        axis_names=set() if is_all_explicit else {*over[0], *over[1]},
     )
     return mapped(*operands)
 
@@ -149,6 +151,10 @@ def partitioning(ctx: Any) -> tuple[int, str | None]:
     return devices, None
 
 
+def _explicit_axes(mesh):
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+
 def explicit_mesh(avals: Sequence[Any]) -> Any:
     """The mesh of arrays, if their types say all about how they are sharded, or None."""
     mesh = next((a.sharding.mesh for a in avals if has_explicit_axes(a)), None)
@@ -173,7 +179,6 @@ def partitioned(
 def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: Names, joined=()) -> Callable[..., Any]:
     """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
     mesh = explicit_mesh(avals_in)
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     dims = _dims(avals_in, names_in)
     local = functools.partial(function, over=_cuts(dims, joined, avals_in, names_in))
     return jax.shard_map(
@@ -181,7 +186,7 @@ def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: 
         mesh=mesh,
         in_specs=tuple(_specs(dims, avals_in, names_in)),
         out_specs=_specs(dims, avals_out, names_out),
-        axis_names=explicit,
+        axis_names=_explicit_axes(mesh),
         check_vma=False,
     )
 

@@ -176,17 +176,20 @@ def test_of_a_batch_on_automatic_axes_nothing_is_gathered(kind):
     assert not COLLECTIVE.search(jax.jit(f).lower(*arrays).compile().as_text())
 
 
-@pytest.mark.parametrize(("spec", "runs"), [(P(("data", "model")), True), (P("data"), False)], ids=["all axes", "some axes"])
-def test_on_explicit_axes_it_runs_where_rows_are_sharded_over_all(spec, runs):
+@pytest.mark.parametrize("classes", [P(), P(None, "model")], ids=str)
+@pytest.mark.parametrize("rows", [P(("data", "model")), P("data"), P()], ids=str)
+def test_on_explicit_axes_it_runs_on_shards(rows, classes):
     mesh = make_mesh(AxisType.Explicit)
     arrays = [
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
-        for array, spec in zip(types(1024, 64, 256, 1, "bfloat16"), (spec, P(), spec), strict=True)
+        for array, spec in zip(types(1024, 64, 256, 1, "bfloat16"), (rows, classes, rows), strict=True)
     ]
     with jax.set_mesh(mesh):
-        explanation = jaxsoftmax.explain(loss, *arrays, platform="cuda")
-    assert [d.primitive for d in explanation] == ["linear_cross_entropy" if runs else "cross_entropy"]
-    cases.assert_all_run_on("mosaic", explanation)
+        (decision,) = jaxsoftmax.explain(loss, *arrays, platform="cuda")
+    own_rows = {P(("data", "model")): 128, P("data"): 256, P(): 1024}[rows]
+    own_classes = 256 if classes == P() or own_rows == 128 else 128  # a mesh axis shards rows or classes
+    assert decision.operands[:2] == (f"bfloat16[{own_rows},64]", f"bfloat16[64,{own_classes}]")
+    assert (decision.primitive, decision.implementation) == ("linear_cross_entropy", "mosaic")
 
 
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "automatic"])
@@ -210,7 +213,10 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
 def test_interpreted_losses_are_right(shape, dtype):
     arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
     head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
-    f = functools.partial(_linear_mosaic.losses, head, target)
+
+    def f(hidden, weight, labels):
+        return head.losses(_linear_mosaic.numbers(head, target, hidden, weight, labels), labels, shape[2])
+
     found = kernels.interpreted(f, *map(jnp.asarray, arrays))
     assert found.dtype == jnp.float32
     check(found, *arrays, shape[3], z_loss=1e-3)
@@ -220,6 +226,20 @@ def test_interpreted_losses_are_right(shape, dtype):
         again = kernels.interpreted(f, hidden, arrays[1], jnp.asarray(labels))
         np.testing.assert_array_equal(again[7:80], 0)
         np.testing.assert_array_equal(np.delete(again, range(7, 80)), np.delete(found, range(7, 80)))
+
+
+def test_interpreted_states_of_a_part_of_the_classes_are_right():
+    shape = (130, 128, 320, 1)
+    (hidden, weight, labels), target = given(*shape, "bfloat16"), replace(HOPPER, multiprocessors=2)
+    head = _Head(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
+    f = functools.partial(_linear_mosaic.numbers, head, target)
+    m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
+    scores = np.float64(hidden) @ np.float64(weight)
+    np.testing.assert_allclose(m, scores.max(1), rtol=1e-5)
+    np.testing.assert_allclose(m + np.log(d), jax.nn.logsumexp(np.float32(scores), 1), rtol=1e-5)
+    is_own = (labels >= 0) & (labels < 320)
+    own = np.where(is_own, np.take_along_axis(scores, np.clip(labels, 0, 319)[:, None], 1)[:, 0], 0)  # of other devices' 0
+    np.testing.assert_allclose(score, own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

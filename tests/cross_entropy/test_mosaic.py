@@ -9,7 +9,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 
 from .. import cases, kernels, oracle
 from .test_values import OPTIONS, labelled, together, truth, with_gradient, without_ignored
@@ -81,6 +81,41 @@ def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
     text = kernels.lowered_for_cuda(f, x, labels, c)
     assert set(kernels.kernel_names(text)) == {"cross_entropy_gradient_mosaic"}
     assert "output_operand_aliases = [#stablehlo.output_operand_alias" in text
+
+
+def in_place(x, labels, numbers, replaces):
+    """The cotangent of what was `x` times 2, which nothing else reads."""
+    operands = {"x": 2 * x, "labels": labels, **numbers}
+    params = {"axes": (1,), "dtype": x.dtype, "soft_cap": None, "implementation": "mosaic"}
+    return bind(CROSS_ENTROPY_VJP, operands, replaces=replaces, **params)[0]
+
+
+def saved(x, labels):
+    """The operands of `in_place` that belong to rows."""
+    numbers = np.random.default_rng(0).standard_normal((4, len(x), 1)).astype(np.float32)
+    state = {"m": 2 * jnp.max(x, 1, keepdims=True).astype(jnp.float32), "d": 1 + np.abs(numbers[3])}
+    return jnp.asarray(labels[:, None], jnp.int32), state | dict(zip("abc", numbers, strict=False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [100, 1024, 50257, 64128])
+def test_a_cotangent_takes_the_memory_of_the_logits(cols, dtype):
+    x = jax.ShapeDtypeStruct((8, cols), dtype)
+    labels, numbers = saved(jnp.zeros((8, 1)), np.zeros(8))
+    for replaces in (True, False):
+        f = functools.partial(in_place, replaces=replaces)
+        text = kernels.lowered_for_cuda(f, x, labels, numbers, kernels=["cross_entropy_vjp_mosaic"])
+        assert ("output_operand_aliases = [#stablehlo.output_operand_alias" in text) == replaces
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("cols", [*WIDTHS, LONGEST])
+def test_native_cotangents_in_place_are_the_same(cols, dtype):
+    x, labels = jnp.asarray(cases.inputs((4, cols), dtype)["wide"]), labelled((4, cols))
+    found = [jax.jit(functools.partial(in_place, replaces=each))(x, *saved(x, labels)) for each in (True, False)]
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", None])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -68,7 +69,7 @@ def compiled_once(example):
     made, runs = example.make_run, {}
 
     def make_run(args):
-        settings = tuple([(name, getattr(args, name)) for name in (*example.RECORDED, "sample_length")])
+        settings = tuple([(name, getattr(args, name)) for name in (*example.RECORDED, "sample_length", "mesh")])
         run = made(args)
         return runs.setdefault(settings, run._replace(state=None))._replace(state=run.state)
 
@@ -209,6 +210,57 @@ def test_the_losses_agree(example, text, tmp_path):
         most = after_steps(len(losses), 64 * oracle.EPS)
         assert np.all(np.abs(np.divide(losses, others) - 1) <= most)
         assert found[loss]["held_out_bits_per_byte"] == pytest.approx(found["optax"]["held_out_bits_per_byte"], rel=most[-1])
+
+
+MESH = "data=2,sequence=2,vocabulary=2"
+
+
+def needs_devices(count):
+    if jax.device_count() != count:
+        pytest.skip(f"needs {count} devices, and JAX sees {jax.device_count()}")
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "linear", pytest.param("optax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [MESH, pytest.param("vocabulary=4,data=2", marks=pytest.mark.slow)])
+def test_a_mesh_trains_as_one_device(example, text, tmp_path, loss, mesh):
+    needs_devices(8)
+    for out, more in (("one", []), ("mesh", ["--mesh", mesh])):
+        assert example.main(arguments(text, tmp_path / out, *more, steps=8, loss=loss)) == 0
+    one, several = (results(tmp_path / out) for out in ("one", "mesh"))
+    losses, others = (np.array(run["training_losses_nats"]) for run in (one, several))
+    assert np.all(np.abs(losses / others - 1) <= after_steps(len(losses), 64 * oracle.EPS))
+    assert one["held_out_bits_per_byte"] == pytest.approx(several["held_out_bits_per_byte"], rel=len(losses) * 64 * oracle.EPS)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "linear"])
+def test_on_a_mesh_no_device_has_all_logits_nor_the_embedding(example, text, tmp_path, loss):
+    needs_devices(8)
+    args = example.parse_arguments(arguments(text, tmp_path, mesh=MESH, loss=loss, vocabulary=320, attention="flash"))
+    with example.mesh_of(args):
+        run, state, _ = example.begin(args, "")
+        training = np.frombuffer(text.read_bytes(), np.uint8)
+        compiled = run.train.lower(state, training, 1).compile()
+        state = compiled(state, training, 1)
+    for name, array in example.table(state).items():
+        assert array.sharding.is_equivalent_to(
+            jax.NamedSharding(args.mesh, jax.P("vocabulary") if "embedding" in name else jax.P()), array.ndim
+        )
+    shapes = set(re.findall(r"\w+\[([\d,]+)\]", compiled.as_text()))
+    assert "160,32" in shapes  # half of the embedding
+    assert not any("320" in shape.split(",") for shape in shapes)
+
+
+def test_a_checkpoint_goes_on_on_a_mesh(example, text, copied):
+    needs_devices(8)
+    before = saved_arrays(copied)
+    settings = results(copied)["settings"]
+    args = example.parse_arguments(arguments(text, copied, "--resume", mesh=MESH, attention=settings["attention"]))
+    with example.mesh_of(args):
+        _, state, record = example.begin(args, settings["text"])
+    assert record["settings"] == settings
+    assert state.params["embedding"]["embedding"][...].sharding.spec == jax.P("vocabulary")
+    for name, array in example.table(state).items():
+        np.testing.assert_array_equal(array, before[name])
 
 
 def test_no_run_time_is_promised_and_the_bar_estimates_it(example, compared):
@@ -473,6 +525,11 @@ def test_default_text_is_the_documentation_each_paragraph_once(example):
         ("--preset", "large", "--preset: invalid choice: 'large'"),
         ("--dtype", "float16", "--dtype: invalid choice: 'float16'"),
         ("--unknown", "1", "--unknown"),
+        ("--mesh", "data=2,model=4", "names 'model', and the axes are data, sequence, vocabulary"),
+        ("--mesh", "data=2,data=4", "names an axis twice"),
+        ("--mesh", "data", "'' is not a positive integer"),
+        ("--mesh", "data=0", "'0' is not a positive integer"),
+        ("--mesh", "data=3", "--mesh data=3,sequence=1,vocabulary=1 takes 3 devices, and JAX sees"),
         ("--heads", "3", "--heads 3 does not divide --width 32"),
         ("--heads", "32", "even parts"),
         ("--context", "9000", "training part has"),
@@ -485,6 +542,14 @@ def test_bad_options_are_refused(example, text, finished, tmp_path, capfd, optio
     before = snapshot(finished)
     refused(example, capfd, *arguments(text, finished), option, value)
     assert snapshot(finished) == before
+
+
+@pytest.mark.parametrize("option", ["batch", "context", "vocabulary"])
+def test_what_a_mesh_cannot_share_is_refused(example, text, tmp_path, capfd, option):
+    needs_devices(8)
+    axis = {"batch": "data", "context": "sequence", "vocabulary": "vocabulary"}[option]
+    said = refused(example, capfd, *arguments(text, tmp_path / "out"), f"--{option}", "300", "--mesh", f"{axis}=8")
+    assert said == f"train_tiny_lm.py: error: --{option} 300 cannot be shared evenly by {axis}=8 of --mesh\n"
 
 
 def test_bad_texts_are_refused(example, tmp_path, capfd):

@@ -12,29 +12,21 @@ from jaxsoftmax.ops.cross_entropy import primitive, xla
 from jaxsoftmax.ops.softmax._devices import merged, mesh_axes, seen
 
 
-def cross_entropy(run, x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, over):
-    kind = accumulator(x.dtype, dtype)
-    given = {"x": x, "labels": jnp.full_like(labels, -1), "where": seen(x, where, over)}
-    params = {"axes": axes, "dtype": kind, "soft_cap": soft_cap, "return_total": return_total}
-    _, _, *total, m, d = run(primitive.CROSS_ENTROPY, given, return_state=True, **params)
-    chosen = xla.chosen_score(x, _labels(labels, over), axes, soft_cap, kind, mesh_axes(over))
-    m, d, chosen, *total = merged(m, d, chosen, *total, over=over)
-    found = xla.losses_of(m, d, chosen, *total, dtype=dtype)
+def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):
+    here = part(run, x, own(x, labels, axes, over), seen(x, where, over), axes=axes, **params)
+    *found, m, d = joined(here, labels, params["dtype"], over)
     return [*found, m, d] if return_state else found
 
 
-def cross_entropy_jvp(run, labels, where, *, over, **given):
+def cross_entropy_jvp(run, x, labels, where, *, axes, over, **given):
     del run
-    where = seen(given["x"], where, over)
-    return xla.cross_entropy_jvp(labels=_labels(labels, over), where=where, axis_name=mesh_axes(over), **given)
+    given |= {"x": x, "labels": own(x, labels, axes, over), "where": seen(x, where, over)}
+    return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **given)), mesh_axes(over)))
 
 
-def cross_entropy_vjp(run, x, labels, where, *, over, axes, dtype, soft_cap, **of_rows):
-    size = x.shape[axes[0]]
-    own = _labels(labels, over) - lax.axis_index(mesh_axes(over)) * size
-    own = jnp.where((own >= 0) & (own < size), own, -1)
-    given = {"x": x, "labels": own, "where": seen(x, where, over), **of_rows}
-    return run(primitive.CROSS_ENTROPY_VJP, given, axes=axes, dtype=dtype, soft_cap=soft_cap)
+def cross_entropy_vjp(run, x, labels, where, *, axes, over, dtype, soft_cap, replaces=False, **of_rows):
+    given = {"x": x, "labels": own(x, labels, axes, over), "where": seen(x, where, over), **of_rows}
+    return run(primitive.CROSS_ENTROPY_VJP, given, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
 
 
 def cross_entropy_gradient(run, x, labels, t, *, over, **params):
@@ -42,13 +34,30 @@ def cross_entropy_gradient(run, x, labels, t, *, over, **params):
         return cross_entropy(run, **operands, where=None, over=over, **params)
 
     def backward(operands, **params):
-        return cross_entropy_vjp(run, **operands, where=None, over=over, **params)
+        return cross_entropy_vjp(run, **operands, where=None, over=over, replaces=True, **params)
 
     (cut,) = over.values()
     return xla.composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=cut.size, **params)
 
 
-def _labels(labels, over):
-    """The labels, and -1 for those that are no class: a shard may end in padding, which is none."""
+def part(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
+    """Of this device's part of the rows `m`, `d`, the scores of its `own` labels, 0 for others, and the sum if asked for."""
+    params = {"axes": axes, "dtype": accumulator(x.dtype, dtype), "soft_cap": soft_cap, "return_total": return_total}
+    _, _, *total, m, d = run(primitive.CROSS_ENTROPY, {"x": x, "labels": labels, "where": where}, return_state=True, **params)
+    chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), 0)
+    return [m, d, chosen, *total]
+
+
+def joined(parts, labels, dtype, over):
+    """`nll`, `lse`, the sum if it is there, `m` and `d` of the rows, from what `part` gives on each device."""
     (cut,) = over.values()
-    return jnp.where(labels < cut.size, labels, -1)
+    m, d, chosen, *total = merged(*parts, over=over)
+    chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
+    return [*xla.losses_of(m, d, chosen, *total, dtype=dtype), m, d]
+
+
+def own(x, labels, axes, over):
+    """The labels as this device counts its classes, and -1 for those that it does not have: padding of a shard is no class."""
+    (cut,) = over.values()
+    place = labels - lax.axis_index(cut.over) * x.shape[axes[0]]
+    return jnp.where((place >= 0) & (place < x.shape[axes[0]]) & (labels < cut.size), place, -1)

@@ -10,10 +10,15 @@ A part has every n-th row, and not neighbours: where rows are sharded, each devi
 
 Of losses without gradients there is a primitive, `linear_cross_entropy`, for which Hopper has a kernel that keeps no logits.
 
-A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes; `losses(logits, labels)`, which gives `[rows]`
-of `[rows, classes]` and `[rows]`; and `losses_and_gradient(logits, labels, factors)`, which gives them, and the derivative of
-the sum of `factors` times them. `is_plain` says that there is no smoothing and no cap; then `loss([nll, lse], labels, classes)`
-gives the losses. It can be hashed.
+Devices may share the classes, over the mesh axes `axis_name` of the head: each has the logits of its own, and one collective
+merges their states, of a part of the rows where gradients are made, else of all. What devices return adds up to the losses, and
+so do gradients of what all of them have: JAX adds those up, once, behind the last part.
+
+A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes; `axis_name`; `own(labels, classes)`, the labels
+as this device counts its classes, which are so many; `numbers(logits, own)`, what it knows of rows, `[rows]` each: `nll` and
+`lse`, or where devices share the classes `m`, `d` and the label's score, and with smoothing the sum of the scores;
+`losses(numbers, labels, classes)`; and `losses_and_gradient(logits, labels, factors)`, which gives them, and the derivative of
+the sum of `factors` times them. `is_plain` says that there is no smoothing and no cap. It can be hashed.
 """
 
 import functools
@@ -38,26 +43,32 @@ _TILE = 128  # rows that tensor cores take at a time
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def losses(head, hidden, weight, bias, labels) -> jax.Array:
     """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, a bias of these or None, and labels `[rows]`."""
-    operands = {"hidden": hidden, "weight": weight, "labels": labels}
-    if bias is not None or not head.is_plain or any(sharding.has_explicit_axes(jax.typeof(a)) for a in operands.values()):
-        return losses_by_parts(head, hidden, weight, bias, labels)
+    classes = weight.shape[head.class_axis]
+    operands = {"hidden": hidden, "weight": weight, "labels": head.own(labels, classes)}
+    if bias is not None or not head.is_plain:
+        return head.losses(numbers_by_parts(head, bias=bias, **operands), labels, classes)
     # Where Mosaic has no kernel without logits, its kernels of logits run, in the reference here.
     forced = None if head.implementation == "mosaic" else head.implementation
-    return bind(LINEAR_CROSS_ENTROPY, operands, head=head, implementation=forced)[0]
+    return head.losses(bind(LINEAR_CROSS_ENTROPY, operands, head=head, implementation=forced), labels, classes)
 
 
-def losses_by_parts(head, hidden, weight, bias, labels) -> jax.Array:
-    """`losses`, from logits of a part of the rows at a time."""
+def numbers_by_parts(head, hidden, weight, bias, labels) -> list[jax.Array]:
+    """`head.numbers` of all rows, from logits of a part of them at a time."""
 
     def part(totals, h, own):
-        return totals, [head.losses(_logits(head, h, weight, bias), own)]
+        return totals, head.numbers(_logits(head, h, weight, bias), own)
 
-    return _by_parts(part, MOST, head, weight, bias, [hidden, labels])[1][0]
+    return _by_parts(part, MOST, head, weight, bias, [hidden, labels])[1]
+
+
+def _results(*, head, **params):
+    del params
+    return [Operand(name, ("rows",)) for name in (("m", "d", "chosen") if head.axis_name else ("nll", "lse"))]
 
 
 def _types(operands, **params):
-    del params
-    return [jax.ShapeDtypeStruct(operands["labels"].shape, accumulator(operands["hidden"].dtype))]
+    kind = accumulator(operands["hidden"].dtype)
+    return [jax.ShapeDtypeStruct(operands["labels"].shape, kind) for _ in _results(**params)]
 
 
 LINEAR_CROSS_ENTROPY = define(
@@ -70,17 +81,17 @@ LINEAR_CROSS_ENTROPY = define(
             Operand("labels", ("rows",), may_be_one=False),
         ),
         _types,
-        lambda **params: [Operand("losses", ("rows",))],
+        _results,
         is_uncut=True,
     )
 )
 
 
-def of_batch(losses, hidden, weight, labels):
-    """`losses(hidden, weight, labels)` of a batch of rows that share the weight."""
+def of_batch(numbers, hidden, weight, labels) -> list[jax.Array]:
+    """`numbers(hidden, weight, labels)` of a batch of rows that share the weight."""
     rows = math.prod(labels.shape)
-    found = losses(hidden.reshape(rows, hidden.shape[-1]), weight.reshape(weight.shape[-2:]), labels.reshape(rows))
-    return found.reshape(labels.shape)
+    found = numbers(hidden.reshape(rows, hidden.shape[-1]), weight.reshape(weight.shape[-2:]), labels.reshape(rows))
+    return [number.reshape(labels.shape) for number in found]
 
 
 def _losses_forward(head, hidden, weight, bias, labels):
@@ -120,7 +131,7 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
 
     def part(totals, h, own, c):
         found, of_logit = head.losses_and_gradient(_logits(head, h, weight, bias), own, c)
-        of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype, like=h)
+        of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
         pair = (h, of_logit) if head.class_axis == 1 else (of_logit, h)
         of_weight = [_product(*pair, 0, 0, weight.dtype)]
         of_bias = [] if bias is None else [jnp.sum(of_logit, 0, dtype=c.dtype)]
@@ -139,10 +150,8 @@ def _logits(head, hidden, weight, bias):
     return logits if bias is None else (logits + bias.astype(dtype)[None]).astype(hidden.dtype)
 
 
-def _product(a, b, axis_of_a, axis_of_b, dtype, like=None) -> jax.Array:
-    """A product of matrices, on explicit mesh axes sharded as `like` where it adds up over devices."""
-    to = jax.typeof(like).sharding if like is not None and sharding.has_explicit_axes(jax.typeof(like)) else None
-    return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype, out_sharding=to)
+def _product(a, b, axis_of_a, axis_of_b, dtype) -> jax.Array:
+    return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype)
 
 
 def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
@@ -173,7 +182,7 @@ def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) 
     of_parts = [jax.ShapeDtypeStruct((each, parts, *result.shape[1:]), result.dtype) for result in of_part]
     leaves, tree = jax.tree.flatten((totals, of_parts))
     # No part goes before the loop: sharded rows would add up the gradient of the weight over devices twice.
-    zeros = [jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding) for leaf in leaves]
+    zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     carry = jax.tree.unflatten(tree, sharding.vary_alike([cuts[0], *zeros])[1:])
     (totals, found), _ = lax.scan(step, carry, jnp.arange(parts))
     return totals, [array.reshape(-1, *array.shape[2:])[:rows] for array in found]

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.cross_entropy import _linear
+from jaxsoftmax.ops.cross_entropy import _linear, xla
 
 _CONSUMERS = 2
 _ROWS, _CLASSES = 64, 256  # of a tile of each consumer
@@ -52,8 +52,8 @@ def unprofitable(operands, class_axis) -> str | None:
     return None
 
 
-def losses(head, target, hidden, weight, labels) -> jax.Array:
-    """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
+def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
+    """`head.numbers`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
     hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)
@@ -80,11 +80,11 @@ def losses(head, target, hidden, weight, labels) -> jax.Array:
     )(hidden, weight, labels, jnp.any(has_label, -1).astype(jnp.int32))
     m, d, scores = (part[:, :rows] for part in found)
     m, d, _ = online.merge_along(State(m, d), 0)
-    labels, m, log_d = labels[:rows], online.shift(m), jnp.log(d)
+    labels, m = labels[:rows], online.shift(m)
     own = jnp.clip(labels // _CLASSES, 0, tiles - 1)
     score = jnp.take_along_axis(scores, own[None], 0)[0]
-    score = jnp.where((labels >= 0) & (labels < classes), score, jnp.nan)
-    return head.loss([log_d - (score - m), m + log_d], labels, classes)
+    score = jnp.where((labels >= 0) & (labels < classes), score, 0 if head.axis_name else jnp.nan)
+    return [m, d, score] if head.axis_name else xla.losses_of(m, d, score, dtype=m.dtype)
 
 
 def _units(class_axis) -> tuple[int, int]:

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.operands import Map
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.cross_entropy import _linear
+from jaxsoftmax.ops.cross_entropy import _devices, _linear, _shards
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.xla import capped
 from jaxsoftmax.ops.softmax.api import logsumexp, sorted_axes
@@ -35,6 +36,7 @@ def cross_entropy(
     logits_soft_cap: float | None = None,
     ignore_index: int | None = None,
     return_lse: Literal[False] = False,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
 
@@ -51,6 +53,7 @@ def cross_entropy(
     logits_soft_cap: float | None = None,
     ignore_index: int | None = None,
     return_lse: Literal[True],
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -66,6 +69,7 @@ def cross_entropy(
     logits_soft_cap: float | None = None,
     ignore_index: int | None = None,
     return_lse: bool = False,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The loss `logsumexp(s) - s[label]` of each row of `logits`, where `s` are its scores: the logits, or capped ones.
@@ -85,6 +89,12 @@ def cross_entropy(
       logits_soft_cap: a concrete positive number: the scores are `cap * tanh(logits / cap)`. None for no cap.
       ignore_index: the label of rows that do not count, such as padding: their loss and gradient are 0, whatever they hold.
       return_lse: whether to return `logsumexp(s)` too.
+      axis_name: in a `shard_map`, the mesh axis or axes over which the classes are sharded, several in the order in which they
+        are: a vocabulary-parallel loss. `logits` then have `classes / devices` of the classes (of several axes, the first is
+        sharded), and so has what has their shape. Labels number the classes of all devices; they and the losses are the same
+        on all of them. One all-gather has the states of rows, and where `where` masks classes an all-reduce how many are left.
+        Where the map does not check what varies (`check_vma=False`), a derivative that is taken inside is that of the sum over
+        devices, as of `lax.psum`.
       implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
 
     Returns:
@@ -111,7 +121,7 @@ def cross_entropy(
         raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating, got {arguments.shown(ignore_index)}")
     smoothing, z_loss = _number("label_smoothing", label_smoothing, 0, 1), _number("z_loss", z_loss)
     soft_cap = None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, kind)
-    axes = _in_order(axis, logits.ndim)
+    axes, axis_name = _in_order(axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
     rows = tuple([size for at, size in enumerate(logits.shape) if at not in axes])
     if not are_classes and labels.shape != logits.shape:
         raise ValueError(f"{_NAME}: floating labels must have the shape {logits.shape} of logits, got {labels.shape}")
@@ -125,26 +135,45 @@ def cross_entropy(
     logits, labels = _flat(logits, axes), labels if are_classes else _flat(labels, axes)
     at = axes[0] if len(axes) == 1 else logits.ndim - 1
 
+    classes = logits.shape[at] * lax.axis_size(axis_name) if axis_name else logits.shape[at]
     if are_classes:
-        index = _index(labels, logits.shape[at], -1)
-        operands = {"x": logits, "labels": jnp.expand_dims(index, at), "where": where}
+        index = jnp.expand_dims(_index(labels, classes, -1), at)
         params = {"axes": (at,), "dtype": kind, "soft_cap": soft_cap, "implementation": implementation}
-        found = bind(CROSS_ENTROPY, operands, return_total=smoothing > 0, return_state=False, **params)
+        found = _losses(axis_name, params | {"return_total": smoothing > 0}, logits, index, where)
         found = [jnp.squeeze(result, at) for result in found]
     else:
         scores = capped(logits.astype(kind), soft_cap)
-        lse = logsumexp(scores if soft_cap else logits, at, where=where, implementation=implementation).astype(kind)
+        lse = _logsumexp(axis_name, scores if soft_cap else logits, at, where, implementation).astype(kind)
         labels = labels if where is None else jnp.where(where, labels, 0)
         terms = labels.astype(kind) * jnp.where(labels != 0, jnp.expand_dims(lse, at) - scores, 0)
-        found = [jnp.sum(terms, at), lse, *([jnp.sum(scores, at, where=where)] if smoothing else [])]
-    counts = None if where is None else jnp.any(where, at)
+        sums = [jnp.sum(terms, at), *([jnp.sum(scores, at, where=where)] if smoothing else [])]
+        nll, *total = lax.psum(sums, axis_name) if axis_name else sums
+        found = [nll, lse, *total]
+    there = None if where is None else _there(where, logits, at, classes, axis_name)
+    counts = None if there is None else there != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
     # Rows that do not count are taken out before anything is computed from their log-sum-exp, which may be infinite.
     parts = found if counts is None else [jnp.where(counts, part, 0) for part in found]
-    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=_classes(logits, where, at, kind) if smoothing else None)
+    those = jnp.asarray(classes if there is None else there, kind)
+    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=jnp.maximum(those, 1))
     return (loss, found[1]) if return_lse else loss
+
+
+def _losses(axis_name, params, logits, labels, where):
+    """What the primitive gives, over all devices if they share the classes."""
+    if axis_name:
+        return _shards.cross_entropy(axis_name, params, logits, labels, where)[:-2]
+    return bind(CROSS_ENTROPY, {"x": logits, "labels": labels, "where": where}, return_state=False, **params)
+
+
+def _logsumexp(axis_name, scores, at, where, implementation):
+    if not axis_name:
+        return logsumexp(scores, at, where=where, implementation=implementation)
+    params = {"axes": (at,), "dtype": accumulator(scores.dtype), "soft_cap": None, "implementation": implementation}
+    of_none = jnp.full([1 if axis == at else size for axis, size in enumerate(scores.shape)], -1, jnp.int32)
+    return jnp.squeeze(_losses(axis_name, params | {"return_total": False}, scores, of_none, where)[1], at)
 
 
 def _loss(nll, lse, total=None, *, smoothing, z_loss, classes):
@@ -166,6 +195,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
     ignore_index: int | None = None,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
@@ -181,7 +211,11 @@ def linear_cross_entropy(
     Hopper, which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It
     takes `hidden` of 16 bits, and no bias, smoothing or cap. It copies a weight of another dtype, and one up to 256 MiB whose H
     is no multiple of 64, or its number of classes none of 64, or with `class_axis=0` of 8. On several devices it runs inside a
-    `shard_map` over all mesh axes, or where rows are sharded over all of them, and these are explicit.
+    `shard_map` over all mesh axes, or where all of them are explicit.
+
+    Classes may be sharded over devices: a vocabulary-parallel loss. Each multiplies by its part of the weight, which is not
+    gathered and neither are logits. Devices merge the states of rows by one collective for each part, or one in all without
+    gradients, and add up the gradient of `hidden` once. (On automatic mesh axes that is left to XLA, for each part.)
 
     Args:
       hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
@@ -197,6 +231,8 @@ def linear_cross_entropy(
       z_loss: a number.
       logits_soft_cap: a concrete positive number, or None.
       ignore_index: a label, or None.
+      axis_name: as for `cross_entropy`, in a `shard_map`: the mesh axes over which the classes of `weight` and `bias` are
+        sharded. All else is the same on all devices of these.
       implementation: a name, or None.
 
     Returns:
@@ -229,33 +265,39 @@ def linear_cross_entropy(
         if jnp.issubdtype(weights.dtype, jnp.complexfloating):
             raise TypeError(f"{name}: weights must be real, got {weights.dtype}")
         given["weights"] = _broadcast("weights", weights, rows, name).astype(kind)
-    head = _Head(axis, *options, implementation)
+    axis_name = arguments.axis_names(name, axis_name)
 
-    def loss(mesh_axes, *operands):
-        """The losses of this device's rows, or their sum over the devices of `mesh_axes`."""
+    def loss(of_rows, of_classes, *operands):
+        """The losses of this device's rows, or their sum over the devices that share the rows."""
+        shared = (*axis_name, *of_classes)
+        head, all_classes = _Head(axis, *options, implementation, shared), classes * lax.axis_size(axis_name)
         here = dict(zip(given, operands, strict=True))
         hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
         factors = here.get("weights", jnp.ones_like(labels, kind))
-        index = _index(labels, classes, classes)
+        index = _index(labels, all_classes, all_classes)
         if ignore_index is not None:
             factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
         if ignore_index is not None or weights is not None:
             index = jnp.where(factors != 0, index, _OF_NO_ROW)
             hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
         if reduction == "mean":
-            total = lax.psum(jnp.sum(factors), mesh_axes)
-            factors = factors / jnp.where(total != 0, total, 1)
+            count = lax.psum(jnp.sum(factors), of_rows)
+            factors = factors / jnp.where(count != 0, count, 1)
         hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         index, factors = index.reshape(-1), factors.reshape(-1)
         # Small gradients are 0 in float16, unless they are made with the cotangent, a loss scale.
         if reduction != "none" and hidden.dtype != jnp.float16:
-            return lax.psum(_linear.weighted_sum(head, hidden, weight, bias, index, factors), mesh_axes)
-        losses = factors * _linear.losses(head, hidden, weight, bias, index)
-        return losses.reshape(labels.shape) if reduction == "none" else lax.psum(jnp.sum(losses), mesh_axes)
+            total = _linear.weighted_sum(head, hidden, weight, bias, index, factors)
+        else:
+            losses = factors * _linear.losses(head, hidden, weight, bias, index)
+            if reduction == "none":
+                return lax.psum(losses.reshape(labels.shape), shared)
+            total = jnp.sum(losses)
+        return lax.psum(total, (*of_rows, *shared))
 
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
     names = [axes.get(operand, ()) for operand in given]
-    return sharding.by_rows(loss, list(given.values()), names, len(rows) if reduction == "none" else 0)
+    return sharding.on_shards(loss, list(given.values()), names, "classes", len(rows) if reduction == "none" else 0)
 
 
 _OF_NO_ROW = -1  # the label of rows that do not count; a label that is no class becomes the number of classes
@@ -270,23 +312,54 @@ class _Head:
     z_loss: float
     logits_soft_cap: float | None
     implementation: str | None
+    axis_name: tuple[str, ...] = ()
 
-    def losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "logits_soft_cap": self.logits_soft_cap}
-        return cross_entropy(logits, labels, **options, ignore_index=_OF_NO_ROW, implementation=self.implementation)
+    def own(self, labels: jax.Array, classes: int) -> jax.Array:
+        """The labels as this device counts its classes, which are so many, and -1 for those of other devices."""
+        if not self.axis_name:
+            return labels
+        place = labels - lax.axis_index(self.axis_name) * classes
+        return jnp.where((place >= 0) & (place < classes), place, -1)
+
+    def numbers(self, logits: jax.Array, own: jax.Array) -> list[jax.Array]:
+        params = {"axes": (1,), "dtype": accumulator(logits.dtype), "soft_cap": self.logits_soft_cap}
+        params |= {"return_total": self.label_smoothing > 0}
+        operands = {"x": logits, "labels": own[:, None]}
+        if self.axis_name:
+            found = _devices.part(self._run, **operands, where=None, **params)
+        else:
+            found = self._run(CROSS_ENTROPY, operands, return_state=False, **params)
+        return [jnp.squeeze(number, 1) for number in found]
+
+    def losses(self, numbers: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
+        if self.axis_name:
+            numbers = _devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))[:-2]
+        return self.loss(numbers, labels, classes)
 
     def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The losses, and the derivative of the sum of `factors` times them, in the memory of the logits."""
         operands = {"x": logits, "labels": labels[:, None], "t": factors[:, None]}
-        params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap}
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        gradient, *found = bind(CROSS_ENTROPY_GRADIENT, operands, **params)
-        return self.loss([jnp.squeeze(part, 1) for part in found], labels, logits.shape[1]), gradient
+        classes = logits.shape[1]
+        if self.axis_name:
+            gradient, *found = _devices.cross_entropy_gradient(self._run, **operands, over=self._over(classes), **params)
+        else:
+            gradient, *found = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
+        return self.loss([jnp.squeeze(part, 1) for part in found], labels, classes), gradient
 
     def loss(self, found: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
-        """From the `nll`, the log-sum-exp and with smoothing the sum of the scores of rows."""
+        """From the `nll`, the log-sum-exp and with smoothing the sum of the scores of rows; 0 on all devices but the first."""
         found = [jnp.where(labels != _OF_NO_ROW, part, 0) for part in found]
-        return _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=max(classes, 1))
+        classes = max(classes, 1) * lax.axis_size(self.axis_name)
+        loss = _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
+        return jnp.where(lax.axis_index(self.axis_name) == 0, loss, 0) if self.axis_name else loss
+
+    def _run(self, this: Map, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
+        return bind(this, operands, implementation=self.implementation, **params)
+
+    def _over(self, classes: int) -> dict[int, sharding.Cut]:
+        return {1: sharding.Cut(self.axis_name, classes * lax.axis_size(self.axis_name))}
 
     @property
     def is_plain(self) -> bool:
@@ -322,13 +395,12 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
     return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
-def _classes(logits: jax.Array, where: jax.Array | None, at: int, kind: Any) -> jax.Array:
-    """How many classes of each row take part, and 1 for none."""
-    if where is None:
-        return jnp.maximum(jnp.asarray(logits.shape[at], kind), 1)
-    if where.shape[at] == 1:
-        return jnp.where(jnp.squeeze(where, at), jnp.asarray(logits.shape[at], kind), 1)
-    return jnp.maximum(jnp.sum(where, at, dtype=kind), 1)
+def _there(where: jax.Array, logits: jax.Array, at: int, classes: int, axis_name: tuple[str, ...]) -> jax.Array:
+    """How many classes of each row take part, on all devices; where a mask is of rows, one at least."""
+    if where.shape[at] != logits.shape[at]:
+        return jnp.where(jnp.squeeze(where, at), jnp.maximum(jnp.asarray(classes, jnp.int32), 1), 0)
+    count = jnp.sum(where, at, dtype=jnp.int32)
+    return lax.psum(count, axis_name) if axis_name else count
 
 
 def _in_order(axis: Any, ndim: int) -> tuple[int, ...]:

@@ -90,8 +90,8 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     return [*found, m, d] if return_state else found
 
 
-def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target):
-    """`(a * p + b * onehot(label) + c) * ds/dx`."""
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target, replaces=False):
+    """`(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if it `replaces` that."""
 
     def body(tile, x, m, d, a, b, c, labels, inside, where):
         weights = None
@@ -100,9 +100,14 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
             weights = of_softmax.weights_of_state(tile, scores, m, d, None, where, None, factor=a)
         return [_gradient(tile, x, weights, a, b, c, labels, where, soft_cap)]
 
+    replaced = "x" if replaces and x.dtype == dtype else None
+    if replaced:  # of a loop, see `cross_entropy_gradient`
+        x, m, d, a, b, c, labels = lax.optimization_barrier((x, m, d, a, b, c, labels))
     given = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
     given = {name: None if array is None else PerRow(array) for name, array in given.items()}
-    return _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap is not None, given, whole=[dtype])[0]
+    results = {"whole": [dtype], "replaced": replaced}
+    (found,) = _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap is not None, given, **results)
+    return lax.optimization_barrier(found) if replaced else found
 
 
 def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, target):
@@ -133,8 +138,8 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, target):
-    """The losses of a linear layer, without its logits."""
-    return [_linear.of_batch(functools.partial(_linear_mosaic.losses, head, target), hidden, weight, labels)]
+    """`head.numbers`, without the logits."""
+    return _linear.of_batch(functools.partial(_linear_mosaic.numbers, head, target), hidden, weight, labels)
 
 
 def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **results):

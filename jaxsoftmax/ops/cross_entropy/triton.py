@@ -38,12 +38,15 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     return [*found, m, d] if return_state else found
 
 
-def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target):
-    """`(a * p + b * onehot(label) + c) * ds/dx`."""
-    zeros = jnp.zeros(labels.shape, jnp.float32)
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target, replaces=False):
+    """`(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if it `replaces` that."""
+    zeros, replaces = jnp.zeros(labels.shape, jnp.float32), replaces and x.dtype == dtype
     a, b, c = (zeros if number is None else number for number in (a, b, c))
-    given = {"x": x, "m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels, "where": where}
-    return run("cross_entropy_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], cap=soft_cap, **given)[0]
+    if replaces:  # see `mosaic.py`
+        x, m, d, a, b, c, labels = lax.optimization_barrier((x, m, d, a, b, c, labels))
+    given = {"x": x, "m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels, "where": where, "replaces": replaces}
+    (found,) = run("cross_entropy_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], cap=soft_cap, **given)
+    return lax.optimization_barrier(found) if replaces else found
 
 
 def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, target):

@@ -1,7 +1,4 @@
-"""The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform. `primitive.py` says what they are.
-
-`axis_name` names the mesh axes over which the row is sharded, inside a `shard_map` or its like.
-"""
+"""The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform; see `primitive.py`."""
 
 import math
 
@@ -25,18 +22,19 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     return [*found, m, d] if return_state else found
 
 
-def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total, axis_name=()):
+def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total):
     """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
     x, u = x.astype(m.dtype), t.astype(m.dtype) * slope(x.astype(m.dtype), soft_cap)
     p = weights_of_state(capped(x, soft_cap), m, d, where, None)
-    sums = [sum_along(p * select(p != 0, u, 0), axes), _at(u, labels, axes, 0, axis_name)]
+    sums = [sum_along(p * select(p != 0, u, 0), axes), _at(u, labels, axes, 0)]
     if return_total:
         sums.append(sum_along(select(where, u, 0), axes))
-    return [total.astype(dtype) for total in (lax.psum(jnp.stack(sums), axis_name) if axis_name else sums)]
+    return [total.astype(dtype) for total in sums]
 
 
-def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap):
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, replaces=False):
     """`(a * p + b * onehot(label) + c) * ds/dx`. In rows of which all three are 0, what `x` holds has no effect."""
+    del replaces  # XLA sees for itself that nothing else reads `x`
     x = x.astype(m.dtype)
     total = jnp.zeros_like(x)
     a, b, c = (None if part is None else part.astype(x.dtype) + total for part in (a, b, c))  # sharded as x
@@ -77,17 +75,17 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
-    """The losses of a linear layer. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
+    """`head.numbers`. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
 
     def by_parts(hidden, weight, labels):
-        return _linear.losses_by_parts(head, hidden, weight, None, labels)
+        return _linear.numbers_by_parts(head, hidden, weight, None, labels)
 
     if devices == 1 and math.prod(weight.shape[:-2]) == 1:
-        return [_linear.of_batch(by_parts, hidden, weight, labels)]
+        return _linear.of_batch(by_parts, hidden, weight, labels)
     weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
     for _ in labels.shape[:-1]:
         by_parts = jax.vmap(by_parts)
-    return [by_parts(hidden, weight, labels)]
+    return by_parts(hidden, weight, labels)
 
 
 def losses_of(m, d, chosen, *total, dtype):
@@ -105,9 +103,9 @@ def factors(t, lse, label_smoothing, z_loss, classes):
     }
 
 
-def chosen_score(x, labels, axes, soft_cap, dtype, axis_name=()):
-    """The scores of the labels, `[*rows, 1]` in `dtype`: 0 of those that another device has, and NaN of those that are none."""
-    return capped(_at(x, labels, axes, jnp.nan, axis_name).astype(dtype), soft_cap)
+def chosen_score(x, labels, axes, soft_cap, dtype):
+    """The scores of the labels, `[*rows, 1]` in `dtype`: NaN of those that are no class."""
+    return capped(_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
 
 
 def capped(x, soft_cap):
@@ -120,29 +118,17 @@ def slope(x, soft_cap):
     return jnp.ones((), x.dtype) if soft_cap is None else 1 - jnp.tanh(x / soft_cap) ** 2
 
 
-def _at(values, labels, axes, otherwise, axis_name):
-    """The values at the labels: 0 of those that another device has, and `otherwise` of those that are none of the row."""
+def _at(values, labels, axes, otherwise):
+    """The values at the labels, and `otherwise` of those that are none of the row."""
     (axis,) = axes
     size = values.shape[axis]
-    place = _local(labels, size, axis_name)
     if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
-        found = sum_along(select(_is_at(values, place, axes), values, 0), axes)
+        found = sum_along(select(_is_at(values, labels, axes), values, 0), axes)
     else:
-        found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
-        found = select((place >= 0) & (place < size), found, 0)
-    return jnp.where((labels >= 0) & (labels < _classes(values, axes, axis_name)), found, otherwise)
+        found = jnp.take_along_axis(values, jnp.clip(labels, 0, size - 1), axis, mode="promise_in_bounds")
+    return jnp.where((labels >= 0) & (labels < size), found, otherwise)
 
 
 def _is_at(values, place, axes):
     """Which element of each row is at that place, sharded as the values are."""
     return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == place
-
-
-def _local(labels, size, axis_name):
-    """The labels from the first element on that this device has of the row, of which each has `size`."""
-    return labels - lax.axis_index(axis_name) * size if axis_name else labels
-
-
-def _classes(values, axes, axis_name):
-    """How many elements a row has, on all devices."""
-    return values.shape[axes[0]] * (lax.axis_size(axis_name) if axis_name else 1)

@@ -95,7 +95,10 @@ def _saved(x, d, where, over):
 def merged(m, d, *sums, over, scale=None):
     """The state of the rows, with a finite `m`, and sums along them, of those of each device's part: by one collective."""
     m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # as it was before it was made finite
-    m, d, *sums = lax.all_gather(jnp.stack([m, d, *sums]), mesh_axes(over), axis=1)
+    of_part, names = jnp.stack([m, d, *sums]), mesh_axes(over)
+    # All devices get the same, which JAX is told where a `shard_map` of the user checks what varies.
+    to = "invarying" if jax.typeof(of_part).manual_axis_type.varying.issuperset(names) else "varying"
+    m, d, *sums = lax.all_gather(of_part, names, axis=1, to=to)
     m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
 
