@@ -289,7 +289,8 @@ def _kept(tile, at, rows, cols, CALL: tl.constexpr):
     if CALL.dropped is None:
         return tile
     else:
-        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), rows.to(tl.uint32), cols.to(tl.uint32), CALL.dropped)
+        row, col = rows.to(tl.uint32) + tl.load(at.seeds + 2), cols.to(tl.uint32) + tl.load(at.seeds + 3)
+        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), row, col, CALL.dropped)
         return tl.where(kept, tile, 0.0)
 
 

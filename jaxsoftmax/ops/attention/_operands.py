@@ -9,10 +9,10 @@ from jax import lax
 
 from jaxsoftmax._core.operands import Operand
 
-# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 2 for the two
-# words of a seed, pages P of so many keys each, and M for the pages of a sequence.
+# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 4 for the two
+# words of a seed and the positions of the first query and key, pages P of so many keys each, and M for the pages of a sequence.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
-_OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
+_OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N4"}
 _OPERANDS |= {"key_scale": "K", "value_scale": "K"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
 _PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
@@ -112,7 +112,7 @@ def cotangents_of_rows(given, out, lse, d_out, d_lse, window):
     else:
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
     left, empty = window[0], None
-    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given)
+    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments", "query_offset"} & set(given)
     if of_operands or (left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left):
         empty = alone = lse == -jnp.inf
         if "sinks" in given:

@@ -209,7 +209,8 @@ def dot_product_attention(
     if query_segment_ids is not None or key_value_segment_ids is not None:
         operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
     if drops := rate > 0 and not deterministic:
-        operands["seeds"] = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
+        seeds = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
+        operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # positions are counted from 0
     window = _window(local_window_size, is_causal, length, keys, query_offset is not None)
     if query_offset is not None:
         offset = _offset(query_offset, batch)

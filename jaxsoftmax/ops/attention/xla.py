@@ -331,14 +331,14 @@ class _Tile:
         """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
         if self.problem["seeds"] is None:
             return None
-        seeds, (rows, _), (cols, _) = self.problem["seeds"], self._positions(0), self._positions(1)
-        rows, cols = rows.astype(np.uint32), cols.astype(np.uint32)
-        kept = dropout.keep(seeds[..., :1], seeds[..., 1:], rows, cols, self.problem.dropout_rate)
+        seeds = [self.problem["seeds"][..., i : i + 1] for i in range(4)]
+        rows, cols = (self._positions(axis)[0].astype(np.uint32) + seeds[2 + axis] for axis in (0, 1))
+        kept = dropout.keep(seeds[0], seeds[1], rows, cols, self.problem.dropout_rate)
         return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)
 
 
 # Which axes an operand has as those of heads, rows and columns, where "1" is none.
-_GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N2": "N12", "": "111"}
+_GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N4": "N14", "": "111"}
 _axes = {name: _GROUPED[axes] for name, axes in AXES.items() if axes in _GROUPED} | {"delta": "NT1"}
 
 
