@@ -18,9 +18,16 @@ _RESULTS = {"out": "TNH", "lse": "NT"}
 _PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
 
 
+_NAMES = {"N": "heads", "K": "heads", "T": "queries", "S": "keys"}
+
+
 def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
-    """Heads may be sharded; lengths and head sizes are whole on every device."""
-    return tuple(Operand(name, tuple("heads" if axis in "NK" else None for axis in axes)) for name, axes in axes_of.items())
+    """Heads and sequences may be sharded, but keys not of masks and biases, whose queries may be; nor pages."""
+
+    def name_of(axis, axes):
+        return None if axis == "S" and axes in ("NTS", "PSKH") else _NAMES.get(axis)
+
+    return tuple(Operand(name, tuple(name_of(axis, axes) for axis in axes)) for name, axes in axes_of.items())
 
 
 OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)

@@ -31,6 +31,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, paged, without_pages
+from jaxsoftmax.ops.attention._zigzag import position_of
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -170,11 +171,25 @@ class _Problem:
     """
 
     def __init__(
-        self, *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **given: Any
+        self,
+        *,
+        scale,
+        window,
+        soft_cap,
+        dropout_rate,
+        precision="highest",
+        deterministic=False,
+        devices=1,
+        zigzag=None,
+        context_parallel=None,
+        axis_name=None,
+        **given: Any,
     ):
         del precision, deterministic  # met as far as XLA's products do
+        del context_parallel, axis_name  # which matter to `_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
+        self.zigzag = zigzag
         self.dtype = accumulator(query.dtype)
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
@@ -218,7 +233,8 @@ class _Problem:
 
     def _visible(self, block):
         """Which tiles the window leaves: a bool for each of the rows and columns of tiles."""
-        (rows, cols), (left, right) = block, self.window if self["query_offset"] is None else (None, None)
+        is_known = self["query_offset"] is None and self.zigzag is None
+        (rows, cols), (left, right) = block, self.window if is_known else (None, None)
         i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, block, strict=True)])
         visible = np.ones(i.shape, bool)
         if left is not None:
@@ -252,11 +268,13 @@ class _Tile:
     def _positions(self, axis):
         """Of the rows `[..., rows, 1]` or columns `[..., 1, cols]`, and which of them are new, None for all."""
         size, length = self.problem.block[axis], self.problem.lengths[axis]
-        positions = self._first(axis) + lax.iota(np.int32, size)
+        places = self._first(axis) + lax.iota(np.int32, size)
         ndim = len(self.problem.rows) + 1
-        positions = lax.expand_dims(positions, [a for a in range(ndim) if a != ndim - 2 + axis])
+        places = lax.expand_dims(places, [a for a in range(ndim) if a != ndim - 2 + axis])
         whole = size == length or (isinstance(length, int) and length % size == 0)
-        return positions, None if whole else positions >= self.index[axis] * size
+        order = self.problem.zigzag
+        positions = places if order is None else position_of(places, length, order)
+        return positions, None if whole else places >= self.index[axis] * size
 
     def __getitem__(self, name) -> Any:
         array = self.problem[name]
