@@ -9,6 +9,9 @@ python -m benchmarks cross_entropy         likewise, losses from integer labels,
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
+python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
+                                           them; results/<gpu>x<count>/sharded.csv, as in h200x2
+python -m benchmarks links                 likewise, the exchanges between these GPUs alone
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks softmax --implementation triton
                                            measure ours on one implementation; results/<gpu>/triton/softmax.csv
@@ -21,6 +24,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import (
     attention,
@@ -31,8 +35,10 @@ from benchmarks import (
     first_call,
     harness,
     linear_cross_entropy,
+    links,
     plot,
     results,
+    sharded,
     softmax,
     sweep,
     top_k,
@@ -50,7 +56,10 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "linear_cross_entropy": linear_cross_entropy.cells,
     "top_k": top_k.cells,
     "first_call": first_call.cells,
+    "sharded": sharded.cells,
+    "links": links.cells,
 }
+ON_SEVERAL = frozenset({"sharded", "links"})  # suites that are measured on all GPUs; the others take one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--implementation", choices=sorted(IMPLEMENTATIONS), help="what ours runs on; with --check and --plot, whose files"
     )
+    parser.add_argument(
+        "--wall-only", action="store_true", default=None, help="on several GPUs, leave out the time of kernels alone"
+    )
     parser.add_argument("--commit", type=_word, metavar="HASH", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--gpu", metavar="NAME", help="the folder to check or draw, such as h200; all by default")
     parser.add_argument(
@@ -117,10 +129,11 @@ def _refuse_what_does_not_go_together(parser: argparse.ArgumentParser, options: 
         "--peers": measuring,
         "--implementation": measuring or options.check or options.plot,
         "--commit": measuring,
+        "--wall-only": measuring and options.suite in ON_SEVERAL,
         "--gpu": options.check or options.plot,
     }
     for name, is_allowed in allowed.items():
-        if getattr(options, name.removeprefix("--")) is not None and not is_allowed:
+        if getattr(options, name.removeprefix("--").replace("-", "_")) is not None and not is_allowed:
             parser.error(f"argument {name}: has no meaning here")
     if (measuring or options.list) and options.suite is None:
         parser.error(f"argument suite: choose from {', '.join(SUITES)}")
@@ -155,11 +168,15 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     gpu = harness.gpu_name()
     if gpu is None:
         return _fail("JAX sees no GPU, and there is nothing to measure without one")
+    devices = harness.device_count() if options.suite in ON_SEVERAL else 1
+    cells = [cell for cell in cells if cell.devices == devices]
+    if not cells:
+        return _fail(f"none of these cells is for {devices} GPU{'s' if devices > 1 else ''}; see --list")
     library.implementation = options.implementation
     commit = options.commit or harness.commit()
     if commit is None:
         return _fail("argument --commit: needed, as this is no git checkout")
-    path = results.path_for(options.out, gpu, options.suite, options.implementation)
+    path = results.path_for(options.out, gpu, options.suite, options.implementation, devices)
     if path.exists():
         results.read(path)
     written = []
@@ -171,7 +188,8 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     if options.suite == "first_call":
         problems, left_out = first_call.measure(cells, gpu, commit, write, peers=options.peers), []
     else:
-        run = harness.Run(gpu, commit, write, peers=options.peers)
+        timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
+        run = harness.Run(gpu, commit, write, peers=options.peers, **timing)
         run.measure(cells)
         problems, left_out = run.problems, run.left_out
     for reason in left_out:
@@ -190,7 +208,9 @@ def _check(options: argparse.Namespace) -> int:
     status = 0
     for suite, implementation, path in _files(options):
         run = results.newest_of_each_cell(results.read(path))
-        count, found = bars.misses(bars.of_file(bars.load(suite), implementation), SUITES[suite](), run)
+        machine = path.relative_to(options.out).parts[0]
+        held = bars.of_file(bars.load(suite), implementation, machine)
+        count, found = bars.misses(held, SUITES[suite](), run)
         runs = ", ".join(dict.fromkeys(f"run {row.run} of {row.commit}" for row in run))
         print(f"{path}: {runs or 'no run'}, {len(found)} of {count} bars missed")
         if found:

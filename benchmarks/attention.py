@@ -47,7 +47,8 @@ _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: e
 class Call:
     """What a cell computes: shapes, and what rules out keys or changes scores. `extras` are the operands beside the three.
 
-    With `backward`, their gradients; `deterministic` asks for the same bits each time, which these need not have.
+    With `backward`, their gradients; `deterministic` asks for the same bits each time, which these need not have. With
+    `zigzag`, tokens come in the order that gives as many devices causal attention of equal cost; inputs here do not.
     """
 
     batch: int
@@ -63,6 +64,7 @@ class Call:
     dtype: str = "bfloat16"
     backward: bool = False
     deterministic: bool = False
+    zigzag: int | None = None
 
     @property
     def pass_(self) -> str:
@@ -102,6 +104,7 @@ class Call:
             "key_lengths": 1 if "key_lengths" in self.extras else None,
             "sinks": 1 if "sinks" in self.extras else None,
             "deterministic": int(self.deterministic) or None,
+            "zigzag": self.zigzag,
         }
         return " ".join(f"{name}={value}" for name, value in sorted(words.items()) if value is not None)
 
@@ -169,6 +172,8 @@ class Call:
             given["logits_soft_cap"] = self.soft_cap
         if self.deterministic:
             given["deterministic"] = True
+        if self.zigzag is not None:
+            given["zigzag"] = self.zigzag
         for name, extra in zip(self.extras, extras, strict=True):
             if name == "segments":
                 given["query_segment_ids"], given["key_value_segment_ids"] = extra
@@ -472,7 +477,7 @@ def _contenders(call: Call):
     if call.deterministic:  # is compared with the same without
         return
     if call.dtype == "float32":  # the others have none
-        yield Contender("jax.nn", lambda: _as_measured(call, _of_jax_nn(call, "xla")))  # in TF32
+        yield of_xla(call)  # in TF32
         highest = jax.default_matmul_precision("highest")
         yield Contender("jax.nn highest", lambda: _as_measured(call, highest(_of_jax_nn(call, "xla"))))
         return
@@ -495,6 +500,11 @@ def _contenders(call: Call):
         return
     yield Contender("tokamax", lambda: _of_tokamax(call), needs=("tokamax",))
     yield Contender("torch", lambda: _of_torch(call), prepare=_heads_first, framework="torch", needs=("torch",))
+
+
+def of_xla(call: Call) -> Contender:
+    """JAX's own without cuDNN, which holds the scores."""
+    return Contender("jax.nn", lambda: _as_measured(call, _of_jax_nn(call, "xla")))
 
 
 def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any]:

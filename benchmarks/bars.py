@@ -9,6 +9,7 @@ or left out for any; and one limit:
     us_at_most               the time of ours in microseconds
     error_at_most            the error of ours
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
+    scaling_at_least         of n devices: the time of ours on one device, over n times its time on all
 
 and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` are for runs that
 asked for it, as another one is preferred on the GPU that the bars are for; the others are for what the library chooses (see
@@ -17,6 +18,7 @@ asked for it, as another one is preferred on the GPU that the bars are for; the 
     columns       the first and the last size of the last axis that it holds for, such as [64, 32768]
     percentile    with `ratio_at_least`: of the cells of an op, pass and dtype at most so many percent may be below
     if_measured   of a peer that need not be installed: it holds for the cells that the peer has a row of
+    machines      the folders that it holds for, such as ["h200x2", "h200x4"]
 
 The peer's row is that of the same cell; that of `copy` is the copy of the same dtype. Another cell is `than`, a table of what
 it differs in, of the filters' names: `than = { options = "causal=1" }`.
@@ -28,14 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import IMPLEMENTATIONS, Cell
+from benchmarks.cells import IMPLEMENTATIONS, ONE, Cell
 from benchmarks.results import Row
 
 FILE = Path(__file__).with_name("bars.toml")
 FILTERS = ("op", "pass", "dtype", "shape", "options")
 AGAINST_PEER = ("ratio_at_least", "time_at_most")
 AGAINST_CELL = ("time_at_most", "time_per_block_at_most")
-LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most", "temporaries_at_most")
+SCALING = "scaling_at_least"
+LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most", "temporaries_at_most", SCALING)
+AT_LEAST = ("ratio_at_least", SCALING)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Bar:
     columns: tuple[int, int] | None = None
     percentile: float | None = None
     if_measured: bool = False
+    machines: tuple[str, ...] | None = None
 
     def holds_for(self, cell: Cell) -> bool:
         if self.columns is not None and not self.columns[0] <= cell.shape[-1] <= self.columns[1]:
@@ -59,7 +64,7 @@ class Bar:
         return all(allowed is None or actual[name] in allowed for name, allowed in self.filters.items())
 
     def is_cleared_by(self, found: float) -> bool:
-        return found >= self.value if self.limit == "ratio_at_least" else found <= self.value
+        return found >= self.value if self.limit in AT_LEAST else found <= self.value
 
     def other(self, cell: Cell) -> tuple[str, ...]:
         """The cell with which a cell of ours is compared, as `Row.cell` has it."""
@@ -95,8 +100,9 @@ def load(suite: str, path: Path = FILE) -> list[Bar]:
     return [_bar(f"{path.name}: [[{suite}]] number {number}", dict(entry)) for number, entry in enumerate(entries, start=1)]
 
 
-def of_file(bars: Sequence[Bar], implementation: str | None) -> list[Bar]:
-    """Those that a result file is held to, of runs that asked for an implementation, or for none."""
+def of_file(bars: Sequence[Bar], implementation: str | None, machine: str | None = None) -> list[Bar]:
+    """Those that a result file is held to, of runs that asked for an implementation, or for none, in a machine's folder."""
+    bars = [bar for bar in bars if bar.machines is None or machine in bar.machines]
     if implementation is None:
         return [bar for bar in bars if bar.implementation != "triton"]
     return [bar for bar in bars if bar.implementation == implementation]
@@ -107,7 +113,7 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
     filters = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in filters.items()}
     peer, implementation, than = (entry.pop(name, None) for name in ("peer", "implementation", "than"))
     columns, percentile = entry.pop("columns", None), entry.pop("percentile", None)
-    if_measured = entry.pop("if_measured", False)
+    if_measured, machines = entry.pop("if_measured", False), entry.pop("machines", None)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"{where}: implementation must be one of {', '.join(sorted(IMPLEMENTATIONS))}, got {implementation!r}")
     if len(entry) != 1 or not entry.keys() <= set(LIMITS):
@@ -129,8 +135,12 @@ def _bar(where: str, entry: dict[str, Any]) -> Bar:
         raise ValueError(f"{where}: percentile must be between 0 and 100, and of ratio_at_least, got {percentile!r} of {limit}")
     if not isinstance(if_measured, bool) or (if_measured and peer is None):
         raise ValueError(f"{where}: if_measured must be true or false, and needs a peer, got {if_measured!r}")
+    if machines is not None and not (isinstance(machines, list) and machines and set(map(type, machines)) == {str}):
+        raise ValueError(f"{where}: machines must be names of folders, got {machines!r}")
+    machines = None if machines is None else tuple(map(str, machines))
     columns = None if columns is None else (int(columns[0]), int(columns[1]))
-    return Bar(filters, limit, float(value), peer, implementation, than, columns, percentile, if_measured)
+    peer = ONE if limit == SCALING else peer
+    return Bar(filters, limit, float(value), peer, implementation, than, columns, percentile, if_measured, machines)
 
 
 def _is_number(value: Any) -> bool:
@@ -140,8 +150,12 @@ def _is_number(value: Any) -> bool:
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
     """How many bars there are, and those that rows miss, of which only those of one run are compared.
 
-    An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype.
+    An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype. Cells for another number
+    of devices than those of the rows do not count.
     """
+    measured = {row.cell for row in run}
+    counts = {cell.devices for cell in cells if tuple(_named(cell).values()) in measured}
+    cells = [cell for cell in cells if not counts or cell.devices in counts]
     blocks = {tuple(_named(cell).values()): cell.blocks for cell in cells}
     count, missed = 0, []
     for bar in bars:
@@ -188,6 +202,8 @@ def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...
     peer = _peer(bar, cell, run)
     if peer is None:
         return f"{bar.peer} not measured"
+    if bar.limit == SCALING:
+        return peer.us / (cell.devices * ours.us)
     return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.us / peer.us
 
 

@@ -4,7 +4,8 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import jaxsoftmax
 
 OURS = "ours"  # the row that it becomes names the implementation that ran
+ONE = "one device"  # ours on one device, in a cell that is measured on several
 IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
 YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed: their rows have no error
 FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
@@ -62,6 +64,9 @@ class Contender:
       truth, sample: as for `Cell`, where they differ from the cell's.
       alone: whether no other contender may be built at the same time.
       capability: the major compute capability of the only GPUs that it is for, None for any.
+      devices: how many it runs on.
+      context: what is set while it is traced, such as a mesh.
+      compiler_options: for XLA, of a function that is compiled ahead of time.
     """
 
     name: str
@@ -73,6 +78,9 @@ class Contender:
     sample: Sample | None = None
     alone: bool = False
     capability: int | None = None
+    devices: int = 1
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def missing(self) -> str | None:
         """Why it cannot take part on this machine, or None."""
@@ -107,6 +115,7 @@ class Cell:
         with which the first entries of its result are compared.
       repeatable: whether ours must give the same bits each time.
       program: whether it is measured as a program of many kernels: by the wall clock, with copies and gaps, and its memory.
+      calls: how many calls of the op the function of a contender makes; times are those of one of them.
     """
 
     op: str
@@ -125,10 +134,16 @@ class Cell:
     fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
     repeatable: bool = True
     program: bool = False
+    calls: int = 1
 
     @property
     def shape_text(self) -> str:
         return "x".join(map(str, self.shape))
+
+    @property
+    def devices(self) -> int:
+        """How many ours runs on."""
+        return max(contender.devices for contender in self.contenders)
 
     @property
     def name(self) -> str:

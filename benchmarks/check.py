@@ -24,10 +24,14 @@ def errors(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any)
 
     The relative error is that of the vector of all finite values, by its norm; infinite where one is wrongly not finite.
     """
-    output = jax.tree.map(as_jax, output)
+    found = pairs(cell, contender, inputs, jax.tree.map(as_jax, output))
+    return max(oracle.error(*pair) for pair in found), max(_relative(actual, truth.value) for actual, truth in found)
+
+
+def pairs(cell: Cell, contender: Contender, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
+    """What is compared of an output, each part with its truth."""
     sample = contender.sample or cell.sample
-    pairs = sample(inputs, output) if sample else _sample(cell, contender, inputs, output)
-    return max(oracle.error(*pair) for pair in pairs), max(_relative(actual, truth.value) for actual, truth in pairs)
+    return sample(inputs, output) if sample else _sample(cell, contender, inputs, output)
 
 
 def sampled(rows: int, ends: int = _ROWS_AT_ENDS, random: int = _RANDOM_ROWS) -> np.ndarray:

@@ -46,7 +46,25 @@ def wall_clock(function: Callable[..., Any], arguments: Arguments, calls: int, f
     return 1e6 * (time.perf_counter() - start) / calls
 
 
-def cupti_us(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float | None:
+def mean_of_devices_us(function: Callable[..., Any], arguments: Arguments, calls: int, devices: int) -> float:
+    """Microseconds that the kernels of a call on several devices run: the mean over devices.
+
+    CUPTI's harness does not tell on which device a kernel ran, so that the longest of the devices is not known. A kernel that
+    waits for other devices, as those of collectives do, counts while it waits. CUPTI is detached afterwards: it makes launches
+    slower, which the wall clock sees.
+
+    Raises:
+      RuntimeError: the calls ran no kernels, or not the same number each.
+    """
+    us = cupti_us(function, arguments, calls, "jax", detach=True)
+    if us is None:
+        raise RuntimeError("CUPTI sees no kernel")
+    return us / devices
+
+
+def cupti_us(
+    function: Callable[..., Any], arguments: Arguments, calls: int, framework: str, *, detach: bool = False
+) -> float | None:
     """Microseconds a call by CUPTI, which the test harness of Mosaic GPU brings along; None if it sees no kernel."""
     cupti = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
     synchronize(framework)
@@ -54,7 +72,7 @@ def cupti_us(function: Callable[..., Any], arguments: Arguments, calls: int, fra
     try:
         _run(function, arguments, calls, framework)
     finally:
-        kernels = cupti._cupti_get_timings(False)  # CUPTI stays attached
+        kernels = cupti._cupti_get_timings(detach)
     if len(kernels) % calls:
         raise RuntimeError(f"{calls} calls ran {len(kernels)} kernels: not the same number each")
     return 1e3 * sum(milliseconds for _, milliseconds in kernels) / calls if kernels else None

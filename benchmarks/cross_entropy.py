@@ -37,13 +37,13 @@ def cells(rows: int = ROWS) -> list[Cell]:
     chosen = [*({name: value} for name, value in OPTIONS.items()), OPTIONS]
     return [
         *(copy_cell(dtype, ELEMENTS // ROWS * rows) for dtype in DTYPES),
-        *(_cell(dtype, (rows, cols)) for dtype in DTYPES for cols in VOCABULARIES),
-        *(_cell(dtype, (rows, cols), backward=True) for dtype in DTYPES for cols in (*VOCABULARIES, SMALL)),
-        *(_cell("bfloat16", (rows, WITH_OPTIONS), backward=True, **options) for options in chosen),
+        *(cell_of(dtype, (rows, cols)) for dtype in DTYPES for cols in VOCABULARIES),
+        *(cell_of(dtype, (rows, cols), backward=True) for dtype in DTYPES for cols in (*VOCABULARIES, SMALL)),
+        *(cell_of("bfloat16", (rows, WITH_OPTIONS), backward=True, **options) for options in chosen),
     ]
 
 
-def _cell(dtype: str, shape: tuple[int, int], backward: bool = False, **options: float) -> Cell:
+def cell_of(dtype: str, shape: tuple[int, int], backward: bool = False, **options: float) -> Cell:
     rows, cols = shape
 
     def inputs(key, hurtful):

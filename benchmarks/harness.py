@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import jax
 
 from benchmarks import check
-from benchmarks.cells import FIRST_CALL, OURS, YARDSTICKS, Cell, Contender, library, torch
-from benchmarks.clock import Clock, kernel_clock, synchronize, wall_clock
+from benchmarks.cells import FIRST_CALL, ONE, OURS, YARDSTICKS, Cell, Contender, library, torch
+from benchmarks.clock import Clock, kernel_clock, mean_of_devices_us, synchronize, wall_clock
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 
@@ -35,7 +36,7 @@ class Effort:
     most_buffers: int = 64
 
     def buffers(self, cell: Cell) -> int:
-        if cell.pass_ == FIRST_CALL:
+        if cell.pass_ == FIRST_CALL or cell.devices > 1:  # whose calls follow on one another
             return 1
         return max(1, min(self.most_buffers, math.ceil(self.cache / cell.bytes)))
 
@@ -51,6 +52,7 @@ class Entrant:
     error: float | None
     times: list[float] = field(default_factory=list)
     temporaries: int | None = None
+    kernel_us: float | None = None
 
 
 class Run:
@@ -83,6 +85,7 @@ class Run:
         self._named: set[str] = set()
         self._last: tuple[Cell, tuple[Any, ...]] | None = None
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
 
     def measure(self, cells: Iterable[Cell]) -> None:
         """Measures cells in their order; copies come before what is compared with them."""
@@ -104,7 +107,8 @@ class Run:
             return
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
-            together = [c for c in contenders if c.framework == "jax" and not (c.alone or cell.program)]
+            in_turns = cell.program and cell.devices == 1
+            together = [c for c in contenders if c.framework == "jax" and not (c.alone or in_turns)]
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
         entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
         entrants = [entrant for entrant in entrants if entrant is not None]
@@ -123,7 +127,7 @@ class Run:
         return jax.block_until_ready(inputs)
 
     def _takes_part(self, contender: Contender) -> bool:
-        if contender.name not in (OURS, "copy") and self._peers is not None and contender.name not in self._peers:
+        if contender.name not in (OURS, ONE, "copy") and self._peers is not None and contender.name not in self._peers:
             return False
         missing = contender.missing()
         if missing is not None:
@@ -152,14 +156,30 @@ class Run:
     def _checked(self, cell: Cell, contender: Contender, inputs: list[tuple[Any, ...]]) -> Entrant | None:
         arguments = [contender.prepare(*buffer) for buffer in inputs]
         synchronize(contender.framework, arguments)
-        times = []
         if cell.pass_ == FIRST_CALL:
             jax.clear_caches()
         start = time.perf_counter()
         function = contender.build()
         if contender.framework == "jax":
             function = jax.jit(function)
-            function = function.lower(*arguments[0]).compile() if cell.program else function
+            with contender.context():
+                lowered = function.lower(*arguments[0]) if cell.program else None
+            function = lowered.compile(contender.compiler_options or None) if lowered else function
+        # Where threads start two programs at a time, collectives of one may wait for those of the other forever.
+        with self._turn if cell.devices > 1 else nullcontext():
+            return self._run_and_check(cell, contender, function, inputs, arguments, start)
+
+    def _run_and_check(
+        self,
+        cell: Cell,
+        contender: Contender,
+        function: Any,
+        inputs: list[tuple[Any, ...]],
+        arguments: list[tuple[Any, ...]],
+        start: float,
+    ) -> Entrant | None:
+        """The contender, whose function was made from `start` on, with its values checked."""
+        times = []
         output = function(*arguments[0])
         synchronize(contender.framework, output)
         if cell.pass_ == FIRST_CALL:
@@ -180,7 +200,8 @@ class Run:
         if found:
             return self._leave_out(cell, contender, "; ".join(found))
         recorded = None if contender.name in YARDSTICKS else error
-        temporaries = _temporaries(contender.framework, function, arguments[0]) if cell.program else None
+        is_one_call = cell.program and cell.calls == 1
+        temporaries = _temporaries(contender.framework, function, arguments[0]) if is_one_call else None
         return Entrant(contender, function, arguments, implementation, recorded, times, temporaries)
 
     def _hurtful(self, cell: Cell) -> tuple[Any, ...]:
@@ -212,9 +233,20 @@ class Run:
                     entrants.remove(entrant)
                     reason = f"not timed ({entrant.contender.framework}), {_words(problem)}"
                     self._leave_out(cell, entrant.contender, reason, problem)
+        if cell.devices > 1 and self._clock is not wall_clock:
+            for entrant in entrants:
+                entrant.kernel_us = self._kernel_us(entrant, least)
+
+    def _kernel_us(self, entrant: Entrant, calls: int) -> float | None:
+        try:
+            return mean_of_devices_us(entrant.function, entrant.arguments, calls, entrant.contender.devices)
+        except Exception as problem:  # the wall clock's time stands without it
+            self._say_once(f"kernel times left out: {_words(problem)}")
+            return None
 
     def _record(self, cell: Cell, entrant: Entrant) -> None:
-        us = statistics.median(entrant.times)
+        us = statistics.median(entrant.times) / cell.calls
+        kernel_us = entrant.kernel_us and entrant.kernel_us / cell.calls
         if cell.op == "copy":
             self._copy_speed[cell.dtype] = cell.bytes / us
         copy_speed = self._copy_speed.get(cell.dtype)
@@ -236,6 +268,7 @@ class Run:
             copy_share=cell.bytes / us / copy_speed if cell.bytes and copy_speed else None,
             error=entrant.error,
             temporaries=entrant.temporaries,
+            kernel_us=kernel_us,
         )
         self._write(row)
         share = "" if row.copy_share is None else f"{row.copy_share:.3f}"
@@ -243,7 +276,9 @@ class Run:
         tflops = "" if not row.flops else f"{row.tflops:.1f}"
         speed = f"{row.speed / 1e3:7.0f} {tflops:>8}"
         memory = "" if row.temporaries is None else f"{row.temporaries / 1e6:.1f}"
-        self._say(f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9} {memory:>8}".rstrip())
+        kernels = "" if row.kernel_us is None else f", {row.kernel_us:.2f} in kernels"
+        line = f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9} {memory:>8}"
+        self._say(line.rstrip() + kernels)
 
 
 def _words(problem: Exception) -> str:
@@ -270,7 +305,8 @@ def _temporaries(framework: str, function: Any, arguments: tuple[Any, ...]) -> i
 
 def _implementation(contender: Contender, arguments: tuple[Any, ...]) -> str:
     """The implementations that run in a call of ours, as `explain` names them; "xla" where it is all plain `jax.numpy`."""
-    explanation = explain(contender.build(), *arguments)
+    with contender.context():
+        explanation = explain(contender.build(), *arguments)
     return "+".join(dict.fromkeys(decision.implementation for decision in explanation)) or "xla"
 
 
@@ -281,6 +317,11 @@ def gpu_name() -> str | None:
         return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
     except (AssertionError, RuntimeError):  # JAX was told to use one that is not there
         return None
+
+
+def device_count() -> int:
+    """How many devices JAX sees."""
+    return len(jax.devices())
 
 
 def commit() -> str | None:

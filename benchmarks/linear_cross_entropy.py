@@ -36,7 +36,7 @@ _MOST = 4  # times as far from it as whole logits are
 
 def cells(shrink: int = 1) -> list[Cell]:
     """All cells; with `shrink`, of shapes smaller by this factor."""
-    return [_cell(*(size // shrink for size in shape), **options) for shape, options in _kinds()]
+    return [cell_of(*(size // shrink for size in shape), **options) for shape, options in _kinds()]
 
 
 def _kinds() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
@@ -50,7 +50,7 @@ def _kinds() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
         yield (TOKENS, HIDDEN, vocabulary), {"backward": True, "peers": ("optax",)}
 
 
-def _cell(
+def cell_of(
     tokens: int,
     hidden_size: int,
     vocabulary: int,

@@ -45,12 +45,15 @@ class Row(Origin):
       op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
         `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock.
       implementation: what ran, ours or a peer.
-      us: microseconds; of all kernels of a call, the median of five rounds.
+      us: microseconds; of all kernels of a call, the median of five rounds; of programs, and on several devices, on the wall
+        clock.
       bytes: those that have to be read and written; 0 where they do not matter.
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
       copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
       error: the largest fraction of the error budget used; None for yardsticks.
-      temporaries: bytes beyond inputs and outputs; None where they are not measured, and in older files, without the column.
+      temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
+        without the column.
+      kernel_us: on several devices, microseconds that kernels run, the mean over devices; likewise None elsewhere.
     """
 
     op: str
@@ -65,6 +68,7 @@ class Row(Origin):
     copy_share: float | None
     error: float | None
     temporaries: int | None = None
+    kernel_us: float | None = None
 
     @property
     def speed(self) -> float:
@@ -87,7 +91,7 @@ def columns_of(kind: type[Origin]) -> tuple[str, ...]:
 
 
 COLUMNS = columns_of(Row)
-_OF_NEWER_FILES = "temporaries"  # the last column
+_OF_NEWER_FILES = ("temporaries", "kernel_us")  # the last columns, of which a file may lack some at the end
 
 
 def new_run() -> str:
@@ -100,10 +104,10 @@ def now() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def path_for(folder: Path, gpu: str, suite: str, implementation: str | None = None) -> Path:
-    """The result file of a suite on a GPU of this name: 'NVIDIA H200' is `h200`."""
-    own = folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
-    return own / (implementation or "") / f"{suite}.csv"
+def path_for(folder: Path, gpu: str, suite: str, implementation: str | None = None, devices: int = 1) -> Path:
+    """The result file of a suite on GPUs of this name: 'NVIDIA H200' is `h200`, and two of them are `h200x2`."""
+    own = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    return folder / (own if devices == 1 else f"{own}x{devices}") / (implementation or "") / f"{suite}.csv"
 
 
 def append(path: Path, *rows: Row) -> None:
@@ -155,7 +159,8 @@ def check(path: Path, columns: Sequence[str]) -> Sequence[str]:
     """The columns of the file, none if it is empty; raises if it is no result file of these columns."""
     text = path.read_text()
     own = text.splitlines()[0].split(",") if text else []
-    if text and own not in (list(columns), [name for name in columns if name != _OF_NEWER_FILES]):
+    missing = columns[len(own) :]
+    if text and (own != list(columns[: len(own)]) or not set(missing) <= set(_OF_NEWER_FILES)):
         raise ValueError(f"{path}: the columns must be {','.join(columns)}")
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: the last row is not complete; complete or remove it")
@@ -163,7 +168,7 @@ def check(path: Path, columns: Sequence[str]) -> Sequence[str]:
 
 
 def _format(row: Row) -> list[str]:
-    *names, us, bytes_, flops, copy_share, error, temporaries = astuple(row)
+    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us = astuple(row)
     return [
         *names,
         f"{us:.3f}",
@@ -172,6 +177,7 @@ def _format(row: Row) -> list[str]:
         "" if copy_share is None else f"{copy_share:.4f}",
         "" if error is None else f"{error:.4g}",
         "" if temporaries is None else str(temporaries),
+        "" if kernel_us is None else f"{kernel_us:.3f}",
     ]
 
 

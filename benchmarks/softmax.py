@@ -405,18 +405,22 @@ def _along_an_inner_axis(dtype: str, shape: tuple[int, int, int]) -> Cell:
 def _both(elements: int) -> Iterator[Cell]:
     for op in _OPS:
         for dtype in DTYPES:
-            for shape in (shape_of(elements, cols) for cols in (4096, 32768)):
-                yield Cell(
-                    op,
-                    "forward+backward",
-                    dtype,
-                    shape,
-                    "",
-                    5 * _size(shape, dtype),
-                    with_direction(shape, dtype),
-                    _ours_and_jax_nn(_pullback_with_value(op)),
-                    functools.partial(_value_and_cotangent, op, dtype),
-                )
+            yield from (both_cell(op, dtype, shape_of(elements, cols)) for cols in (4096, 32768))
+
+
+def both_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
+    """The forward pass and its vjp, from the cotangent of the output."""
+    return Cell(
+        op,
+        "forward+backward",
+        dtype,
+        shape,
+        "",
+        5 * _size(shape, dtype),
+        with_direction(shape, dtype),
+        _ours_and_jax_nn(_pullback_with_value(op)),
+        functools.partial(_value_and_cotangent, op, dtype),
+    )
 
 
 def _value_and_cotangent(op: str, dtype: str, x, c) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -35,23 +36,48 @@ def require_devices(this: Map, primitive: Primitive) -> None:
         compat.require_devices(primitive)
 
 
-def on_reference(this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, **params) -> list[Any]:
+def on_reference(
+    this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, axis_name=(), **params
+) -> list[Any]:
     """A map as its reference computes it, on shards where types say how operands and results are sharded."""
     del implementation
-    reference = getattr(importlib.import_module(dispatch.implementations[this.op]["xla"]), this.name)
     names = [name for name, operand in operands.items() if operand is not None]
-    given, absent = [operands[name] for name in names], dict.fromkeys(this.by_name)
+    given = [operands[name] for name in names]
 
-    def run(*given, axis_name=(), **options):
-        del axis_name
-        return jax.tree.leaves(reference(**absent | dict(zip(names, given, strict=True)), **params, **options))
+    def reference(other, operands, **params):
+        function = getattr(importlib.import_module(dispatch.implementations[other.op]["xla"]), other.name)
+        return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params))
+
+    def run(*given, over=None, **options):
+        operands = dict(zip(names, given, strict=True))
+        return _merged(this, reference, operands, over, **params) if over else reference(this, operands, **params, **options)
 
     types = [jax.typeof(operand) for operand in given]
     if this.is_aligned:
-        return run(*given)
+        return run(*given, over=_manual_cut(types[0], axis_name, **params))
     if sharding.explicit_mesh(types) is None:
         return run(*given, devices=types[0].sharding.mesh.size)
-    return sharding.on_explicit_axes(run, types, results, *this.axes(names, len(results), **params))(*given)
+    names_in, names_out = this.axes(names, len(results), **params)
+    return sharding.on_explicit_axes(run, types, results, names_in, names_out, _joined(this, params))(*given)
+
+
+def _joined(this: Map, params) -> Sequence[Any]:
+    """The names of the axes along which devices merge what they have."""
+    return params["axes"] if this.is_aligned else this.joined
+
+
+def _manual_cut(kind: Any, axis_name: tuple[str, ...], *, axes: Sequence[int] = (), **params) -> dict[Any, sharding.Cut]:
+    """How the rows of an array of this type are sharded over axes of a `shard_map` around it: evenly."""
+    del params
+    if not axis_name:
+        return {}
+    return {axes[-1]: sharding.Cut(axis_name, kind.shape[axes[-1]] * lax.axis_size(axis_name))}
+
+
+def _merged(this: Map, run, operands: dict[str, Any], over, **params) -> list[Any]:
+    """A map over devices that share its rows, by what `run(map, operands, **params)` gives for each device's part."""
+    function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}._devices"), this.name)
+    return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params))
 
 
 def _lower(this: Map, ctx, *operands, names, **params):
@@ -69,53 +95,63 @@ def _lower(this: Map, ctx, *operands, names, **params):
     return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
 
 
-def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, implementation, **params):
+def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, implementation, axis_name=(), **params):
     """The rule for a platform, or for each that has no rule of its own, which chooses the implementation.
 
-    `dtypes` are those after casts to float32, of which the reference gets the operands.
+    `dtypes` are those after casts to float32, of which the reference gets the operands. `axis_name` are the mesh axes of a
+    `shard_map` around over which rows are sharded.
     """
-    absent = dict.fromkeys(this.by_name)
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
-    call = dispatch.Call(this, names, dtypes, fused, implementation, params)
+    widened = {name: (a.dtype, dtype) for name, a, dtype in zip(names, ctx.avals_in, dtypes, strict=True) if a.dtype != dtype}
 
-    def run(implementation, *operands, **options):
-        if implementation == "xla":
-            operands = [operand.astype(dtype) for operand, dtype in zip(operands, dtypes, strict=True)]
-        else:
-            options["target"] = target
-        function = getattr(importlib.import_module(dispatch.implementations[this.op][implementation]), this.name)
-        return jax.tree.leaves(function(**absent | dict(zip(names, operands, strict=True)), **params, **options))
+    def choose(other, types, obstacle=None, **params):
+        """The call of a map, on operands of these types by name, and which implementation runs it."""
+        wide = [widened[n][1] if n in widened and widened[n][0] == a.dtype else a.dtype for n, a in types.items()]
+        call = dispatch.Call(other, tuple(types), tuple(wide), fused & set(types), implementation, params)
+        return call, dispatch.choose(call, target, list(types.values()), obstacle)
 
-    def on_shard(*operands, axis_name):
-        obstacle = None
-        if axis_name:
-            obstacle = f"its axis is sharded over {' and '.join(axis_name)}, and only 'xla' merges over devices"
-        decision = dispatch.choose(call, target, [jax.typeof(operand) for operand in operands], obstacle)
+    def run(other, operands, chosen=None, devices=1, **params):
+        """The results of a map on operands by name, by the implementation that is chosen for these."""
+        operands = {name: operand for name, operand in operands.items() if operand is not None}
+        call, decision = chosen or choose(other, {name: jax.typeof(a) for name, a in operands.items()}, **params)
         dispatch.record(decision)
-        return run(decision.implementation, *operands, **({"axis_name": axis_name} if axis_name else {}))
+        options: dict[str, Any] = {"target": target}
+        if decision.implementation == "xla":
+            operands = {name: a.astype(dtype) for (name, a), dtype in zip(operands.items(), call.dtypes, strict=True)}
+            options = {} if other.is_aligned else {"devices": devices}
+        function = getattr(importlib.import_module(dispatch.implementations[other.op][decision.implementation]), other.name)
+        return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params, **options))
+
+    def on_shard(*operands, over):
+        given = dict(zip(names, operands, strict=True))
+        return _merged(this, run, given, over, **params) if over else run(this, given, **params)
 
     devices, obstacle = sharding.partitioning(ctx)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
-    decision = dispatch.choose(call, target, ctx.avals_in, obstacle)
-    is_partitioned = devices > 1 and (decision.implementation != "xla" or (this.is_cut and obstacle is None))
+    # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
+    bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
+    if axis_name:
+        over = _manual_cut(ctx.avals_in[0], axis_name, **params)
+        return mlir.lower_fun(functools.partial(on_shard, over=over))(bare, *operands)
+    chosen = choose(this, dict(zip(names, ctx.avals_in, strict=True)), obstacle, **params)
+    is_partitioned = devices > 1 and (chosen[1].implementation != "xla" or (this.is_cut and obstacle is None))
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
-    # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
-    ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if is_partitioned:
         names_in, names_out = this.axes(names, len(results), **params)
-        function = sharding.partitioned(on_shard, ctx, names_in, names_out, params.get("axes", ()))
-        return mlir.lower_fun(function)(ctx, *operands)
-    dispatch.record(decision)
-    function = functools.partial(run, decision.implementation)
+        joined = _joined(this, params)
+        function = sharding.partitioned(on_shard, bare, names_in, names_out, joined, is_even=not this.is_aligned)
+        return mlir.lower_fun(function)(bare, *operands)
+
+    def whole(*operands):
+        return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
+
     if this.is_aligned:
-        return mlir.lower_fun(function)(ctx, *operands)
-    if decision.implementation == "xla":
-        function = functools.partial(function, devices=devices)
+        return mlir.lower_fun(whole)(bare, *operands)
     with sharding.on_no_mesh():
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        return mlir.lower_fun(function)(ctx.replace(avals_in=avals), *operands)
+        return mlir.lower_fun(whole)(ctx.replace(avals_in=avals), *operands)
 
 
 for _platform in (None, "cuda"):

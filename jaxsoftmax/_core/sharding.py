@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +21,19 @@ from jaxsoftmax._core.operands import Axes, Map
 
 # For each array the names of its last axes.
 Names = Sequence[Axes]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an axis is sharded that devices merge along.
+
+    Attributes:
+      over: the mesh axes.
+      size: of the whole axis. Where devices do not share it evenly, shards are of one size, and the last ones end in padding.
+    """
+
+    over: tuple[str, ...]
+    size: int
 
 
 def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
@@ -141,24 +155,29 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     return None if mesh is None or AxisType.Auto in mesh.axis_types else mesh
 
 
-def partitioned(function, ctx, names_in: Names, names_out: Names, axes: Sequence[int] = ()) -> Callable[..., Any]:
+def partitioned(
+    function, ctx, names_in: Names, names_out: Names, joined: Sequence[Any] = (), is_even: bool = False
+) -> Callable[..., Any]:
     """`function` of operands whose axes have these names, run on shards.
 
-    `function(*shards, axis_name=...)` gets the mesh axes over which the operands' `axes` are sharded, usually none.
+    `function(*shards, over=...)` merges over devices along axes of the names `joined`: it gets a `Cut` by each of these names
+    that is sharded. Along other names results add up over devices.
+
+    Shards are equal, but on automatic mesh axes along `joined` unless `is_even`: there the last ones may end in padding.
     """
     if explicit_mesh(ctx.avals_in) is None:
-        return _on_automatic_axes(function, names_in, names_out, axes)
-    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, axes)
+        return _on_automatic_axes(function, names_in, names_out, joined, is_even)
+    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, joined)
 
 
-def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: Names, axes=()) -> Callable[..., Any]:
+def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: Names, joined=()) -> Callable[..., Any]:
     """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
     mesh = explicit_mesh(avals_in)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     dims = _dims(avals_in, names_in)
-    local = functools.partial(function, axis_name=_mesh_axes(dims, axes))
+    local = functools.partial(function, over=_cuts(dims, joined, avals_in, names_in))
     return jax.shard_map(
-        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, axes),
+        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, joined),
         mesh=mesh,
         in_specs=tuple(_specs(dims, avals_in, names_in)),
         out_specs=_specs(dims, avals_out, names_out),
@@ -167,22 +186,21 @@ def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: 
     )
 
 
-def _on_automatic_axes(function, names_in, names_out, axes):
+def _on_automatic_axes(function, names_in, names_out, joined, is_even):
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    call = custom_partitioning(lambda *operands: function(*operands, axis_name=()))  # it takes no keywords
+    call = custom_partitioning(lambda *operands: function(*operands, over={}))  # it takes no keywords
 
     def partition(mesh, operands, results):
-        # the last shard of an uneven axis is padded, and padding has no place in its maximum and sum
-        dims = _dims(operands, names_in, axes)
+        dims = _dims(operands, names_in, joined if is_even else ())
         specs_in = tuple(NamedSharding(mesh, spec) for spec in _specs(dims, operands, names_in))
         leaves, structure = jax.tree.flatten(results)
         specs_out = structure.unflatten(NamedSharding(mesh, spec) for spec in _specs(dims, leaves, names_out))
 
         def on_shard(*shards):
             with on_no_mesh():
-                parts = jax.tree.leaves(function(*shards, axis_name=_mesh_axes(dims, axes)))
-                return structure.unflatten(_summed(parts, leaves, dims, names_out, axes))
+                parts = jax.tree.leaves(function(*shards, over=_cuts(dims, joined, operands, names_in)))
+                return structure.unflatten(_summed(parts, leaves, dims, names_out, joined))
 
         return mesh, on_shard, specs_out, specs_in
 
@@ -242,10 +260,18 @@ def _mesh_axes(dims, names):
     return tuple(itertools.chain(*(dims.get(name, ()) for name in names)))
 
 
-def _summed(results, avals, dims, names, axes):
-    """Results on shards; what is cut along a name, other than `axes`, but has size 1 there, is the sum over the shards."""
+def _cuts(dims, joined, arrays, names):
+    """Of each of the names `joined` that is sharded, how."""
+    sizes = dict(
+        pair for array, trailing in zip(arrays, names, strict=True) for pair in _named(array, trailing) if pair[1] != 1
+    )
+    return {name: Cut(dims[name], sizes[name]) for name in joined if name in dims}
+
+
+def _summed(results, avals, dims, names, joined):
+    """Results on shards; what is cut along a name, other than `joined`, but has size 1 there, is the sum over the shards."""
     for index, (result, aval, trailing) in enumerate(zip(results, avals, names, strict=True)):
-        missing = [name for name, size in _named(aval, trailing) if size == 1 and name not in axes]
+        missing = [name for name, size in _named(aval, trailing) if size == 1 and name not in joined]
         if over := _mesh_axes(dims, missing):
             results[index] = lax.psum(result, over)
     return results

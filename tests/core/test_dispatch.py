@@ -405,29 +405,24 @@ def test_eager_calls_and_vmap_run_on_shards(local, kind):
 
 
 @MESHES
-@pytest.mark.parametrize("op", OPS)
-def test_a_sharded_axis_is_merged_over_devices_by_the_reference(local, op, kind):
+def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, kind):
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
-        x, shards = sharded((8, 6, 64), mesh, "data", None, "model")
-        compiled = jax.jit(value_and_cotangent(OPS[op])).lower(shards).compile()
-        assert_right(op, compiled(shards), x)
-    assert collectives(compiled) == {"all-gather" if op == "logsumexp" else "all-reduce"}
-    assert {shapes[0] for shapes in local.shapes} <= {x.shape}  # never for a shard, which is a part of a row
-
-
-@MESHES
-def test_a_forced_implementation_cannot_run_along_a_sharded_axis(local, kind):
-    mesh = make_mesh(kind)
-    with jax.set_mesh(mesh):
-        _, shards = sharded((8, 64), mesh, None, "model")
+        x, shards = sharded((8, 64), mesh, None, "model")
+        forced = functools.partial(softmax, implementation="local")
+        assert oracle.error(jax.jit(forced)(shards), oracle.softmax(x)) <= 1
+        assert ((8, 32),) in local.shapes
+        local.unsupported = lambda primitive, target, operands, **params: (
+            (operands["x"].shape == (8, 32) and "it is narrow") or None
+        )
+        kernels.forget_lowerings()
         # from within the compiler, errors come wrapped
         with pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError) as raised:
-            jax.jit(functools.partial(softmax, implementation="local")).lower(shards).compile()
-    assert "softmax: implementation='local' cannot run: its axis is sharded over model" in str(raised.value)
+            jax.jit(forced).lower(shards).compile()
+    assert "logsumexp: implementation='local' cannot run: it is narrow" in str(raised.value)
 
 
-def test_an_axis_that_devices_cannot_share_evenly_holds_no_padding(local):
+def test_padding_of_an_axis_that_devices_cannot_share_evenly_does_not_count(local):
     mesh = make_mesh("auto")
     with jax.set_mesh(mesh):
         x, shards = sharded((6, 64), mesh, None, "data")
@@ -436,15 +431,17 @@ def test_an_axis_that_devices_cannot_share_evenly_holds_no_padding(local):
             assert oracle.error(cut(shards), getattr(oracle, op)(x[:, :61], -1)) <= 1
 
 
-def test_explain_shows_each_op_once_and_why_shards_are_left_to_the_reference(local):
+def test_explain_shows_each_op_once_and_of_shared_rows_what_runs_on_shards(local):
     mesh = make_mesh("explicit")
     with jax.set_mesh(mesh):
         rows, cols = (sharded((8, 64), mesh, *spec)[1] for spec in [("data",), (None, "model")])
         (decision,) = explain(softmax, rows, platform="cpu")
         assert (decision.operands, decision.implementation) == (("float32[2,64]",), "local")
-        (decision,) = explain(softmax, cols, platform="cpu")
-        assert (decision.operands, decision.implementation) == (("float32[8,32]",), "xla")
-        assert dict(decision.refusals)["local"] == "its axis is sharded over model, and only 'xla' merges over devices"
+        state, weights = explain(softmax, cols, platform="cpu")
+        assert (state.primitive, state.operands, state.implementation) == ("logsumexp", ("float32[8,32]",), "local")
+        row = "float32[8,1]"
+        expected = "logsumexp_vjp", ("float32[8,32]", row, row, row), "local"
+        assert (weights.primitive, weights.operands, weights.implementation) == expected
     mesh = make_mesh("auto")
     with jax.set_mesh(mesh):
         (decision,) = explain(softmax, sharded((8, 64), mesh, "data")[1], platform="cpu")

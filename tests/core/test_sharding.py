@@ -1,6 +1,8 @@
 """Sharded arrays stay where they are: on automatic and explicit meshes, inside shard_map, and without devices at hand."""
 
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,89 @@ def test_sharded_softmax_axis_is_not_gathered(name, kind):
         assert "all-reduce" in compiled.as_text()
         actual = compiled(sharded)
     oracle.assert_same_in_float64(actual, value_and_gradient(name)(x))
+
+
+def hurtful(shape, seed=0):
+    """Rows whose parts have nothing but -inf, are far below the others, or hold +inf or NaN."""
+    x = np.random.default_rng(seed).standard_normal(shape)
+    x[:4] -= 1000
+    x[0, :32], x[1, :8], x[2], x[3, 40], x[4, 3] = -np.inf, 0, -np.inf, np.inf, np.nan
+    return x
+
+
+def collectives_of(compiled):
+    """The collectives of a program in their order, and the size of the largest array that one gives."""
+    found = COLLECTIVE.findall(compiled.as_text())
+    sizes = [[np.prod([int(size) for size in shape.split(",") if size]) for shape in SHAPE.findall(kind)] for kind, _ in found]
+    return [name for _, name in found], max(itertools.chain([0], *sizes))
+
+
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+ROWS, TOTALS = ["all-gather"], ["all-reduce"]  # the states of rows, and a sum of each
+FORWARD = {"softmax": (ROWS, TOTALS), "log_softmax": (ROWS, TOTALS), "logsumexp": (ROWS, [])}
+
+
+@MESHES
+@NAMES
+@pytest.mark.parametrize(
+    ("spec", "cols"),
+    [
+        (P("data", "model"), 64),
+        (P(None, ("data", "model")), 64),
+        pytest.param(P(None, ("data", "model")), 61, id="uneven"),
+        pytest.param(P("data", "model"), 61, id="uneven, two axes", marks=pytest.mark.slow),
+        pytest.param(P(None, ("data", "model")), 3, id="shards of padding alone", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.7, "where": ...}], ids=["plain", "scale and where"])
+@X64
+def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, kind, spec, cols, options):
+    if cols != 64 and kind == AxisType.Explicit:
+        pytest.skip("JAX shards explicit axes evenly")
+    mesh, x = make_mesh(kind), hurtful((8, 64))[:, :cols]
+    rng = np.random.default_rng(1)
+    t, where, weights = np.cos(rng.standard_normal(x.shape)), rng.random(x.shape) < 0.8, rng.standard_normal((cols, 3))
+    where[5], options = False, {key: where if key == "where" else value for key, value in options.items()}
+    if name == "logsumexp":
+        options.pop("scale", None)
+    op = functools.partial(getattr(jaxsoftmax, name), axis=-1, **options)
+
+    def constrained(x, spec):
+        return x if kind == AxisType.Explicit else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def result(y, placed):
+        """Of a program: its results are sharded evenly."""
+        return y if cols == 64 or y.ndim == 1 else placed(jnp.where(jnp.isfinite(y), y, 7) @ weights, P())
+
+    def forward(x, t, placed=constrained):
+        return result(op(placed(x, spec)), placed)
+
+    def gradient(x, t, placed=constrained):
+        y, pull = jax.vjp(lambda x: op(placed(x, spec)), x)
+        return result(pull(t if name != "logsumexp" else jnp.cos(jnp.where(jnp.isfinite(y), y, 0)))[0], placed)
+
+    def tangent(x, t, placed=constrained):
+        return result(jax.jvp(lambda x: op(placed(x, spec)), (x,), (t,))[1], placed)
+
+    with kernels.plugged_in_local("softmax") as local, jax.set_mesh(mesh):
+        args = x, t
+        if kind == AxisType.Explicit:
+            args = tuple(jax.device_put(array, NamedSharding(mesh, spec)) for array in args)
+        results = []
+        for f in (forward, gradient, tangent):
+            compiled = jax.jit(f).lower(*args).compile()
+            results.append((f, compiled(*args), *collectives_of(compiled)))
+    shards = np.prod([mesh.shape[axis] for axis in jax.tree.leaves(spec[-1:])])
+    widths = {shapes[0][-1] for shapes in local.shapes}
+    assert -(-cols // shards) in widths
+    assert kind == AxisType.Auto or len(widths) == 1  # there it is traced for whole arrays first
+    first, then = FORWARD[name]
+    for (f, actual, collectives, size), expected in zip(results, (first, first + then, first + TOTALS), strict=True):
+        oracle.assert_same_in_float64(actual, f(x, t, lambda x, spec: x))
+        if cols == 64:
+            assert sorted(collectives) == sorted(expected)
+        assert size <= 2 * shards * len(x)
 
 
 @MESHES

@@ -26,14 +26,16 @@ from benchmarks import (
     first_call,
     harness,
     linear_cross_entropy,
+    links,
     plot,
     results,
+    sharded,
     softmax,
     sweep,
     top_k,
 )
 from benchmarks.__main__ import SUITES, main
-from benchmarks.cells import OURS, Contender, library
+from benchmarks.cells import ONE, OURS, Contender, library
 from benchmarks.clock import wall_clock
 from jaxsoftmax.ops.cross_entropy import _linear as linear
 
@@ -51,6 +53,7 @@ LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
+SHARDED = {cell.name: cell for cell in sharded.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 BOTH = "forward+backward"
@@ -162,23 +165,25 @@ def test_rows_are_appended_and_read_back(tmp_path):
 
 def test_columns():
     assert ",".join(results.COLUMNS) == (
-        "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error,temporaries"
+        "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error,temporaries,"
+        "kernel_us"
     )
 
 
-def test_a_file_without_the_newest_column_is_read_and_appended_to(tmp_path):
+@pytest.mark.parametrize("missing", [("temporaries", "kernel_us"), ("kernel_us",)])
+def test_a_file_without_the_newest_columns_is_read_and_appended_to(tmp_path, missing):
     cell = CELLS["softmax forward float32 32768x4096"]
     rows = [a_row(cell, run=run, error=error) for run, error in (("1", 0.5), ("2", None))]
     path = written(tmp_path, rows[:1])
-    older = "".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines())
+    older = "".join(line.rsplit(",", len(missing))[0] + "\n" for line in path.read_text().splitlines())
     path.write_text(older)
     assert results.read(path) == rows[:1]
     written(tmp_path, rows[1:])
     assert path.read_text().startswith(older)
     assert len({line.count(",") for line in path.read_text().splitlines()}) == 1
     assert results.read(path) == rows
-    with pytest.raises(ValueError, match="has no column for temporaries"):
-        written(tmp_path, [dataclasses.replace(rows[0], temporaries=1)])
+    with pytest.raises(ValueError, match=f"has no column for {', '.join(missing)}"):
+        written(tmp_path, [dataclasses.replace(rows[0], **{missing[0]: 1})])
     assert results.read(path) == rows
 
 
@@ -197,6 +202,7 @@ def test_a_file_without_the_newest_column_is_read_and_appended_to(tmp_path):
 def test_folder_of_a_gpu(tmp_path, gpu, folder):
     assert results.path_for(tmp_path, gpu, "softmax") == tmp_path / folder / "softmax.csv"
     assert results.path_for(tmp_path, gpu, "softmax", "triton") == tmp_path / folder / "triton" / "softmax.csv"
+    assert results.path_for(tmp_path, gpu, "sharded", devices=4) == tmp_path / f"{folder}x4" / "sharded.csv"
 
 
 def test_a_file_that_ends_inside_a_row_is_refused(tmp_path):
@@ -245,6 +251,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("linear_cross_entropy", LINEAR),
         ("top_k", TOP_K),
         ("first_call", FIRST_CALLS),
+        ("sharded", SHARDED),
     ],
 )
 def test_every_bar_matches_cells(suite, cells):
@@ -290,6 +297,8 @@ def test_every_bar_matches_cells(suite, cells):
         ('ratio_at_least = 1\npeer = "copy"\npercentile = 100', "between 0 and 100"),
         ('ratio_at_least = 1\npeer = "copy"\nif_measured = 1', "if_measured must be true or false"),
         ("error_at_most = 1\nif_measured = true", "needs a peer"),
+        ('scaling_at_least = 1\npeer = "copy"', "takes no peer"),
+        ('error_at_most = 1\nmachines = "h200x2"', "machines must be names of folders"),
     ],
 )
 def test_bars_that_are_not_valid(tmp_path, entry, match):
@@ -425,6 +434,59 @@ def test_check_of_top_k(tmp_path, capsys, name, change, found):
     assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
 
 
+def a_full_run_on_several(devices):
+    """Likewise: on so many devices ours takes 1 ms, one device 0.95 as long as in all of them together, and the others 2 ms."""
+    rows = []
+    for cell in SHARDED.values():
+        for name in dict.fromkeys(contender.name for contender in cell.contenders if cell.devices == devices):
+            us = {OURS: 1e3, ONE: devices * 950.0}.get(name, 2e3)
+            rows.append(dataclasses.replace(a_row(cell, "mosaic" if name == OURS else name, us=us), kernel_us=us / 2))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("devices", "name", "implementation", "change", "found"),
+    [
+        (2, "softmax forward float32 2048x131072 devices=2", ONE, {"us": 1500.0}, ["0.75"]),
+        (4, f"softmax {BOTH} bfloat16 8192x131072 devices=4", "jax.nn", {"us": 1200.0}, ["1.2"]),
+        (2, f"cross_entropy {BOTH} bfloat16 8192x128256 devices=2", ONE, {"us": 1600.0}, ["0.8"]),
+        (4, f"linear_cross_entropy {BOTH} bfloat16 16384x4096x128256 class_axis=0 devices=4", ONE, {"us": 3200.0}, ["0.8"]),
+        (4, "attention forward bfloat16 1x65536x16x128 causal=1 devices=4 zigzag=4", ONE, {"us": 3200.0}, ["0.8"]),
+        (2, f"attention {BOTH} bfloat16 1x32768x16x128 devices=2", ONE, {"op": "none"}, ["one device not measured"]),
+        (2, f"attention {BOTH} bfloat16 1x32768x16x128 devices=2", "mosaic", {"op": "none"}, ["not measured"] * 2),
+        (2, "attention forward bfloat16 1x32768x16x128 causal=1 devices=2", "mosaic", {"error": 2.0}, ["2"]),
+    ],
+)
+def test_check_of_several_devices(tmp_path, capsys, devices, name, implementation, change, found):
+    right = a_full_run_on_several(devices)
+    wrong = [
+        dataclasses.replace(row, **change) if (name_of(row), row.implementation) == (name, implementation) else row
+        for row in right
+    ]
+    for out, rows, status in (("right", right, 0), ("wrong", wrong, 1)):
+        results.append(results.path_for(tmp_path / out, GPU, "sharded", devices=devices), *rows)
+        assert main(["sharded", "--check", "--out", str(tmp_path / out)]) == status
+    passed, _, _, *missed = capsys.readouterr().out.splitlines()
+    assert " 0 of " in passed
+    assert [tuple(re.split("  +", line)[::2]) for line in missed] == [(name, words) for words in found]
+
+
+def test_bars_are_for_machines(tmp_path, capsys):
+    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        for devices in (2, 4):
+            rows = [row for row in a_full_run_on_several(devices) if row.implementation == "mosaic"]
+            results.append(results.path_for(tmp_path, gpu, "sharded", devices=devices), *rows)
+    assert main(["sharded", "--check", "--out", str(tmp_path)]) == 1
+    found = re.findall(r"/([\w-]+)/sharded.csv: .*, (\d+) of (\d+) bars missed", capsys.readouterr().out)
+    ratios, cells = 2 * 8 + 1 + 2 + 4, len(SHARDED) // 2  # softmax has two for a cell, and every cell has to be right
+    assert {folder: (int(missed), int(count)) for folder, missed, count in found} == {
+        "h200x2": (ratios, ratios + cells),
+        "h200x4": (ratios, ratios + cells),
+        "h100-80gb-hbm3x2": (0, cells),
+        "h100-80gb-hbm3x4": (0, cells),
+    }
+
+
 NARROW = [cell.name for cell in SWEEP.values() if cell.name.startswith("logsumexp forward float32") and cell.shape[1] <= 2**15]
 
 
@@ -527,7 +589,7 @@ def test_bars_of_triton_are_for_runs_that_asked_for_it():
         loaded = bars.load(suite)
         for implementation in ("mosaic", "triton", "xla"):
             assert {bar.implementation for bar in bars.of_file(loaded, implementation)} <= {implementation}
-        chosen = bars.of_file(loaded, None)
+        chosen = bars.of_file(loaded, None, "h200x2")
         assert {bar.implementation for bar in chosen} <= {None, "mosaic"}
         assert len(chosen) + len(bars.of_file(loaded, "triton")) == len(loaded)
 
@@ -593,6 +655,8 @@ def test_list(capsys):
         (["--check", "--peers", "torch"], "--peers"),
         (["--check", "--plot"], "--plot"),
         (["softmax", "--self-test"], "suite"),
+        (["softmax", "--wall-only"], "--wall-only"),
+        (["sharded", "--list", "--wall-only"], "--wall-only"),
     ],
 )
 def test_bad_arguments(arguments, named, capsys):
@@ -898,6 +962,102 @@ def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
     _, rows, _ = measured(cell, peers=peers)
     assert {row.implementation for row in rows if not bars.is_ours(row)} == peers
     assert set(given) == {(cell.shape, True)}
+
+
+@pytest.fixture
+def shrunken():
+    """The cell of a suite of several devices, a 64th as large, on four."""
+    return lambda suite, name: next(cell for cell in suite.cells((4,), 64) if cell.name == name)
+
+
+HAS_ZIGZAG = pytest.mark.skipif(not hasattr(jaxsoftmax, "zigzag"), reason="attention over sharded tokens is not there yet")
+
+
+@pytest.mark.parametrize(
+    ("name", "peers"),
+    [
+        ("softmax forward float32 32x2048 devices=4", {"jax.nn"}),
+        (f"softmax {BOTH} bfloat16 128x2048 devices=4 mesh=auto", set()),
+        (f"cross_entropy {BOTH} bfloat16 128x2004 devices=4", {"optax"}),
+        (f"linear_cross_entropy {BOTH} bfloat16 256x64x2004 class_axis=0 devices=4", {"jax.nn"}),
+        pytest.param("attention forward bfloat16 1x256x2x128 devices=4", set(), marks=HAS_ZIGZAG),
+        pytest.param(f"attention {BOTH} bfloat16 1x256x2x128 causal=1 devices=4 zigzag=4", set(), marks=HAS_ZIGZAG),
+        pytest.param(f"attention {BOTH} bfloat16 1x1024x2x128 causal=1 devices=4", set(), marks=[HAS_ZIGZAG, pytest.mark.slow]),
+    ],
+)
+def test_cells_of_several_devices_run(name, peers, shrunken, monkeypatch):
+    kernels = []
+    monkeypatch.setattr(harness, "mean_of_devices_us", lambda *args: kernels.append(args[2:]) or 80.0)
+    cell = shrunken(sharded, name)
+    run, rows, said = measured(cell, peers=frozenset(peers), clock=None)  # by the wall clock, and kernels as here
+    assert not run.problems
+    ours, one, *others = rows
+    assert bars.is_ours(ours)
+    assert one.implementation == ONE
+    assert {row.implementation for row in others} == peers
+    assert kernels == [(1, 4), (1, 1), (1, 4)][: len(rows)]  # calls, and the devices that they run on
+    for row in (ours, one):
+        assert 0 < row.error <= 1
+        assert row.kernel_us == 80 / cell.calls
+        assert (row.temporaries is None) == (cell.calls > 1)
+    assert cell.calls == (8 if "softmax" in name or name.startswith("cross") else 1)
+    assert f"{80 / cell.calls:.2f} in kernels" in said
+
+
+def test_a_cell_of_several_devices_tells_a_wrong_output(shrunken):
+    cell = shrunken(sharded, f"softmax {BOTH} float32 32x2048 devices=4")
+    inputs, ours = cell.inputs(jax.random.key(0), True), cell.contenders[0]
+    with ours.context():
+        first, last = jax.jit(ours.build())(*ours.prepare(*inputs))
+    assert check.errors(cell, ours, inputs, (first, last))[0] <= 1
+    assert first[0].sharding.spec == sharded.COLUMNS
+    swapped = jax.tree.map(lambda array: jnp.roll(sharded.whole(array), 512, 1), first)
+    assert check.errors(cell, ours, inputs, (swapped, last))[0] > 1
+
+
+def test_kernel_times_that_cannot_be_had_are_left_out(shrunken, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("2 calls ran 3 kernels")
+
+    monkeypatch.setattr(harness, "mean_of_devices_us", fails)
+    cell = shrunken(sharded, "softmax forward float32 32x2048 devices=4")
+    _, rows, said = measured(cell, peers=frozenset(), clock=None)
+    assert [row.kernel_us for row in rows] == [None, None]
+    assert said.count("kernel times left out: RuntimeError: 2 calls ran 3 kernels") == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ppermute forward float32 256 devices=4 size=64KiB",
+        "psum forward float32 256 devices=4 size=64KiB",
+        "all_gather forward float32 256 devices=4 size=64KiB",
+        "overlap forward bfloat16 524288x128x128 devices=4 of=both",
+    ],
+)
+def test_links(name, shrunken, monkeypatch):
+    monkeypatch.setattr(links, "CALLS", 3)
+    run, rows, _ = measured(shrunken(links, name), peers=None)
+    assert not run.left_out
+    assert [row.implementation for row in rows] == ["exchange", "latency hiding"][: 1 + name.startswith("overlap")]
+    assert all(row.error <= 1 for row in rows)
+    sent = {"ppermute": 1, "psum": 1.5, "all_gather": 3, "overlap": 2**21 / 1024}[name.split()[0]]
+    assert rows[0].bytes == sent * 1024
+
+
+def test_suites_of_several_devices_take_all_there_are(tmp_path, capsys, monkeypatch, asked_for, shrunken):
+    del asked_for  # it sets back what `main` sets
+    name = "softmax forward float32 32x2048 devices=4"
+    monkeypatch.setattr(harness, "gpu_name", lambda: GPU)
+    monkeypatch.setattr(harness, "Run", functools.partial(harness.Run, effort=QUICK))
+    monkeypatch.setitem(SUITES, "sharded", lambda: [shrunken(sharded, name)])
+    options = ["sharded", "--wall-only", "--commit", "abc1234", "--peers", "", "--out", str(tmp_path)]
+    assert main(options) == 2
+    assert f"none of these cells is for {jax.device_count()} GPUs" in capsys.readouterr().err
+    monkeypatch.setattr(harness, "device_count", lambda: 4)
+    assert main(options) == 0
+    rows = results.read(tmp_path / "h200x4" / "sharded.csv")
+    assert [(name_of(row), row.implementation, row.kernel_us) for row in rows] == [(name, "xla", None), (name, ONE, None)]
 
 
 def test_names_at_the_ends_of_lines_do_not_touch():
@@ -1470,6 +1630,8 @@ def test_bytes(name, bytes_per_element):
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
         (top_k.cells, TOP_K),
+        (sharded.cells, SHARDED),
+        (links.cells, {cell.name: cell for cell in links.cells()}),
     ],
 )
 def test_cells_have_names_of_their_own_and_options_in_order(make, cells):

@@ -11,17 +11,17 @@ from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy import _linear
-from jaxsoftmax.ops.softmax.xla import merged, select, state_of, sum_along, weights_of_state
+from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
 
-def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, axis_name=()):
+def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state):
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
     scores = capped(x.astype(accumulator(x.dtype, dtype)), soft_cap)
-    sums = [chosen_score(x, labels, axes, soft_cap, scores.dtype, axis_name)]
+    sums = [chosen_score(x, labels, axes, soft_cap, scores.dtype)]
     if return_total:
-        sums.append(sum_along(select(where, scores, 0), axes, ()))
-    m, d, chosen, *total = merged(*state_of(scores, where, None, axes), *sums, axis_name=axis_name)
-    found = losses_of(m, d, chosen, *total, dtype=dtype)
+        sums.append(sum_along(select(where, scores, 0), axes))
+    m, d = state_of(scores, where, None, axes)
+    found = losses_of(m, d, *sums, dtype=dtype)
     return [*found, m, d] if return_state else found
 
 
@@ -29,13 +29,13 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
     """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
     x, u = x.astype(m.dtype), t.astype(m.dtype) * slope(x.astype(m.dtype), soft_cap)
     p = weights_of_state(capped(x, soft_cap), m, d, where, None)
-    sums = [sum_along(p * select(p != 0, u, 0), axes, ()), _at(u, labels, axes, 0, axis_name)]
+    sums = [sum_along(p * select(p != 0, u, 0), axes), _at(u, labels, axes, 0, axis_name)]
     if return_total:
-        sums.append(sum_along(select(where, u, 0), axes, ()))
+        sums.append(sum_along(select(where, u, 0), axes))
     return [total.astype(dtype) for total in (lax.psum(jnp.stack(sums), axis_name) if axis_name else sums)]
 
 
-def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, axis_name=()):
+def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap):
     """`(a * p + b * onehot(label) + c) * ds/dx`. In rows of which all three are 0, what `x` holds has no effect."""
     x = x.astype(m.dtype)
     total = jnp.zeros_like(x)
@@ -44,7 +44,7 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
         p = weights_of_state(capped(x, soft_cap), m, d, where, None)
         total += select(a != 0, a * p, 0)
     if b is not None:
-        total += select(_is_at(x, _local(labels, x.shape[axes[0]], axis_name), axes), b, 0)
+        total += select(_is_at(x, labels, axes), b, 0)
     if c is not None:
         total += select(where, c, 0)
     if soft_cap is not None:
@@ -52,16 +52,16 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     return total.astype(dtype)
 
 
-def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, axis_name=()):
+def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss):
     """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
 
     def forward(operands, **params):
-        return cross_entropy(**operands, where=None, axis_name=axis_name, **params)
+        return cross_entropy(**operands, where=None, **params)
 
     def backward(operands, **params):
-        return [cross_entropy_vjp(**operands, where=None, axis_name=axis_name, **params)]
+        return [cross_entropy_vjp(**operands, where=None, **params)]
 
-    classes = _classes(x, axes, axis_name)
+    classes = x.shape[axes[0]]
     params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     return composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=classes, **params)
 
@@ -126,7 +126,7 @@ def _at(values, labels, axes, otherwise, axis_name):
     size = values.shape[axis]
     place = _local(labels, size, axis_name)
     if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
-        found = sum_along(select(_is_at(values, place, axes), values, 0), axes, ())
+        found = sum_along(select(_is_at(values, place, axes), values, 0), axes)
     else:
         found = jnp.take_along_axis(values, jnp.clip(place, 0, size - 1), axis, mode="promise_in_bounds")
         found = select((place >= 0) & (place < size), found, 0)

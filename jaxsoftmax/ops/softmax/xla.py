@@ -4,7 +4,7 @@ It defines what is right, so that other implementations may be held against it, 
 does. Arithmetic is float32, or float64 and complex where the operands are. `primitive.py` says what the operands are.
 
 The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name` names
-the mesh axes over which `axes` are sharded, inside a `shard_map` or its like.
+the mesh axes over which `axes` are sharded, for `_devices`, which merges states over them.
 """
 
 import jax
@@ -15,32 +15,31 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 
 
-def softmax(x, where, scale, *, axes, dtype, axis_name=()):
+def softmax(x, where, scale, *, axes, dtype):
     """`exp(s - max s) / sum(exp(s - max s))` of the scores `s = scale * x`."""
     directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
-    m = _max(directed, axes, axis_name)
+    m = _max(directed, axes)
     weights = jnp.exp(_exponent(directed - m, where, scale))
-    y = weights / sum_along(weights, axes, axis_name)
+    y = weights / sum_along(weights, axes)
     return select(where, y, 0).astype(dtype)
 
 
-def log_softmax(x, where, scale, *, axes, dtype, return_state, axis_name=()):
+def log_softmax(x, where, scale, *, axes, dtype, return_state):
     """`(s - max s) - log d`, and the state `(m, d)` if asked for."""
     directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
-    m = _max(directed, axes, axis_name)
+    m = _max(directed, axes)
     if where is not None:  # a row with nothing to see would save d = NaN
         m = select(m != -jnp.inf, m, 0)
     exponent = _exponent(directed - m, where, scale)
-    d = sum_along(jnp.exp(exponent), axes, axis_name)
+    d = sum_along(jnp.exp(exponent), axes)
     out = select(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
 
-def logsumexp(x, where, scale, *, axes, dtype, return_state, axis_name=()):
+def logsumexp(x, where, scale, *, axes, dtype, return_state):
     """`max s + log d`, and the state `(m, d)` if asked for."""
-    state = state_of(x.astype(accumulator(x.dtype, dtype)), where, scale, axes)
-    m, d = merged(*state, axis_name=axis_name, scale=scale)
-    lse = (_exponent(m, None, scale) + jnp.log(d)).astype(dtype)
+    m, d = state_of(x.astype(accumulator(x.dtype, dtype)), where, scale, axes)
+    lse = lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
 
@@ -64,15 +63,15 @@ def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axi
     return select(where, t - p * sum_along(t, axes, axis_name), 0).astype(dtype)
 
 
-def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     """`sum(p * t)`: the tangent of log-sum-exp."""
     p = weights_of_state(x, m, d, where, scale)
-    return sum_along(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes, axis_name).astype(dtype)
+    return sum_along(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes).astype(dtype)
 
 
-def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
+def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     """`p * t` of a cotangent `t`, the transpose of `logsumexp_jvp`."""
-    del axes, axis_name  # the sum over the row is in the state
+    del axes  # the sum over the row is in the state
     return select(where, weights_of_state(x, m, d, where, scale) * _tangent(t, m, scale, scale_tangent), 0).astype(dtype)
 
 
@@ -88,19 +87,15 @@ def scores_tangent(x, scale, dx, dscale):
 
 
 def state_of(x, where, scale, axes):
-    """The state `(m, d)` of what this device has of the row."""
+    """The state `(m, d)` of rows, with a finite `m`."""
     directed = _directed(x, where, scale, x.dtype)
-    m = _max(directed, axes, ())
-    return m, sum_along(jnp.exp(_exponent(directed - online.shift(m), where, scale)), axes, ())
+    m = online.shift(_max(directed, axes))
+    return m, sum_along(jnp.exp(_exponent(directed - m, where, scale)), axes)
 
 
-def merged(m, d, *sums, axis_name, scale=None):
-    """The state of the row, with a finite `m`, and sums along it, of those of what each device has: by one collective."""
-    if axis_name:
-        m, d, *sums = lax.all_gather(jnp.stack([m, d, *sums]), axis_name, axis=1)
-        m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
-        sums = [jnp.sum(total, 0) for total in sums]
-    return [online.shift(m), d, *sums]
+def lse_of(m, d, scale) -> jax.Array:
+    """Log-sum-exp of a state."""
+    return _exponent(m, None, scale) + jnp.log(d)
 
 
 # Scores are never formed: x * scale would be rounded before the maximum is subtracted, and large ones lose their differences.
@@ -146,12 +141,11 @@ def _scaled(values, scale):
     return values if scale is None else values * scale.astype(values.dtype)
 
 
-def _max(scores, axes, axis_name):
-    m = jnp.max(scores, axes, keepdims=True, initial=-jnp.inf)
-    return lax.pmax(m, axis_name) if axis_name else m
+def _max(scores, axes):
+    return jnp.max(scores, axes, keepdims=True, initial=-jnp.inf)
 
 
-def sum_along(values, axes, axis_name):
+def sum_along(values, axes, axis_name=()):
     total = jnp.sum(values, axes, keepdims=True)
     return lax.psum(total, axis_name) if axis_name else total
 

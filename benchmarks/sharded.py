@@ -1,0 +1,223 @@
+"""The cells of arrays that are sharded over all GPUs of a host, in one process.
+
+They are those of the other suites on a mesh of one axis. A call is a plain call of the library on sharded arrays: softmax and
+cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option `devices`
+says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal attention
+takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has most to do.
+
+Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
+times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax and cross-entropy
+are so short that starting a program on several devices may take longer. So a program makes several, each of the last one's
+result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes` and `flops` are of all devices.
+
+Values are checked as in the other suites: parts are gathered, and what was dealt out is put back into order.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import attention, check, cross_entropy, linear_cross_entropy, softmax
+from benchmarks.cells import ONE, Cell, Contender
+
+COUNTS = (2, 4)  # of devices
+CALLS = 8  # of a program of short calls
+AXIS = "model"
+COLUMNS, ROWS, VOCABULARY = P(None, AXIS), P(AXIS), 128256
+TOKENS, FEW_TOKENS, HEADS, KEY_HEADS = 16384, 4096, 16, 4  # of attention, on each device
+
+_MOST_SCORES = 2**33  # bytes in float32, on each device, that a peer may hold them in: its gradients hold several
+
+Again = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
+
+
+def cells(counts: Sequence[int] = COUNTS, shrink: int = 1) -> list[Cell]:
+    """All cells for each number of devices; with `shrink`, of sizes smaller by this factor."""
+    kinds = _softmax, _cross_entropy, _linear_cross_entropy, _attention
+    return [cell for devices in counts for kind in kinds for cell in kind(devices, shrink)]
+
+
+def _softmax(devices: int, shrink: int) -> Iterator[Cell]:
+    def cell(dtype: str, rows: int, cols: int, both: bool = False, mesh: str = "explicit") -> Cell:
+        shape = rows // shrink, cols // shrink
+        base = (softmax.both_cell if both else softmax.forward_cell)("softmax", dtype, shape)
+        again: Again = (lambda inputs, output: output) if both else (lambda inputs, output: (output,))
+        of_jax = next(contender for contender in base.contenders if contender.name == "jax.nn")
+        return _sharded(base, devices, [COLUMNS, COLUMNS][: 1 + both], mesh=mesh, again=again, peers=[of_jax])
+
+    for both in (False, True):
+        for dtype in softmax.DTYPES:
+            yield from (cell(dtype, rows, 131072, both) for rows in (2048, 8192))
+        yield cell("bfloat16", 8192, 131072, both, mesh="auto")
+    # What no bar names: shorter rows, and a width that no vector divides.
+    yield cell("float32", 8192, 32768)
+    yield from (cell("bfloat16", 8192, cols) for cols in (32768, 8192))
+    yield cell("bfloat16", 2048, 50257 // shrink * shrink * devices)
+
+
+def _cross_entropy(devices: int, shrink: int) -> Iterator[Cell]:
+    for rows, cols, mesh in ((8192, VOCABULARY, "explicit"), (8192, VOCABULARY, "auto"), (4096, 151936, "explicit")):
+        shape = rows // shrink, cols // shrink // devices * devices
+        base = cross_entropy.cell_of("bfloat16", shape, backward=True)
+        of_optax = next(contender for contender in base.contenders if contender.name == "optax")
+
+        def again(inputs, output):
+            return output[1], inputs[1]
+
+        yield _sharded(base, devices, [COLUMNS, P()], mesh=mesh, again=again, peers=[of_optax], mesh_of_peers="auto")
+
+
+def _linear_cross_entropy(devices: int, shrink: int) -> Iterator[Cell]:
+    for class_axis, spec in ((0, ROWS), (1, COLUMNS)):
+        shape = 16384 // shrink, 4096 // shrink, VOCABULARY // shrink // devices * devices
+        base = linear_cross_entropy.cell_of(*shape, backward=True, class_axis=class_axis)
+        letters = "hv" if class_axis else "vh"
+        plain = Contender("jax.nn", functools.partial(_plain_linear, letters))
+        yield _sharded(base, devices, [P(), spec, P()], peers=[plain], mesh_of_peers="auto")
+
+
+def _plain_linear(letters: str) -> Callable[..., Any]:
+    """The mean loss from whole logits, and its gradients; the label's logit is a sum, so that no row is gathered."""
+
+    def loss(hidden, weight, labels):
+        logits = jnp.einsum(f"th,{letters}->tv", hidden, weight).astype(jnp.float32)
+        of_label = jnp.where(lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None], logits, 0)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(of_label, -1))
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def _attention(devices: int, shrink: int) -> Iterator[Cell]:
+    def cell(tokens: int = TOKENS, zigzag: bool = False, **more: Any) -> Cell:
+        call = attention.Call(1, tokens // shrink * devices, max(HEADS // shrink, 2), 128, **more)
+        base, specs = attention.cell_of(call), [COLUMNS] * (3 + call.backward)
+        if zigzag:
+            return _sharded(base, devices, specs, ours=attention.cell_of(replace(call, zigzag=devices)), zigzag=devices)
+        peers = [contender for contender in base.contenders if contender.name == "cudnn"]
+        if 4 * call.heads * call.length**2 <= devices * _MOST_SCORES and call.key_heads is None:
+            peers.append(attention.of_xla(call))
+        return _sharded(base, devices, specs, peers=peers, mesh_of_peers="auto")
+
+    causal = {"causal": True, "zigzag": True}
+    for backward in (False, True):
+        yield from (cell(backward=backward, **kind) for kind in ({}, causal))
+        # What no bar names: tokens in order, fewer tokens, and keys that heads share.
+        yield cell(backward=backward, causal=True)
+        yield from (cell(FEW_TOKENS, backward=backward, **kind) for kind in ({}, causal))
+        yield cell(backward=backward, key_heads=max(KEY_HEADS // shrink, 1), **causal)
+    yield cell(FEW_TOKENS, backward=True, deterministic=True, **causal)
+
+
+def _sharded(
+    base: Cell,
+    devices: int,
+    specs: Sequence[P],
+    *,
+    mesh: str = "explicit",
+    mesh_of_peers: str | None = None,
+    again: Again | None = None,
+    ours: Cell | None = None,
+    peers: Sequence[Contender] = (),
+    zigzag: int | None = None,
+) -> Cell:
+    """A cell of one device on several.
+
+    Args:
+      base: what one device computes, and what is true.
+      devices: how many.
+      specs: how each input is sharded.
+      mesh: "explicit" or "auto".
+      mesh_of_peers: likewise, if theirs is another one: some cannot say how results of theirs are sharded.
+      again: from inputs and output the inputs of the next call, where a program makes several.
+      ours: the cell whose contender runs on the devices, if it is not `base`.
+      peers: those of one device, which run on the devices too.
+      zigzag: over how many devices axis 1 of all inputs and outputs is dealt out for ours.
+    """
+
+    def on_devices(contender: Contender, kind: str, zigzag: int | None = None) -> Contender:
+        def prepare(*inputs):
+            dealt = inputs if zigzag is None else [_zigzag(array, zigzag, 1) for array in inputs]
+            placed = (NamedSharding(mesh_of(devices, kind), spec) for spec in specs)
+            return tuple(jax.device_put(array, place) for array, place in zip(dealt, placed, strict=True))
+
+        return replace(
+            contender,
+            build=functools.partial(_chained, contender.build, again),
+            prepare=prepare,
+            sample=functools.partial(_sample, base, again, zigzag),
+            devices=devices,
+            context=lambda: jax.set_mesh(mesh_of(devices, kind)),
+        )
+
+    own, alone = (cell.contenders[0] for cell in (ours or base, base))
+    words = [*(ours or base).options.split(), f"devices={devices}", *(["mesh=auto"] if mesh == "auto" else [])]
+    return replace(
+        base,
+        options=" ".join(sorted(words)),
+        contenders=(
+            on_devices(own, mesh, zigzag),
+            replace(
+                alone,
+                name=ONE,
+                build=functools.partial(_chained, alone.build, again),
+                sample=functools.partial(_sample, base, again, None),
+            ),
+            *(on_devices(peer, mesh_of_peers or mesh) for peer in peers),
+        ),
+        fewer=lambda inputs, output: [],
+        program=True,
+        calls=CALLS if again else 1,
+    )
+
+
+def _chained(build: Callable[[], Callable[..., Any]], again: Again | None) -> Callable[..., Any]:
+    """A program of several calls, which gives the outputs of the first and of the last one."""
+    function = build()
+    if again is None:
+        return function
+
+    def program(*inputs):
+        first = output = function(*inputs)
+        for _ in range(CALLS - 1):
+            inputs = again(inputs, lax.optimization_barrier(output))  # XLA must not fuse one call's end into the next
+            output = function(*inputs)
+        return first, output
+
+    return program
+
+
+def _sample(base: Cell, again: Again | None, zigzag: int | None, inputs: Sequence[Any], output: Any) -> list[tuple[Any, Any]]:
+    """What is compared of an output, gathered and in order."""
+    output = jax.tree.map(whole, output if again is None else output[0])
+    if zigzag is not None:
+        tokens = inputs[0].shape[1]
+        place = np.argsort(np.asarray(_zigzag(jnp.arange(tokens), zigzag, 0)))
+        output = jax.tree.map(lambda array: array[:, place], output)
+    return check.pairs(base, base.contenders[0], inputs, output)
+
+
+def _zigzag(array: jax.Array, devices: int, axis: int) -> jax.Array:
+    return importlib.import_module("jaxsoftmax").zigzag(array, devices, axis=axis)
+
+
+def whole(array: jax.Array) -> jax.Array:
+    """All of an array on one device, which takes no detour over the host."""
+    if len(array.sharding.device_set) == 1:
+        return array
+    assert isinstance(array.sharding, NamedSharding)
+    return jax.device_put(array, NamedSharding(array.sharding.mesh, P())).addressable_shards[0].data
+
+
+@functools.cache
+def mesh_of(devices: int, kind: str) -> Mesh:
+    """All devices in a line, whose axis is "explicit" or "auto"."""
+    return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto if kind == "auto" else AxisType.Explicit,))
