@@ -48,17 +48,21 @@ def on_reference(
         function = getattr(importlib.import_module(dispatch.implementations[other.op]["xla"]), other.name)
         return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params))
 
-    def run(*given, over=None, **options):
-        operands = dict(zip(names, given, strict=True))
-        return _merged(this, reference, operands, over, **params) if over else reference(this, operands, **params, **options)
-
     types = [jax.typeof(operand) for operand in given]
+    manual = _manual_cut(this, types[0], axis_name, **params)
+
+    def run(*given, over=None, **options):
+        operands, over = dict(zip(names, given, strict=True)), (over or {}) | manual
+        if over:
+            return _merged(this, reference, operands, over, is_manual=bool(manual), **params)
+        return reference(this, operands, **params, **options)
+
     if this.is_aligned:
-        return run(*given, over=_manual_cut(types[0], axis_name, **params))
+        return run(*given)
     if sharding.explicit_mesh(types) is None:
         return run(*given, devices=types[0].sharding.mesh.size)
     names_in, names_out = this.axes(names, len(results), **params)
-    return sharding.on_explicit_axes(run, types, results, names_in, names_out, _joined(this, params))(*given)
+    return sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)(*given)
 
 
 def _joined(this: Map, params) -> Sequence[Any]:
@@ -66,18 +70,22 @@ def _joined(this: Map, params) -> Sequence[Any]:
     return params["axes"] if this.is_aligned else this.joined
 
 
-def _manual_cut(kind: Any, axis_name: tuple[str, ...], *, axes: Sequence[int] = (), **params) -> dict[Any, sharding.Cut]:
-    """How the rows of an array of this type are sharded over axes of a `shard_map` around it: evenly."""
-    del params
+def _manual_cut(this: Map, kind: Any, axis_name: tuple[str, ...], **params) -> dict[Any, sharding.Cut]:
+    """How what is joined is sharded over axes of a `shard_map` around it: evenly, as in the first operand, of this type."""
     if not axis_name:
         return {}
-    return {axes[-1]: sharding.Cut(axis_name, kind.shape[axes[-1]] * lax.axis_size(axis_name))}
+    names = this.by_name[next(iter(this.by_name))].axes
+    devices, joined = lax.axis_size(axis_name), {axis: axis for axis in params.get("axes", ())[-1:]}
+    if not this.is_aligned:
+        joined = {name: names.index(name) - len(names) if name in names else None for name in this.joined}
+    return {name: sharding.Cut(axis_name, 0 if at is None else kind.shape[at] * devices) for name, at in joined.items()}
 
 
-def _merged(this: Map, run, operands: dict[str, Any], over, **params) -> list[Any]:
+def _merged(this: Map, run, operands: dict[str, Any], over, is_manual: bool = False, **params) -> list[Any]:
     """A map over devices that share its rows, by what `run(map, operands, **params)` gives for each device's part."""
     function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}._devices"), this.name)
-    return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params))
+    options = {} if this.is_aligned else {"is_manual": is_manual}
+    return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params, **options))
 
 
 def _lower(this: Map, ctx, *operands, names, **params):
@@ -113,7 +121,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     def run(other, operands, chosen=None, devices=1, **params):
         """The results of a map on operands by name, by the implementation that is chosen for these."""
         operands = {name: operand for name, operand in operands.items() if operand is not None}
-        call, decision = chosen or choose(other, {name: jax.typeof(a) for name, a in operands.items()}, **params)
+        within = obstacle if manual else None
+        call, decision = chosen or choose(other, {name: jax.typeof(a) for name, a in operands.items()}, within, **params)
         dispatch.record(decision)
         options: dict[str, Any] = {"target": target}
         if decision.implementation == "xla":
@@ -123,19 +132,22 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         return jax.tree.leaves(function(**dict.fromkeys(other.by_name) | operands, **params, **options))
 
     def on_shard(*operands, over):
-        given = dict(zip(names, operands, strict=True))
-        return _merged(this, run, given, over, **params) if over else run(this, given, **params)
+        given, over = dict(zip(names, operands, strict=True)), over | manual
+        if over or params.get("zigzag") is not None:
+            return _merged(this, run, given, over, is_manual=bool(manual), **params)
+        return run(this, given, **params)
 
+    manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)
     devices, obstacle = sharding.partitioning(ctx)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
-    if axis_name:
-        over = _manual_cut(ctx.avals_in[0], axis_name, **params)
-        return mlir.lower_fun(functools.partial(on_shard, over=over))(bare, *operands)
+    if manual and this.is_aligned:
+        return mlir.lower_fun(functools.partial(on_shard, over={}))(bare, *operands)
     chosen = choose(this, dict(zip(names, ctx.avals_in, strict=True)), obstacle, **params)
-    is_partitioned = devices > 1 and (chosen[1].implementation != "xla" or (this.is_cut and obstacle is None))
+    is_kernel = chosen[1].implementation != "xla"
+    is_partitioned = devices > 1 and (is_kernel or (this.is_cut and obstacle is None))
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
     if is_partitioned:
@@ -145,6 +157,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         return mlir.lower_fun(function)(bare, *operands)
 
     def whole(*operands):
+        if manual or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing
+            return on_shard(*operands, over={})
         return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
 
     if this.is_aligned:

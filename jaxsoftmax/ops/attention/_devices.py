@@ -9,10 +9,10 @@ A state is `(lse, out)`; those of parts of the keys are merged with `online`. Wi
 derivatives of parts add up. A device adds up those of its queries; those of keys that visit it go straight home, where they are
 added in the order of the steps: equal bits run after run.
 
-A shard is cut into pieces of neighbouring positions: one, or two where the sequence is in zigzag order. A kernel counts positions
-from the first key that it is given: `query_offset`, lengths and seeds say where that is. They are not known while lowering, so
-all steps run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective that runs
-beside them has some of the multiprocessors.
+A shard is cut into pieces of neighbouring positions: one, or two where the sequence is in zigzag order. A kernel counts
+positions from the first key that it is given: `query_offset`, lengths and seeds say where that is. They are not known while
+lowering, so all steps run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective
+that runs beside them has some of the multiprocessors.
 
 Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Brandon et al.
 2023, arXiv:2311.09431 (the balance of causal rings).
@@ -48,26 +48,26 @@ _OF_BOTH = frozenset(["bias", "mask", "d_bias"])
 _MAPS = {this.name: this for this in (primitive.ATTENTION, primitive.ATTENTION_JVP, primitive.ATTENTION_VJP)}
 
 
-def dot_product_attention(run, operands, *, return_lse=True, **options):
+def dot_product_attention(run, *, return_lse=True, **given):
     """`[out, lse]`, or `[out]`, of a shard.
 
     Args:
-      run: `run(map, operands, **params)`, the results of a map on this device.
-      operands: shards, by name. Masks and biases have their part of the queries, and all keys.
+      run: `run(map, operands, **params)`, the results of a map on this device, of operands by name.
       return_lse: whether lse is a result.
-      options: of `_Work`, and parameters of the primitive.
+      given: shards of the operands, by name, and parameters: see `_Work`. Masks and biases have their part of the queries, and
+        all keys.
     """
-    return _Work(run, operands, **options).attention()[: 2 if return_lse else 1]
+    return _Work(run, primitive.ATTENTION, given).attention()[: 2 if return_lse else 1]
 
 
-def dot_product_attention_jvp(run, operands, **options):
+def dot_product_attention_jvp(run, **given):
     """`[dout, dlse]` of a shard."""
-    return _Work(run, operands, **options).tangents()
+    return _Work(run, primitive.ATTENTION_JVP, given).tangents()
 
 
-def dot_product_attention_vjp(run, operands, *, wanted, **options):
+def dot_product_attention_vjp(run, *, wanted, **given):
     """The cotangents of a shard that are wanted. Of operands that several devices share each has its part of the sum."""
-    return _Work(run, operands, **options).cotangents(wanted)
+    return _Work(run, primitive.ATTENTION_VJP, given).cotangents(wanted)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,18 @@ class _Part:
 class _Work:
     """What a device does.
 
-    Parameters are those of the primitives, and `over`: the mesh axes over which "queries" and "keys" are cut.
+    Parameters are those of the primitives, and `over`: how "queries" and "keys" are cut. `is_manual` says that the user cut them
+    in a `shard_map`, which adds up what several devices have of the derivative of what they share.
     """
 
-    def __init__(self, run, operands, *, over, window, zigzag=None, context_parallel=None, axis_name=None, **params):
-        given = {name: operand for name, operand in operands.items() if operand is not None}
-        self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, axis_name is not None
+    def __init__(self, run, this, given):
+        operands = {name: given[name] for name in this.by_name if given.get(name) is not None}
+        self._start(run, operands, **{name: option for name, option in given.items() if name not in this.by_name})
+
+    def _start(self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, **params):
+        self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
-        axes = [tuple(over.get(name, ())) for name in ("queries", "keys")]
+        axes = [over[name].over if name in over else () for name in ("queries", "keys")]
         counts = [math.prod([lax.axis_size(axis) for axis in own]) for own in axes]
         lengths = [given[name].shape[-3] for name in ("query", "key")]
         has_order = window != (None, None) or {"seeds", "query_lengths", "key_lengths"} & set(given)
@@ -164,6 +168,8 @@ class _Work:
         heads, key_heads = (self.given[name].shape[-2] for name in ("query", "key"))
         if heads % devices or key_heads % devices:
             reasons.setdefault("all_to_all", f"{devices} devices cannot share {heads} heads and {key_heads} key heads evenly")
+        if self.rows.length == 1 and not _OF_BOTH.isdisjoint(self.given):
+            reasons.setdefault("all_to_all", "of masks and biases it is not known whether devices share them")
         if wanted in reasons:
             raise NotImplementedError(f"dot_product_attention: context_parallel={wanted!r} cannot run: {reasons[wanted]}")
         return wanted or self._cheapest([way for way in STRATEGIES if way not in reasons])
@@ -363,7 +369,7 @@ class _Work:
         if self.is_manual:
             return x
         own = ()
-        if name in _OF_QUERIES or (name in _OF_BOTH and x.shape[-2] > 1):
+        if name in _OF_QUERIES or name in _OF_BOTH:  # where all queries share a bias, it has an axis of the name all the same
             own = self.rows.axes
         elif name in _OF_KEYS:
             own = self.cols.axes
