@@ -5,6 +5,7 @@ not cached, looks at that and binds `_call`. The rule of that, which JAX caches,
 place, so equal calls lower their kernel once. It has a version for CUDA, which a rule that is not cached must not have.
 """
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
@@ -134,7 +135,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     def on_shard(*operands, over):
         given, over = dict(zip(names, operands, strict=True)), over | manual
         if over or params.get("zigzag") is not None:
-            return _merged(this, run, given, over, is_manual=bool(manual), **params)
+            with compat.unchecked() if manual else contextlib.nullcontext():
+                return _merged(this, run, given, over, is_manual=bool(manual), **params)
         return run(this, given, **params)
 
     manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)

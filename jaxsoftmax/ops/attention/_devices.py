@@ -128,8 +128,8 @@ class _Part:
 class _Work:
     """What a device does.
 
-    Parameters are those of the primitives, and `over`: how "queries" and "keys" are cut. `is_manual` says that the user cut them
-    in a `shard_map`, which adds up what several devices have of the derivative of what they share.
+    Parameters are those of the primitives, and `over`: how "queries" and "keys" are cut. `is_manual` says that the user has cut
+    them, in a `shard_map`, which adds up what devices have of the derivatives of what they share.
     """
 
     def __init__(self, run, this, given):
@@ -286,12 +286,18 @@ class _Work:
 
     def _merged(self, state):
         """The state of the keys of all devices, by one collective where rows are few."""
-        axes, (m, _, o) = self.cols.axes, online.finish(state)
-        if self.cols.devices * o.size <= _MOST_MERGED:
-            o, m = jnp.split(lax.all_gather(jnp.concatenate([o, m[..., None]], -1), axes), [o.shape[-1]], -1)
+        axes, devices, (m, _, o) = self.cols.axes, self.cols.devices, online.finish(state)
+        if devices * o.size <= _MOST_MERGED:
+            both = jnp.concatenate([o, m[..., None]], -1)
+            if self.is_manual:  # a sum is the same on all devices by its type, and its transpose is right there
+                both = jnp.where(lax.iota(np.int32, devices).reshape(-1, *(1,) * both.ndim) == self.cols.index, both[None], 0)
+                both = lax.psum(both, axes)
+            else:
+                both = lax.all_gather(both, axes)
+            o, m = jnp.split(both, [o.shape[-1]], -1)
             states = [self._state((o[i], jnp.swapaxes(m[i, ..., 0], -1, -2))) for i in range(self.cols.devices)]
             return functools.reduce(online.merge, states)
-        top = lax.pmax(m, axes)
+        top = lax.pmax(lax.stop_gradient(m), axes)
         d = online.weights(m[..., None], top)[..., 0]
         return online.State(top, *lax.psum((d, d[..., None] * o), axes))
 
@@ -324,6 +330,9 @@ class _Work:
         if self.way in ("whole", "all_to_all"):
             found = self._of_whole_sequences(name, wanted, wanted=wanted)
             return [self._summed(*pair).astype(pair[1].dtype) for pair in zip(wanted, found, strict=True)]
+        # Or else XLA would keep the keys that came in the forward pass, to send none a second time.
+        names = [name for name in self.given if name in _OF_KEYS or name in ("d_out", "d_lse")]
+        self.given |= dict(zip(names, lax.optimization_barrier([self.given[name] for name in names]), strict=True))
         sums = {}
         if "bias" in wanted:
             sums["bias"] = jnp.zeros(self._in_pieces("bias").shape, self.dtype)

@@ -15,8 +15,8 @@ from jaxsoftmax._core import arguments
 def zigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
     """A sequence in the order in which `n` devices have equal work in causal attention.
 
-    Under a causal mask late queries see more keys than early ones. So the sequence is cut into `2 n` blocks, of which device `i`
-    gets the two blocks `i` and `2 n - 1 - i`. Tokens, targets, positions and segments take the order before they are cut over devices, and
+    Under a causal mask late queries see more keys than early ones. So a sequence is cut into `2 n` blocks, of which device `i`
+    gets `i` and `2 n - 1 - i`. Tokens, targets, positions and segments take the order before they are cut over devices, and
     `dot_product_attention` is told so by its argument of this name; layers that look at single tokens need not know.
 
     Args:
