@@ -880,9 +880,7 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
 
 @lowering.compiled
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
-def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before(
-    length, keys, window, config, data
-):
+def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config, data):
     plan = plan_of(length, keys, window, config, (2,))
     seen, given = np.stack([lowering.window_sees(length, keys, window)] * 2), {}
     if data.draw(st.booleans()):

@@ -229,7 +229,9 @@ class _Problem:
         def body(carry, indices):
             return step(carry, _Tile(self, (indices[0], indices[1])))
 
-        return lax.scan(lambda *args: (body(*args), None), carry, np.argwhere(self._visible(self.block)).astype(np.int32))[0]
+        # A constant of an inner function, as custom_partitioning takes no others.
+        tiles = jax.jit(lambda: jnp.asarray(np.argwhere(self._visible(self.block)).astype(np.int32)))()
+        return lax.scan(lambda *args: (body(*args), None), carry, tiles)[0]
 
     def _visible(self, block):
         """Which tiles the window leaves: a bool for each of the rows and columns of tiles."""
