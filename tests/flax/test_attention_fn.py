@@ -16,6 +16,7 @@ from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
@@ -849,3 +850,46 @@ def test_bad_arguments_are_named(kind):
         attention_fn(**{"query": ARRAY, "key": ARRAY, "value": ARRAY} | wrong)
     for word in words:
         assert word in str(raised.value)
+
+
+# Sequences that are sharded.
+
+
+def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard_promotion):
+    """In a `shard_map`, where the layer says so, and on a mesh whose axes say so themselves."""
+    rope = nnx.RoPE()
+    x, mesh, n = normal(BATCH, 16, WIDTH), jax.make_mesh((4,), ("x",), devices=jax.devices("cpu")[:4]), 4
+    order = {"zigzag": n, "context_parallel": "ring"}
+
+    def layer(**options):
+        fn = functools.partial(attention_fn_with_rope, rope=rope, is_causal=True, **options)
+        return linen_layer(fn)
+
+    params, whole = layer()
+    expected = whole(params, x)
+    positions = jnp.arange(16)
+
+    def on_shard(x, positions):
+        return layer(**order, axis_name="x", input_positions=positions)[1](params, x)
+
+    ordered = jaxsoftmax.zigzag(x, n, 1), jaxsoftmax.zigzag(positions, n)
+    mapped = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x")))
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    assert_close(jaxsoftmax.unzigzag(mapped(*ordered), n, 1), expected)
+    automatic = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(automatic):
+        shards = jax.device_put(ordered[0], NamedSharding(automatic, P(None, "x")))
+        found = jax.jit(layer(**order, input_positions=ordered[1])[1])(params, shards)
+    assert_close(jaxsoftmax.unzigzag(found, n, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: attention_fn(x, x, x, zigzag=2, module=SimpleNamespace(sow=print)), "attention_fn: zigzag must be None"),
+        (lambda x: attention_fn_with_rope(x, x, x, zigzag=2, rope=lambda x: x), "input_positions must come with zigzag"),
+    ],
+)
+def test_what_knows_no_order_refuses_it(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(normal(1, 8, 2, 4))

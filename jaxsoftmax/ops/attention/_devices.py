@@ -266,7 +266,7 @@ class _Work:
         if is_one:
             ((out, lse),) = found
             return [self._joined("out", out), self._joined("lse", lse)]
-        state = functools.reduce(online.merge, map(self._state, found))
+        state: Any = functools.reduce(online.merge, map(self._state, found))
         if self.way == "merge":
             state = self._merged(state)
         if sinks is not None:  # keys without a value
@@ -284,7 +284,7 @@ class _Work:
         lse = jnp.swapaxes(lse, -1, -2)
         return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(self.dtype), out.astype(self.dtype))
 
-    def _merged(self, state):
+    def _merged(self, state: Any) -> online.State:
         """The state of the keys of all devices, by one collective where rows are few."""
         axes, devices, (m, _, o) = self.cols.axes, self.cols.devices, online.finish(state)
         if devices * o.size <= _MOST_MERGED:
