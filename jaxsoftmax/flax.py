@@ -106,8 +106,8 @@ def attention_fn(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
-      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`; weights
-        or einsums with `zigzag` or `axis_name`.
+      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`;
+        weights or einsums with `zigzag` or `axis_name`.
     """
     query, key, value = _real(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, force_fp32_for_softmax = arguments.flags(

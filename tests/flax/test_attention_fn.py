@@ -857,29 +857,27 @@ def test_bad_arguments_are_named(kind):
 
 def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard_promotion):
     """In a `shard_map`, where the layer says so, and on a mesh whose axes say so themselves."""
-    rope = nnx.RoPE()
-    x, mesh, n = normal(BATCH, 16, WIDTH), jax.make_mesh((4,), ("x",), devices=jax.devices("cpu")[:4]), 4
+    x, n = normal(BATCH, 16, WIDTH), 4
+    mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:n])
     order = {"zigzag": n, "context_parallel": "ring"}
 
-    def layer(**options):
-        fn = functools.partial(attention_fn_with_rope, rope=rope, is_causal=True, **options)
-        return linen_layer(fn)
-
-    params, whole = layer()
+    fn = functools.partial(attention_fn_with_rope, rope=nnx.RoPE(), is_causal=True)
+    params, whole = linen_layer(fn)
     expected = whole(params, x)
-    positions = jnp.arange(16)
 
-    def on_shard(x, positions):
-        return layer(**order, axis_name="x", input_positions=positions)[1](params, x)
+    def layer(x, positions, **options):
+        own = functools.partial(fn, input_positions=positions, **order, **options)
+        module = linen.MultiHeadDotProductAttention(attention_fn=own, num_heads=HEADS, qkv_features=2 * WIDTH)
+        return module.apply({"params": params}, x, deterministic=True)
 
-    ordered = jaxsoftmax.zigzag(x, n, 1), jaxsoftmax.zigzag(positions, n)
+    on_shard = functools.partial(layer, axis_name="x")
+    ordered = jaxsoftmax.zigzag(x, n, 1), jaxsoftmax.zigzag(np.arange(16), n)
     mapped = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x")))
     assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     assert_close(jaxsoftmax.unzigzag(mapped(*ordered), n, 1), expected)
-    automatic = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
-    with jax.set_mesh(automatic):
-        shards = jax.device_put(ordered[0], NamedSharding(automatic, P(None, "x")))
-        found = jax.jit(layer(**order, input_positions=ordered[1])[1])(params, shards)
+    with jax.set_mesh(mesh):
+        shards = jax.device_put(ordered[0], NamedSharding(mesh, P(None, "x")))
+        found = jax.jit(layer)(shards, ordered[1])
     assert_close(jaxsoftmax.unzigzag(found, n, 1), expected)
 
 
