@@ -163,7 +163,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
             return on_shard(*operands, over={})
         return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
 
-    if this.is_aligned:
+    if this.is_aligned or (manual and devices > 1):
         return mlir.lower_fun(whole)(bare, *operands)
     with sharding.on_no_mesh():
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]

@@ -144,15 +144,15 @@ def mesh_of(kind, shape=(DEVICES,), names=("x",)):
     return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices("cpu")[: int(np.prod(shape))])
 
 
-def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True):
+def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
     """What attention gives if the sequence is sharded, its derivatives, both in its own order, and the text of the program."""
-    mesh, given = mesh_of(kind), ordered(given, n)
+    mesh, given = mesh_of(kind, shape, names), ordered(given, n)
     options = options | {"return_residual": True, "zigzag": n}
-    specs = {name: spec_of(name, array, "x", whole_queries) for name, array in given.items()}
+    specs = {name: spec_of(name, array, names, whole_queries) for name, array in given.items()}
     f = lambda given: attend(**given, **options)  # noqa: E731
     if kind in ("checked", "unchecked"):
-        out = P() if whole_queries else P(None, "x")
-        local = functools.partial(attend, axis_name="x", whole_queries=whole_queries, **options)
+        out = P() if whole_queries else P(None, names)
+        local = functools.partial(attend, axis_name=names, whole_queries=whole_queries, **options)
         f = jax.shard_map(
             lambda given: local(**given), mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "checked"
         )
@@ -166,10 +166,10 @@ def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True
     return tuple(results), found, compiled.as_text()
 
 
-def check(kind, features, *, n=None, whole_queries=False, more=None, **shapes):
+def check(kind, features, *, n=None, whole_queries=False, more=None, over=None, **shapes):
     given, options = case(features, **shapes)
     expected = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
-    *actual, text = sharded(kind, given, options | (more or {}), n=n, whole_queries=whole_queries)
+    *actual, text = sharded(kind, given, options | (more or {}), n=n, whole_queries=whole_queries, **over or {})
     oracle.assert_same_in_float64(tuple(actual), expected)
     return text
 
@@ -223,9 +223,25 @@ def test_a_sequence_that_is_sharded_gives_what_a_whole_one_does(kind, way, n, fe
     ids=str,
 )
 def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mesh(kind, features):
-    if kind in ("checked", "unchecked"):
-        features = [name for name in features if name not in ("lengths", "means")]
-    check(kind, features, keys=32, key_heads=2, more={"context_parallel": "ring"})
+    over = {"shape": (2, 2), "names": ("a", "b")}
+    check(kind, features, keys=32, key_heads=2, more={"context_parallel": "ring"}, over=over)
+
+
+@X64
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
+def test_a_shard_map_around_may_leave_other_axes(kind):
+    """The batch is sharded over an axis that is not that of the map."""
+    given, options = case(("causal", "sinks"))
+    f = lambda given: attend(**given, **options, return_residual=True)  # noqa: E731
+    expected, mesh = jax.jit(with_gradients(f))(given), mesh_of(kind, (2, 4), ("b", "x"))
+    specs = {name: spec_of(name, array, "x") for name, array in given.items()}
+    with jax.set_mesh(mesh):
+        placed = {n: P(*("b" if n != "sinks" else None, *specs[n][1:])) for n in given}
+        shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in given.items()}
+        local = functools.partial(attend, axis_name="x", context_parallel="ring", return_residual=True, **options)
+        over = {"in_specs": (specs,), "out_specs": P(None, "x"), "axis_names": {"x"}}
+        actual = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over)))(shards)
+    oracle.assert_same_in_float64(actual, expected)
 
 
 @X64
