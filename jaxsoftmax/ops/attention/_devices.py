@@ -20,8 +20,8 @@ Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, 
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,11 +118,13 @@ class _Part:
       rows: the pieces of queries.
       cols: the pieces of keys, as many or one.
       window: one that hides what the window does.
+      halves: whether early queries see no keys of devices behind, and late keys are seen by none of those: see `_is_halved`.
     """
 
     rows: slice
     cols: slice
     window: tuple[int | None, int | None]
+    halves: bool = False
 
 
 class _Work:
@@ -144,7 +146,11 @@ class _Work:
         lengths = [given[name].shape[-3] for name in ("query", "key")]
         has_order = window != (None, None) or {"seeds", "query_lengths", "key_lengths"} & set(given)
         self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
+        self.halves = False
         self.way = self._way(context_parallel)
+        self.halves = self.way == "ring" and self._is_halved()
+        if self.halves:
+            self.rows, self.cols = (replace(cut, zigzag=None) for cut in (self.rows, self.cols))
         # One function, so that parts of the same shapes are traced and lowered once.
         self.run = jax.jit(
             lambda this, operands, window, **more: run(_MAPS[this], operands, window=window, **params, **more),
@@ -204,13 +210,25 @@ class _Work:
         ahead = col[None, :] - row[:, None]
         return float(np.mean((ahead <= right) & (-ahead <= left)))
 
-    def _parts(self) -> list[_Part]:
-        """What the queries of a shard attend to of a shard of the keys.
+    def _is_halved(self) -> bool:
+        """Whether keys of others are seen by halves: in zigzag order, if nothing but a causal mask depends on positions.
+
+        Then all queries see the early keys of a device before, and late queries all keys of one behind. Segments say so: nothing
+        is copied, and a kernel is called once. On its own shard a query sees keys as in any order where positions grow.
+        """
+        if self.rows.zigzag is None or self.window != (None, 0) or self.rows.size != self.cols.size:
+            return False
+        return {"query_offset", "seeds", "query_lengths", "key_lengths", "query_segments"}.isdisjoint(self.given)
+
+    def _parts(self, shift: int = 0) -> list[_Part]:
+        """What the queries of a shard attend to of a shard of the keys, of so many devices before.
 
         In zigzag order pieces are paired with their like. Late queries see all early keys that `left` shows, and no early query
         sees more of late keys than `right` shows.
         """
         (left, right), everything = self.window, slice(None)
+        if self.halves and shift:
+            return [_Part(everything, everything, (None, None), halves=True)]
         found = [_Part(everything, everything, self.window)]
         if self.cols.pieces == 2:
             is_exact = "query_offset" not in self.given and self.rows.size == self.cols.size
@@ -221,7 +239,7 @@ class _Work:
 
     def _sees(self, i, j, part) -> bool:
         """Whether a query of device `i` may see a key of device `j`."""
-        if "query_offset" in self.given:
+        if "query_offset" in self.given or part.halves:
             return True
         left, right = (math.inf if side is None else side for side in self.window)
         rows, cols = self.rows.starts(i, np)[part.rows], self.cols.starts(j, np)[part.cols]
@@ -231,7 +249,9 @@ class _Work:
         """From how many devices before the keys come, and what attends to them, as far as some device sees any."""
         devices, found = self.rows.devices, []
         for shift in range(devices):
-            parts = [part for part in self._parts() if any(self._sees(i, (i - shift) % devices, part) for i in range(devices))]
+            parts = [
+                part for part in self._parts(shift) if any(self._sees(i, (i - shift) % devices, part) for i in range(devices))
+            ]
             if shift == 0 and not (parts and parts[0].rows == slice(None)):
                 parts.insert(0, self._parts()[0])  # which has every row
             if parts:
@@ -240,7 +260,7 @@ class _Work:
 
     def _pairs(self, shift):
         """Which devices send keys, and which get them: those that see any."""
-        devices, parts = self.rows.devices, self._parts()
+        devices, parts = self.rows.devices, self._parts(shift)
         pairs = [(j, (j + shift) % devices) for j in range(devices)]
         return [(j, i) for j, i in pairs if any(self._sees(i, j, part) for part in parts)]
 
@@ -266,13 +286,13 @@ class _Work:
         if is_one:
             ((out, lse),) = found
             return [self._joined("out", out), self._joined("lse", lse)]
-        state: Any = functools.reduce(online.merge, map(self._state, found))
+        state = functools.reduce(online.merge, map(self._state, found))
         if self.way == "merge":
             state = self._merged(state)
         if sinks is not None:  # keys without a value
             m = jnp.broadcast_to(jnp.expand_dims(sinks, (self.at, self.at + 1)).astype(self.dtype), state.m.shape)
-            state = online.merge(state, online.State(m, jnp.ones_like(m), jnp.zeros_like(state.o)))
-        state = online.finish(state)
+            state = online.merge(state, online.State(m, jnp.ones_like(m), jnp.zeros_like(cast(jax.Array, state.o))))
+        state: Any = online.finish(state)
         out, lse = state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
         return [self._joined("out", out), self._joined("lse", lse)]
 
@@ -284,9 +304,10 @@ class _Work:
         lse = jnp.swapaxes(lse, -1, -2)
         return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(self.dtype), out.astype(self.dtype))
 
-    def _merged(self, state: Any) -> online.State:
+    def _merged(self, state):
         """The state of the keys of all devices, by one collective where rows are few."""
-        axes, devices, (m, _, o) = self.cols.axes, self.cols.devices, online.finish(state)
+        axes, devices, finished = self.cols.axes, self.cols.devices, online.finish(state)
+        m, o = finished.m, cast(jax.Array, finished.o)
         if devices * o.size <= _MOST_MERGED:
             both = jnp.concatenate([o, m[..., None]], -1)
             if self.is_manual:  # a sum is the same on all devices by its type, and its transpose is right there
@@ -461,7 +482,11 @@ class _Work:
                 given[operand] = jnp.expand_dims(x, self.at) + starts.reshape(*ones, -1, 1, 4)
             elif operand != "query_offset":
                 given[operand] = jnp.expand_dims(x, self.at)
-        if self.way == "ring" or self.window != (None, None):  # a kernel that is told an offset takes tickets
+        if part.halves:
+            early = lax.iota(np.int32, self.rows.length) < self.rows.length // 2
+            given["query_segments"] = (early & (device > self.rows.index)).astype(np.int32).reshape(*ones, 1, -1)
+            given["key_segments"] = (~early & (device < self.rows.index)).astype(np.int32).reshape(*ones, 1, -1)
+        elif self.way == "ring" or self.window != (None, None):  # a kernel that is told an offset takes tickets
             offset = self.given.get("query_offset", jnp.zeros(ones, np.int32))[..., None]
             given["query_offset"] = offset + (rows - cols).reshape(*ones, -1)
         return self.run(name, given, part.window, **more)
