@@ -213,8 +213,8 @@ class _Work:
     def _is_halved(self) -> bool:
         """Whether keys of others are seen by halves: in zigzag order, if nothing but a causal mask depends on positions.
 
-        Then all queries see the early keys of a device before, and late queries all keys of one behind. Segments say so: nothing
-        is copied, and a kernel is called once. On its own shard a query sees keys as in any order where positions grow.
+        All queries see the early keys of a device before, and late queries all keys of one behind. Segments say so: nothing is
+        copied, and a kernel is called once. On its own shard a query sees keys as wherever positions grow.
         """
         if self.rows.zigzag is None or self.window != (None, 0) or self.rows.size != self.cols.size:
             return False

@@ -41,7 +41,7 @@ def zigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
 
 
 def unzigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
-    """The inverse of `zigzag`, with the same arguments: a sequence in its own order."""
+    """The inverse of `zigzag`, with the same arguments: a sequence in its own order, of one that is ordered for `n` devices."""
     x, n, axis = _checked("unzigzag", x, n, axis)
     return ordered(x, n, axis)
 
@@ -77,29 +77,26 @@ def position_of(place: Any, length: int, n: int) -> Any:
     return start_of(place, length, n, jnp.where)
 
 
-def check(function: str, n: Any) -> int:
-    """`n` as an integer above 0; raises in the name of the public `function` otherwise."""
-    try:
-        if isinstance(n, bool | np.bool_):
-            raise TypeError
-        number = operator.index(n)
-    except TypeError:
-        name = "zigzag" if function == "dot_product_attention" else "n"
-        raise TypeError(f"{function}: {name} must be an int, got {arguments.shown(n)}") from None
-    if number < 1:
-        name = "zigzag" if function == "dot_product_attention" else "n"
+def check(function: str, name: str, n: Any) -> int:
+    """`n` as an integer above 0; raises in the name of a public function and its argument otherwise."""
+    if (number := _integer(function, name, n)) < 1:
         raise ValueError(f"{function}: {name} must be at least 1, got {number}")
     return number
 
 
 def _checked(function, x, n, axis):
-    x, n = arguments.array(function, "x", x), check(function, n)
-    try:
-        axis = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"{function}: axis must be an int, got {arguments.shown(axis)}") from None
+    x, n, axis = arguments.array(function, "x", x), check(function, "n", n), _integer(function, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{function}: axis must be one of the {x.ndim} of x, got {axis}")
+        raise ValueError(f"{function}: axis must be one of the {x.ndim} of x, got {arguments.shown(axis)}")
     if x.shape[axis] % (2 * n):
         raise ValueError(f"{function}: x must have a multiple of 2 n = {2 * n} along axis {axis}, got shape {x.shape}")
     return x, n, axis % x.ndim
+
+
+def _integer(function, name, value):
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be an int, got {arguments.shown(value)}") from None

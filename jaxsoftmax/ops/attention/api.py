@@ -3,7 +3,6 @@
 import math
 import operator
 import os
-from collections.abc import Hashable
 from typing import Any, Literal, get_args, overload
 
 import jax
@@ -19,7 +18,7 @@ from jaxsoftmax.ops.attention import _zigzag, primitive
 
 Window = int | tuple[int | None, int | None] | None
 ContextParallel = Literal["ring", "all_gather", "all_to_all"] | None
-AxisName = Hashable | tuple[Hashable, ...] | None
+AxisName = str | tuple[str, ...] | None
 
 _NAME = "dot_product_attention"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -751,7 +750,7 @@ def _one_precision(value, function):
         raise ValueError(f"{function}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
 
 
-def _axis_name(value, whole_queries) -> tuple[tuple[Hashable, ...], int]:
+def _axis_name(value, whole_queries) -> tuple[tuple[str, ...], int]:
     """The mesh axes of a `shard_map` around over which a sequence is sharded, and how many devices there are along them."""
     (whole_queries,) = arguments.flags(_NAME, whole_queries=whole_queries)
     if value is None:
@@ -759,9 +758,11 @@ def _axis_name(value, whole_queries) -> tuple[tuple[Hashable, ...], int]:
             raise ValueError(f"{_NAME}: whole_queries must come with axis_name, got axis_name=None")
         return (), 1
     axes = value if isinstance(value, tuple) else (value,)
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{_NAME}: axis_name must be a string or a tuple of strings, got {arguments.shown(value)}")
     try:
         return axes, lax.axis_size(axes)
-    except (NameError, TypeError):
+    except NameError:
         raise ValueError(
             f"{_NAME}: axis_name must name mesh axes of a shard_map around, got {arguments.shown(value)}"
         ) from None
@@ -774,7 +775,7 @@ def _sequence(context_parallel, zigzag, lengths) -> dict[str, Any]:
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"{_NAME}: context_parallel must be None or one of {names}, got {arguments.shown(context_parallel)}")
     if zigzag is not None:
-        zigzag = _zigzag.check(_NAME, zigzag)
+        zigzag = _zigzag.check(_NAME, "zigzag", zigzag)
         if any(length % (2 * zigzag) for length in lengths):
             raise ValueError(
                 f"{_NAME}: zigzag must divide half of the numbers of queries and of keys, got {zigzag} with"
