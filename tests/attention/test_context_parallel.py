@@ -19,6 +19,9 @@ from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.attention import _devices
 
 from .. import kernels, oracle
+from . import oracle as attention_oracle
+from . import test_mosaic_backward as backward
+from . import test_values as forward
 
 attend = jaxsoftmax.dot_product_attention
 pytestmark = [pytest.mark.usefixtures("compiled_quickly_all"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
@@ -482,6 +485,77 @@ def test_explain_shows_shards():
         found = explain(lambda x: attend(x, x, x, context_parallel="ring"), x, platform="cuda")
     assert [decision.implementation for decision in found] == ["mosaic"]
     assert found[0].operands[0] == "bfloat16[1,1,512,4,64]"
+
+
+# Natively, on as many GPUs as there are, up to four: within the budget of one device. The reference runs the same checks.
+
+NATIVE = {
+    "causal": ({}, {"is_causal": True}),
+    "window, sinks, soft cap": (
+        {"sinks": (4,)},
+        {"local_window_size": (150, 0), "logits_soft_cap": 20.0},
+    ),
+    "dropout": ({}, {"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 3}),
+    "bias": ({"bias": (1, 4, 512, 512)}, {}),
+    "lengths": ({"query_seq_lengths": [500, 130], "key_value_seq_lengths": [512, 201]}, {"is_causal": True}),
+    "segments": ({"query_segment_ids": None}, {"is_causal": True}),
+}
+
+
+def native_case(feature, size):
+    more, options = NATIVE[feature]
+    given = forward.arrays(length=512, keys=512, key_heads=4, size=size, dtype="bfloat16")
+    for name, value in more.items():
+        if name in ("sinks", "bias"):
+            given[name] = forward.random(value, "bias")
+        else:
+            given[name] = forward.segments(512, 1) if value is None else np.array(value, np.int32)
+    if "query_segment_ids" in given:
+        given["key_value_segment_ids"] = given["query_segment_ids"]
+    return given, options
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "in_order", "feature", "size"),
+    [
+        pytest.param(name, way, in_order, feature, size, marks=marks)
+        for name, marks in (("xla", pytest.mark.slow), ("mosaic", pytest.mark.gpu))
+        for way in ("ring", "all_gather", "all_to_all")
+        for in_order in (True, False)
+        for feature in NATIVE
+        for size in ((64, 128) if name == "mosaic" else (16,))
+        if way == "ring" or feature in ("causal", "dropout")
+    ],
+)
+def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size):
+    devices = jax.devices("cpu")[:4] if name == "xla" else jax.devices("gpu")[:4]
+    if len(devices) < 2:
+        pytest.skip("needs several GPUs")
+    given, options = native_case(feature, size)
+    n = None if in_order else len(devices)
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
+    own = ordered(given, n)
+    dout, dlse = backward.cotangents_like(
+        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 4), jnp.float32))
+    )
+    with jax.set_mesh(mesh):
+        shards = {k: jax.device_put(a, NamedSharding(mesh, spec_of(k, a, "x"))) for k, a in own.items()}
+        moving, fixed = forward.split(shards)
+        f = forward.function(options | {"context_parallel": way, "zigzag": n}, fixed, name)
+        both = tuple(zigzag(a, n, 1) if n else a for a in (dout, dlse))
+        both = tuple(jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in both)
+        pull = jax.jit(backward.pull_of(f))
+        (out, lse), found = pull(moving, both)
+        again = pull(moving, both)
+    out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
+    if options.get("deterministic") or name == "xla":
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), ((out, lse), found))
+    if n is not None:
+        out, lse, found = np.asarray(unzigzag(out, n, 1)), np.asarray(unzigzag(lse, n, 1)), ordered(found, n, unzigzag)
+    truths = forward.truth_of(attention_oracle.attention, name, given, options)
+    for actual, truth in zip((out, lse), truths, strict=True):
+        assert oracle.error(actual, truth) <= 1
+    backward.assert_right(name, found, given, options, dout, dlse, lse)
 
 
 # Orders.

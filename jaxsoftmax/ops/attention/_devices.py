@@ -372,7 +372,7 @@ class _Work:
                         _add(sums, name_, self._in_rows(x.astype(self.dtype), part))
                     else:
                         _add(visitors, name_, self._in_cols(x.astype(self.dtype), part))
-            dtype = self.given["key"].dtype
+            dtype = self.given["key"].dtype if len(parts) == 1 else self.dtype  # sums of parts are not rounded twice
             return sums, self._sent_home({name: x.astype(dtype) for name, x in visitors.items()}, shift)
 
         def arrived(sums, visitors):
