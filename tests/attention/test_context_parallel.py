@@ -231,6 +231,13 @@ def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mes
 
 
 @X64
+@pytest.mark.parametrize("kind", ["checked", *map(slow, ("auto", "explicit", "unchecked"))])
+def test_one_device_has_whole_sequences(kind):
+    text = check(kind, ("window", "dropout"), n=4, over={"shape": (1,)})
+    assert not any(counted(text).values())
+
+
+@X64
 @pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_a_shard_map_around_may_leave_other_axes(kind):
     """The batch is sharded over an axis that is not that of the map."""

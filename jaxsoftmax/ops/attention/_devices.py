@@ -143,6 +143,7 @@ class _Work:
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
         axes = [over[name].over if name in over else () for name in ("queries", "keys")]
         counts = [math.prod([lax.axis_size(axis) for axis in own]) for own in axes]
+        axes = [own if count > 1 else () for own, count in zip(axes, counts, strict=True)]
         lengths = [given[name].shape[-3] for name in ("query", "key")]
         has_order = window != (None, None) or {"seeds", "query_lengths", "key_lengths"} & set(given)
         self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
