@@ -1,6 +1,5 @@
 """What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
 
-import functools
 import math
 
 import jax
@@ -95,20 +94,6 @@ def types_without_pages(types):
     return dict.fromkeys(types) | jax.eval_shape(
         without_pages, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in there.items()}
     )
-
-
-def without_offset(given, window):
-    """Operands and a window of the same meaning in which no query has an offset: a mask hides what the window did."""
-    if "query_offset" not in given:
-        return given, window
-    given, (left, right) = dict(given), window
-    ones, terms = (1,) * (given["query"].ndim - 2), [given[name] for name in ("mask",) if name in given]
-    row = lax.broadcasted_iota(jnp.int32, (*ones, given["query"].shape[-3], 1), len(ones))
-    key = lax.broadcasted_iota(jnp.int32, (*ones, 1, given["key"].shape[-3]), len(ones) + 1)
-    position = given.pop("query_offset")[..., None, None, None] + row
-    terms += [] if left is None else [key >= position - left]
-    terms += [] if right is None else [key <= position + right]
-    return given | {"mask": functools.reduce(jnp.logical_and, terms)}, (None, None)
 
 
 def cotangents_of_rows(given, out, lse, d_out, d_lse, window):

@@ -157,7 +157,7 @@ def dot_product_attention(
         one number for both.
       query_offset: integers `[*batch]`, or one for all: the position of the first query, from -2^29 to 2^29, None for 0. Where
         keys are a cache, it is how many of them came before these queries. Nothing but `is_causal` and the window counts
-        positions. `triton` makes a mask of it, with a byte for each query and key.
+        positions.
       query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only; 64 bits run on the reference.
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
