@@ -2,6 +2,7 @@
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dispatch import explain
+from jaxsoftmax.ops.attention._zigzag import unzigzag, zigzag
 from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, quantize, update_pages
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
@@ -21,6 +22,8 @@ __all__ = [
     "softmax",
     "softmax_top_k",
     "top_k",
+    "unzigzag",
     "update_pages",
+    "zigzag",
 ]
 __version__ = "0.1.0"

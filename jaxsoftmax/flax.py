@@ -19,7 +19,15 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention.api import DTYPES, dot_product_attention, dropout_seeds, of_every_head, scores_like
+from jaxsoftmax.ops.attention.api import (
+    DTYPES,
+    AxisName,
+    ContextParallel,
+    dot_product_attention,
+    dropout_seeds,
+    of_every_head,
+    scores_like,
+)
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]
@@ -49,6 +57,9 @@ def attention_fn(
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
     is_causal: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    context_parallel: ContextParallel = None,
+    zigzag: int | None = None,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
 
@@ -86,13 +97,17 @@ def attention_fn(
         passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
         each query is the only one of its call, so that its position would be 0.
       fully_masked_rows: as for `jaxsoftmax.dot_product_attention`; modules take `functools.partial(attention_fn, ...)`.
+      context_parallel: likewise, how devices share a sequence that is sharded.
+      zigzag: likewise, its order; not where weights are sown or einsums are the caller's own.
+      axis_name: likewise, over which mesh axes of a `shard_map` around it is sharded; not there either.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
-      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`.
+      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`;
+        weights or einsums with `zigzag` or `axis_name`.
     """
     query, key, value = _real(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, force_fp32_for_softmax = arguments.flags(
@@ -126,9 +141,15 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         fully_masked_rows=fully_masked_rows,
+        context_parallel=context_parallel,
+        zigzag=zigzag,
+        axis_name=axis_name,
     )
     if module is None and qk_attn_weights_einsum is None:
         return attend().astype(result_dtype)
+    for name, option in (("zigzag", zigzag), ("axis_name", axis_name)):
+        if option is not None:
+            raise ValueError(f"{_NAME}: {name} must be None where weights are in memory, got {arguments.shown(option)}")
     jax.eval_shape(attend)  # checks the arguments
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
@@ -166,12 +187,15 @@ def attention_fn_with_rope(
       key: `[*batch, S, K, H]`.
       value: `[*batch, S, K, Hv]`.
       rope: rotates `[T, H]` by positions `[T]`, or by `0, ..., T - 1` where there are none: a `flax.nnx.RoPE`.
-      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same.
+      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same. With `zigzag` and
+        `axis_name` they must be there, in the order of the tokens.
       **options: what else `attention_fn` takes.
 
     Returns and raises what `attention_fn` does; TypeError and ValueError of positions too.
     """
     arguments.callback(_WITH_ROPE, "rope", rope)
+    if input_positions is None and (named := [name for name in ("zigzag", "axis_name") if options.get(name) is not None]):
+        raise ValueError(f"{_WITH_ROPE}: input_positions must come with {named[0]}, got None")
     if input_positions is not None:
         listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
         (found,) = _real(_WITH_ROPE, input_positions=listed)

@@ -5,6 +5,7 @@ reference, need none. So does a JAX that is newer than those that were tested, w
 Mosaic is imported before a kernel may run.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -18,6 +19,7 @@ import numpy as np
 # The versions of JAX that all tests ran on, the newest last.
 TESTED = ((0, 11, 2), (0, 12, 0, 1))
 
+_CONFIG = "jax._src.config"
 _DISPATCH = "jax._src.dispatch"
 _RULES = "jax.interpreters.mlir"
 _MOSAIC = "jax.experimental.mosaic.gpu"
@@ -26,6 +28,7 @@ _UTILS = "jax.experimental.mosaic.gpu.utils"
 
 # By module and name, why it is used. A parameter of a class stands in parentheses.
 NAMES: dict[tuple[str, str], str] = {
+    (_CONFIG, "_check_vma"): "exchanges in a `shard_map`, while lowering, what has lost the type that says over what it varies",
     (_DISPATCH, "prim_requires_devices_during_lowering"): "makes devices known to `custom_partitioning`",
     (_RULES, "ModuleContext.axis_context"): "tells how many devices a program runs on, and a `shard_map` around it",
     (_RULES, "ModuleContext.symbol_table"): "finds the jitted functions that produce an operand",
@@ -113,6 +116,14 @@ def reaches_peers(ctx: Any) -> bool:
     if of_module(ctx, "lowering_parameters.for_export") or jax.process_count() > 1:
         return False
     return len(devices) > 1 and [device.id for device in devices] == list(range(len(devices)))
+
+
+def unchecked() -> Any:
+    """A context in which collectives take arrays whose types do not say over which axes of a `shard_map` they vary."""
+    try:
+        return find(_CONFIG, "_check_vma")(False)
+    except ImportError:
+        return contextlib.nullcontext()
 
 
 def on_platform(ctx: Any, platform: str) -> Any:

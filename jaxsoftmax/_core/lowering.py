@@ -5,6 +5,7 @@ not cached, looks at that and binds `_call`. The rule of that, which JAX caches,
 place, so equal calls lower their kernel once. It has a version for CUDA, which a rule that is not cached must not have.
 """
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
@@ -45,19 +46,21 @@ def on_reference(
     names = [name for name, operand in operands.items() if operand is not None]
     given = [operands[name] for name in names]
 
+    types = [jax.typeof(operand) for operand in given]
+    manual = _manual_cut(this, types[0], axis_name, **params)
+
     def run(*given, over=None, **options):
-        operands = dict(zip(names, given, strict=True))
+        operands, over = dict(zip(names, given, strict=True)), (over or {}) | manual
         if over:
-            return _merged(this, _Reference(), operands, over, **params)
+            return _merged(this, _Reference(), operands, over, is_manual=bool(manual), **params)
         return _Reference()(this, operands, **params, **options)
 
-    types = [jax.typeof(operand) for operand in given]
     if this.is_aligned:
-        return run(*given, over=_manual_cut(types[0], axis_name, **params))
+        return run(*given)
     if sharding.explicit_mesh(types) is None:
         return run(*given, devices=types[0].sharding.mesh.size)
     names_in, names_out = this.axes(names, len(results), **params)
-    return sharding.on_explicit_axes(run, types, results, names_in, names_out, _joined(this, params))(*given)
+    return sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)(*given)
 
 
 def _joined(this: Map, params) -> Sequence[Any]:
@@ -65,12 +68,15 @@ def _joined(this: Map, params) -> Sequence[Any]:
     return params["axes"] if this.is_aligned else this.joined
 
 
-def _manual_cut(kind: Any, axis_name: tuple[str, ...], *, axes: Sequence[int] = (), **params) -> dict[Any, sharding.Cut]:
-    """How the rows of an array of this type are sharded over axes of a `shard_map` around it: evenly."""
-    del params
+def _manual_cut(this: Map, kind: Any, axis_name: tuple[str, ...], **params) -> dict[Any, sharding.Cut]:
+    """How what is joined is sharded over axes of a `shard_map` around it: evenly, as in the first operand, of this type."""
     if not axis_name:
         return {}
-    return {axes[-1]: sharding.Cut(axis_name, kind.shape[axes[-1]] * lax.axis_size(axis_name))}
+    names = this.by_name[next(iter(this.by_name))].axes
+    devices, joined = lax.axis_size(axis_name), {axis: axis for axis in params.get("axes", ())[-1:]}
+    if not this.is_aligned:
+        joined = {name: names.index(name) - len(names) if name in names else None for name in this.joined}
+    return {name: sharding.Cut(axis_name, 0 if at is None else kind.shape[at] * devices) for name, at in joined.items()}
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Run:
       widened: the dtypes of operands before and after casts to float32, by name: the reference gets them after those.
       fused: the names of those that XLA would fuse with the reference.
       reaches_peers: whether a kernel may store to the memory of the other devices.
+      obstacle: a reason that leaves all to the reference, or None.
     """
 
     target: Target
@@ -90,14 +97,15 @@ class Run:
     widened: dict[str, tuple[Any, Any]]
     fused: frozenset[str]
     reaches_peers: bool
+    obstacle: str | None = None
 
-    def choose(self, this: Map, types, obstacle=None, **params) -> tuple[dispatch.Call, dispatch.Decision]:
+    def choose(self, this: Map, types, obstacle: str | None = None, **params) -> tuple[dispatch.Call, dispatch.Decision]:
         """The call of a map, on operands of these types by name, and which implementation runs it."""
         wide = [
             self.widened[n][1] if n in self.widened and self.widened[n][0] == a.dtype else a.dtype for n, a in types.items()
         ]
         call = dispatch.Call(this, tuple(types), tuple(wide), self.fused & set(types), self.forced, params)
-        return call, dispatch.choose(call, self.target, list(types.values()), obstacle)
+        return call, dispatch.choose(call, self.target, list(types.values()), obstacle or self.obstacle)
 
     def __call__(self, this: Map, operands, chosen=None, devices=1, **params) -> list[Any]:
         """The results of a map on operands by name; None is absent. `devices` may share what is left to XLA."""
@@ -151,10 +159,11 @@ def _types_of(operands):
     return {name: jax.typeof(operand) for name, operand in operands.items()}
 
 
-def _merged(this: Map, run, operands: dict[str, Any], over, **params) -> list[Any]:
+def _merged(this: Map, run, operands: dict[str, Any], over, is_manual: bool = False, **params) -> list[Any]:
     """A map over devices that share its rows, by what `run` gives of each device's part."""
     function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}._devices"), this.name)
-    return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params))
+    options = {} if this.is_aligned else {"is_manual": is_manual}
+    return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params, **options))
 
 
 def _lower(this: Map, ctx, *operands, names, **params):
@@ -180,22 +189,26 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     """
     target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
     widened = {name: (a.dtype, dtype) for name, a, dtype in zip(names, ctx.avals_in, dtypes, strict=True) if a.dtype != dtype}
-    run = Run(target, implementation, widened, fused, compat.reaches_peers(ctx))
 
     def on_shard(*operands, over):
-        given = dict(zip(names, operands, strict=True))
-        return _merged(this, run, given, over, **params) if over else run(this, given, **params)
+        given, over = dict(zip(names, operands, strict=True)), over | manual
+        if over or params.get("zigzag") is not None:
+            with compat.unchecked() if manual else contextlib.nullcontext():
+                return _merged(this, run, given, over, is_manual=bool(manual), **params)
+        return run(this, given, **params)
 
+    manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)
     devices, obstacle = sharding.partitioning(ctx)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
+    run = Run(target, implementation, widened, fused, compat.reaches_peers(ctx), obstacle if manual else None)
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
-    if axis_name:
-        over = _manual_cut(ctx.avals_in[0], axis_name, **params)
-        return mlir.lower_fun(functools.partial(on_shard, over=over))(bare, *operands)
+    if manual and this.is_aligned:
+        return mlir.lower_fun(functools.partial(on_shard, over={}))(bare, *operands)
     chosen = run.choose(this, dict(zip(names, ctx.avals_in, strict=True)), obstacle, **params)
-    is_partitioned = devices > 1 and (chosen[1].implementation != "xla" or (this.is_cut and obstacle is None))
+    is_kernel = chosen[1].implementation != "xla"
+    is_partitioned = devices > 1 and (is_kernel or (this.is_cut and obstacle is None))
     if devices > 1 and not this.is_aligned:  # types that say how arrays are sharded are in the way of a reference that reshapes
         is_partitioned |= sharding.explicit_mesh(ctx.avals_in) is not None
     if is_partitioned:
@@ -205,9 +218,11 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         return mlir.lower_fun(function)(bare, *operands)
 
     def whole(*operands):
+        if manual or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing
+            return on_shard(*operands, over={})
         return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
 
-    if this.is_aligned:
+    if this.is_aligned or (manual and devices > 1):
         return mlir.lower_fun(whole)(bare, *operands)
     with sharding.on_no_mesh():
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]

@@ -95,6 +95,12 @@ def with_whole_rows(array: jax.Array) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(kind.sharding.mesh, PartitionSpec(*spec[:-1], None)))
 
 
+def varying(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """The array, varying over these axes of a `shard_map` around, if that keeps count of it."""
+    missing = tuple([axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying])
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
 def vary_alike(operands: list[Any]) -> list[Any]:
     """The operands, all varying over the same manual mesh axes."""
     varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
@@ -167,22 +173,24 @@ def partitioned(
     """`function` of operands whose axes have these names, run on shards.
 
     `function(*shards, over=...)` merges over devices along axes of the names `joined`: it gets a `Cut` by each of these names
-    that is sharded. Along other names results add up over devices.
+    that is sharded. Along other names results add up over devices; along these too if `is_even`, where they have size 1.
 
     Shards are equal, but on automatic mesh axes along `joined` unless `is_even`: there the last ones may end in padding.
     """
     if explicit_mesh(ctx.avals_in) is None:
         return _on_automatic_axes(function, names_in, names_out, joined, is_even)
-    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, joined)
+    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, joined, is_even)
 
 
-def on_explicit_axes(function, avals_in, avals_out, names_in: Names, names_out: Names, joined=()) -> Callable[..., Any]:
+def on_explicit_axes(
+    function, avals_in, avals_out, names_in: Names, names_out: Names, joined=(), is_even=True
+) -> Callable[..., Any]:
     """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
     mesh = explicit_mesh(avals_in)
     dims = _dims(avals_in, names_in)
     local = functools.partial(function, over=_cuts(dims, joined, avals_in, names_in))
     return jax.shard_map(
-        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, joined),
+        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, () if is_even else joined),
         mesh=mesh,
         in_specs=tuple(_specs(dims, avals_in, names_in)),
         out_specs=_specs(dims, avals_out, names_out),
@@ -205,7 +213,7 @@ def _on_automatic_axes(function, names_in, names_out, joined, is_even):
         def on_shard(*shards):
             with on_no_mesh():
                 parts = jax.tree.leaves(function(*shards, over=_cuts(dims, joined, operands, names_in)))
-                return structure.unflatten(_summed(parts, leaves, dims, names_out, joined))
+                return structure.unflatten(_summed(parts, leaves, dims, names_out, () if is_even else joined))
 
         return mesh, on_shard, specs_out, specs_in
 
@@ -225,23 +233,26 @@ def _named(array, names):
 def _dims(arrays, names, even=()):
     """How each name is sharded: as in the first array that is sharded along it, over its mesh axes that are not taken.
 
-    Names that have several sizes and those that are `even` are sharded over as many devices as share each size evenly.
+    Names that have several sizes and those that are `even` are sharded over as many devices as share each size evenly. Names of
+    which no array has both, as those of queries and of keys, may be sharded over the same mesh axes.
     """
-    found, sizes = {}, {}
+    found, sizes, beside = {}, {}, {}
     for array, trailing in zip(arrays, names, strict=True):
         spec = (*array.sharding.spec, *(None,) * (len(array.shape) - len(array.sharding.spec)))
-        for (name, size), dim in zip(_named(array, trailing), spec, strict=True):
+        own = _named(array, trailing)
+        for (name, size), dim in zip(own, spec, strict=True):
             sizes.setdefault(name, set()).update({size} - {1})
+            beside.setdefault(name, set()).update(other for other, _ in own)
             if name is not None and dim is not None:
                 found.setdefault(name, (dim, array.sharding.mesh))
-    dims, taken = {}, set()
+    dims = {}
     for name, (dim, mesh) in found.items():
+        taken = set(_mesh_axes(dims, beside[name]))
         over = tuple(axis for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis not in taken)
         if len(sizes[name]) > 1 or name in even:
             over = _evenly(over, mesh, sizes[name])
         if over:
             dims[name] = over
-            taken |= set(over)
     return dims
 
 

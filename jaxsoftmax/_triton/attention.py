@@ -38,6 +38,7 @@ class Operands(NamedTuple):
     mask: Any
     query_lengths: Any
     key_lengths: Any
+    query_offset: Any
     query_segments: Any
     key_segments: Any
     seeds: Any
@@ -56,11 +57,16 @@ class Span(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How many queries and keys there are, and from where on no row of a program sees anything of the other side."""
+    """How many queries and keys there are, and from where on no row of a program sees anything of the other side.
+
+    `offset` is the position of the first query, and `shift` what is added to rows of a program to compare them with the others.
+    """
 
     queries: Any
     keys: Any
     end: Any
+    offset: Any
+    shift: Any
 
 
 # Where things are.
@@ -105,6 +111,7 @@ def _started(given, b, head, CALL: tl.constexpr):
         _start(given.mask, "mask", b, head, CALL),
         _start(given.query_lengths, "query_lengths", b, head, CALL),
         _start(given.key_lengths, "key_lengths", b, head, CALL),
+        _start(given.query_offset, "query_offset", b, head, CALL),
         _start(given.query_segments, "query_segments", b, head, CALL),
         _start(given.key_segments, "key_segments", b, head, CALL),
         _start(given.seeds, "seeds", b, head, CALL),
@@ -138,13 +145,16 @@ def _limits(at, block, CALL: tl.constexpr):
         queries = tl.minimum(queries, tl.load(at.query_lengths))
     if _dims(CALL, "key_lengths") is not None:
         keys = tl.minimum(keys, tl.load(at.key_lengths))
+    offset = block * 0
+    if _dims(CALL, "query_offset") is not None:
+        offset += tl.load(at.query_offset)
     if CALL.by_keys:
-        own, end = keys, queries
+        own, end, shift = keys, queries, -offset
     else:
-        own, end = queries, keys
+        own, end, shift = queries, keys, offset
     if CALL.after is not None:
-        end = tl.minimum(end, tl.minimum((block + 1) * CALL.own_block, own) + CALL.after)
-    return Limits(queries, keys, end)
+        end = tl.minimum(end, tl.maximum(tl.minimum((block + 1) * CALL.own_block, own) + shift + CALL.after, 0))
+    return Limits(queries, keys, end, offset, shift)
 
 
 @triton.jit
@@ -157,11 +167,12 @@ def _span(spans, b, block, limits, CALL: tl.constexpr):
     OTHER: tl.constexpr = CALL.other_block
     first = block * OWN
     low, high, whole_from, whole_to = first * 0, (limits.end + OTHER - 1) // OTHER, first * 0, other // OTHER
+    position = first + limits.shift
     if CALL.before is not None:
-        low = tl.maximum(first - CALL.before, 0) // OTHER
-        whole_from = (tl.maximum(first + (OWN - 1) - CALL.before, 0) + (OTHER - 1)) // OTHER
+        low = tl.maximum(position - CALL.before, 0) // OTHER
+        whole_from = (tl.maximum(position + (OWN - 1) - CALL.before, 0) + (OTHER - 1)) // OTHER
     if CALL.after is not None:
-        whole_to = tl.minimum(whole_to, (first + (CALL.after + 1)) // OTHER)
+        whole_to = tl.minimum(whole_to, tl.maximum(position + (CALL.after + 1), 0) // OTHER)
     if CALL.own_vary:
         high = tl.where(first < own, high, 0)
         whole_to = tl.where(first + OWN <= own, whole_to, 0)
@@ -242,13 +253,14 @@ def _scores(product, at, rows, cols, limits, MASKED: tl.constexpr, CALL: tl.cons
 def _hidden(at, rows, cols, limits, CALL: tl.constexpr):
     """Which keys queries do not see, but for what a bias hides."""
     end = rows * 0 + limits.keys
+    positions = rows + limits.offset
     if CALL.right is not None:
-        end = tl.minimum(end, rows + (CALL.right + 1))
+        end = tl.minimum(end, positions + (CALL.right + 1))
     if CALL.queries % CALL.block_q != 0 or _dims(CALL, "query_lengths") is not None:  # keys may hold NaN: 0 * NaN is NaN
         end = tl.where(rows < limits.queries, end, 0)
     hidden = cols >= end
     if CALL.left is not None:
-        hidden = hidden | (cols < rows - CALL.left)
+        hidden = hidden | (cols < positions - CALL.left)
     if _dims(CALL, "query_segments") is not None:
         own = tl.load(at.query_segments + rows, mask=rows < CALL.queries, other=0)
         hidden = hidden | (own != tl.load(at.key_segments + cols, mask=cols < CALL.keys, other=0))
@@ -289,7 +301,8 @@ def _kept(tile, at, rows, cols, CALL: tl.constexpr):
     if CALL.dropped is None:
         return tile
     else:
-        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), rows.to(tl.uint32), cols.to(tl.uint32), CALL.dropped)
+        row, col = rows.to(tl.uint32) + tl.load(at.seeds + 2), cols.to(tl.uint32) + tl.load(at.seeds + 3)
+        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), row, col, CALL.dropped)
         return tl.where(kept, tile, 0.0)
 
 
@@ -307,7 +320,7 @@ def _clean(tile, scores, MASKED: tl.constexpr, CALL: tl.constexpr):
 
 @triton.jit(repr=_name)
 def attention_forward(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
     sinks, out, lse, CALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp.
@@ -316,7 +329,7 @@ def attention_forward(
     """
     b, head, block = _program(CALL)
     given = Operands(
-        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
         query, query, query,
     )  # fmt: skip
     at = _started(given, b, head, CALL)
@@ -367,13 +380,13 @@ def _push(m, d, o, q, at, rows, block, limits, MASKED: tl.constexpr, CALL: tl.co
 
 @triton.jit(repr=_name)
 def attention_backward_keys(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
     d_out, lse, delta, d_key, d_value, CALL: tl.constexpr,
 ):  # fmt: skip
     """The derivatives of a block of keys and their values, by all query heads that share them."""
     b, key_head, block = _program(CALL)
     given = Operands(
-        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
         d_out, lse, delta,
     )  # fmt: skip
     at = _started(given, b, key_head * CALL.groups, CALL)
@@ -445,13 +458,13 @@ def _derivatives(scores, slope, weight, dp, delta, MASKED: tl.constexpr, CALL: t
 
 @triton.jit(repr=_name)
 def attention_backward_queries(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds, spans,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
     d_out, lse, delta, d_query, d_bias, CALL: tl.constexpr,
 ):  # fmt: skip
     """The derivatives of a block of queries and, if they are wanted, of biases: those that no program visits are 0 before."""
     b, head, block = _program(CALL)
     given = Operands(
-        query, key, value, bias, mask, query_lengths, key_lengths, query_segments, key_segments, seeds,
+        query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
         d_out, lse, delta,
     )  # fmt: skip
     at = _started(given, b, head, CALL)

@@ -664,6 +664,14 @@ def test_deterministic_derivatives_lower_for_cuda(size):
     lower(given | bias, deterministic=True, logits_soft_cap=5.0, **options)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", quick([64, 128, 256], [64]))
+def test_an_offset_of_queries_lowers_for_cuda_without_a_mask(size, deterministic):
+    given = lowering.operands(length=1024, keys=1024, size=size) | {"query_offset": lowering.shaped(2, dtype="int32")}
+    text = lower(given, is_causal=True, local_window_size=(300, 0), deterministic=deterministic)
+    assert "1024x1024" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_deterministic_derivatives_without_lengths_lower_for_cuda(size):
@@ -872,17 +880,19 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
 
 @lowering.compiled
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
-def test_spans_of_lengths_and_segments_hold_all_that_is_seen_and_turns_count_who_came_before(
-    length, keys, window, config, data
-):
+def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config, data):
     plan = plan_of(length, keys, window, config, (2,))
     seen, given = np.stack([lowering.window_sees(length, keys, window)] * 2), {}
+    if data.draw(st.booleans()):
+        offsets = data.draw(st.tuples(*[st.integers(-750, 750)] * 2))
+        given["query_offset"] = np.array(offsets, np.int32)
+        seen = np.stack([lowering.window_sees(length, keys, window, offset) for offset in offsets])
     for name, size in (("query_lengths", length), ("key_lengths", keys)):
         if data.draw(st.booleans()):
             given[name] = np.array(data.draw(st.tuples(*[st.integers(0, size + 9)] * 2)), np.int32)
             there = np.arange(size) < given[name][:, None]
             seen &= there[:, :, None] if name == "query_lengths" else there[:, None, :]
-    if not given or data.draw(st.booleans()):
+    if not given or data.draw(st.booleans()):  # segments
         ids = [segments(size, data.draw(st.integers(0, 9)), count=4) for size in (length, keys)]
         if data.draw(st.booleans()):
             ids = [np.random.default_rng(0).permutation(own, -1) for own in ids]
@@ -951,7 +961,7 @@ REFUSALS = {
     "a mask of many keys": (
         lowering.operands((1,), 2, LONG + 1, 1, 1) | {"mask": lowering.shaped(1, 1, 1, LONG + 1, dtype="bool")},
         {},
-        f"at most {LONG} keys with a bias, a mask or an offset of queries, got {LONG + 1}",
+        f"at most {LONG} keys with a bias or a mask, got {LONG + 1}",
     ),
     "float32": (lowering.operands(dtype="float32"), {}, "float32"),
     "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic": True}, "float32"),

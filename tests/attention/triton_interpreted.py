@@ -70,6 +70,9 @@ NAMES += [
     "rows that see nothing",
     "bias of -inf",
     "dropout, causal",
+    "offset, causal",
+    "offset, window",
+    "offset, some rows see nothing",
 ]
 NAMES += ["mask (2,4,40,56)", "mask (1,1,40,56)", "mask (2,4,1,56)", "mask (2,4,40,1)", "bias (1,4,40,56)", "bias (2,4,40,56)"]
 NAMES += ["bias (2,4,1,56)", "bias (2,4,40,1)"]

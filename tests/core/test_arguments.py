@@ -83,6 +83,7 @@ TRACEABLE = ANYTHING | {
 FUNCTIONS = {"float32", "int32", "long double"}  # what they return is theirs to say
 
 X = np.zeros((2, 3), np.float32)
+SQUARE = np.zeros((2, 2), np.float32)
 Q = np.zeros((2, 6, 4, 8), np.float32)
 QKV = {"query": Q, "key": Q, "value": Q}
 SEGMENTS = {"query_segment_ids": np.zeros((2, 6), np.int32)}
@@ -120,9 +121,15 @@ ATTENTION = {
     "dropout_rate": {"a float"},
     "dropout_rng": {"a key"},
     "fully_masked_rows": set(),
+    "context_parallel": {"None"},
+    "zigzag": {"None", "an int", "0-d int", "0-d int of JAX"},
+    "axis_name": {"None"},
+    "whole_queries": set(),
     "implementation": {"None"},
     "precision": {"None"},
 } | dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic", "return_residual"), BOOLS)
+INTS = {"an int", "0-d int", "0-d int of JAX"}
+ORDER = {"x": {"five axes", "a traced array"}, "n": INTS, "axis": INTS}
 FLAX = {name: ATTENTION[name] for name in inspect.signature(attention_fn).parameters if name in ATTENTION} | {
     "mask": {"None", "a complex number", "a traced float", "a traced bool"} | NUMBERS | BOOLS,
     "dtype": {"None", "float32"},
@@ -174,6 +181,8 @@ CALLS = {
     "categorical": (jaxsoftmax.categorical, {"key": jax.random.key(0), "logits": X}, CATEGORICAL),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
     "paged_attention": (jaxsoftmax.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
+    "zigzag": (jaxsoftmax.zigzag, {"x": SQUARE, "n": 1}, ORDER),
+    "unzigzag": (jaxsoftmax.unzigzag, {"x": SQUARE, "n": 1}, ORDER),
     "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}} | SCALES),
     "quantize": (
         jaxsoftmax.quantize,

@@ -16,6 +16,7 @@ from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
@@ -849,3 +850,44 @@ def test_bad_arguments_are_named(kind):
         attention_fn(**{"query": ARRAY, "key": ARRAY, "value": ARRAY} | wrong)
     for word in words:
         assert word in str(raised.value)
+
+
+# Sequences that are sharded.
+
+
+def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard_promotion):
+    """In a `shard_map`, where the layer says so, and on a mesh whose axes say so themselves."""
+    x, n = normal(BATCH, 16, WIDTH), 4
+    mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:n])
+    order = {"zigzag": n, "context_parallel": "ring"}
+
+    fn = functools.partial(attention_fn_with_rope, rope=nnx.RoPE(), is_causal=True)
+    params, whole = linen_layer(fn)
+    expected = whole(params, x)
+
+    def layer(x, positions, **options):
+        own = functools.partial(fn, input_positions=positions, **order, **options)
+        module = linen.MultiHeadDotProductAttention(attention_fn=own, num_heads=HEADS, qkv_features=2 * WIDTH)
+        return module.apply({"params": params}, x, deterministic=True)
+
+    on_shard = functools.partial(layer, axis_name="x")
+    ordered = jaxsoftmax.zigzag(x, n, 1), jaxsoftmax.zigzag(np.arange(16), n)
+    mapped = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x")))
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    assert_close(jaxsoftmax.unzigzag(mapped(*ordered), n, 1), expected)
+    with jax.set_mesh(mesh):
+        shards = jax.device_put(ordered[0], NamedSharding(mesh, P(None, "x")))
+        found = jax.jit(layer)(shards, ordered[1])
+    assert_close(jaxsoftmax.unzigzag(found, n, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: attention_fn(x, x, x, zigzag=2, module=SimpleNamespace(sow=print)), "attention_fn: zigzag must be None"),
+        (lambda x: attention_fn_with_rope(x, x, x, zigzag=2, rope=lambda x: x), "input_positions must come with zigzag"),
+    ],
+)
+def test_what_knows_no_order_refuses_it(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(normal(1, 8, 2, 4))

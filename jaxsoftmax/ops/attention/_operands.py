@@ -1,6 +1,5 @@
 """What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
 
-import functools
 import math
 
 import jax
@@ -9,18 +8,25 @@ from jax import lax
 
 from jaxsoftmax._core.operands import Operand
 
-# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 2 for the two
-# words of a seed, pages P of so many keys each, and M for the pages of a sequence.
+# A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 4 for the two
+# words of a seed and the positions of the first query and key, pages P of so many keys each, and M for the pages of a sequence.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
-_OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N2"}
+_OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N4"}
 _OPERANDS |= {"key_scale": "K", "value_scale": "K"}
 _RESULTS = {"out": "TNH", "lse": "NT"}
 _PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
 
 
+_NAMES = {"N": "heads", "K": "heads", "T": "queries", "S": "keys"}
+
+
 def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
-    """Heads may be sharded; lengths and head sizes are whole on every device."""
-    return tuple(Operand(name, tuple("heads" if axis in "NK" else None for axis in axes)) for name, axes in axes_of.items())
+    """Heads and sequences may be sharded, but keys not of masks and biases, whose queries may be; nor pages."""
+
+    def name_of(axis, axes):
+        return None if axis == "S" and axes in ("NTS", "PSKH") else _NAMES.get(axis)
+
+    return tuple(Operand(name, tuple(name_of(axis, axes) for axis in axes)) for name, axes in axes_of.items())
 
 
 OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)
@@ -90,20 +96,6 @@ def types_without_pages(types):
     )
 
 
-def without_offset(given, window):
-    """Operands and a window of the same meaning in which no query has an offset: a mask hides what the window did."""
-    if "query_offset" not in given:
-        return given, window
-    given, (left, right) = dict(given), window
-    ones, terms = (1,) * (given["query"].ndim - 2), [given[name] for name in ("mask",) if name in given]
-    row = lax.broadcasted_iota(jnp.int32, (*ones, given["query"].shape[-3], 1), len(ones))
-    key = lax.broadcasted_iota(jnp.int32, (*ones, 1, given["key"].shape[-3]), len(ones) + 1)
-    position = given.pop("query_offset")[..., None, None, None] + row
-    terms += [] if left is None else [key >= position - left]
-    terms += [] if right is None else [key <= position + right]
-    return given | {"mask": functools.reduce(jnp.logical_and, terms)}, (None, None)
-
-
 def cotangents_of_rows(given, out, lse, d_out, d_lse, window):
     """The cotangent of out, and delta: 0 for rows that see nothing, whose cotangents may be NaN, or infinite."""
     delta = jnp.zeros(lse.shape, jnp.float32)
@@ -112,7 +104,7 @@ def cotangents_of_rows(given, out, lse, d_out, d_lse, window):
     else:
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
     left, empty = window[0], None
-    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments"} & set(given)
+    of_operands = {"bias", "mask", "query_lengths", "key_lengths", "query_segments", "query_offset"} & set(given)
     if of_operands or (left is not None and given["query"].shape[-3] > given["key"].shape[-3] + left):
         empty = alone = lse == -jnp.inf
         if "sinks" in given:

@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention import _zigzag, primitive
 
 Window = int | tuple[int | None, int | None] | None
+ContextParallel = Literal["ring", "all_gather", "all_to_all"] | None
+AxisName = str | tuple[str, ...] | None
 
 _NAME = "dot_product_attention"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -48,6 +50,10 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    context_parallel: ContextParallel = None,
+    zigzag: int | None = None,
+    axis_name: AxisName = None,
+    whole_queries: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
@@ -79,6 +85,10 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    context_parallel: ContextParallel = None,
+    zigzag: int | None = None,
+    axis_name: AxisName = None,
+    whole_queries: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
@@ -109,6 +119,10 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    context_parallel: ContextParallel = None,
+    zigzag: int | None = None,
+    axis_name: AxisName = None,
+    whole_queries: bool = False,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_residual: bool = False,
@@ -143,7 +157,7 @@ def dot_product_attention(
         one number for both.
       query_offset: integers `[*batch]`, or one for all: the position of the first query, from -2^29 to 2^29, None for 0. Where
         keys are a cache, it is how many of them came before these queries. Nothing but `is_causal` and the window counts
-        positions. Derivatives make a mask of it, with a byte for each query and key.
+        positions.
       query_segment_ids: integers `[*batch, T]`: a query sees keys of its own segment only; 64 bits run on the reference.
       key_value_segment_ids: integers `[*batch, S]`; None for those of the queries, if T == S.
       logits_soft_cap: a concrete positive number: scores become `cap * tanh(score / cap)` before the bias is added.
@@ -162,6 +176,17 @@ def dot_product_attention(
       fully_masked_rows: what a query gives that sees no key: `"zero"`; or `"mean"`, that of all S values of its head, masked
         ones too and without dropout, as `jax.nn` and Flax have it. It passes gradients to the values alone. Queries behind
         `query_seq_lengths`, and those with a sink, which they see, give 0 either way. So do all where S is 0.
+      context_parallel: how devices share a sequence over which queries and keys are sharded alike: `"ring"`, keys and values go
+        round while devices attend to those that are there; `"all_gather"`, each gets all keys; `"all_to_all"`, each gets the
+        whole sequence for some of the heads, of which N and K must be multiples of their number. None for the one that should
+        be fastest. Where queries are sharded and keys are not, or keys and not queries, there is nothing to choose.
+      zigzag: the `n` of `jaxsoftmax.zigzag`, by which queries, keys, values and all else with an axis T or S are ordered; None
+        for their own order. Positions are those of that. It gives `n` devices that share a sequence equal work in a causal
+        ring; with another number of them keys are gathered.
+      axis_name: inside a `jax.shard_map`, the mesh axis or axes over which the sequence is sharded, in equal parts: T and S are
+        those of a shard then, but masks and biases have all keys. None outside, where arrays say how they are sharded.
+      whole_queries: with `axis_name`, whether every device has all queries, and only keys and values are sharded: a step of
+        decoding with a sharded cache. Each device attends to its own keys, and the states are merged.
       implementation: None for the best one for this platform, shapes and dtype; or the name of the one that must run.
         Derivatives run on the reference where it has no kernel for them at all, as for tangents and for float32; they raise
         NotImplementedError where it has one that cannot.
@@ -198,10 +223,16 @@ def dot_product_attention(
     if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
+    axes, devices = _axis_name(axis_name, whole_queries)
+    lengths = length * (1 if whole_queries else devices), keys * devices  # of the whole sequences
+    sequence = _sequence(context_parallel, zigzag, lengths)
+    if axes:
+        query = sharding.varying(query, () if whole_queries else axes)
+        key, value = (sharding.varying(array, axes) for array in (key, value))
     operands = {"query": query, "key": key, "value": value}
     scales = _scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
     operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
-    operands |= _of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, keys))
+    operands |= _of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, lengths[1]))
     if query_seq_lengths is not None:
         operands["query_lengths"] = _lengths("query_seq_lengths", query_seq_lengths, batch)
     if key_value_seq_lengths is not None:
@@ -209,30 +240,33 @@ def dot_product_attention(
     if query_segment_ids is not None or key_value_segment_ids is not None:
         operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
     if drops := rate > 0 and not deterministic:
-        operands["seeds"] = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
-    window = _window(local_window_size, is_causal, length, keys, query_offset is not None)
+        seeds = dropout_seeds(dropout_rng, batch, heads, broadcast_dropout)
+        operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # positions are counted from 0
+    window = _window(local_window_size, is_causal, *lengths, query_offset is not None)
     if query_offset is not None:
         offset = _offset(query_offset, batch)
         if window != (None, None):
             operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
-    out, *lse = bind(
-        primitive.ATTENTION,
-        operands,
-        return_lse=return_residual or means,
-        scale=1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
-        window=window,
-        soft_cap=None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
-        dropout_rate=rate if drops else 0.0,
-        precision=_precision(precision),
-        deterministic=deterministic or _xla_is_deterministic(),
-        implementation=implementation,
-    )
+    options = {
+        "scale": 1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
+        "window": window,
+        "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
+        "dropout_rate": rate if drops else 0.0,
+        "precision": _precision(precision),
+        "deterministic": deterministic or _xla_is_deterministic(),
+        "implementation": implementation,
+        "return_lse": return_residual or means,
+    }
+    if whole_queries:
+        out, *lse = _over_keys(operands, axes, sequence | options)
+    else:
+        out, *lse = bind(primitive.ATTENTION, operands, **options, **sequence, **({"axis_name": axes} if axes else {}))
     if not lse:
         return out
     residual = jnp.swapaxes(lse[0], -1, -2)
     if means:
-        out = _with_means(out, residual, operands)
+        out = _with_means(out, residual, operands, axes, whole_queries, zigzag)
     return (out, residual) if return_residual else out
 
 
@@ -716,15 +750,68 @@ def _one_precision(value, function):
         raise ValueError(f"{function}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
 
 
-def _with_means(out, lse, operands):
+def _axis_name(value, whole_queries) -> tuple[tuple[str, ...], int]:
+    """The mesh axes of a `shard_map` around over which a sequence is sharded, and how many devices there are along them."""
+    (whole_queries,) = arguments.flags(_NAME, whole_queries=whole_queries)
+    if value is None:
+        if whole_queries:
+            raise ValueError(f"{_NAME}: whole_queries must come with axis_name, got axis_name=None")
+        return (), 1
+    axes = value if isinstance(value, tuple) else (value,)
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{_NAME}: axis_name must be a string or a tuple of strings, got {arguments.shown(value)}")
+    try:
+        return axes, lax.axis_size(axes)
+    except NameError:
+        raise ValueError(
+            f"{_NAME}: axis_name must name mesh axes of a shard_map around, got {arguments.shown(value)}"
+        ) from None
+
+
+def _sequence(context_parallel, zigzag, lengths) -> dict[str, Any]:
+    """The parameters of attention over devices, as far as they are not None."""
+    allowed = get_args(get_args(ContextParallel)[0])
+    if context_parallel is not None and (not isinstance(context_parallel, str) or context_parallel not in allowed):
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"{_NAME}: context_parallel must be None or one of {names}, got {arguments.shown(context_parallel)}")
+    if zigzag is not None:
+        zigzag = _zigzag.check(_NAME, "zigzag", zigzag)
+        if any(length % (2 * zigzag) for length in lengths):
+            raise ValueError(
+                f"{_NAME}: zigzag must divide half of the numbers of queries and of keys, got {zigzag} with"
+                f" {lengths[0]} queries and {lengths[1]} keys"
+            )
+    given = {"context_parallel": context_parallel, "zigzag": zigzag}
+    return {name: option for name, option in given.items() if option is not None}
+
+
+def _over_keys(operands, axes, options):
+    """`[out, lse]` of queries that all devices have, of keys that axes of a `shard_map` shard, to differentiate."""
+    from jaxsoftmax.ops.attention import _devices  # no part of the primitive, whose cotangents would be those of one device
+
+    def run(this, operands, **params):
+        return bind(this, operands, implementation=options["implementation"], **params)
+
+    over = {"keys": sharding.Cut(axes, operands["key"].shape[-3] * lax.axis_size(axes))}
+    params = {name: option for name, option in options.items() if name != "implementation"}
+    return _devices.dot_product_attention(run, **operands, **params, over=over, is_manual=True)
+
+
+def _with_means(out, lse, operands, axes, whole_queries, zigzag):
     """`out` with the mean of all values in the place of 0 where a query sees no key, but for those behind `query_lengths`."""
     names = [name for name in ("value", "value_scale") if name in operands]
     (value, *scale), _ = sharding.alike(primitive.ATTENTION, names, [operands[name] for name in names])
     empty, query_lengths = lse[..., None] == -jnp.inf, operands.get("query_lengths")
     if query_lengths is not None:
-        positions = lax.iota(np.int32, out.shape[-3]).reshape((1,) * query_lengths.ndim + (-1, 1, 1))
+        positions, devices = lax.iota(np.int32, out.shape[-3]), 1
+        if axes and not whole_queries:
+            positions, devices = positions + lax.axis_index(axes) * out.shape[-3], lax.axis_size(axes)
+        if zigzag is not None:
+            positions = _zigzag.position_of(positions, devices * out.shape[-3], zigzag)
+        positions = positions.reshape((1,) * query_lengths.ndim + (-1, 1, 1))
         empty &= positions < query_lengths[..., None, None, None]
     means = jnp.mean(value, -3, dtype=lse.dtype, keepdims=True)
+    means = lax.pmean(means, axes) if axes else means
     means = (means * scale[0][..., None, :, None] if scale else means).astype(out.dtype)
     return jnp.where(empty, of_every_head(means, out.shape[-2]), out)
 

@@ -20,6 +20,7 @@ or segments. Where it is differentiated, keys and values are gathered, and it is
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ def _types(operands, *, return_lse=True, **params):
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
 
 
+_SEQUENCES: dict[str, Any] = {"joined": ("queries", "keys"), "is_cut": True}
 ATTENTION = define(
     Map(
         "attention",
@@ -63,6 +65,7 @@ ATTENTION = define(
         OPERANDS,
         _types,
         lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
+        **_SEQUENCES,
     )
 )
 ATTENTION_JVP = define(
@@ -73,6 +76,7 @@ ATTENTION_JVP = define(
         _types,
         lambda **params: RESULTS,
         linear=tuple(tangent.name for tangent in TANGENTS),
+        **_SEQUENCES,
     )
 )
 ATTENTION_VJP = define(
@@ -83,6 +87,7 @@ ATTENTION_VJP = define(
         lambda operands, wanted, **params: [operands[name] for name in wanted],
         lambda wanted, **params: [MOVING[name] for name in wanted],
         linear=tuple(cotangent.name for cotangent in COTANGENTS),
+        **_SEQUENCES,
     )
 )
 PAGED = define(

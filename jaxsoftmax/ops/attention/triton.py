@@ -23,7 +23,6 @@ from jaxsoftmax.ops.attention._operands import (
     dequantised,
     paged,
     types_without_pages,
-    without_offset,
     without_pages,
 )
 from jaxsoftmax.ops.attention.xla import summed_to
@@ -274,7 +273,7 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, **operands):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    given, window = without_offset(_given(dequantised(operands)), window)
+    given = _given(dequantised(operands))
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
     results = {
         "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), given["query"].dtype),
@@ -296,7 +295,7 @@ def dot_product_attention_vjp(
 ):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
     del precision  # which `unsupported` has looked at
-    (given, window), found = without_offset(_given(operands), window), {}
+    given, found = _given(operands), {}
     batch = batch_of(given)
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)
     if "sinks" in wanted:
@@ -320,7 +319,7 @@ def dot_product_attention_vjp(
 
 # What they have in common.
 
-_COMMON = [operand.name for operand in OPERANDS if operand.name not in ("query_offset", "sinks")]
+_COMMON = [operand.name for operand in OPERANDS if operand.name not in ("sinks", "key_scale", "value_scale")]
 _L2 = 24 << 20  # bytes of what passes by that programs may share at a time
 _HEADROOM = {"float16": 13.0, "bfloat16": 0.0, "float32": 0.0}  # see `online.push_log2`: float16 holds weights up to 2^15
 

@@ -31,6 +31,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, paged, without_pages
+from jaxsoftmax.ops.attention._zigzag import position_of
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -170,11 +171,25 @@ class _Problem:
     """
 
     def __init__(
-        self, *, scale, window, soft_cap, dropout_rate, precision="highest", deterministic=False, devices=1, **given: Any
+        self,
+        *,
+        scale,
+        window,
+        soft_cap,
+        dropout_rate,
+        precision="highest",
+        deterministic=False,
+        devices=1,
+        zigzag=None,
+        context_parallel=None,
+        axis_name=None,
+        **given: Any,
     ):
         del precision, deterministic  # met as far as XLA's products do
+        del context_parallel, axis_name  # which matter to `_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
+        self.zigzag = zigzag
         self.dtype = accumulator(query.dtype)
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
@@ -214,11 +229,14 @@ class _Problem:
         def body(carry, indices):
             return step(carry, _Tile(self, (indices[0], indices[1])))
 
-        return lax.scan(lambda *args: (body(*args), None), carry, np.argwhere(self._visible(self.block)).astype(np.int32))[0]
+        # A constant of an inner function, as custom_partitioning takes no others.
+        tiles = jax.jit(lambda: jnp.asarray(np.argwhere(self._visible(self.block)).astype(np.int32)))()
+        return lax.scan(lambda *args: (body(*args), None), carry, tiles)[0]
 
     def _visible(self, block):
         """Which tiles the window leaves: a bool for each of the rows and columns of tiles."""
-        (rows, cols), (left, right) = block, self.window if self["query_offset"] is None else (None, None)
+        is_known = self["query_offset"] is None and self.zigzag is None
+        (rows, cols), (left, right) = block, self.window if is_known else (None, None)
         i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, block, strict=True)])
         visible = np.ones(i.shape, bool)
         if left is not None:
@@ -252,11 +270,13 @@ class _Tile:
     def _positions(self, axis):
         """Of the rows `[..., rows, 1]` or columns `[..., 1, cols]`, and which of them are new, None for all."""
         size, length = self.problem.block[axis], self.problem.lengths[axis]
-        positions = self._first(axis) + lax.iota(np.int32, size)
+        places = self._first(axis) + lax.iota(np.int32, size)
         ndim = len(self.problem.rows) + 1
-        positions = lax.expand_dims(positions, [a for a in range(ndim) if a != ndim - 2 + axis])
+        places = lax.expand_dims(places, [a for a in range(ndim) if a != ndim - 2 + axis])
         whole = size == length or (isinstance(length, int) and length % size == 0)
-        return positions, None if whole else positions >= self.index[axis] * size
+        order = self.problem.zigzag
+        positions = places if order is None else position_of(places, length, order)
+        return positions, None if whole else places >= self.index[axis] * size
 
     def __getitem__(self, name) -> Any:
         array = self.problem[name]
@@ -331,14 +351,14 @@ class _Tile:
         """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
         if self.problem["seeds"] is None:
             return None
-        seeds, (rows, _), (cols, _) = self.problem["seeds"], self._positions(0), self._positions(1)
-        rows, cols = rows.astype(np.uint32), cols.astype(np.uint32)
-        kept = dropout.keep(seeds[..., :1], seeds[..., 1:], rows, cols, self.problem.dropout_rate)
+        seeds = [self.problem["seeds"][..., i : i + 1] for i in range(4)]
+        rows, cols = (self._positions(axis)[0].astype(np.uint32) + seeds[2 + axis] for axis in (0, 1))
+        kept = dropout.keep(seeds[0], seeds[1], rows, cols, self.problem.dropout_rate)
         return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)
 
 
 # Which axes an operand has as those of heads, rows and columns, where "1" is none.
-_GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N2": "N12", "": "111"}
+_GROUPED = {"TNH": "NTH", "SKH": "KSH", "NTS": "NTS", "NT": "NT1", "T": "1T1", "S": "11S", "N": "N11", "N4": "N14", "": "111"}
 _axes = {name: _GROUPED[axes] for name, axes in AXES.items() if axes in _GROUPED} | {"delta": "NT1"}
 
 

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks, without_offset
+from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
@@ -43,8 +43,8 @@ def unsupported(given, wanted, deterministic) -> str | None:
     query, keys = given["query"], given["key"].shape[-3]
     if query.dtype == jnp.float32:
         return "derivatives of float32 have no kernel"
-    if {"bias", "mask", "query_offset"} & set(given) and keys > _MAX_MASKED:
-        return f"there must be at most {_MAX_MASKED} keys with a bias, a mask or an offset of queries, got {keys}"
+    if {"bias", "mask"} & set(given) and keys > _MAX_MASKED:
+        return f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}"
     if "bias" in wanted and deterministic:
         shape, whole = given["bias"].shape, (*batch_of(given), query.shape[-2], query.shape[-3], keys)
         if shape != whole:
@@ -54,12 +54,11 @@ def unsupported(given, wanted, deterministic) -> str | None:
 
 def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    given, options["window"] = without_offset(given, options["window"])
     static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
     if set(wanted) - {"sinks"}:
         size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
-        of_operands = bool({"query_lengths", "key_lengths", "query_segments"} & set(given))
+        of_operands = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(given))
         plan = Plan(
             **static,
             **options,
@@ -197,6 +196,7 @@ class _Place:
     whole_from: Any
     whole_to: Any
     lengths: tuple[Any, Any]
+    offset: Any
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ class _Tile:
             high = jnp.maximum(low, high + _hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
-        return _Place(b, head, block, low, high - low, whole_from, whole_to, (lengths[0], lengths[1]))
+        offset = self.operands["query_offset"][b] if "query_offset" in self.operands else 0
+        return _Place(b, head, block, low, high - low, whole_from, whole_to, (lengths[0], lengths[1]), offset)
 
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.config.stages[0])), lax.rem(step, jnp.int32(self.plan.config.stages[1]))
@@ -580,7 +581,7 @@ class _Scores:
 
     def __init__(self, tile, place, first, *, weighs=True):
         self.plan, self.operands, self.refs = tile.plan, tile.operands, tile.refs
-        self.b, self.lengths, self.first = place.b, place.lengths, first
+        self.b, self.lengths, self.offset, self.first = place.b, place.lengths, place.offset, first
         self.shape = ROWS, self.plan.config.block_q
         left, right = self.plan.window
         has_lengths = bool({"query_lengths", "key_lengths"} & self.plan.names)
@@ -667,11 +668,12 @@ class _Scores:
         """The first and the last column that each row sees, where columns are queries from `start` on; None for no limit."""
         (left, right), (queries, keys) = self.plan.window, self.lengths
         position = self.first + lax.iota(jnp.int32, ROWS)
-        low, high = None if right is None else position - (right + start), None
+        start_at = start + self.offset  # where windows count from
+        low, high = None if right is None else position - (right + start_at), None
         if "query_lengths" in self.operands:
             high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
         if left is not None:
-            of_window = position + (left - start)
+            of_window = position + (left - start_at)
             high = of_window if high is None else jnp.minimum(high, of_window)
         if self.plan.is_ragged or "key_lengths" in self.operands:
             high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)

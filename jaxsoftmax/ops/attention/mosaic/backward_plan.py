@@ -99,8 +99,8 @@ class Plan(Call):
         self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
         self.count = math.prod(self.batch) * key_heads * self.blocks_kv
 
-    def span(self, block: Any, lengths: Any, arithmetic: Arithmetic) -> tuple[Any, Any, Any, Any]:
-        """Which blocks of queries the window and the lengths let see a key of a block.
+    def span(self, block: Any, lengths: Any, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
+        """Which blocks of queries the window and the lengths let see a key of a block, if `offset` is the position of query 0.
 
         From and to where some query sees some key, and from and to where all see all; to may be before from.
         """
@@ -108,13 +108,14 @@ class Plan(Call):
         step, size = self.config.block_q, self.block_kv
         divide, minimum, maximum, _ = arithmetic
         first, last = block * size, (block + 1) * size - 1
-        low = 0 if right is None else divide(maximum(first - right, 0), step)
+        from_query, to_query = first - offset, last - offset  # by position
+        low = 0 if right is None else divide(maximum(from_query - right, 0), step)
         high = divide(queries + step - 1, step)
-        whole_from = 0 if right is None else divide(maximum(last - right, 0) + step - 1, step)
+        whole_from = 0 if right is None else divide(maximum(to_query - right, 0) + step - 1, step)
         whole_to = divide(queries, step) if lengths != self.lengths else self.blocks_q  # rows that are none are 0
         if left is not None:
-            high = minimum(high, divide(minimum(last, keys - 1) + left, step) + 1)
-            whole_to = minimum(whole_to, divide(maximum(first + left + 1, 0), step))
+            high = minimum(high, divide(maximum(minimum(last, keys - 1) - offset + left, -1) + step, step))
+            whole_to = minimum(whole_to, divide(maximum(from_query + left + 1, 0), step))
         is_key, is_whole = minimum(maximum(keys - first, 0), 1), minimum(maximum(keys - last, 0), 1)
         return low, high * is_key, whole_from, whole_to * is_whole
 
@@ -124,9 +125,10 @@ class Plan(Call):
             jnp.clip(given[name][..., None], 0, size) if name in given else jnp.int32(size)
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
         ]
+        offset = given["query_offset"][..., None] if "query_offset" in given else 0
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
-        span = self.span(block, lengths, mixed)
+        span = self.span(block, lengths, mixed, offset)
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
         if "query_segments" in given:
             ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)

@@ -25,8 +25,13 @@ def of_own_segment(s, row_ids, col_ids, hidden=-jnp.inf):
 
 
 def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=False):
-    """Which weights dropout keeps: from row `first` and block of columns `block` on, queries by keys unless transposed."""
-    starts = jnp.uint32(first), jnp.uint32(block * shape[1])
+    """Which weights dropout keeps: from row `first` and block of columns `block` on, queries by keys unless transposed.
+
+    `seeds` are two words and the positions of the first query and key of all.
+    """
+    of_queries, of_keys = (seeds[b, head, i] for i in (2, 3))
+    origins = (of_keys, of_queries) if is_transposed else (of_queries, of_keys)
+    starts = origins[0] + jnp.uint32(first), origins[1] + jnp.uint32(block * shape[1])
     positions = [start + plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=LAYOUT) for axis, start in enumerate(starts)]
     row, col = reversed(positions) if is_transposed else positions
     first_word, second_word = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))

@@ -1,0 +1,613 @@
+"""Attention whose sequence is cut over devices: what they exchange, and what each computes on its shard.
+
+    ring         each device attends to its own keys and then, step by step, to those of the others, which arrive meanwhile
+    all_gather   each device gets all keys, and attends to them once
+    all_to_all   each device gets all of the sequence for some of the heads (Ulysses), and attends to it once
+    merge        where queries are whole: each device attends to its keys, and the states are merged
+
+A state is `(lse, out)`; those of parts of the keys are merged with `online`. With the log-sum-exp and `delta` of whole rows,
+derivatives of parts add up. A device adds up those of its queries; those of keys that visit it go straight home, where they are
+added in the order of the steps: equal bits run after run.
+
+A shard is cut into pieces of neighbouring positions: one, or two where the sequence is in zigzag order. A kernel counts
+positions from the first key that it is given: `query_offset`, lengths and seeds say where that is. They are not known while
+lowering, so all steps run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective
+that runs beside them has some of the multiprocessors.
+
+Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Brandon et al.
+2023, arXiv:2311.09431 (the balance of causal rings).
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention._operands import AXES
+from jaxsoftmax.ops.attention._zigzag import granules, ordered, reordered, start_of
+
+STRATEGIES = ("ring", "all_gather", "all_to_all")
+
+# What `cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
+_OPERATIONS, _BYTES, _STEP = 6e14, 3e11, 3e-5
+_MOST_GATHERED = 2**29  # bytes of keys and values that a device may have of the others
+_MOST_MERGED = 2**22  # numbers of the states of all devices, above which they are summed up and not gathered
+
+# Operands and results with an axis of queries, of keys, and of both: of the latter only the queries are cut.
+_OF_QUERIES = frozenset(["query", "query_segments", "out", "lse", "d_out", "d_lse", "d_query"])
+_OF_KEYS = frozenset(["key", "value", "key_segments", "d_key", "d_value"])
+_OF_BOTH = frozenset(["bias", "mask", "d_bias"])
+_MAPS = {this.name: this for this in (primitive.ATTENTION, primitive.ATTENTION_JVP, primitive.ATTENTION_VJP)}
+
+
+def dot_product_attention(run, *, return_lse=True, **given):
+    """`[out, lse]`, or `[out]`, of a shard.
+
+    Args:
+      run: `run(map, operands, **params)`, the results of a map on this device, of operands by name.
+      return_lse: whether lse is a result.
+      given: shards of the operands, by name, and parameters: see `_Work`. Masks and biases have their part of the queries, and
+        all keys.
+    """
+    return _Work(run, primitive.ATTENTION, given).attention()[: 2 if return_lse else 1]
+
+
+def dot_product_attention_jvp(run, **given):
+    """`[dout, dlse]` of a shard."""
+    return _Work(run, primitive.ATTENTION_JVP, given).tangents()
+
+
+def dot_product_attention_vjp(run, *, wanted, **given):
+    """The cotangents of a shard that are wanted. Of operands that several devices share each has its part of the sum."""
+    return _Work(run, primitive.ATTENTION_VJP, given).cotangents(wanted)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a sequence is cut over devices, into pieces of neighbouring positions.
+
+    Attributes:
+      axes: the mesh axes over which it is, or none.
+      devices: how many there are along those.
+      length: tokens of a shard.
+      zigzag: the `n` of its order, or None.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    length: int
+    zigzag: int | None
+
+    @property
+    def pieces(self) -> int:
+        return granules(self.devices, self.zigzag) // self.devices
+
+    @property
+    def size(self) -> int:
+        """Tokens of a piece."""
+        return self.length // self.pieces
+
+    @property
+    def index(self):
+        """The number of this device."""
+        return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+
+    def starts(self, device, xp: Any = jnp):
+        """The positions of the first tokens of a device's pieces, int32 `[pieces]`."""
+        granule = device * self.pieces + xp.arange(self.pieces, dtype=np.int32)
+        return self.size * start_of(granule, granules(self.devices, self.zigzag), self.zigzag, xp.where)
+
+    def places(self, device):
+        """Where those are in arrays of the whole sequence."""
+        return device * self.length + self.size * jnp.arange(self.pieces, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which queries of this device attend to which keys, or are paired with them piece by piece.
+
+    Attributes:
+      rows: the pieces of queries.
+      cols: the pieces of keys, as many or one.
+      window: one that hides what the window does.
+      halves: whether early queries see no keys of devices behind, and late keys are seen by none of those: see `_is_halved`.
+    """
+
+    rows: slice
+    cols: slice
+    window: tuple[int | None, int | None]
+    halves: bool = False
+
+
+class _Work:
+    """What a device does.
+
+    Parameters are those of the primitives, and `over`: how "queries" and "keys" are cut. `is_manual` says that the user has cut
+    them, in a `shard_map`, which adds up what devices have of the derivatives of what they share.
+    """
+
+    def __init__(self, run, this, given):
+        operands = {name: given[name] for name in this.by_name if given.get(name) is not None}
+        self._start(run, operands, **{name: option for name, option in given.items() if name not in this.by_name})
+
+    def _start(self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, **params):
+        self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
+        self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
+        axes = [over[name].over if name in over else () for name in ("queries", "keys")]
+        counts = [math.prod([lax.axis_size(axis) for axis in own]) for own in axes]
+        axes = [own if count > 1 else () for own, count in zip(axes, counts, strict=True)]
+        lengths = [given[name].shape[-3] for name in ("query", "key")]
+        has_order = window != (None, None) or {"seeds", "query_lengths", "key_lengths"} & set(given)
+        self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
+        self.halves = False
+        self.way = self._way(context_parallel)
+        self.halves = self.way == "ring" and self._is_halved()
+        if self.halves:
+            self.rows, self.cols = (replace(cut, zigzag=None) for cut in (self.rows, self.cols))
+        # One function, so that parts of the same shapes are traced and lowered once.
+        self.run = jax.jit(
+            lambda this, operands, window, **more: run(_MAPS[this], operands, window=window, **params, **more),
+            static_argnums=(0, 2),
+            static_argnames=("return_lse", "wanted"),
+        )
+
+    # Which way.
+
+    def _way(self, wanted) -> str:
+        """One of `STRATEGIES`, or "merge", or "whole" where nothing is cut, and only the order of `zigzag` is to be undone."""
+        if not self.cols.axes:
+            return "all_gather" if self.rows.axes else "whole"
+        if not set(self.cols.axes) & set(self.rows.axes):
+            return "merge"
+        devices, reasons = self.rows.devices, {}
+        if self.rows.axes != self.cols.axes:
+            reasons = dict.fromkeys(("ring", "all_to_all"), "queries and keys are cut over different mesh axes")
+        elif self.rows.zigzag not in (None, devices):
+            reasons["ring"] = f"the order is that of zigzag={self.zigzag}, and there are {devices} shards"
+        heads, key_heads = (self.given[name].shape[-2] for name in ("query", "key"))
+        if heads % devices or key_heads % devices:
+            reasons.setdefault("all_to_all", f"{devices} devices cannot share {heads} heads and {key_heads} key heads evenly")
+        if self.rows.length == 1 and not _OF_BOTH.isdisjoint(self.given):
+            reasons.setdefault("all_to_all", "of masks and biases it is not known whether devices share them")
+        if wanted in reasons:
+            raise NotImplementedError(f"dot_product_attention: context_parallel={wanted!r} cannot run: {reasons[wanted]}")
+        return wanted or self._cheapest([way for way in STRATEGIES if way not in reasons])
+
+    def _cheapest(self, ways) -> str:
+        """The one that should take the least time, by a model of what is computed and what is sent."""
+        (*batch, length, heads, size), (*_, keys, key_heads, _) = self.given["query"].shape, self.given["key"].shape
+        sizes, devices = size + self.given["value"].shape[-1], self.rows.devices
+        of_head = math.prod(batch) * sizes * self.given["query"].dtype.itemsize
+        of_queries, of_keys = of_head * heads * length, of_head * key_heads * keys
+        of_scores = sum(self.given[name].nbytes for name in ("bias", "mask") if name in self.given)
+        block = 2 * math.prod(batch) * heads * length * keys * sizes / _OPERATIONS
+        share = block * np.array([[self._share(i, j) for j in range(devices)] for i in range(devices)])
+        i = np.arange(devices)
+        own, *others = (share[i, (i - shift) % devices].max() for shift, _ in self._steps())
+        seconds = {
+            "ring": own + sum(max(step, of_keys / _BYTES) + _STEP for step in others),
+            "all_gather": share.sum(1).max() + (devices - 1) * of_keys / _BYTES + _STEP,
+            "all_to_all": share.sum() / devices + (of_queries + of_keys + devices * of_scores) / _BYTES + 2 * _STEP,
+        }
+        if (devices - 1) * of_keys > _MOST_GATHERED:
+            seconds["all_gather"] = math.inf
+        return min(ways, key=seconds.__getitem__)
+
+    def _share(self, i, j) -> float:
+        """How much of the keys of device `j` the queries of device `i` see, about: of 8 positions of each piece."""
+        left, right = (math.inf if side is None else side for side in self.window)
+        row, col = (
+            np.add.outer(cut.starts(device, np), (np.arange(8) + 0.5) * (cut.size / 8)).ravel()
+            for cut, device in ((self.rows, i), (self.cols, j))
+        )
+        ahead = col[None, :] - row[:, None]
+        return float(np.mean((ahead <= right) & (-ahead <= left)))
+
+    def _is_halved(self) -> bool:
+        """Whether keys of others are seen by halves: in zigzag order, if nothing but a causal mask depends on positions.
+
+        All queries see the early keys of a device before, and late queries all keys of one behind. Segments say so: nothing is
+        copied, and a kernel is called once. On its own shard a query sees keys as wherever positions grow.
+        """
+        if self.rows.zigzag is None or self.window != (None, 0) or self.rows.size != self.cols.size:
+            return False
+        return {"query_offset", "seeds", "query_lengths", "key_lengths", "query_segments"}.isdisjoint(self.given)
+
+    def _parts(self, shift: int = 0) -> list[_Part]:
+        """What the queries of a shard attend to of a shard of the keys, of so many devices before.
+
+        In zigzag order pieces are paired with their like. Late queries see all early keys that `left` shows, and no early query
+        sees more of late keys than `right` shows.
+        """
+        (left, right), everything = self.window, slice(None)
+        if self.halves and shift:
+            return [_Part(everything, everything, (None, None), halves=True)]
+        found = [_Part(everything, everything, self.window)]
+        if self.cols.pieces == 2:
+            is_exact = "query_offset" not in self.given and self.rows.size == self.cols.size
+            sides = ((left, None), (None, right)) if is_exact else (self.window,) * 2
+            early, late = slice(0, 1), slice(1, 2)
+            found += [_Part(late, early, sides[0]), _Part(early, late, sides[1])]
+        return found
+
+    def _sees(self, i, j, part) -> bool:
+        """Whether a query of device `i` may see a key of device `j`."""
+        if "query_offset" in self.given or part.halves:
+            return True
+        left, right = (math.inf if side is None else side for side in self.window)
+        rows, cols = self.rows.starts(i, np)[part.rows], self.cols.starts(j, np)[part.cols]
+        return bool(np.any((cols <= rows + self.rows.size - 1 + right) & (cols + self.cols.size - 1 >= rows - left)))
+
+    def _steps(self) -> list[tuple[int, list[_Part]]]:
+        """From how many devices before the keys come, and what attends to them, as far as some device sees any."""
+        devices, found = self.rows.devices, []
+        for shift in range(devices):
+            parts = [
+                part for part in self._parts(shift) if any(self._sees(i, (i - shift) % devices, part) for i in range(devices))
+            ]
+            if shift == 0 and not (parts and parts[0].rows == slice(None)):
+                parts.insert(0, self._parts()[0])  # which has every row
+            if parts:
+                found.append((shift, parts))
+        return found
+
+    def _pairs(self, shift):
+        """Which devices send keys, and which get them: those that see any."""
+        devices, parts = self.rows.devices, self._parts(shift)
+        pairs = [(j, (j + shift) % devices) for j in range(devices)]
+        return [(j, i) for j, i in pairs if any(self._sees(i, j, part) for part in parts)]
+
+    # The maps.
+
+    def attention(self):
+        """`[out, lse]`."""
+        name = "dot_product_attention"
+        if self.way in ("whole", "all_to_all"):
+            return self._of_whole_sequences(name, ("out", "lse"), return_lse=True)
+        is_one = self.way == "all_gather"
+        sinks = None if is_one else self.given.pop("sinks", None)
+
+        def attend(found, keys, device, parts, shift):
+            for part in parts:
+                out, lse = self._attend(name, part, keys, device, return_lse=True)
+                found = [*found, (self._in_rows(out, part), self._in_rows(lse, part, -jnp.inf))]
+                if len(found) == 3:  # few passes over few arrays
+                    found = [functools.reduce(online.merge, map(self._state, found))]
+            return found, None
+
+        found, _ = self._over_keys(attend, [], lambda found, _: found)
+        if is_one:
+            ((out, lse),) = found
+            return [self._joined("out", out), self._joined("lse", lse)]
+        state = functools.reduce(online.merge, map(self._state, found))
+        if self.way == "merge":
+            state = self._merged(state)
+        if sinks is not None:  # keys without a value
+            m = jnp.broadcast_to(jnp.expand_dims(sinks, (self.at, self.at + 1)).astype(self.dtype), state.m.shape)
+            state = online.merge(state, online.State(m, jnp.ones_like(m), jnp.zeros_like(cast(jax.Array, state.o))))
+        state: Any = online.finish(state)
+        out, lse = state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
+        return [self._joined("out", out), self._joined("lse", lse)]
+
+    def _state(self, found):
+        """A state, of which out and lse are found."""
+        if isinstance(found, online.State):
+            return found
+        out, lse = found
+        lse = jnp.swapaxes(lse, -1, -2)
+        return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(self.dtype), out.astype(self.dtype))
+
+    def _merged(self, state):
+        """The state of the keys of all devices, by one collective where rows are few."""
+        axes, devices, finished = self.cols.axes, self.cols.devices, online.finish(state)
+        m, o = finished.m, cast(jax.Array, finished.o)
+        if devices * o.size <= _MOST_MERGED:
+            both = jnp.concatenate([o, m[..., None]], -1)
+            if self.is_manual:  # a sum is the same on all devices by its type, and its transpose is right there
+                both = jnp.where(lax.iota(np.int32, devices).reshape(-1, *(1,) * both.ndim) == self.cols.index, both[None], 0)
+                both = lax.psum(both, axes)
+            else:
+                both = lax.all_gather(both, axes)
+            o, m = jnp.split(both, [o.shape[-1]], -1)
+            states = [self._state((o[i], jnp.swapaxes(m[i, ..., 0], -1, -2))) for i in range(self.cols.devices)]
+            return functools.reduce(online.merge, states)
+        top = lax.pmax(lax.stop_gradient(m), axes)
+        d = online.weights(m[..., None], top)[..., 0]
+        return online.State(top, *lax.psum((d, d[..., None] * o), axes))
+
+    def tangents(self):
+        """`[dout, dlse]`: with out and lse of all keys, those by parts of the keys add up."""
+        name, sinks = "dot_product_attention_jvp", self.given.pop("d_sinks", None)
+        if self.way in ("whole", "all_to_all"):
+            self.given |= {} if sinks is None else {"d_sinks": sinks}
+            return self._of_whole_sequences(name, ("out", "lse"))
+        if sinks is not None and self.way == "merge":
+            sinks = jnp.where(self.cols.index == 0, sinks, 0)
+
+        def attend(sums, keys, device, parts, shift):
+            for part in parts:
+                more = {}
+                if sinks is not None and part.rows == slice(None) and sums is None:
+                    more = {"d_sinks": jnp.expand_dims(sinks, self.at)}
+                found = [self._in_rows(x.astype(self.dtype), part) for x in self._attend(name, part, keys, device, more)]
+                sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+            return sums, None
+
+        (out, lse), _ = self._over_keys(attend, None, lambda sums, _: sums)
+        if self.way == "merge":
+            out, lse = lax.psum((out, lse), self.cols.axes)
+        return [self._joined("out", out).astype(self.given["query"].dtype), self._joined("lse", lse)]
+
+    def cotangents(self, wanted):
+        """Those that are wanted."""
+        name = "dot_product_attention_vjp"
+        if self.way in ("whole", "all_to_all"):
+            found = self._of_whole_sequences(name, wanted, wanted=wanted)
+            return [self._summed(*pair).astype(pair[1].dtype) for pair in zip(wanted, found, strict=True)]
+        # Or else XLA would keep the keys that came in the forward pass, to send none a second time.
+        names = [name for name in self.given if name in _OF_KEYS or name in ("d_out", "d_lse")]
+        self.given |= dict(zip(names, lax.optimization_barrier([self.given[name] for name in names]), strict=True))
+        sums = {}
+        if "bias" in wanted:
+            sums["bias"] = jnp.zeros(self._in_pieces("bias").shape, self.dtype)
+
+        def attend(sums, keys, device, parts, shift):
+            sums, visitors = dict(sums), {}
+            for part in parts:
+                names = tuple([n for n in wanted if n != "sinks" or "sinks" not in sums])
+                found = self._attend(name, part, keys, device, wanted=names) if names else ()
+                for name_, x in zip(names, found, strict=True):
+                    if name_ == "bias":
+                        sums[name_] = self._with_columns(sums[name_], x.astype(self.dtype), part, device)
+                    elif name_ == "sinks":
+                        sums[name_] = jnp.squeeze(x, self.at)
+                    elif name_ == "query":
+                        _add(sums, name_, self._in_rows(x.astype(self.dtype), part))
+                    else:
+                        _add(visitors, name_, self._in_cols(x.astype(self.dtype), part))
+            dtype = self.given["key"].dtype if len(parts) == 1 else self.dtype  # sums of parts are not rounded twice
+            return sums, self._sent_home({name: x.astype(dtype) for name, x in visitors.items()}, shift)
+
+        def arrived(sums, visitors):
+            sums = dict(sums)
+            for name_, x in visitors.items():
+                _add(sums, name_, x.astype(self.dtype))
+            return sums
+
+        sums, last = self._over_keys(attend, sums, arrived)
+        sums = arrived(sums, last)
+        found = []
+        for name_ in wanted:
+            x = sums[name_]
+            if name_ == "sinks" and self.way == "merge":
+                x = jnp.where(self.cols.index == 0, x, 0)
+            if name_ == "bias" and self.way == "all_gather" and self.cols.zigzag and x.shape[-1] > 1:
+                x = reordered(x, self.cols.zigzag, x.ndim - 1)
+            x = x if name_ == "sinks" else self._joined(name_, x)
+            found.append(self._summed(name_, x).astype(self.given[name_].dtype))
+        return found
+
+    def _summed(self, name, x):
+        """What devices that share an operand add up, unless a `shard_map` of the user's does."""
+        if self.is_manual:
+            return x
+        own = ()
+        if name in _OF_QUERIES or name in _OF_BOTH:  # where all queries share a bias, it has an axis of the name all the same
+            own = self.rows.axes
+        elif name in _OF_KEYS:
+            own = self.cols.axes
+        over = tuple([axis for axis in dict.fromkeys((*self.rows.axes, *self.cols.axes)) if axis not in own])
+        return lax.psum(x.astype(self.dtype), over) if over else x
+
+    # What an attention of parts takes, and gives.
+
+    def _over_keys(self, attend, carry, arrived):
+        """`carry, sent = attend(carry, keys, device, parts, shift)` for the keys of each device that matter, own ones first.
+
+        `sent` is on its way while the next step runs, and then `carry = arrived(carry, sent)`; that of the last step comes back
+        with `carry`. `device` is whose keys they are, None if they are those of all in their order.
+        """
+        home, everything = {name: self._in_pieces(name) for name in self.given if name in _OF_KEYS}, slice(None)
+        if self.way == "all_gather":
+            return attend(carry, self._gathered(), None, [_Part(everything, everything, self.window)], 0)
+        if self.way == "merge":
+            parts = [_Part(everything, slice(piece, piece + 1), self.window) for piece in range(self.cols.pieces)]
+            return attend(carry, home, self.cols.index, parts, 0)
+        steps, devices, index, keys, last = self._steps(), self.rows.devices, self.rows.index, home, None
+        for number, (shift, parts) in enumerate(steps):
+            following = None
+            if number + 1 < len(steps):  # started before the attention, which runs meanwhile
+                following = self._sent(home, self._pairs(steps[number + 1][0]))
+            carry, sent = attend(carry, keys, lax.rem(index - shift + devices, jnp.int32(devices)), parts, shift)
+            carry = arrived(carry, last) if last is not None else carry
+            if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
+                carry, keys, home = lax.optimization_barrier((carry, following, home))
+            last = sent
+        return carry, last
+
+    def _sent(self, arrays, pairs):
+        return jax.tree.map(lambda x: lax.ppermute(x, self.rows.axes, pairs), arrays)
+
+    def _sent_home(self, visitors, shift):
+        """Derivatives of keys, on their way to whose keys they are."""
+        if self.way == "all_gather":
+            return {name: self._scattered(x.astype(self.dtype)) for name, x in visitors.items()}
+        return visitors if shift == 0 else self._sent(visitors, [(i, j) for j, i in self._pairs(shift)])
+
+    def _gathered(self):
+        """The keys of all devices in their order; masks and biases get it too."""
+        found, order = {}, self.cols.zigzag
+        for name, x in self.given.items():
+            axis = self._axis(name, "S") if name in _OF_KEYS else x.ndim - 1
+            if name in _OF_KEYS:
+                x = lax.all_gather(x, self.cols.axes, axis=axis, tiled=True) if self.cols.axes else x
+                x = ordered(x, order, axis) if order else x
+                found[name] = jnp.expand_dims(x, self.at)
+            elif name in _OF_BOTH and order and x.shape[-1] > 1:
+                self.given = self.given | {name: ordered(x, order, axis)}
+        return found
+
+    def _scattered(self, x):
+        """The sum over devices of derivatives of all keys, of which each gets its own; if all have all keys, its part of it."""
+        axis = self.at + 1
+        x = reordered(x, self.cols.zigzag, axis) if self.cols.zigzag else x
+        return lax.psum_scatter(x, self.cols.axes, scatter_dimension=axis, tiled=True) if self.cols.axes else x
+
+    def _attend(self, name, part, keys, device, extra=None, **more):
+        """The results of a map for a part of the queries and of the keys."""
+        zero = jnp.zeros(1, np.int32)
+        rows = self.rows.starts(self.rows.index)[part.rows]
+        cols, places = (zero, None) if device is None else (f(device)[part.cols] for f in (self.cols.starts, self.cols.places))
+        ones, given = (1,) * self.at, dict(extra or {})
+        for operand, x in self.given.items():
+            if operand in _OF_KEYS:
+                given[operand] = _sliced(keys[operand], part.cols, self.at)
+            elif operand in _OF_QUERIES:
+                given[operand] = _sliced(self._in_pieces(operand), part.rows, self.at)
+            elif operand in _OF_BOTH:
+                given[operand] = self._columns(self._in_pieces(operand), part, places)
+            elif operand in ("query_lengths", "key_lengths"):
+                start = rows if operand == "query_lengths" else cols
+                given[operand] = x[..., None] - start.reshape(*ones, -1)
+            elif operand == "seeds":
+                both = jnp.broadcast_arrays(rows, cols)
+                starts = jnp.stack([jnp.zeros_like(both[0])] * 2 + list(both), -1).astype(np.uint32)
+                given[operand] = jnp.expand_dims(x, self.at) + starts.reshape(*ones, -1, 1, 4)
+            elif operand != "query_offset":
+                given[operand] = jnp.expand_dims(x, self.at)
+        if part.halves:
+            early = lax.iota(np.int32, self.rows.length) < self.rows.length // 2
+            given["query_segments"] = (early & (device > self.rows.index)).astype(np.int32).reshape(*ones, 1, -1)
+            given["key_segments"] = (~early & (device < self.rows.index)).astype(np.int32).reshape(*ones, 1, -1)
+        elif self.way == "ring" or self.window != (None, None):  # a kernel that is told an offset takes tickets
+            offset = self.given.get("query_offset", jnp.zeros(ones, np.int32))[..., None]
+            given["query_offset"] = offset + (rows - cols).reshape(*ones, -1)
+        return self.run(name, given, part.window, **more)
+
+    def _axis(self, name, letter):
+        axes = AXES[name]
+        return self.given[name].ndim - len(axes) + axes.index(letter)
+
+    def _in_pieces(self, name):
+        """An operand, with an axis of pieces behind the batch: 1 where it does not vary along what is cut."""
+        x = self.given[name]
+        cut, letter = (self.cols, "S") if name in _OF_KEYS else (self.rows, "T")
+        axis = self._axis(name, letter)
+        if x.shape[axis] == 1:
+            return jnp.expand_dims(x, self.at)
+        x = x.reshape(*x.shape[:axis], cut.pieces, cut.size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, self.at)
+
+    def _joined(self, name, x):
+        """The inverse, of results too."""
+        axes = AXES[name]
+        axis = x.ndim - len(axes) + axes.index("S" if name in _OF_KEYS else "T")  # behind which there is no axis of pieces
+        x = jnp.moveaxis(x, self.at, axis - 1)
+        return x.reshape(*x.shape[: axis - 1], x.shape[axis - 1] * x.shape[axis], *x.shape[axis + 1 :])
+
+    def _in_rows(self, x, part, fill=0.0):
+        """A result for some pieces of queries as one for all, with `fill` for the others."""
+        return _padded(x, part.rows, self.rows.pieces, self.at, fill)
+
+    def _in_cols(self, x, part):
+        return x if self.way == "all_gather" else _padded(x, part.cols, self.cols.pieces, self.at, 0.0)
+
+    def _columns(self, x, part, places):
+        """The columns of a mask or bias that belong to the keys of a part, for each of its pieces."""
+        x = _sliced(x, part.rows, self.at) if x.shape[self.at] > 1 else x
+        if places is None or x.shape[-1] == 1:
+            return x
+        blocks = [x] if places.shape[0] == 1 else [_piece(x, i, self.at) for i in range(places.shape[0])]
+        found = [lax.dynamic_slice_in_dim(block, places[i], self.cols.size, -1) for i, block in enumerate(blocks)]
+        return jnp.concatenate(found, self.at)
+
+    def _with_columns(self, sums, x, part, device):
+        """The derivative of a bias, and in it one for the columns of a part."""
+        if device is None:
+            return sums + x
+        does_vary = sums.shape[self.at] > 1
+        if sums.shape[-1] == 1:
+            return sums + (_padded(x, part.rows, self.rows.pieces, self.at, 0.0) if does_vary else x)
+        places = self.cols.places(device)[part.cols]
+        for i in range(places.shape[0]):
+            block, start = x if places.shape[0] == 1 else _piece(x, i, self.at), [np.int32(0)] * x.ndim
+            start[self.at] = np.int32(part.rows.indices(self.rows.pieces)[0] + i if does_vary else 0)
+            start[-1] = places[i]
+            sums = lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, start, block.shape) + block, start)
+        return sums
+
+    # Whole sequences.
+
+    def _of_whole_sequences(self, name, results, **more):
+        """The results of a map for whole sequences in their order, of some of the heads where they were cut."""
+        given = {operand: self._to_heads(operand, x) for operand, x in self.given.items()}
+        return [self._from_heads(*pair) for pair in zip(results, self.run(name, given, self.window, **more), strict=True)]
+
+    def _axes_of(self, name, x):
+        """Which axes of an operand or result are those of heads and of what is cut of its sequence, or None."""
+        axes = dict(zip(AXES[name], range(x.ndim - len(AXES[name]), x.ndim), strict=True))
+        head, sequence = (next((axes[letter] for letter in letters if letter in axes), None) for letters in ("NK", "TS"))
+        if name in _OF_BOTH:
+            head, sequence = (None if self.given[name].shape[axis] == 1 else axis for axis in (head, sequence))
+        return head, sequence
+
+    def _to_heads(self, name, x):
+        axes, devices, (head, sequence) = self.rows.axes, self.rows.devices, self._axes_of(name, x)
+        if axes and sequence is not None and head is not None:
+            x = lax.all_to_all(x, axes, split_axis=head, concat_axis=sequence, tiled=True)
+        elif axes and sequence is not None:
+            x = lax.all_gather(x, axes, axis=sequence, tiled=True)
+        elif axes and head is not None:
+            size = x.shape[head] // devices
+            x = lax.dynamic_slice_in_dim(x, self.rows.index * size, size, head)
+        if (order := self.rows.zigzag) is not None:
+            x = x if sequence is None else ordered(x, order, sequence)
+            x = ordered(x, order, x.ndim - 1) if name in _OF_BOTH and x.shape[-1] > 1 else x
+        return x
+
+    def _from_heads(self, name, x):
+        axes, devices, (head, sequence) = self.rows.axes, self.rows.devices, self._axes_of(name, x)
+        if (order := self.rows.zigzag) is not None:
+            x = x if sequence is None else reordered(x, order, sequence)
+            x = reordered(x, order, x.ndim - 1) if name in _OF_BOTH and x.shape[-1] > 1 else x
+        if not axes:
+            return x
+        if head is not None and sequence is not None:
+            return lax.all_to_all(x, axes, split_axis=sequence, concat_axis=head, tiled=True)
+        if sequence is not None:  # of all heads: each device has the sum of its own
+            return lax.psum_scatter(x.astype(self.dtype), axes, scatter_dimension=sequence, tiled=True)
+        if head is not None:
+            shape = (*x.shape[:head], x.shape[head] * devices, *x.shape[head + 1 :])
+            start = self.rows.index * x.shape[head]
+            return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, head)
+        return x
+
+
+def _add(sums, name, x):
+    sums[name] = sums[name] + x if name in sums else x
+
+
+def _sliced(x, pieces, axis):
+    """Some pieces of an array, all if it does not vary along them."""
+    start, stop, _ = pieces.indices(x.shape[axis])
+    return x if pieces == slice(None) or x.shape[axis] == 1 else lax.slice_in_dim(x, start, stop, axis=axis)
+
+
+def _piece(x, i, axis):
+    return _sliced(x, slice(i, i + 1), axis)
+
+
+def _padded(x, pieces, count, axis, fill):
+    """An array of some of so many pieces, with `fill` for the others."""
+    start, stop, _ = pieces.indices(count)
+    widths = [(0, 0, 0)] * x.ndim
+    widths[axis] = (start, count - stop, 0)
+    return x if stop - start == count else lax.pad(x, jnp.asarray(fill, x.dtype), widths)

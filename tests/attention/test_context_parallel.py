@@ -1,0 +1,621 @@
+"""Attention whose sequence is sharded: what one device gives, in float64, and what devices exchange for it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import explain, unzigzag, zigzag
+from jaxsoftmax._core.sharding import Cut
+from jaxsoftmax.ops.attention import _devices
+
+from .. import kernels, oracle
+from . import oracle as attention_oracle
+from . import test_mosaic_backward as backward
+from . import test_values as forward
+
+attend = jaxsoftmax.dot_product_attention
+pytestmark = [pytest.mark.usefixtures("compiled_quickly_all"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
+X64 = pytest.mark.usefixtures("x64")
+
+DEVICES = 4
+MOVING = ("query", "key", "value", "bias", "sinks")
+# How mesh axes are over which a sequence is sharded: automatic, explicit, or those of a shard_map that checks what varies.
+KINDS = ("auto", "explicit", "checked", "unchecked")
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
+
+
+def slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)
+
+
+# What is computed.
+
+
+def numbers(rng, *shape):
+    return rng.standard_normal(shape)
+
+
+def some(rng, size):
+    return rng.integers(size // 3, size + 1, 2).astype(np.int32)
+
+
+# Of each feature, more operands and options.
+FEATURES = {
+    "plain": lambda rng, length, keys, heads: ({}, {}),
+    "causal": lambda rng, length, keys, heads: ({}, {"is_causal": True}),
+    "window": lambda rng, length, keys, heads: ({}, {"local_window_size": (5, 1)}),
+    "right": lambda rng, length, keys, heads: ({}, {"local_window_size": (None, 2)}),
+    "offset": lambda rng, length, keys, heads: ({"query_offset": np.array([3, -5], np.int32)}, {"is_causal": True}),
+    "lengths": lambda rng, length, keys, heads: (
+        {"query_seq_lengths": some(rng, length), "key_value_seq_lengths": some(rng, keys)},
+        {"is_causal": True},
+    ),
+    "means": lambda rng, length, keys, heads: (
+        {"query_seq_lengths": some(rng, length), "key_value_seq_lengths": some(rng, keys)},
+        {"local_window_size": (2, 0), "fully_masked_rows": "mean"},
+    ),
+    "segments": lambda rng, length, keys, heads: (
+        {
+            "query_segment_ids": np.sort(rng.integers(0, 3, (2, length))).astype(np.int32),
+            "key_value_segment_ids": np.sort(rng.integers(0, 3, (2, keys))).astype(np.int32),
+        },
+        {},
+    ),
+    "mask": lambda rng, length, keys, heads: ({"mask": rng.random((2, 1, length, keys)) < 0.6}, {}),
+    "mask of keys": lambda rng, length, keys, heads: ({"mask": rng.random((1, 1, 1, keys)) < 0.6}, {"is_causal": True}),
+    "bias": lambda rng, length, keys, heads: ({"bias": numbers(rng, 1, heads, length, keys)}, {"is_causal": True}),
+    "bias of keys": lambda rng, length, keys, heads: ({"bias": numbers(rng, heads, 1, keys)}, {}),
+    "bias of queries": lambda rng, length, keys, heads: ({"bias": numbers(rng, 2, 1, length, 1)}, {"is_causal": True}),
+    "sinks": lambda rng, length, keys, heads: ({"sinks": numbers(rng, heads)}, {"is_causal": True}),
+    "soft cap": lambda rng, length, keys, heads: ({}, {"logits_soft_cap": 1.5, "is_causal": True}),
+    "dropout": lambda rng, length, keys, heads: ({}, {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}),
+}
+
+
+def case(features, seed=0, length=16, keys=16, heads=4, key_heads=4):
+    """Operands by name, and options."""
+    rng, options = np.random.default_rng(seed), {}
+    given = {"query": numbers(rng, 2, length, heads, 4)}
+    given |= {name: numbers(rng, 2, keys, key_heads, size) for name, size in (("key", 4), ("value", 5))}
+    for feature in features:
+        more, own = FEATURES[feature](rng, length, keys, heads)
+        given, options = given | more, options | own
+    return given, options
+
+
+def loss(out, lse):
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)))
+
+
+def with_gradients(f):
+    """Of `f(operands)`, what it gives, and the derivatives of its loss."""
+
+    def both(given):
+        moving = {name: array for name, array in given.items() if name in MOVING}
+
+        def total(moving):
+            results = f(given | moving)
+            return loss(*results), results
+
+        (_, results), found = jax.value_and_grad(total, has_aux=True)(moving)
+        return results, found
+
+    return both
+
+
+def sequence_axes(name, array, whole_queries=False):
+    """The axes of an operand that are those of the sequence, in its own order, and those that are cut."""
+    if name in ("query", "query_segment_ids"):
+        return [1], [] if whole_queries else [1]
+    if name in ("key", "value", "key_value_segment_ids"):
+        return [1], [1]
+    if name in ("mask", "bias"):
+        own = [axis for axis in (array.ndim - 2, array.ndim - 1) if array.shape[axis] > 1]
+        return own, [] if whole_queries else own[:1] if array.shape[-2] > 1 else []
+    return [], []
+
+
+def ordered(given, n, reorder=zigzag):
+    """Operands, or their derivatives, in zigzag order."""
+    if n is None:
+        return given
+    found = {}
+    for name, array in given.items():
+        for axis in sequence_axes(name, array)[0]:
+            array = reorder(array, n, axis)
+        found[name] = array
+    return found
+
+
+def spec_of(name, array, over, whole_queries=False):
+    cut = sequence_axes(name, array, whole_queries)[1]
+    return P(*(over if axis in cut else None for axis in range(array.ndim)))
+
+
+def mesh_of(kind, shape=(DEVICES,), names=("x",)):
+    kinds = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices("cpu")[: int(np.prod(shape))])
+
+
+def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
+    """What attention gives if the sequence is sharded, its derivatives, both in its own order, and the text of the program."""
+    mesh, given = mesh_of(kind, shape, names), ordered(given, n)
+    options = options | {"return_residual": True, "zigzag": n}
+    specs = {name: spec_of(name, array, names, whole_queries) for name, array in given.items()}
+    f = lambda given: attend(**given, **options)  # noqa: E731
+    if kind in ("checked", "unchecked"):
+        out = P() if whole_queries else P(None, names)
+        local = functools.partial(attend, axis_name=names, whole_queries=whole_queries, **options)
+        f = jax.shard_map(
+            lambda given: local(**given), mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "checked"
+        )
+    with jax.set_mesh(mesh):
+        given = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in given.items()}
+        compiled = jax.jit(with_gradients(f) if gradients else f).lower(given).compile()
+        results = compiled(given)
+    results, found = jax.tree.map(np.asarray, results if gradients else (results, {}))
+    if n is not None:
+        results, found = [unzigzag(result, n, 1) for result in results], ordered(found, n, unzigzag)
+    return tuple(results), found, compiled.as_text()
+
+
+def check(kind, features, *, n=None, whole_queries=False, more=None, over=None, **shapes):
+    given, options = case(features, **shapes)
+    expected = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
+    *actual, text = sharded(kind, given, options | (more or {}), n=n, whole_queries=whole_queries, **over or {})
+    oracle.assert_same_in_float64(tuple(actual), expected)
+    return text
+
+
+def counted(text):
+    return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+
+
+# What one device gives, all devices give.
+
+SETS = [("causal",), ("window", "sinks", "soft cap"), ("mask", "dropout"), ("lengths", "segments"), ("bias", "offset")]
+MORE = [("plain", "dropout"), ("right", "bias of keys"), ("mask of keys", "sinks"), ("means",), ("bias of queries",)]
+
+
+def each(quick, *others):
+    """All of the parameters, of which only those that are `quick` are quick."""
+    every = [
+        (kind, way, n, features)
+        for kind in KINDS
+        for way in ("ring", "all_gather", "all_to_all")
+        for n in (None, DEVICES, 2, 1)
+        if way != "ring" or n in (None, DEVICES)
+        for features in (*SETS, *MORE)
+    ]
+    return [pytest.param(*one, marks=() if one in quick else pytest.mark.slow, id="-".join(map(str, one))) for one in every]
+
+
+QUICK = [
+    ("auto", "ring", None, SETS[1]),
+    ("explicit", "ring", DEVICES, SETS[2]),
+    ("checked", "ring", DEVICES, SETS[0]),
+    ("unchecked", "ring", None, SETS[4]),
+    ("checked", "all_gather", 2, SETS[3]),
+    ("explicit", "all_gather", None, SETS[0]),
+    ("auto", "all_to_all", DEVICES, SETS[2]),
+    ("unchecked", "all_to_all", None, SETS[1]),
+]
+
+
+@X64
+@pytest.mark.parametrize(("kind", "way", "n", "features"), each(QUICK))
+def test_a_sequence_that_is_sharded_gives_what_a_whole_one_does(kind, way, n, features):
+    check(kind, features, n=n, more={"context_parallel": way})
+
+
+@X64
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [("auto", SETS[0])]
+    + [slow(kind, features) for kind in KINDS for features in (*SETS, *MORE) if (kind, features) != ("auto", SETS[0])],
+    ids=str,
+)
+def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mesh(kind, features):
+    over = {"shape": (2, 2), "names": ("a", "b")}
+    check(kind, features, keys=32, key_heads=2, more={"context_parallel": "ring"}, over=over)
+
+
+@X64
+@pytest.mark.parametrize("kind", ["checked", *map(slow, ("auto", "explicit", "unchecked"))])
+def test_one_device_has_whole_sequences(kind):
+    text = check(kind, ("window", "dropout"), n=4, over={"shape": (1,)})
+    assert not any(counted(text).values())
+
+
+@X64
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
+def test_a_shard_map_around_may_leave_other_axes(kind):
+    """The batch is sharded over an axis that is not that of the map."""
+    given, options = case(("causal", "sinks"))
+    f = lambda given: attend(**given, **options, return_residual=True)  # noqa: E731
+    expected, mesh = jax.jit(with_gradients(f))(given), mesh_of(kind, (2, 4), ("b", "x"))
+    specs = {name: spec_of(name, array, "x") for name, array in given.items()}
+    with jax.set_mesh(mesh):
+        placed = {n: P(*("b" if n != "sinks" else None, *specs[n][1:])) for n in given}
+        shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in given.items()}
+        local = functools.partial(attend, axis_name="x", context_parallel="ring", return_residual=True, **options)
+        over = {"in_specs": (specs,), "out_specs": P(None, "x"), "axis_names": {"x"}}
+        actual = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over)))(shards)
+    oracle.assert_same_in_float64(actual, expected)
+
+
+@X64
+@pytest.mark.parametrize("n", [None, slow(1), 2, slow(4), slow(8)])
+def test_zigzag_order_is_undone_on_one_device(n):
+    given, options = case(("window", "mask", "dropout", "sinks", "lengths"))
+    expected = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
+    f = with_gradients(lambda given: attend(**given, **options, return_residual=True, zigzag=n))
+    results, found = jax.jit(f)(ordered(given, n))
+    if n is not None:
+        results, found = tuple(unzigzag(result, n, 1) for result in results), ordered(found, n, unzigzag)
+    oracle.assert_same_in_float64((tuple(results), found), expected)
+
+
+@X64
+@pytest.mark.parametrize("n", [None, slow(DEVICES)])
+@pytest.mark.parametrize("kind", ["explicit", *map(slow, ("auto", "checked", "unchecked"))])
+def test_whole_queries_merge_states_in_one_collective(kind, n):
+    features = ("sinks", "lengths", "bias of keys", "dropout")
+    check(kind, features, n=n, whole_queries=True)
+    text = sharded(kind, *case(("causal", "offset"), length=16), n=n, whole_queries=True, gradients=False)[2]
+    expected = {"all-reduce": 1} if kind in ("checked", "unchecked") else {"all-gather": 1}
+    assert {name: count for name, count in counted(text).items() if count} == expected
+
+
+@X64
+@pytest.mark.parametrize("kind", ["checked", slow("unchecked"), slow("explicit")])
+def test_many_whole_queries_are_summed_up(kind, monkeypatch):
+    monkeypatch.setattr(_devices, "_MOST_MERGED", 0)
+    check(kind, ("sinks", "lengths"), whole_queries=True)
+
+
+@X64
+@pytest.mark.parametrize("kind", ["auto", slow("explicit")])
+def test_queries_alone_are_sharded_and_nothing_is_sent(kind):
+    given, options = case(("window", "sinks", "dropout", "bias"))
+    expected = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        specs = {"query": P(None, "x")}
+        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in given.items()}
+        f = lambda given: attend(**given, **options, return_residual=True)  # noqa: E731
+        forward = jax.jit(f).lower(shards).compile()
+        assert not any(counted(forward.as_text()).values())
+        compiled = jax.jit(with_gradients(f)).lower(shards).compile()
+        assert {name for name, count in counted(compiled.as_text()).items() if count} <= {"all-reduce", "all-gather"}
+        oracle.assert_same_in_float64(compiled(shards), expected)
+
+
+@X64
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
+def test_queries_and_keys_over_axes_of_their_own(kind):
+    given, options = case(("window", "sinks", "dropout", "bias"))
+    expected = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
+    mesh = mesh_of(kind, (2, 4), ("a", "b"))
+    with jax.set_mesh(mesh):
+        specs = {"query": P(None, "a"), "key": P(None, "b"), "value": P(None, "b")}
+        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in given.items()}
+        actual = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(shards)
+        oracle.assert_same_in_float64(actual, expected)
+
+
+@X64
+@pytest.mark.parametrize("kind", [slow("auto"), "explicit", *map(slow, ("checked", "unchecked"))])
+def test_second_derivatives_tangents_and_vmap(kind):
+    given, _ = case(("causal", "sinks"))
+    mesh = mesh_of(kind)
+    moving = {name: given[name] for name in MOVING if name in given}
+    specs = {name: spec_of(name, array, "x") for name, array in moving.items()}
+    f = functools.partial(attend, is_causal=True, return_residual=True)
+    g = lambda given: f(**given)  # noqa: E731
+    ring = functools.partial(f, context_parallel="ring")
+    on_mesh = lambda given: ring(**given)  # noqa: E731
+    if kind in ("checked", "unchecked"):
+        over = {"mesh": mesh, "in_specs": (specs,), "out_specs": P(None, "x"), "check_vma": kind == "checked"}
+        on_mesh = jax.shard_map(lambda given: ring(**given, axis_name="x"), **over)
+
+    def transformed(f):
+        def both(moving):
+            tangents = jax.tree.map(jnp.cos, moving)
+            first = jax.jvp(f, (moving,), (tangents,))
+            second = jax.jvp(jax.grad(lambda moving: loss(*f(moving))), (moving,), (tangents,))
+            return first, second
+
+        return both
+
+    expected = jax.jit(transformed(g))(moving)
+    several = {name: np.stack([array, 2 * array]) for name, array in moving.items()}
+    with jax.set_mesh(mesh):
+        shards = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in moving.items()}
+        oracle.assert_same_in_float64(jax.jit(transformed(on_mesh))(shards), expected)
+        shards = {n: jax.device_put(array, NamedSharding(mesh, P(None, *specs[n]))) for n, array in several.items()}
+        oracle.assert_same_in_float64(jax.jit(jax.vmap(on_mesh))(shards), jax.vmap(g)(several))
+
+
+@X64
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@drawn(
+    st.sampled_from(KINDS),
+    st.sampled_from([None, "ring", "all_gather", "all_to_all"]),
+    st.sampled_from([None, DEVICES]),
+    st.lists(st.sampled_from(sorted(FEATURES)), min_size=1, max_size=4, unique=True),
+    st.sampled_from([4, 8]),
+)
+def test_any_features_together(kind, way, n, features, heads):
+    if {"bias", "bias of keys", "bias of queries"} <= set(features):
+        features = [name for name in features if not name.startswith("bias of")]
+    check(kind, features, n=n, heads=heads, more={"context_parallel": way})
+
+
+# What devices exchange.
+
+
+def shapes_in(text):
+    return [tuple(map(int, shape.split(","))) for shape in re.findall(r"f64\[([\d,]+)\]", text)]
+
+
+@X64
+@pytest.mark.parametrize("n", [None, DEVICES])
+def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n):
+    given, options = case(("causal",), length=16 * 7, keys=16 * 9)
+    local = functools.partial(attend, axis_name="x", context_parallel="ring", zigzag=n, return_residual=True, **options)
+    specs = {name: P(None, "x") for name in given}
+    f = jax.shard_map(
+        lambda given: local(**given), mesh=mesh_of("checked"), in_specs=(specs,), out_specs=P(None, "x"), check_vma=False
+    )
+    forward = jax.jit(f).lower(given).compile().as_text()
+    assert {name: count for name, count in counted(forward).items() if count} == {"collective-permute": 2 * (DEVICES - 1)}
+    text = jax.jit(with_gradients(f)).lower(given).compile().as_text()
+    found = counted(text)
+    assert found["collective-permute"] == 2 * 3 * (DEVICES - 1)  # keys and values twice, and their derivatives
+    assert not found["all-gather"]
+    assert not found["all-to-all"]
+    assert not any({16 * 7, 16 * 9} & set(shape) for shape in shapes_in(text))
+
+
+@X64
+@pytest.mark.parametrize(("window", "steps"), [((3, 0), 1), ((4, 0), 1), ((5, 0), 2), ((3, 2), 2), ((None, 0), 3), (None, 3)])
+def test_a_window_ends_the_ring_early(window, steps):
+    """Four devices have four tokens each: a query sees four keys before its own shard only if it sees five before itself."""
+    given, options = case(()), {"local_window_size": window, "context_parallel": "ring"}
+    text = sharded("checked", given[0], options, gradients=False)[2]
+    assert counted(text)["collective-permute"] == 2 * steps
+
+
+def test_devices_that_see_nothing_of_keys_get_none():
+    work = work_of(is_causal=True)
+    assert [work._pairs(shift) for shift in range(4)] == [
+        [(0, 0), (1, 1), (2, 2), (3, 3)],
+        [(0, 1), (1, 2), (2, 3)],
+        [(0, 2), (1, 3)],
+        [(0, 3)],
+    ]
+
+
+def work_of(length=32, heads=8, size=64, key_heads=None, n=None, **options):
+    """What a device of four would do; nothing is computed."""
+    found = []
+    window = (None, 0) if options.get("is_causal") else (None, None)
+
+    def local(query, key, value):
+        over = {"queries": Cut(("x",), 0), "keys": Cut(("x",), 0)}
+        given = {"query": query, "key": key, "value": value, "over": over, "window": window, "zigzag": n}
+        found.append(_devices._Work(None, _devices.primitive.ATTENTION, given))
+        return query
+
+    query = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, length, key_heads or heads, size), jnp.bfloat16)
+    mapped = jax.shard_map(local, mesh=mesh_of("checked"), in_specs=P(None, "x"), out_specs=P(None, "x"), check_vma=False)
+    jax.eval_shape(mapped, query, key, key)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ({"length": 65536, "heads": 16, "size": 128}, "ring"),
+        ({"length": 65536, "heads": 16, "size": 128, "is_causal": True, "n": 4}, "ring"),
+        ({"length": 65536, "heads": 16, "size": 128, "is_causal": True}, "all_to_all"),
+        ({"length": 65536, "heads": 16, "key_heads": 2, "size": 128}, "ring"),
+        ({"length": 512, "heads": 16, "key_heads": 2, "size": 128}, "all_gather"),
+        ({"length": 65536, "heads": 16, "size": 128, "is_causal": True, "n": 2}, "all_to_all"),
+        ({"length": 65536, "heads": 6, "size": 128, "is_causal": True, "n": 2}, "all_gather"),
+    ],
+    ids=str,
+)
+def test_the_way_is_that_of_a_model_of_the_time(shape, way):
+    assert work_of(**shape).way == way
+
+
+# Kernels run on shards.
+
+
+def on_abstract_mesh(f, length=2048, heads=4, size=64):
+    mesh = AbstractMesh((DEVICES,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        return kernels.lowered_for_cuda(f, x, x, x)
+
+
+@pytest.mark.parametrize(("n", "count"), [(None, 1), slow(DEVICES, 2)])
+def test_kernels_run_on_shards_and_each_is_in_the_program_once(n, count):
+    def f(*operands):
+        out = attend(*operands, is_causal=True, context_parallel="ring", zigzag=n)
+        return jnp.sum(out.astype(jnp.float32))
+
+    text = on_abstract_mesh(jax.grad(f, (0, 1, 2)))
+    kernels.assert_ran(text, "mosaic")
+    names = kernels.kernel_names(text)
+    assert sorted(names) == ["attention_backward_mosaic"] * count + ["attention_forward_mosaic"] * count
+    assert "collective_permute" in text
+    assert "2048x2048" not in text
+    assert "512x512" not in text
+
+
+def test_decoding_runs_the_kernel_for_few_queries_on_shards():
+    mesh = AbstractMesh((DEVICES,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        query = jax.ShapeDtypeStruct((2, 1, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+        key = jax.ShapeDtypeStruct((2, 4096, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        size = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
+        text = kernels.lowered_for_cuda(
+            lambda q, k, v, size: attend(q, k, v, key_value_seq_lengths=size, query_offset=size - 1, is_causal=True),
+            query,
+            key,
+            key,
+            size,
+        )
+    kernels.assert_ran(text, "mosaic")
+    assert text.count("stablehlo.all_gather") == 1
+
+
+def test_explain_shows_shards():
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        found = explain(lambda x: attend(x, x, x, context_parallel="ring"), x, platform="cuda")
+    assert [decision.implementation for decision in found] == ["mosaic"]
+    assert found[0].operands[0] == "bfloat16[1,1,512,4,64]"
+
+
+# Natively, on as many GPUs as there are, up to four: within the budget of one device. The reference runs the same checks.
+
+NATIVE = {
+    "causal": ({}, {"is_causal": True}),
+    "window, sinks, soft cap": (
+        {"sinks": (4,)},
+        {"local_window_size": (150, 0), "logits_soft_cap": 20.0},
+    ),
+    "dropout": ({}, {"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 3}),
+    "bias": ({"bias": (1, 4, 512, 512)}, {}),
+    "lengths": ({"query_seq_lengths": [500, 130], "key_value_seq_lengths": [512, 201]}, {"is_causal": True}),
+    "segments": ({"query_segment_ids": None}, {"is_causal": True}),
+}
+
+
+def native_case(feature, size):
+    more, options = NATIVE[feature]
+    given = forward.arrays(length=512, keys=512, key_heads=4, size=size, dtype="bfloat16")
+    for name, value in more.items():
+        if name in ("sinks", "bias"):
+            given[name] = forward.random(value, "bias")
+        else:
+            given[name] = forward.segments(512, 1) if value is None else np.array(value, np.int32)
+    if "query_segment_ids" in given:
+        given["key_value_segment_ids"] = given["query_segment_ids"]
+    return given, options
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "in_order", "feature", "size"),
+    [
+        pytest.param(name, way, in_order, feature, size, marks=marks)
+        for name, marks in (("xla", pytest.mark.slow), ("mosaic", pytest.mark.gpu))
+        for way in ("ring", "all_gather", "all_to_all")
+        for in_order in (True, False)
+        for feature in NATIVE
+        for size in ((64, 128) if name == "mosaic" else (16,))
+        if way == "ring" or feature in ("causal", "dropout")
+    ],
+)
+def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size):
+    devices = jax.devices("cpu")[:4] if name == "xla" else jax.devices("gpu")[:4]
+    if len(devices) < 2:
+        pytest.skip("needs several GPUs")
+    given, options = native_case(feature, size)
+    n = None if in_order else len(devices)
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
+    own = ordered(given, n)
+    dout, dlse = backward.cotangents_like(
+        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 4), jnp.float32))
+    )
+    with jax.set_mesh(mesh):
+        shards = {k: jax.device_put(a, NamedSharding(mesh, spec_of(k, a, "x"))) for k, a in own.items()}
+        moving, fixed = forward.split(shards)
+        f = forward.function(options | {"context_parallel": way, "zigzag": n}, fixed, name)
+        both = tuple(zigzag(a, n, 1) if n else a for a in (dout, dlse))
+        both = tuple(jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in both)
+        pull = jax.jit(backward.pull_of(f))
+        (out, lse), found = pull(moving, both)
+        again = pull(moving, both)
+    out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
+    if options.get("deterministic") or name == "xla":
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), ((out, lse), found))
+    if n is not None:
+        out, lse, found = np.asarray(unzigzag(out, n, 1)), np.asarray(unzigzag(lse, n, 1)), ordered(found, n, unzigzag)
+    truths = forward.truth_of(attention_oracle.attention, name, given, options)
+    for actual, truth in zip((out, lse), truths, strict=True):
+        assert oracle.error(actual, truth) <= 1
+    backward.assert_right(name, found, given, options, dout, dlse, lse)
+
+
+# Orders.
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_zigzag_pairs_early_and_late_blocks_and_unzigzag_is_its_inverse(n):
+    x = np.arange(2 * n * 5 * 3).reshape(3, 2 * n * 5)
+    found = np.asarray(zigzag(x, n, axis=1))
+    blocks = found.reshape(3, n, 2, 5) // 5 % (2 * n)
+    for device in range(n):
+        assert set(blocks[0, device, 0]) == {device}
+        assert set(blocks[0, device, 1]) == {2 * n - 1 - device}
+    np.testing.assert_array_equal(unzigzag(found, n, axis=-1), x)
+
+
+ERRORS = {
+    "n of floats": (lambda: zigzag(np.arange(8), 2.0), TypeError, ["zigzag: n", "int", "2.0"]),
+    "n of 0": (lambda: zigzag(np.arange(8), 0), ValueError, ["zigzag: n", "at least 1"]),
+    "odd": (lambda: unzigzag(np.arange(6), 2), ValueError, ["unzigzag: x", "multiple of 2 n = 4", "(6,)"]),
+    "axis": (lambda: zigzag(np.arange(8), 2, axis=1), ValueError, ["axis", "got 1"]),
+    "zigzag": (lambda: call(zigzag=3), ValueError, ["zigzag", "16 queries"]),
+    "zigzag of strings": (lambda: call(zigzag="2"), TypeError, ["zigzag must be an int"]),
+    "context_parallel": (lambda: call(context_parallel="rings"), ValueError, ["context_parallel", "'ring'", "'rings'"]),
+    "axis_name": (lambda: call(axis_name="nowhere"), ValueError, ["axis_name", "shard_map", "nowhere"]),
+    "whole_queries": (lambda: call(whole_queries=True), ValueError, ["whole_queries", "axis_name"]),
+    "whole_queries of 1": (lambda: call(whole_queries=1), TypeError, ["whole_queries", "True or False"]),
+}
+
+
+def call(**options):
+    return attend(*(numbers(np.random.default_rng(0), 1, 16, 2, 4).astype(np.float32) for _ in range(3)), **options)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_name_the_argument(kind):
+    function, error, words = ERRORS[kind]
+    with pytest.raises(error) as raised:
+        function()
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context_parallel": "ring", "zigzag": 2, "is_causal": True}, "zigzag=2, and there are 4 shards"),
+        ({"context_parallel": "all_to_all"}, "4 devices cannot share 2 heads"),
+    ],
+)
+def test_a_way_that_cannot_be_gone_says_why(options, words):
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.zeros((1, 16, 2, 4), np.float32), NamedSharding(mesh, P(None, "x")))
+        with pytest.raises(NotImplementedError, match=words):
+            attend(x, x, x, **options)
