@@ -419,7 +419,7 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
         # from within the compiler, errors come wrapped
         with pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError) as raised:
             jax.jit(forced).lower(shards).compile()
-    assert "logsumexp: implementation='local' cannot run: it is narrow" in str(raised.value)
+    assert "softmax: implementation='local' cannot run: it is narrow" in str(raised.value)
 
 
 def test_padding_of_an_axis_that_devices_cannot_share_evenly_does_not_count(local):
