@@ -156,7 +156,7 @@ class _Work:
         self.run = jax.jit(
             lambda this, operands, window, **more: run(_MAPS[this], operands, window=window, **params, **more),
             static_argnums=(0, 2),
-            static_argnames=("return_lse", "wanted"),
+            static_argnames=("return_lse", "wanted", "is_partial"),
         )
 
     # Which way.
@@ -277,7 +277,7 @@ class _Work:
 
         def attend(found, keys, device, parts, shift):
             for part in parts:
-                out, lse = self._attend(name, part, keys, device, return_lse=True)
+                out, lse = self._attend(name, part, keys, device, return_lse=True, is_partial=not is_one)
                 found = [*found, (self._in_rows(out, part), self._in_rows(lse, part, -jnp.inf))]
                 if len(found) == 3:  # few passes over few arrays
                     found = [functools.reduce(online.merge, map(self._state, found))]
@@ -363,7 +363,7 @@ class _Work:
             sums, visitors = dict(sums), {}
             for part in parts:
                 names = tuple([n for n in wanted if n != "sinks" or "sinks" not in sums])
-                found = self._attend(name, part, keys, device, wanted=names) if names else ()
+                found = self._attend(name, part, keys, device, wanted=names, is_partial=True) if names else ()
                 for name_, x in zip(names, found, strict=True):
                     if name_ == "bias":
                         sums[name_] = self._with_columns(sums[name_], x.astype(self.dtype), part, device)
@@ -373,8 +373,7 @@ class _Work:
                         _add(sums, name_, self._in_rows(x.astype(self.dtype), part))
                     else:
                         _add(visitors, name_, self._in_cols(x.astype(self.dtype), part))
-            dtype = self.given["key"].dtype if len(parts) == 1 else self.dtype  # sums of parts are not rounded twice
-            return sums, self._sent_home({name: x.astype(dtype) for name, x in visitors.items()}, shift)
+            return sums, self._sent_home(visitors, shift)
 
         def arrived(sums, visitors):
             sums = dict(sums)

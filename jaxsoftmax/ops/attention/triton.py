@@ -271,8 +271,12 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 # The primitives.
 
 
-def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, **operands):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
+def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, **operands):
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway.
+
+    What is partial is rounded here all the same.
+    """
+    del is_partial
     given = _given(dequantised(operands))
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
     results = {
@@ -291,10 +295,23 @@ def paged_attention(*, target, precision=None, deterministic=False, **given):
 
 
 def dot_product_attention_vjp(
-    *, target, wanted, scale, window, soft_cap, dropout_rate, out, lse, d_out=None, d_lse=None, precision=None, **operands
+    *,
+    target,
+    wanted,
+    scale,
+    window,
+    soft_cap,
+    dropout_rate,
+    out,
+    lse,
+    d_out=None,
+    d_lse=None,
+    precision=None,
+    is_partial=False,
+    **operands,
 ):
-    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    del precision  # which `unsupported` has looked at
+    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`, rounded in any case."""
+    del precision, is_partial  # `unsupported` has looked at the precision
     given, found = _given(operands), {}
     batch = batch_of(given)
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)

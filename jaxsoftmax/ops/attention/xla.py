@@ -43,8 +43,11 @@ LARGEST_TILE = 2**26
 ROWS, COLS = 0, 1  # the axes of the scores
 
 
-def dot_product_attention(*, return_lse=True, **given):
-    """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`."""
+def dot_product_attention(*, return_lse=True, is_partial=False, **given):
+    """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`.
+
+    With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries.
+    """
     problem = _Problem(**dequantised(given, accumulator(given["query"].dtype)))
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
@@ -66,7 +69,8 @@ def dot_product_attention(*, return_lse=True, **given):
         scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
         state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
     state = online.finish(state)
-    out = _heads_last(state.o).astype(problem["query"].dtype)
+    out = _heads_last(state.o)
+    out = out if is_partial else out.astype(problem["query"].dtype)
     return [out, lax.collapse(state.m, -3, -1)] if return_lse else [out]
 
 
@@ -108,10 +112,11 @@ def dot_product_attention_jvp(**given):
     return [_heads_last(dout).astype(problem["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
-def dot_product_attention_vjp(*, wanted, **given):
+def dot_product_attention_vjp(*, wanted, is_partial=False, **given):
     """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
-    Either cotangent may be None. Results have the shapes and dtypes of the operands.
+    Either cotangent may be None. Results have the shapes of the operands, and their dtypes unless `is_partial`: those of
+    queries, keys and values are parts of sums then.
     """
     problem = _Problem(**given)
     dtype = problem.dtype
@@ -157,7 +162,8 @@ def dot_product_attention_vjp(*, wanted, **given):
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
         sums["sinks"] = (-problem.weight_of_sink() * delta)[..., None]
-    return [_ungrouped(name, sums[name], given[name]) for name in wanted]
+    found = [_ungrouped(name, sums[name], given[name].shape) for name in wanted]
+    return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
 
 
 class _Problem:
@@ -373,11 +379,11 @@ def _grouped(name, array, heads):
     return array.reshape(*array.shape[:at], *group, rows, cols)
 
 
-def _ungrouped(name, array, like):
-    """The cotangent of an operand, from its grouped sum, with the operand's shape and dtype."""
+def _ungrouped(name, array, shape):
+    """The cotangent of an operand, from its grouped sum, with the operand's shape."""
     array = _heads_last(array) if "H" in AXES[name] else lax.collapse(array, -4, -2)
     array = jnp.sum(array[..., 0], -1) if name == "sinks" else array
-    return summed_to(array, like.shape).astype(like.dtype)
+    return summed_to(array, shape)
 
 
 def _heads_last(array):

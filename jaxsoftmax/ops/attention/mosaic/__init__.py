@@ -84,13 +84,16 @@ def _of_shapes(given):
     return None
 
 
-def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, config=None, **operands):
+def dot_product_attention(
+    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, config=None, **operands
+):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     many, few, _ = GENERATIONS[target.compute_capability[0]]
     kernel = few if few.serves(operands["query"].shape) and not dropout_rate else many
     if kernel is many or not few.serves_as_stored(*(operands[name] for name in ("query", "key", "value"))):
         operands = dequantised(operands)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
+    options["is_partial"] = is_partial
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 
@@ -106,12 +109,15 @@ def paged_attention(*, target, precision=None, deterministic=False, return_lse=T
     return few.attention(operands, target=target, dropout_rate=0.0, **options)[: 2 if return_lse else 1]
 
 
-def dot_product_attention_vjp(*, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, **operands):
+def dot_product_attention_vjp(
+    *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, is_partial=False, **operands
+):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
     *_, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
-    return kernel.attention_vjp(_given(operands), *saved, target=target, deterministic=deterministic, **options)
+    options |= {"deterministic": deterministic, "is_partial": is_partial}
+    return kernel.attention_vjp(_given(operands), *saved, target=target, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))

@@ -52,7 +52,7 @@ def unsupported(given, wanted, deterministic) -> str | None:
     return None
 
 
-def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, config=None, **options):
+def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, is_partial=False, config=None, **options):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
     static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
@@ -69,13 +69,14 @@ def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministi
             config=config or own_config,
         )
         given_to_kernel = {name: given[name] for name in given if name in plan.names}
-        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target)
+        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target, is_partial)
     if "sinks" in wanted:
         found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
-    return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
+    found = [summed_to(found[name], given[name].shape) for name in wanted]
+    return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
 
 
-def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:
+def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Array]:
     """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
     count, (length, heads, head_size), (keys, key_heads, _) = math.prod(plan.batch), plan.query, plan.key
     value_size, itself = given["value"].shape[-1], ("query", "key", "value")
@@ -118,9 +119,11 @@ def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:
             refs["before"] = plan.turns_before(given["spans"])
     if plan.adds_bias:
         written["dbias"] = jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1])
-    results = OrderedDict.fromkeys(
-        ("dk", "dv"), jax.ShapeDtypeStruct((count, keys + -keys % 8, key_heads, plan.size), refs["query"].dtype)
-    )
+    shape = count, keys + -keys % 8, key_heads, plan.size
+    result = jax.ShapeDtypeStruct(shape, refs["query"].dtype)
+    if is_partial:  # seen as rows of all heads, for stores from registers
+        result = jax.ShapeDtypeStruct((count * shape[1], key_heads * plan.size), jnp.float32)
+    results = OrderedDict.fromkeys(("dk", "dv"), result)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan, operands, threads),
         out_type=results,
@@ -142,7 +145,7 @@ def _run(plan, given, lse, delta, d_out, target) -> dict[str, jax.Array]:
     empty = OrderedDict((name, lax.empty(kind.shape, kind.dtype)) for name, kind in results.items())
     written, results = pl.run_state(run)((written, empty))
     dk, dv, dbias = lax.optimization_barrier((results["dk"], results["dv"], written.get("dbias")))
-    dq = plan.scale * written["dq"]
+    dk, dv, dq = dk.reshape(shape), dv.reshape(shape), plan.scale * written["dq"]
     found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     found = {name: array.reshape(*plan.batch, *array.shape[1:]) for name, array in found.items()}
     return found | ({"bias": dbias.reshape(given["bias"].shape)} if plan.adds_bias else {})
@@ -530,6 +533,14 @@ class _Tile:
     def _store(self, place, half, of_kept, *, dv=None, dk=None):
         """Stores dV and dK of 64 keys, by way of where values and keys were, once both consumers have read these."""
         plan, memory, dtype, width = self.plan, self.memory, self.refs["query"].dtype, self.plan.part_size
+        if self.refs["dv"].dtype == jnp.float32:
+            keys, first = plan.key[0], place.block * plan.block_kv + half * ROWS
+            for name, values in (("dv", None if dv is None else of_kept * dv), ("dk", None if dk is None else plan.scale * dk)):
+                if values is not None:
+                    start = place.b * (keys + -keys % 8) + first, place.head * plan.size
+                    products.store_product(self.refs[name], *start, (keys - first, plan.size), values)
+            plgpu.barrier_arrive(memory["kv_empty"])
+            return
         _meet()
         if dv is not None:
             memory["v"][half] = (of_kept * dv).astype(dtype)

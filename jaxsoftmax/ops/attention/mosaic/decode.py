@@ -73,7 +73,7 @@ def serves_as_stored(query, key, value) -> bool:
     return serves(query.shape) and (is_wide or (query.dtype != jnp.float32 and key.shape[-1] % 16 == value.shape[-1] % 16 == 0))
 
 
-def attention(given, *, target, config=None, **options):
+def attention(given, *, target, config=None, is_partial=False, **options):
     """`[out, lse]` as in `forward.attention`, of keys and values in pages and of 8 bits too."""
     query, pages = given["query"], given.get("key_pages")
     (length, heads, size), batch = query.shape[-3:], batch_of(given)
@@ -102,13 +102,15 @@ def attention(given, *, target, config=None, **options):
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
     options |= {"head_group": group, "is_strided": is_strided, "splits": splits, "bytes_dtype": bytes_dtype}
     plan = Plan(**shapes, **options, names=frozenset(given), config=config)
-    out, *numbers = forward.run(plan, given, target)
+    out, *numbers = forward.run(plan, given, target, is_partial)
     if splits > 1:
         m, d = (array.reshape(-1, splits, rows) for array in numbers)
-        out, lse = _merged(m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, query.dtype)
+        out, lse = _merged(
+            m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, jnp.float32 if is_partial else query.dtype
+        )
     else:
         (lse,) = numbers
-    if splits > 1 or not is_strided:
+    if splits > 1 or is_partial or not is_strided:
         out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
     lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
     return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]

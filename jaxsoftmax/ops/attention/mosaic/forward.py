@@ -43,7 +43,7 @@ _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)
 _PING_PONG = 8  # the first of the named barriers for it, one for each consumer; Mosaic GPU uses the ones before
 
 
-def attention(given, *, target, config=None, **options):
+def attention(given, *, target, config=None, is_partial=False, **options):
     """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
@@ -53,13 +53,16 @@ def attention(given, *, target, config=None, **options):
     if "mask" in given and (reach := blocks.mask_reach(given["mask"], lengths, *sizes)) is not None:
         given["mask_reach"] = reach
     plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
-    out, lse = run(plan, given, target)
+    out, lse = run(plan, given, target, is_partial)
     (length, heads, _), batch = plan.query, plan.batch
     return [out.reshape(*batch, length, heads, plan.value_size), lse.reshape(*batch, heads, length)]
 
 
-def run(plan, given, target):
-    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`."""
+def run(plan, given, target, is_partial=False):
+    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`.
+
+    With `is_partial` the output is float32.
+    """
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
     for name in ("key_pages", "value_pages") if plan.page else ():
@@ -68,6 +71,8 @@ def run(plan, given, target):
     if config.split:
         for name in ("query", "key", "value"):
             refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
+    if config.split or is_partial:
+        dtype = jnp.dtype(jnp.float32)
         out_shape = (count * heads * length, plan.value_size) if plan.is_folded else (count * length, heads * plan.value_size)
     rows = jax.ShapeDtypeStruct((count * heads * plan.splits * length,), jnp.float32)
     numbers = {"lse": rows}
