@@ -160,6 +160,59 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
         assert size <= 2 * shards * len(x)
 
 
+@NAMES
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("manual", [("model",), ("data", "model")], ids=str)
+@X64
+def test_in_a_shard_map_axis_name_says_what_rows_are_sharded_over(name, check_vma, manual):
+    mesh, x = make_mesh(AxisType.Auto), hurtful((8, 64))
+    rng = np.random.default_rng(1)
+    t, where = rng.standard_normal(x.shape), rng.random(x.shape) < 0.8
+    where[5] = False
+    op = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+    spec = P(None, manual)
+    mapped = jax.shard_map(
+        lambda x, where: op(x, where=where, axis_name=manual),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=P() if name == "logsumexp" else spec,
+        check_vma=check_vma,
+    )
+
+    def everything(f):
+        def run(x, t):
+            y, pull = jax.vjp(lambda x: f(x, where), x)
+            c = t if name != "logsumexp" else jnp.cos(jnp.where(jnp.isfinite(y), y, 0))
+            return y, pull(c)[0], jax.jvp(lambda x: f(x, where), (x,), (t,))[1]
+
+        return run
+
+    with kernels.plugged_in_local("softmax") as local:
+        compiled = jax.jit(everything(mapped)).lower(x, t).compile()
+        results = compiled(x, t)
+    assert {shapes[0][-1] for shapes in local.shapes} == {64 // (2 if len(manual) == 1 else 8)}
+    if check_vma or len(manual) == 2:  # else JAX adds up gradients over the axis that shards nothing
+        assert collectives_of(compiled)[1] <= 2 * 8 * len(x)
+    oracle.assert_same_in_float64(results, everything(lambda x, where: op(x, where=where))(x, t))
+
+
+def test_errors_of_axis_name():
+    mesh = make_mesh(AxisType.Auto)
+    with pytest.raises(ValueError, match=r"softmax: axis_name must name mesh axes, .* got 'rows'"):
+        jaxsoftmax.softmax(np.ones((2, 3)), axis_name="rows")
+    with pytest.raises(TypeError, match="log_softmax: axis_name must be None, a string or a sequence of strings, got 3"):
+        jaxsoftmax.log_softmax(np.ones((2, 3)), axis_name=3)
+    for options, words in (({"b": np.ones((2, 3))}, "with b or return_sign"), ({"axis": ()}, "where axis names no axis")):
+        f = jax.shard_map(
+            lambda a, options=options: jaxsoftmax.logsumexp(a, axis_name="data", **options),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )
+        with pytest.raises(ValueError, match=f"logsumexp: axis_name must be None {words}, got 'data'"):
+            f(np.ones((2, 3)))
+
+
 @MESHES
 @SOME_NAMES
 @X64

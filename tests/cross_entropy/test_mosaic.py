@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
@@ -225,3 +227,33 @@ def test_native_labels_that_are_no_class_touch_nothing(dtype):
     expected = truth(x, labels)
     np.testing.assert_array_equal(np.isnan(loss), [False, True, False, True, True, False])
     assert oracle.error(gradient, expected.gradient(c)) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [50256, 128256])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3, "logits_soft_cap": 30.0}], ids=["plain", "all"]
+)
+def test_native_classes_that_gpus_share_are_within_the_budget(kind, dtype, cols, options):
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("needs several GPUs, and JAX sees one")
+    mesh, rng = jax.make_mesh((len(devices),), ("x",), axis_types=(kind,), devices=devices), np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(3 * rng.standard_normal((40, cols)), dtype))
+    labels, c = rng.integers(0, cols, 40), rng.standard_normal(40).astype(np.float32)
+    labels[:2] = 0, cols - 1
+
+    def both(x, labels, c):
+        loss, pull = jax.vjp(lambda x: jaxsoftmax.cross_entropy(x, labels, **options), x)
+        return loss, pull(c)[0]
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+        found, again = (jax.jit(both)(placed, labels, c) for _ in range(2))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, again)
+    expected = truth(x, labels, -1, None, **options)
+    assert oracle.error(np.asarray(found[0]), expected.loss) <= 1
+    assert oracle.error(np.asarray(found[1]), expected.gradient(c)) <= 1

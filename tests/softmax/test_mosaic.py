@@ -28,6 +28,7 @@ from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.softmax import mosaic
 
 from .. import cases, kernels, oracle
+from ..core.test_sharding import collectives_of, hurtful
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -1367,3 +1368,58 @@ def test_one_of_each_kind(kernel, masked):
         operands = {name: a.astype(np.float32) if name == "c" else a for name, a in saved.operands(kernel).items()}
         (result, *_) = jax.tree.leaves(jax.jit(bound(kernel, dtype))(operands))
         assert oracle.error(result, saved.truth(kernel)) <= 1
+
+
+# On several GPUs. They need all of one process.
+
+
+def gpus():
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("needs several GPUs, and JAX sees one")
+    return devices
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(24, 131072), (33, 50256), (300, 8192), (64, 1024), (1, 2**20)], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "where"])
+def test_native_rows_that_gpus_share_are_within_the_budget_and_have_the_same_bits(name, kind, dtype, shape, masked):
+    """From 8 KiB of a row on each device kernels tell each other their states; below, a collective does."""
+    devices = gpus()
+    mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(kind,), devices=devices)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(hurtful(shape)[:, : shape[1]] if shape[0] > 4 else rng.standard_normal(shape), dtype)
+    x, t = np.asarray(x), np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+    where = rng.random(shape) < 0.8 if masked else None
+    c = t if name != "logsumexp" else t[:, 0]
+    op = functools.partial(getattr(jaxsoftmax, name), axis=-1)
+
+    def both(x, c, *mask):
+        y, pull = jax.vjp(functools.partial(op, where=mask[0] if mask else None), x)
+        return y, pull(c)[0]
+
+    with jax.set_mesh(mesh):
+        args = [x, c, *([where] if masked else [])]
+        args = [
+            jax.device_put(a, NamedSharding(mesh, PartitionSpec(None, "model") if a.ndim == 2 else PartitionSpec()))
+            for a in args
+        ]
+        compiled = jax.jit(both).lower(*args).compile()
+        found, again = compiled(*args), compiled(*args)
+    is_long = shape[1] * x.dtype.itemsize // len(devices) >= 8192 and name != "logsumexp"
+    assert bool(collectives_of(compiled)[0]) != is_long
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, again)
+    truths = {
+        "softmax": lambda: (oracle.softmax(x, -1, where), oracle.softmax_derivative(x, c, -1, where, saved=dtype)),
+        "log_softmax": lambda: (oracle.log_softmax(x, -1, where), oracle.log_softmax_cotangent(x, c, -1, where)),
+        "logsumexp": lambda: (oracle.logsumexp(x, -1, where), oracle.logsumexp_cotangent(x, c, -1, where)),
+    }
+    finite = np.all(
+        np.isfinite(oracle.to64(x)) | (np.arange(shape[0]) < 2)[:, None], -1
+    )  # else a gradient is NaN, of what it is
+    for actual, truth in zip(map(np.asarray, found), truths[name](), strict=True):
+        assert oracle.error(actual[finite], oracle.Truth(truth.value[finite], truth.budget[finite])) <= 1

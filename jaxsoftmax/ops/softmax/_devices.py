@@ -5,12 +5,16 @@ Every function gets a `lowering.Run`, which runs maps on this device's part of t
 the others two numbers forward, and one in a derivative. A kernel that tells them itself reads each element once.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import primitive, xla
 from jaxsoftmax.ops.softmax.xla import select
 
@@ -92,13 +96,41 @@ def _saved(x, d, where, over):
     return d, seen(x, where, over)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where) -> jax.Array:
+    """Log-sum-exp of rows of which each device along mesh axes has a part, inside a `shard_map` of the user.
+
+    Its collectives stand beside the primitives, and not in their rules, so that JAX transposes them, which it does in one way
+    where the `shard_map` checks what varies and in another where it does not.
+    """
+    return _lse_and_state(axis_name, params, x, where)[0]
+
+
+@logsumexp_of_parts.defjvp
+def _jvp_of_parts(axis_name, params, primals, tangents):
+    (x, where), (t, _) = primals, tangents
+    lse, m, d = _lse_and_state(axis_name, params, x, where)
+    given = {"x": x, "m": m, "d": d, "t": t, "where": where}
+    return lse, lax.psum(bind(primitive.LOGSUMEXP_JVP, given, scale_tangent=False, **params)[0], axis_name)
+
+
+def _lse_and_state(axis_name, params, x, where):
+    _, *state = bind(primitive.LOGSUMEXP, {"x": x, "where": where}, return_state=True, **params)
+    m, d = _joined(*state, axis_name=axis_name)
+    return xla.lse_of(m, d, None).astype(params["dtype"]), m, d
+
+
 def merged(m, d, *sums, over, scale=None):
     """The state of the rows, with a finite `m`, and sums along them, of those of each device's part: by one collective."""
+    return _joined(m, d, *sums, axis_name=mesh_axes(over), scale=scale)
+
+
+def _joined(m, d, *sums, axis_name, scale=None):
     m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # as it was before it was made finite
-    of_part, names = jnp.stack([m, d, *sums]), mesh_axes(over)
+    of_part = jnp.stack([m, d, *sums])
     # All devices get the same, which JAX is told where a `shard_map` of the user checks what varies.
-    to = "invarying" if jax.typeof(of_part).manual_axis_type.varying.issuperset(names) else "varying"
-    m, d, *sums = lax.all_gather(of_part, names, axis=1, to=to)
+    to = "invarying" if jax.typeof(of_part).manual_axis_type.varying.issuperset(axis_name) else "varying"
+    m, d, *sums = lax.all_gather(of_part, axis_name, axis=1, to=to)
     m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
 

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments, dispatch
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.softmax import primitive
+from jaxsoftmax.ops.softmax import _devices, primitive
 
 Axis = int | Sequence[int] | None
 
@@ -26,6 +26,7 @@ def softmax(
     *,
     scale: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`, computed without overflow.
@@ -40,6 +41,8 @@ def softmax(
         holds there, NaN too, has no effect.
       scale: a number that multiplies `x`, such as `1 / sqrt(head_dim)`; a traced scalar as well. None for 1.
       dtype: of the result, floating; None for that of `x`. The conversion costs no pass over memory.
+      axis_name: inside a `shard_map`, the mesh axes over which `axis` is sharded, a part as long on each device; None for none.
+        No part of `x` moves between devices. Elsewhere JAX knows how arrays are sharded.
       implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
 
     Returns:
@@ -48,13 +51,13 @@ def softmax(
 
     Raises:
       TypeError: `x` is bool or no array, `where` is not boolean, `scale` is not real, `dtype` is not floating.
-      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is no scalar or too large, no such
-        `implementation`.
+      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is no scalar or too large, `axis_name`
+        is no mesh axis of a `shard_map` around, no such `implementation`.
       NotImplementedError: `implementation` cannot run this call; with the reason.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
-    operands, params = _arguments("softmax", x, axis, where, scale, dtype, implementation)
+    operands, params = _arguments("softmax", x, axis, where, scale, dtype, implementation, axis_name)
     return bind(primitive.SOFTMAX, operands, **params)[0]
 
 
@@ -65,6 +68,7 @@ def log_softmax(
     *,
     scale: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """The logarithm of softmax, `(s - m) - log(sum(exp(s - m)))` with `s = scale * x` and `m = max(s)` along `axis`.
@@ -72,7 +76,7 @@ def log_softmax(
     Arguments, shapes, dtypes and errors are those of `softmax`. Entries outside `where` give `-inf`. As with
     `jax.nn.log_softmax`, a row of nothing but `-inf`, and one that holds `+inf` or NaN, is NaN.
     """
-    operands, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation)
+    operands, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation, axis_name)
     return bind(primitive.LOG_SOFTMAX, operands, return_state=False, **params)[0]
 
 
@@ -85,6 +89,7 @@ def logsumexp(
     return_sign: Literal[False] = False,
     where: ArrayLike | None = None,
     *,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
 
@@ -98,6 +103,7 @@ def logsumexp(
     *,
     return_sign: Literal[True],
     where: ArrayLike | None = None,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -110,6 +116,7 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
     *,
+    axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`log(sum(b * exp(a)))` along `axis`, computed without overflow.
@@ -123,6 +130,8 @@ def logsumexp(
       keepdims: whether the summed axes stay, with size 1.
       return_sign: whether to return the sign of the sum too; without it, a negative sum gives NaN.
       where: boolean, broadcast against `a`: the entries that take part.
+      axis_name: as for `softmax`; every device gets the result, which a `shard_map` that checks what varies knows to be the
+        same. Not with `b` or `return_sign`.
       implementation: as for `softmax`. Calls with `b` or `return_sign` are left to `jax.nn.logsumexp`, in float32.
 
     Returns:
@@ -133,9 +142,15 @@ def logsumexp(
     """
     keepdims, return_sign = arguments.flags("logsumexp", keepdims=keepdims, return_sign=return_sign)
     if b is not None or return_sign:
+        if axis_name is not None:
+            what = arguments.shown(axis_name)
+            raise ValueError(f"logsumexp: axis_name must be None with b or return_sign, got {what}")
         return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
-    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
-    (lse,) = bind(primitive.LOGSUMEXP, operands, return_state=False, **params)
+    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, axis_name, name="a")
+    if names := params.pop("axis_name", ()):
+        lse = _devices.logsumexp_of_parts(names, params, operands["x"], operands["where"])
+    else:
+        (lse,) = bind(primitive.LOGSUMEXP, operands, return_state=False, **params)
     return lse if keepdims else lax.squeeze(lse, params["axes"])
 
 
@@ -163,7 +178,9 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     return jax.tree.map(lambda result, kind: result.astype(kind.dtype), results, types)
 
 
-def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(
+    op, x, axis, where, scale, dtype, implementation, axis_name=None, *, name="x"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked operands of a primitive, aligned and by name, and its parameters."""
     dispatch.check_implementation("softmax", op, implementation)
     x = arguments.array(op, name, x)
@@ -179,7 +196,12 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, *, name="x") ->
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
         scale = scalar_scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
-    return {"x": x, "where": where, "scale": scale}, {"axes": axes, "dtype": dtype, "implementation": implementation}
+    params = {"axes": axes, "dtype": dtype, "implementation": implementation}
+    if names := arguments.axis_names(op, axis_name):
+        if not axes:
+            raise ValueError(f"{op}: axis_name must be None where axis names no axis, got {arguments.shown(axis_name)}")
+        params["axis_name"] = names
+    return {"x": x, "where": where, "scale": scale}, params
 
 
 def broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
