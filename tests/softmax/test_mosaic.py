@@ -1413,7 +1413,7 @@ def test_native_rows_that_gpus_share_are_within_the_budget_and_have_the_same_bit
         found, again = compiled(*args), compiled(*args)
     is_long = shape[1] * x.dtype.itemsize // len(devices) >= 8192 and name != "logsumexp"
     assert bool(collectives_of(compiled)[0]) != is_long
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, again)
+    assert [np.asarray(a).tobytes() for a in found] == [np.asarray(a).tobytes() for a in again]
     truths = {
         "softmax": lambda: (oracle.softmax(x, -1, where), oracle.softmax_derivative(x, c, -1, where, saved=dtype)),
         "log_softmax": lambda: (oracle.log_softmax(x, -1, where), oracle.log_softmax_cotangent(x, c, -1, where)),
