@@ -4,7 +4,7 @@ When a primitive of an op is lowered for a platform, `choose` walks the op's imp
 the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
 
 An implementation is a module with a function for each primitive that it has a kernel for, of its name, that takes operands,
-parameters and `target` by name (the reference, `xla.py`, has all: `axis_name` in place of `target`), and with
+parameters and `target` by name (the reference, `xla.py`, has all, and takes no `target`), and with
 
     unsupported(primitive, target, operands, **params) -> str | None
 
