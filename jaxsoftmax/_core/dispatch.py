@@ -11,7 +11,8 @@ parameters and `target` by name (the reference, `xla.py`, has all, and takes no 
 which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
 It may have `lacks(primitive, operands, **params)`, whether there is no kernel for such operands at all, so that the reference
 runs even where it was forced, `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected
-to be faster, and `remark(target)`, what `explain` adds. `docs/design.md` has an example and says more.
+to be faster, `remark(target)`, what `explain` adds, and `merges(primitive, target, operands, **params)`, whether the kernel
+takes `devices`, the mesh axes over which rows are sharded, and merges over them itself. `docs/design.md` says more.
 """
 
 import functools

@@ -160,6 +160,22 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
         assert size <= 2 * shards * len(x)
 
 
+@pytest.mark.parametrize("cols", [16384, 1024])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_kernels_of_several_devices_share_long_rows_where_mosaic_can_reach_the_others(in_order, cols):
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.sharding.Mesh(devices if in_order else devices[::-1], ("model",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((64, cols), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
+    with jax.set_mesh(mesh):
+        both = jax.jit(lambda x, t: jax.vjp(jaxsoftmax.softmax, x)[1](t)[0])
+        text = both.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    are_shared = in_order and cols == 16384
+    shared, apart = ["softmax_forward_mosaic", "softmax_jacobian_mosaic"], ["logsumexp_forward_mosaic", "logsumexp_vjp_mosaic"]
+    assert kernels.kernel_names(text) == (shared if are_shared else apart)
+    assert text.count("uses_xla_collective_metadata = true") == (2 if are_shared else 0)
+    assert ("stablehlo.all_gather" in text) != are_shared
+
+
 @NAMES
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("manual", [("model",), ("data", "model")], ids=str)
