@@ -753,19 +753,10 @@ def _one_precision(value, function):
 def _axis_name(value, whole_queries) -> tuple[tuple[str, ...], int]:
     """The mesh axes of a `shard_map` around over which a sequence is sharded, and how many devices there are along them."""
     (whole_queries,) = arguments.flags(_NAME, whole_queries=whole_queries)
-    if value is None:
-        if whole_queries:
-            raise ValueError(f"{_NAME}: whole_queries must come with axis_name, got axis_name=None")
-        return (), 1
-    axes = value if isinstance(value, tuple) else (value,)
-    if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{_NAME}: axis_name must be a string or a tuple of strings, got {arguments.shown(value)}")
-    try:
-        return axes, lax.axis_size(axes)
-    except NameError:
-        raise ValueError(
-            f"{_NAME}: axis_name must name mesh axes of a shard_map around, got {arguments.shown(value)}"
-        ) from None
+    axes = arguments.axis_names(_NAME, value)
+    if whole_queries and not axes:
+        raise ValueError(f"{_NAME}: whole_queries must come with axis_name, got axis_name={arguments.shown(value)}")
+    return axes, lax.axis_size(axes)
 
 
 def _sequence(context_parallel, zigzag, lengths) -> dict[str, Any]:
