@@ -234,7 +234,8 @@ def _dims(arrays, names, even=()):
     """How each name is sharded: as in the first array that is sharded along it, over its mesh axes that are not taken.
 
     Names that have several sizes and those that are `even` are sharded over as many devices as share each size evenly. Names of
-    which no array has both, as those of queries and of keys, may be sharded over the same mesh axes.
+    which no array has both, as those of queries and of keys, may be sharded over the same mesh axes; positions, which all
+    results may have, not.
     """
     found, sizes, beside = {}, {}, {}
     for array, trailing in zip(arrays, names, strict=True):
@@ -247,7 +248,7 @@ def _dims(arrays, names, even=()):
                 found.setdefault(name, (dim, array.sharding.mesh))
     dims = {}
     for name, (dim, mesh) in found.items():
-        taken = set(_mesh_axes(dims, beside[name]))
+        taken = set(_mesh_axes(dims, [n for n in dims if isinstance(n, int) or isinstance(name, int) or n in beside[name]]))
         over = tuple(axis for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis not in taken)
         if len(sizes[name]) > 1 or name in even:
             over = _evenly(over, mesh, sizes[name])

@@ -96,9 +96,10 @@ SOFTMAX = {
     "where": {"None", "a traced bool"} | BOOLS,
     "scale": {"None", "a traced float"} | NUMBERS,
     "dtype": {"None", "float32"},
+    "axis_name": {"None"},
     "implementation": {"None"},
 }
-LOGSUMEXP = {name: SOFTMAX[name] for name in ("axis", "where", "implementation")} | {
+LOGSUMEXP = {name: SOFTMAX[name] for name in ("axis", "where", "axis_name", "implementation")} | {
     "a": ANYTHING,
     "b": {"None", "a complex number"} | NUMBERS | TRACED | BOOLS,
     "keepdims": BOOLS,
