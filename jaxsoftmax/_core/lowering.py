@@ -201,7 +201,8 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     devices, obstacle = sharding.partitioning(ctx)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
-    run = Run(target, implementation, widened, fused, compat.reaches_peers(ctx), obstacle if manual else None)
+    is_shared = devices > 1 or bool(manual)
+    run = Run(target, implementation, widened, fused, is_shared and compat.reaches_peers(ctx), obstacle if manual else None)
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if manual and this.is_aligned:

@@ -234,8 +234,8 @@ def _dims(arrays, names, even=()):
     """How each name is sharded: as in the first array that is sharded along it, over its mesh axes that are not taken.
 
     Names that have several sizes and those that are `even` are sharded over as many devices as share each size evenly. Names of
-    which no array has both, as those of queries and of keys, may be sharded over the same mesh axes; positions, which all
-    results may have, not.
+    which no array has both, as those of queries and of keys, may be sharded over the same mesh axes. An axis that is
+    named by its position shares none: results may have it together with any other.
     """
     found, sizes, beside = {}, {}, {}
     for array, trailing in zip(arrays, names, strict=True):

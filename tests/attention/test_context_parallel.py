@@ -142,6 +142,11 @@ def spec_of(name, array, over, whole_queries=False):
     return P(*(over if axis in cut else None for axis in range(array.ndim)))
 
 
+def of_arrays(f, **options):
+    """A function of a dict of arrays, of one that takes them by name."""
+    return lambda given: f(**given, **options)
+
+
 def mesh_of(kind, shape=(DEVICES,), names=("x",)):
     kinds = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * len(shape)
     return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices("cpu")[: int(np.prod(shape))])
@@ -152,7 +157,7 @@ def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True
     mesh, given = mesh_of(kind, shape, names), ordered(given, n)
     options = options | {"return_residual": True, "zigzag": n}
     specs = {name: spec_of(name, array, names, whole_queries) for name, array in given.items()}
-    f = lambda given: attend(**given, **options)  # noqa: E731
+    f = of_arrays(attend, **options)
     if kind in ("checked", "unchecked"):
         out = P() if whole_queries else P(None, names)
         local = functools.partial(attend, axis_name=names, whole_queries=whole_queries, **options)
@@ -242,7 +247,7 @@ def test_one_device_has_whole_sequences(kind):
 def test_a_shard_map_around_may_leave_other_axes(kind):
     """The batch is sharded over an axis that is not that of the map."""
     given, options = case(("causal", "sinks"))
-    f = lambda given: attend(**given, **options, return_residual=True)  # noqa: E731
+    f = of_arrays(attend, **options, return_residual=True)
     expected, mesh = jax.jit(with_gradients(f))(given), mesh_of(kind, (2, 4), ("b", "x"))
     specs = {name: spec_of(name, array, "x") for name, array in given.items()}
     with jax.set_mesh(mesh):
@@ -293,7 +298,7 @@ def test_queries_alone_are_sharded_and_nothing_is_sent(kind):
     with jax.set_mesh(mesh):
         specs = {"query": P(None, "x")}
         shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in given.items()}
-        f = lambda given: attend(**given, **options, return_residual=True)  # noqa: E731
+        f = of_arrays(attend, **options, return_residual=True)
         forward = jax.jit(f).lower(shards).compile()
         assert not any(counted(forward.as_text()).values())
         compiled = jax.jit(with_gradients(f)).lower(shards).compile()
@@ -322,9 +327,9 @@ def test_second_derivatives_tangents_and_vmap(kind):
     moving = {name: given[name] for name in MOVING if name in given}
     specs = {name: spec_of(name, array, "x") for name, array in moving.items()}
     f = functools.partial(attend, is_causal=True, return_residual=True)
-    g = lambda given: f(**given)  # noqa: E731
+    g = of_arrays(f)
     ring = functools.partial(f, context_parallel="ring")
-    on_mesh = lambda given: ring(**given)  # noqa: E731
+    on_mesh = of_arrays(ring)
     if kind in ("checked", "unchecked"):
         over = {"mesh": mesh, "in_specs": (specs,), "out_specs": P(None, "x"), "check_vma": kind == "checked"}
         on_mesh = jax.shard_map(lambda given: ring(**given, axis_name="x"), **over)

@@ -98,23 +98,20 @@ ROWS, TOTALS = ["all-gather"], ["all-reduce"]  # the states of rows, and a sum o
 FORWARD = {"softmax": (ROWS, TOTALS), "log_softmax": (ROWS, TOTALS), "logsumexp": (ROWS, [])}
 
 
-@MESHES
 @NAMES
 @pytest.mark.parametrize(
-    ("spec", "cols"),
+    ("kind", "spec", "cols"),
     [
-        (P("data", "model"), 64),
-        (P(None, ("data", "model")), 64),
-        pytest.param(P(None, ("data", "model")), 61, id="uneven"),
-        pytest.param(P("data", "model"), 61, id="uneven, two axes", marks=pytest.mark.slow),
-        pytest.param(P(None, ("data", "model")), 3, id="shards of padding alone", marks=pytest.mark.slow),
+        *itertools.product([AxisType.Auto, AxisType.Explicit], [P("data", "model"), P(None, ("data", "model"))], [64]),
+        # JAX shards explicit axes evenly.
+        pytest.param(AxisType.Auto, P(None, ("data", "model")), 61, id="uneven"),
+        pytest.param(AxisType.Auto, P("data", "model"), 61, id="uneven, two axes", marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, P(None, ("data", "model")), 3, id="shards of padding alone", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"scale": -0.7, "where": ...}], ids=["plain", "scale and where"])
 @X64
 def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, kind, spec, cols, options):
-    if cols != 64 and kind == AxisType.Explicit:
-        pytest.skip("JAX shards explicit axes evenly")
     mesh, x = make_mesh(kind), hurtful((8, 64))[:, :cols]
     rng = np.random.default_rng(1)
     t, where, weights = np.cos(rng.standard_normal(x.shape)), rng.random(x.shape) < 0.8, rng.standard_normal((cols, 3))

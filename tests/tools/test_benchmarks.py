@@ -970,9 +970,6 @@ def shrunken():
     return lambda suite, name: next(cell for cell in suite.cells((4,), 64) if cell.name == name)
 
 
-HAS_ZIGZAG = pytest.mark.skipif(not hasattr(jaxsoftmax, "zigzag"), reason="attention over sharded tokens is not there yet")
-
-
 @pytest.mark.parametrize(
     ("name", "peers"),
     [
@@ -980,9 +977,9 @@ HAS_ZIGZAG = pytest.mark.skipif(not hasattr(jaxsoftmax, "zigzag"), reason="atten
         (f"softmax {BOTH} bfloat16 128x2048 devices=4 mesh=auto", set()),
         (f"cross_entropy {BOTH} bfloat16 128x2004 devices=4", {"optax"}),
         (f"linear_cross_entropy {BOTH} bfloat16 256x64x2004 class_axis=0 devices=4", {"jax.nn"}),
-        pytest.param("attention forward bfloat16 1x256x2x128 devices=4", set(), marks=HAS_ZIGZAG),
-        pytest.param(f"attention {BOTH} bfloat16 1x256x2x128 causal=1 devices=4 zigzag=4", set(), marks=HAS_ZIGZAG),
-        pytest.param(f"attention {BOTH} bfloat16 1x1024x2x128 causal=1 devices=4", set(), marks=[HAS_ZIGZAG, pytest.mark.slow]),
+        ("attention forward bfloat16 1x256x2x128 devices=4", set()),
+        (f"attention {BOTH} bfloat16 1x256x2x128 causal=1 devices=4 zigzag=4", set()),
+        pytest.param(f"attention {BOTH} bfloat16 1x1024x2x128 causal=1 devices=4", set(), marks=pytest.mark.slow),
     ],
 )
 def test_cells_of_several_devices_run(name, peers, shrunken, monkeypatch):

@@ -23,11 +23,12 @@ Rows along another axis are shared in tiles of neighbours (see `columns`), which
 the last one of a group of slices merges their states, in the order of slices, and publishes that of the group: it waits for
 nothing, as they are there. So each block reads the states of groups alone.
 
-Devices may share rows, each with a part of every row, and their blocks then share slices as those of one do: a state is stored
-on each device, by whoever publishes it, and blocks wait for those of all. What is said above holds of all devices together, as
-each takes the tickets of its parts in the order of rows: of the rows that are not complete, the first has tickets left on some
-device, where nobody waits for another row, or only states that are on their way. XLA lets the kernel start on no device before
-all have come to it, so the memory that others store to is there, and 0.
+Several devices may share rows: each has a part of every row, and tickets of its own for the slices of its parts. A block
+stores the state of its slice on every device, and waits for the states of all slices of a row, which arrive on its own. This
+cannot hang either. Take the first row that is not complete. On a device where all its tickets are taken, their blocks publish
+without waiting. On one where tickets of it are left, blocks wait for no later row, as tickets are taken in order, and take
+those that are left. XLA starts the kernel on no device before all devices have come to it: the memory that others store to is
+there then, and 0.
 
 A row that fills more than two thirds of what the blocks can hold is read twice, by two kernels: the first one leaves states.
 Tiles that they cannot hold are refused.

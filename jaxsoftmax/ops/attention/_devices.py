@@ -320,8 +320,7 @@ class _Work:
             states = [self._state((o[i], jnp.swapaxes(m[i, ..., 0], -1, -2))) for i in range(self.cols.devices)]
             return functools.reduce(online.merge, states)
         top = lax.pmax(lax.stop_gradient(m), axes)
-        d = online.weights(m[..., None], top)[..., 0]
-        return online.State(top, *lax.psum((d, d[..., None] * o), axes))
+        return online.State(top, *lax.psum(online.rescale(finished, top)[1:], axes))
 
     def tangents(self):
         """`[dout, dlse]`: with out and lse of all keys, those by parts of the keys add up."""

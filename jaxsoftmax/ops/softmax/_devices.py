@@ -23,9 +23,9 @@ def softmax(run, x, where, scale, *, axes, dtype, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
         return found
-    m, d, where = _state(run, x, where, scale, axes, dtype, over)
+    m, d = _state(run, given, axes, dtype, over)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # what is masked is 0 all the same
-    given = {"x": x, "m": m, "d": d, "t": jnp.ones_like(d), "where": where, "scale": scale}
+    given |= {"m": m, "d": d, "t": jnp.ones_like(d)}
     return run(primitive.LOGSUMEXP_VJP, given, axes=axes, dtype=dtype, scale_tangent=False)
 
 
@@ -33,14 +33,14 @@ def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
         return found
-    m, d, where = _state(run, x, where, scale, axes, dtype, over)
+    m, d = _state(run, given, axes, dtype, over)
     d += d - d  # NaN where it is infinite
-    out = select(where, xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
+    out = select(given["where"], xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
 
 def logsumexp(run, x, where, scale, *, axes, dtype, return_state, over):
-    m, d, _ = _state(run, x, where, scale, axes, dtype, over)
+    m, d = _state(run, {"x": x, "where": seen(x, where, over), "scale": scale}, axes, dtype, over)
     lse = xla.lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
@@ -52,20 +52,18 @@ def softmax_jacobian(run, y, t, scale, *, axes, dtype, over):
     return xla.softmax_jacobian(y, t, scale, axes=axes, dtype=dtype, axis_name=mesh_axes(over))
 
 
-def log_softmax_jvp(run, x, m, d, t, where, scale, *, over, **params):
-    d, where = _saved(x, d, where, over)
-    given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}
-    if found := run.together(primitive.LOG_SOFTMAX_JVP, given, over, **params):
-        return found
-    return xla.log_softmax_jvp(x, m, d, t, where, scale, axis_name=mesh_axes(over), **params)
+def log_softmax_jvp(run, *, over, **given):
+    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_JVP, xla.log_softmax_jvp, over, **given)
 
 
-def log_softmax_vjp(run, x, m, d, t, where, scale, *, over, **params):
+def log_softmax_vjp(run, *, over, **given):
+    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_VJP, xla.log_softmax_vjp, over, **given)
+
+
+def _log_softmax_derivative(run, this, reference, over, *, x, m, d, t, where, scale, **params):
     d, where = _saved(x, d, where, over)
     given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}
-    if found := run.together(primitive.LOG_SOFTMAX_VJP, given, over, **params):
-        return found
-    return xla.log_softmax_vjp(x, m, d, t, where, scale, axis_name=mesh_axes(over), **params)
+    return run.together(this, given, over, **params) or reference(**given, **params, axis_name=mesh_axes(over))
 
 
 def logsumexp_jvp(run, x, m, d, t, where, scale, *, dtype, over, **params):
@@ -80,13 +78,10 @@ def logsumexp_vjp(run, x, m, d, t, where, scale, *, over, **params):
     return run(primitive.LOGSUMEXP_VJP, {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}, **params)
 
 
-def _state(run, x, where, scale, axes, dtype, over):
-    """The state of whole rows, and what is seen of them here."""
-    where = seen(x, where, over)
-    given = {"x": x, "where": where, "scale": scale}
-    params = {"axes": axes, "dtype": accumulator(x.dtype, dtype), "return_state": True}
-    m, d = merged(*run(primitive.LOGSUMEXP, given, **params)[1:], over=over, scale=scale)
-    return m, d, where
+def _state(run, given, axes, dtype, over):
+    """The state of whole rows, of operands of which `where` leaves out padding."""
+    params = {"axes": axes, "dtype": accumulator(given["x"].dtype, dtype), "return_state": True}
+    return merged(*run(primitive.LOGSUMEXP, given, **params)[1:], over=over, scale=given["scale"])
 
 
 def _saved(x, d, where, over):
@@ -116,16 +111,16 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
 
 def _lse_and_state(axis_name, params, x, where):
     _, *state = bind(primitive.LOGSUMEXP, {"x": x, "where": where}, return_state=True, **params)
-    m, d = _joined(*state, axis_name=axis_name)
+    m, d = _merged_over(*state, axis_name=axis_name)
     return xla.lse_of(m, d, None).astype(params["dtype"]), m, d
 
 
 def merged(m, d, *sums, over, scale=None):
     """The state of the rows, with a finite `m`, and sums along them, of those of each device's part: by one collective."""
-    return _joined(m, d, *sums, axis_name=mesh_axes(over), scale=scale)
+    return _merged_over(m, d, *sums, axis_name=mesh_axes(over), scale=scale)
 
 
-def _joined(m, d, *sums, axis_name, scale=None):
+def _merged_over(m, d, *sums, axis_name, scale=None):
     m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # as it was before it was made finite
     of_part = jnp.stack([m, d, *sums])
     # All devices get the same, which JAX is told where a `shard_map` of the user checks what varies.
