@@ -352,7 +352,7 @@ class _Work:
             found = self._of_whole_sequences(name, wanted, wanted=wanted)
             return [self._summed(*pair).astype(pair[1].dtype) for pair in zip(wanted, found, strict=True)]
         # Or else XLA would keep the keys that came in the forward pass, to send none a second time.
-        names = [name for name in self.given if name in _OF_KEYS or name in ("d_out", "d_lse")]
+        names = [name for name in self.given if name in _OF_KEYS or name in ("lse", "d_out", "d_lse")]
         self.given |= dict(zip(names, lax.optimization_barrier([self.given[name] for name in names]), strict=True))
         sums = {}
         if "bias" in wanted:
@@ -361,7 +361,8 @@ class _Work:
         def attend(sums, keys, device, parts, shift):
             sums, visitors = dict(sums), {}
             for part in parts:
-                names = tuple([n for n in wanted if n != "sinks" or "sinks" not in sums])
+                # Those of sinks are found from lse and delta alone, once, with all queries.
+                names = tuple([n for n in wanted if n != "sinks" or (shift == 0 and "sinks" not in sums)])
                 found = self._attend(name, part, keys, device, wanted=names, is_partial=True) if names else ()
                 for name_, x in zip(names, found, strict=True):
                     if name_ == "bias":
@@ -380,7 +381,7 @@ class _Work:
                 _add(sums, name_, x.astype(self.dtype))
             return sums
 
-        sums, last = self._over_keys(attend, sums, arrived)
+        sums, last = self._over_keys(attend, sums, arrived, own_last=True)
         sums = arrived(sums, last)
         found = []
         for name_ in wanted:
@@ -407,11 +408,12 @@ class _Work:
 
     # What an attention of parts takes, and gives.
 
-    def _over_keys(self, attend, carry, arrived):
+    def _over_keys(self, attend, carry, arrived, *, own_last=False):
         """`carry, sent = attend(carry, keys, device, parts, shift)` for the keys of each device that matter, own ones first.
 
         `sent` is on its way while the next step runs, and then `carry = arrived(carry, sent)`; that of the last step comes back
-        with `carry`. `device` is whose keys they are, None if they are those of all in their order.
+        with `carry`. `device` is whose keys they are, None if they are those of all in their order. With `own_last` nothing is
+        on its way when the last step has run.
         """
         home, everything = {name: self._in_pieces(name) for name in self.given if name in _OF_KEYS}, slice(None)
         if self.way == "all_gather":
@@ -419,17 +421,24 @@ class _Work:
         if self.way == "merge":
             parts = [_Part(everything, slice(piece, piece + 1), self.window) for piece in range(self.cols.pieces)]
             return attend(carry, home, self.cols.index, parts, 0)
-        steps, devices, index, keys, last = self._steps(), self.rows.devices, self.rows.index, home, None
+        own, *others = self._steps()
+        steps = [*others, own] if own_last else [own, *others]
+        devices, index, last = self.rows.devices, self.rows.index, None
+        arriving = self._keys_of(steps[0][0], home)
         for number, (shift, parts) in enumerate(steps):
-            following = None
-            if number + 1 < len(steps):  # started before the attention, which runs meanwhile
-                following = self._sent(home, self._pairs(steps[number + 1][0]))
+            keys = arriving if shift == 0 else _unpacked(arriving, home)
+            # Started before the attention, which runs meanwhile.
+            arriving = self._keys_of(steps[number + 1][0], home) if number + 1 < len(steps) else None
             carry, sent = attend(carry, keys, lax.rem(index - shift + devices, jnp.int32(devices)), parts, shift)
             carry = arrived(carry, last) if last is not None else carry
-            if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
-                carry, keys, home = lax.optimization_barrier((carry, following, home))
+            if arriving is not None:  # no keys are sent before others have been attended to: two blocks of them are here
+                carry, arriving, home = lax.optimization_barrier((carry, arriving, home))
             last = sent
         return carry, last
+
+    def _keys_of(self, shift, home):
+        """The keys of so many devices before, on their way and packed; one's own are here."""
+        return self._sent(_packed(home), self._pairs(shift)) if shift else home
 
     def _sent(self, arrays, pairs):
         return jax.tree.map(lambda x: lax.ppermute(x, self.rows.axes, pairs), arrays)
@@ -438,7 +447,9 @@ class _Work:
         """Derivatives of keys, on their way to whose keys they are."""
         if self.way == "all_gather":
             return {name: self._scattered(x.astype(self.dtype)) for name, x in visitors.items()}
-        return visitors if shift == 0 else self._sent(visitors, [(i, j) for j, i in self._pairs(shift)])
+        if shift == 0 or not visitors:
+            return visitors
+        return _unpacked(self._sent(_packed(visitors), [(i, j) for j, i in self._pairs(shift)]), visitors)
 
     def _gathered(self):
         """The keys of all devices in their order; masks and biases get it too."""
@@ -609,3 +620,21 @@ def _padded(x, pieces, count, axis, fill):
     widths = [(0, 0, 0)] * x.ndim
     widths[axis] = (start, count - stop, 0)
     return x if stop - start == count else lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+
+
+def _packed(arrays):
+    """Arrays by name as one of each dtype: XLA's scheduler lets one collective at a time run beside kernels."""
+    found = {}
+    for name in sorted(arrays):
+        found.setdefault(arrays[name].dtype.name, []).append(arrays[name].ravel())
+    return {dtype: jnp.concatenate(flat) for dtype, flat in found.items()}
+
+
+def _unpacked(packed, like):
+    """The arrays that were packed, of the names and shapes of others."""
+    found, starts = {}, dict.fromkeys(packed, 0)
+    for name in sorted(like):
+        dtype, shape, size = like[name].dtype.name, like[name].shape, like[name].size
+        found[name] = packed[dtype][starts[dtype] :][:size].reshape(shape)
+        starts[dtype] += size
+    return found

@@ -120,10 +120,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Ar
     if plan.adds_bias:
         written["dbias"] = jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1])
     shape = count, keys + -keys % 8, key_heads, plan.size
-    result = jax.ShapeDtypeStruct(shape, refs["query"].dtype)
-    if is_partial:  # seen as rows of all heads, for stores from registers
-        result = jax.ShapeDtypeStruct((count * shape[1], key_heads * plan.size), jnp.float32)
-    results = OrderedDict.fromkeys(("dk", "dv"), result)
+    results = OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, refs["query"].dtype))
+    if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
+        results = {"dk_dv": jax.ShapeDtypeStruct((2 * count * shape[1], key_heads * plan.size), jnp.float32)}
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan, operands, threads),
         out_type=results,
@@ -144,7 +143,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Ar
     # Not `jax.new_ref`, whose effect custom_partitioning refuses.
     empty = OrderedDict((name, lax.empty(kind.shape, kind.dtype)) for name, kind in results.items())
     written, results = pl.run_state(run)((written, empty))
-    dk, dv, dbias = lax.optimization_barrier((results["dk"], results["dv"], written.get("dbias")))
+    results = [x.ravel() for x in results.values()]
+    results, dbias = lax.optimization_barrier((results, written.get("dbias")))
+    dk, dv = jnp.split(*results, 2) if is_partial else results
     dk, dv, dq = dk.reshape(shape), dv.reshape(shape), plan.scale * written["dq"]
     found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     found = {name: array.reshape(*plan.batch, *array.shape[1:]) for name, array in found.items()}
@@ -533,12 +534,16 @@ class _Tile:
     def _store(self, place, half, of_kept, *, dv=None, dk=None):
         """Stores dV and dK of 64 keys, by way of where values and keys were, once both consumers have read these."""
         plan, memory, dtype, width = self.plan, self.memory, self.refs["query"].dtype, self.plan.part_size
-        if self.refs["dv"].dtype == jnp.float32:
-            keys, first = plan.key[0], place.block * plan.block_kv + half * ROWS
-            for name, values in (("dv", None if dv is None else of_kept * dv), ("dk", None if dk is None else plan.scale * dk)):
+        if "dk_dv" in self.refs:
+            keys, first, out = plan.key[0], place.block * plan.block_kv + half * ROWS, self.refs["dk_dv"]
+            of_entry = keys + -keys % 8
+            for entry, values in (
+                (place.b + math.prod(plan.batch), None if dv is None else of_kept * dv),
+                (place.b, None if dk is None else plan.scale * dk),
+            ):
                 if values is not None:
-                    start = place.b * (keys + -keys % 8) + first, place.head * plan.size
-                    products.store_product(self.refs[name], *start, (keys - first, plan.size), values)
+                    start = entry * of_entry + first, place.head * plan.size
+                    products.store_product(out, *start, (keys - first, plan.size), values)
             plgpu.barrier_arrive(memory["kv_empty"])
             return
         _meet()
