@@ -169,10 +169,10 @@ class Tiles:
             number = self._number_of(ticket)
             values = [number, *look_up(number)]
             self._say(i, values)
-            following = ptx.take_ticket(counter)  # long before it is needed, which is when it is stored
             steps = work(self.place(*values), steps)
+            # Not before the work: blocks would have tiles waiting while others, which are done, find none.
             slot = lax.rem(i, jnp.int32(_SLOTS))
-            ptx.store_scalars(memory["ticket"], slot, [following])
+            ptx.store_scalars(memory["ticket"], slot, [ptx.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
             return i + 1, memory["ticket"][slot, 0] + self.blocks, steps
