@@ -570,6 +570,46 @@ def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size
     backward.assert_right(name, found, given, options, dout, dlse, lse)
 
 
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        *(pytest.param("mosaic", keys, marks=pytest.mark.gpu) for keys in (512, 8192)),
+        pytest.param("xla", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(name, keys, is_mapped):
+    devices = jax.devices("cpu")[:4] if name == "xla" else jax.devices("gpu")[:4]
+    if len(devices) < 2:
+        pytest.skip("needs several GPUs")
+    given = forward.arrays(batch=(3,), length=1, keys=keys, heads=8, key_heads=2, size=128, dtype="bfloat16")
+    lengths = np.array([keys, keys // 2 + 3, 5], np.int32)  # of one, only the first device has keys
+    given |= {"key_value_seq_lengths": lengths, "query_offset": lengths - 1}
+    options = {"is_causal": True}
+    mesh = jax.make_mesh(
+        (len(devices),), ("x",), axis_types=(AxisType.Auto if is_mapped else AxisType.Explicit,), devices=devices
+    )
+    specs = {operand: spec_of(operand, array, "x", whole_queries=True) for operand, array in given.items()}
+    f = of_arrays(attend, **options, implementation=name, return_residual=True)
+    if is_mapped:
+        local = of_arrays(attend, **options, implementation=name, return_residual=True, axis_name="x", whole_queries=True)
+        f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(), P()))
+    dout, dlse = backward.cotangents_like(
+        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((3, 1, 8), jnp.float32))
+    )
+    with jax.set_mesh(mesh):
+        shards = {operand: jax.device_put(array, NamedSharding(mesh, specs[operand])) for operand, array in given.items()}
+        moving, fixed = forward.split(shards)
+        text = jax.jit(f).lower(shards).compile().as_text()
+        (out, lse), found = jax.jit(backward.pull_of(lambda moving: f(moving | fixed)))(moving, (dout, dlse))
+    assert sum(counted(text).values()) == 1
+    out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
+    truths = forward.truth_of(attention_oracle.attention, name, given, options)
+    for actual, truth in zip((out, lse), truths, strict=True):
+        assert oracle.error(actual, truth) <= 1
+    backward.assert_right(name, found, given, options, dout, dlse, lse)
+
+
 # Orders.
 
 

@@ -286,3 +286,40 @@ def test_native_gradients_made_anew():
     for a, b in zip(jax.tree.leaves(f(hidden, weight)), jax.tree.leaves(expected), strict=True):
         difference = np.linalg.norm(np.float64(a) - np.float64(b))
         assert difference <= 0.01 * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
+@pytest.mark.parametrize("shape", [(300, 256, 5056, 1), (1025, 128, 32000, 0)], ids=cases.ident)
+def test_native_classes_that_gpus_share(shape, is_mapped):
+    if len(devices := jax.devices("gpu")) < 2:
+        pytest.skip("needs several GPUs, and JAX sees one")
+    kind, class_axis = AxisType.Auto if is_mapped else AxisType.Explicit, shape[3]
+    mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(kind,), devices=devices)
+    hidden, weight, labels = given(*shape, "bfloat16")
+    options = {"class_axis": class_axis, "z_loss": 1e-4}
+    c = np.random.default_rng(1).standard_normal(len(labels)).astype(np.float32)
+
+    def gradients(of_losses, hidden, weight, labels):
+        losses, pull = jax.vjp(lambda hidden, weight: of_losses(hidden, weight, labels), hidden, weight)
+        return losses, *pull(c)
+
+    of_class = P("model") if class_axis == 0 else P(None, "model")
+    of_shards = functools.partial(loss, reduction="none", **options)
+    if is_mapped:
+        of_shards = jax.shard_map(
+            functools.partial(of_shards, axis_name="model"), mesh=mesh, in_specs=(P(), of_class, P()), out_specs=P()
+        )
+    inside = np.clip(labels, 0, shape[2] - 1)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((hidden, P()), (weight, of_class))]
+        losses = jax.jit(of_shards)
+        cases.assert_ran("mosaic", losses, *placed, labels)
+        check(losses(*placed, labels), hidden, weight, labels, class_axis, z_loss=1e-4)
+        both = jax.jit(functools.partial(gradients, of_shards))
+        found, again = both(*placed, inside), both(*placed, inside)
+    assert [np.asarray(a).tobytes() for a in found] == [np.asarray(a).tobytes() for a in again]
+    alone = jax.jit(functools.partial(gradients, functools.partial(loss, reduction="none", **options)))
+    for a, b in zip(found, alone(hidden, weight, inside), strict=True):
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.01 * np.linalg.norm(np.float64(b))

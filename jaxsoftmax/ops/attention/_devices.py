@@ -138,8 +138,11 @@ class _Work:
         operands = {name: given[name] for name in this.by_name if given.get(name) is not None}
         self._start(run, operands, **{name: option for name, option in given.items() if name not in this.by_name})
 
-    def _start(self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, **params):
+    def _start(
+        self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, is_partial=False, **params
+    ):
         self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
+        self.is_partial = is_partial
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
         axes = [over[name].over if name in over else () for name in ("queries", "keys")]
         counts = [math.prod([lax.axis_size(axis) for axis in own]) for own in axes]
@@ -271,13 +274,13 @@ class _Work:
         """`[out, lse]`."""
         name = "dot_product_attention"
         if self.way in ("whole", "all_to_all"):
-            return self._of_whole_sequences(name, ("out", "lse"), return_lse=True)
+            return self._of_whole_sequences(name, ("out", "lse"), return_lse=True, is_partial=self.is_partial)
         is_one = self.way == "all_gather"
         sinks = None if is_one else self.given.pop("sinks", None)
 
         def attend(found, keys, device, parts, shift):
             for part in parts:
-                out, lse = self._attend(name, part, keys, device, return_lse=True, is_partial=not is_one)
+                out, lse = self._attend(name, part, keys, device, return_lse=True, is_partial=self.is_partial or not is_one)
                 found = [*found, (self._in_rows(out, part), self._in_rows(lse, part, -jnp.inf))]
                 if len(found) == 3:  # few passes over few arrays
                     found = [functools.reduce(online.merge, map(self._state, found))]
@@ -294,7 +297,7 @@ class _Work:
             m = jnp.broadcast_to(jnp.expand_dims(sinks, (self.at, self.at + 1)).astype(self.dtype), state.m.shape)
             state = online.merge(state, online.State(m, jnp.ones_like(m), jnp.zeros_like(cast(jax.Array, state.o))))
         state: Any = online.finish(state)
-        out, lse = state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
+        out, lse = state.o if self.is_partial else state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
         return [self._joined("out", out), self._joined("lse", lse)]
 
     def _state(self, found):

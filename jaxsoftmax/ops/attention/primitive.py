@@ -9,7 +9,8 @@ linear maps, in anything but the (co)tangents, are those of the reference.
 All operands have the same number of batch axes in front, each of size 1 where an operand does not vary along it. Any of the
 tangents may be None, for zero, and so may one of the cotangents. Parameters of all are `scale`, `window`, `soft_cap`,
 `dropout_rate`, `precision`, `deterministic` (whether derivatives must have the same bits run after run) and `implementation`;
-of the first `return_lse`, of the last `wanted`: the names of the operands whose cotangents it returns.
+of the first `return_lse` and `is_partial` (whether out, which is one of several that are merged, is not rounded; False if it is
+absent), of the last `wanted`: the names of the operands whose cotangents it returns.
 
 Keys and values may have 8 bits; then `key_scale` and `value_scale` are there too, of their heads, float32. Where attention is
 differentiated they are multiplied first. `dot_product_attention_jvp` and the others do not have them.
@@ -48,12 +49,13 @@ from jaxsoftmax.ops.attention.xla import summed_to
 SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")
 
 
-def _types(operands, *, return_lse=True, **params):
+def _types(operands, *, return_lse=True, is_partial=False, **params):
     """The types of out and lse, or of their tangents."""
     del params
     query, value = operands["query"], operands["value"] if "value" in operands else operands["value_pages"]
     batch, (*_, length, heads, _) = batch_of(operands), query.shape
-    out = jax.ShapeDtypeStruct((*batch, length, heads, value.shape[-1]), query.dtype)
+    dtype = accumulator(query.dtype) if is_partial else query.dtype
+    out = jax.ShapeDtypeStruct((*batch, length, heads, value.shape[-1]), dtype)
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
 
 
@@ -106,29 +108,35 @@ def _is_of_bytes(operands):
     return not {"key_scale", "value_scale"}.isdisjoint(operands)
 
 
-def _attention_jvp(operands, tangents, *, return_lse, **params):
+def _attention_jvp(operands, tangents, *, return_lse, is_partial=False, **params):
+    partial = {"is_partial": True} if is_partial else {}
     if _is_of_bytes(operands):
-        return _jvp_of(lambda given: bind(ATTENTION, dequantised(given), return_lse=return_lse, **params), operands, tangents)
-    results = bind(ATTENTION, operands, return_lse=True, **params)
+        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **partial, **params)
+        return _jvp_of(lambda given: attend(dequantised(given)), operands, tangents)
+    results = bind(ATTENTION, operands, return_lse=True, **partial, **params)
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
-    saved = operands | dict(zip(("out", "lse"), results, strict=True))
+    out, lse = results
+    saved = operands | {"out": out.astype(operands["query"].dtype), "lse": lse}
     tangents_out = bind(ATTENTION_JVP, saved | {f"d_{name}": t for name, t in tangents.items()}, **params)
+    tangents_out[0] = tangents_out[0].astype(out.dtype)
     return (results, tangents_out) if return_lse else (results[:1], tangents_out[:1])
 
 
-def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
+def _attention_transpose(cotangents, operands, types, *, return_lse, is_partial=False, **params):
     """The transpose of attention in the values, in which alone it is linear."""
     if set(types) not in ({"value"}, {"value_scale"}):
         raise NotImplementedError(
             f"dot_product_attention: it is linear in value or value_scale alone, and not in {' and '.join(types)}"
         )
     if _is_of_bytes(operands | types):
-        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
+        partial = {"is_partial": True} if is_partial else {}
+        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **partial, **params)
         return _transpose_of(lambda given: attend(dequantised(given)), cotangents, operands, types)
     operands = operands | {"value": jnp.zeros(types["value"].shape, types["value"].dtype)}
     out, lse = bind(ATTENTION, operands, return_lse=True, **params)
-    (d_value,) = bind(ATTENTION_VJP, operands | {"out": out, "lse": lse, "d_out": cotangents[0]}, wanted=("value",), **params)
+    saved = {"out": out, "lse": lse, "d_out": cotangents[0].astype(out.dtype)}
+    (d_value,) = bind(ATTENTION_VJP, operands | saved, wanted=("value",), **params)
     return {"value": d_value}
 
 

@@ -272,15 +272,12 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 
 
 def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, **operands):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway.
-
-    What is partial is rounded here all the same.
-    """
-    del is_partial
+    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     given = _given(dequantised(operands))
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
+    dtype = jnp.float32 if is_partial else given["query"].dtype
     results = {
-        "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), given["query"].dtype),
+        "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), dtype),
         "lse": jax.ShapeDtypeStruct((*batch, heads, length), jnp.float32),
     }
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
