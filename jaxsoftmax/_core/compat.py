@@ -6,6 +6,7 @@ Mosaic is imported before a kernel may run.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -108,14 +109,20 @@ def reaches_peers(ctx: Any) -> bool:
     mesh: Any = getattr(axes, "mesh", None)
     devices = getattr(axes, "device_assignment", None)
     if devices is None and not isinstance(mesh, jax.sharding.Mesh):
-        try:
-            mesh = jax.sharding.get_mesh()
-        except ValueError:  # JAX refuses inside of a trace
+        mesh = _mesh_that_is_set()
+        if mesh is None:
             return False
     devices = devices or list(mesh.devices.flat)
     if of_module(ctx, "lowering_parameters.for_export") or jax.process_count() > 1:
         return False
     return len(devices) > 1 and [device.id for device in devices] == list(range(len(devices)))
+
+
+def _mesh_that_is_set() -> jax.sharding.Mesh | None:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # JAX refuses inside of a trace
+        return None
 
 
 def unchecked() -> Any:
@@ -129,6 +136,16 @@ def unchecked() -> Any:
 def on_platform(ctx: Any, platform: str) -> Any:
     """A lowering rule's context for what is lowered for this platform alone."""
     return ctx.replace(module_context=ctx.module_context.replace(platforms=(platform,)), platforms=(platform,))
+
+
+def on_mesh_that_is_set(ctx: Any) -> Any:
+    """A lowering rule's context that knows the mesh of `jax.set_mesh`, which JAX does not tell if no operand is on a mesh."""
+    axes, mesh = of_module(ctx, "axis_context"), _mesh_that_is_set()
+    is_unknown = mesh is not None and getattr(axes, "abstract_mesh", mesh) is None
+    if not is_unknown or axes.device_assignment != tuple(mesh.devices.flat):
+        return ctx
+    axes = dataclasses.replace(axes, abstract_mesh=mesh.abstract_mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
 # Kernels.

@@ -216,7 +216,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         names_in, names_out = this.axes(names, len(results), **params)
         joined = _joined(this, params)
         function = sharding.partitioned(on_shard, bare, names_in, names_out, joined, is_even=not this.is_aligned)
-        return mlir.lower_fun(function)(bare, *operands)
+        return mlir.lower_fun(function)(compat.on_mesh_that_is_set(bare), *operands)
 
     def whole(*operands):
         if manual or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing

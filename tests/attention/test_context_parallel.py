@@ -243,7 +243,7 @@ def test_one_device_has_whole_sequences(kind):
 
 
 @X64
-@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
+@pytest.mark.parametrize("kind", ["auto", slow("explicit")])
 def test_a_shard_map_around_may_leave_other_axes(kind):
     """The batch is sharded over an axis that is not that of the map."""
     given, options = case(("causal", "sinks"))
@@ -255,8 +255,27 @@ def test_a_shard_map_around_may_leave_other_axes(kind):
         shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in given.items()}
         local = functools.partial(attend, axis_name="x", context_parallel="ring", return_residual=True, **options)
         over = {"in_specs": (specs,), "out_specs": P(None, "x"), "axis_names": {"x"}}
-        actual = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over)))(shards)
+        compiled = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over))).lower(shards).compile()
+        actual = compiled(shards)
+    assert not counted(compiled.as_text())["all-gather"]
     oracle.assert_same_in_float64(actual, expected)
+
+
+@X64
+@pytest.mark.parametrize("constrained", [False, True])
+def test_operands_may_be_on_no_mesh_where_one_is_set(constrained):
+    given, options = case(("causal",))
+
+    def f(given):
+        if constrained:
+            given = {name: jax.lax.with_sharding_constraint(array, P(None, "x")) for name, array in given.items()}
+        return attend(**given, **options, context_parallel="ring" if constrained else None)
+
+    expected = attend(**given, **options)
+    with jax.set_mesh(mesh_of("auto")):
+        compiled = jax.jit(f).lower(given).compile()
+        oracle.assert_same_in_float64(compiled(given), expected)
+    assert bool(counted(compiled.as_text())["collective-permute"]) == constrained
 
 
 @X64
@@ -473,6 +492,24 @@ def test_kernels_run_on_shards_and_each_is_in_the_program_once(n, count):
     assert "512x512" not in text
 
 
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_whole_queries_of_a_shard_map_run_the_kernels(is_differentiated):
+    mesh = AbstractMesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
+    local = functools.partial(attend, axis_name="x", whole_queries=True)
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "x"), P(None, "x")), out_specs=P())
+    types = [jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for length, heads in ((8, 8), (4096, 2), (4096, 2))]
+    if is_differentiated:
+        f = jax.grad(lambda *given, f=f: jnp.sum(f(*given).astype(jnp.float32) ** 2), (0, 1, 2))
+    text = kernels.lowered_for_cuda(f, *types)
+    kernels.assert_ran(text, "mosaic")
+
+
+@X64
+def test_whole_queries_on_one_device():
+    """An axis of size 1 shares nothing, and its type has to say so."""
+    check("checked", ("causal", "offset"), length=16, whole_queries=True, over={"shape": (1,)})
+
+
 def test_decoding_runs_the_kernel_for_few_queries_on_shards():
     mesh = AbstractMesh((DEVICES,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -575,7 +612,7 @@ def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size
     ("name", "keys"),
     [
         *(pytest.param("mosaic", keys, marks=pytest.mark.gpu) for keys in (512, 8192)),
-        pytest.param("xla", 64, marks=pytest.mark.slow),
+        ("xla", 64),
     ],
 )
 def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(name, keys, is_mapped):

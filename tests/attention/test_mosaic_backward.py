@@ -291,6 +291,28 @@ def test_native_cotangents_in_many_shapes(kind):
     check_case(kind)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(72, 40, 250), (64, 64, 77), (256, 200, 250), (128, 128, 512)], ids=str)
+def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, deterministic):
+    size, value_size, keys = sizes
+    given = forward.arrays(length=130, keys=keys, size=size, value_size=value_size, dtype="bfloat16")
+    names = primitive.ATTENTION_VJP.by_name
+    options = {"target": HOPPER, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    given = dict.fromkeys(names) | {name: jnp.asarray(array) for name, array in given.items()}
+    of_operands = {name: given[name] for name in primitive.ATTENTION.by_name}
+    given["out"], given["lse"] = mosaic.dot_product_attention(**options, **of_operands)
+    given["d_out"] = jnp.asarray(cotangents_like(jax.typeof(given["out"])))
+    more = {"wanted": ("query", "key", "value"), "deterministic": deterministic}
+    whole, parts = (mosaic.dot_product_attention_vjp(**options, **more, is_partial=p, **given) for p in (False, True))
+    assert [part.dtype for part in parts] == [jnp.float32] * 3
+    for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
+        if name == "query" and not deterministic:  # blocks of keys add to it in any order
+            assert np.max(np.abs(oracle.to64(part) - oracle.to64(rounded))) <= 2.0**-7 * np.max(np.abs(oracle.to64(rounded)))
+        else:
+            np.testing.assert_array_equal(part.astype(rounded.dtype), rounded)
+
+
 @st.composite
 def calls(draw):
     """Any features together, in up to some blocks of queries and of keys."""

@@ -1240,6 +1240,8 @@ def test_attention_may_be_transposed_in_its_values_in_which_alone_it_is_linear(o
     (transposed,) = jax.linear_transpose(lambda v: jaxsoftmax.dot_product_attention(q, k, v, **options), v)(cotangent)
     (expected,) = jax.vjp(lambda v: jaxsoftmax.dot_product_attention(q, k, v, **options), v)[1](cotangent)
     np.testing.assert_array_equal(transposed, expected)
+    of_lse = jax.linear_transpose(lambda v: jaxsoftmax.dot_product_attention(q, k, v, return_residual=True, **options)[1], v)
+    np.testing.assert_array_equal(of_lse(random((2, 5, 4), "array", 4))[0], 0)
     with pytest.raises(NotImplementedError, match="linear in value or value_scale alone, and not in query"):
         jax.linear_transpose(lambda q: jaxsoftmax.dot_product_attention(q, k, v, **options), q)(cotangent)
 

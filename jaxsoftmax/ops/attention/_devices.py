@@ -1,6 +1,7 @@
 """Attention whose sequence is cut over devices: what they exchange, and what each computes on its shard.
 
-    ring         each device attends to its own keys and then, step by step, to those of the others, which arrive meanwhile
+    ring         each device attends to its own keys and then, step by step, to those of the others, which arrive meanwhile;
+                 backward its own come last
     all_gather   each device gets all keys, and attends to them once
     all_to_all   each device gets all of the sequence for some of the heads (Ulysses), and attends to it once
     merge        where queries are whole: each device attends to its keys, and the states are merged
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
@@ -354,7 +356,8 @@ class _Work:
         if self.way in ("whole", "all_to_all"):
             found = self._of_whole_sequences(name, wanted, wanted=wanted)
             return [self._summed(*pair).astype(pair[1].dtype) for pair in zip(wanted, found, strict=True)]
-        # Or else XLA would keep the keys that came in the forward pass, to send none a second time.
+        # Or else XLA would keep the keys that came in the forward pass, to send none a second time; or would send them before
+        # `lse` is there, and with it all of that pass.
         names = [name for name in self.given if name in _OF_KEYS or name in ("lse", "d_out", "d_lse")]
         self.given |= dict(zip(names, lax.optimization_barrier([self.given[name] for name in names]), strict=True))
         sums = {}
@@ -412,11 +415,11 @@ class _Work:
     # What an attention of parts takes, and gives.
 
     def _over_keys(self, attend, carry, arrived, *, own_last=False):
-        """`carry, sent = attend(carry, keys, device, parts, shift)` for the keys of each device that matter, own ones first.
+        """`carry, sent = attend(carry, keys, device, parts, shift)` for the keys of each device that matter.
 
-        `sent` is on its way while the next step runs, and then `carry = arrived(carry, sent)`; that of the last step comes back
-        with `carry`. `device` is whose keys they are, None if they are those of all in their order. With `own_last` nothing is
-        on its way when the last step has run.
+        Own ones come first, or last with `own_last`, so that nothing is on its way when the last step has run. `sent` is on its
+        way while the next step runs, and then `carry = arrived(carry, sent)`; that of the last step comes back with `carry`.
+        `device` is whose keys they are, None if they are those of all in their order.
         """
         home, everything = {name: self._in_pieces(name) for name in self.given if name in _OF_KEYS}, slice(None)
         if self.way == "all_gather":
@@ -426,22 +429,22 @@ class _Work:
             return attend(carry, home, self.cols.index, parts, 0)
         own, *others = self._steps()
         steps = [*others, own] if own_last else [own, *others]
-        devices, index, last = self.rows.devices, self.rows.index, None
-        arriving = self._keys_of(steps[0][0], home)
-        for number, (shift, parts) in enumerate(steps):
-            keys = arriving if shift == 0 else _unpacked(arriving, home)
-            # Started before the attention, which runs meanwhile.
-            arriving = self._keys_of(steps[number + 1][0], home) if number + 1 < len(steps) else None
+        shifts = [shift for shift, _ in steps]
+        devices, index, packed, last = self.rows.devices, self.rows.index, _packed(home), None
+        arriving = self._sent_by(shifts[0], packed)
+        for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
+            keys = _unpacked(arriving, home) if shift else home
+            arriving = self._sent_by(following, packed)  # started before the attention, which runs meanwhile
             carry, sent = attend(carry, keys, lax.rem(index - shift + devices, jnp.int32(devices)), parts, shift)
             carry = arrived(carry, last) if last is not None else carry
-            if arriving is not None:  # no keys are sent before others have been attended to: two blocks of them are here
-                carry, arriving, home = lax.optimization_barrier((carry, arriving, home))
+            if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
+                carry, arriving, home, packed = lax.optimization_barrier((carry, arriving, home, packed))
             last = sent
         return carry, last
 
-    def _keys_of(self, shift, home):
-        """The keys of so many devices before, on their way and packed; one's own are here."""
-        return self._sent(_packed(home), self._pairs(shift)) if shift else home
+    def _sent_by(self, shift, packed):
+        """The packed keys of so many devices before, on their way; none of a device's own, or where there is no such step."""
+        return self._sent(packed, self._pairs(shift)) if shift else {}
 
     def _sent(self, arrays, pairs):
         return jax.tree.map(lambda x: lax.ppermute(x, self.rows.axes, pairs), arrays)
@@ -626,7 +629,13 @@ def _padded(x, pieces, count, axis, fill):
 
 
 def _packed(arrays):
-    """Arrays by name as one of each dtype: XLA's scheduler lets one collective at a time run beside kernels."""
+    """Arrays by name as one of each dtype: XLA's scheduler lets one collective at a time run beside kernels.
+
+    As they are where automatic mesh axes may shard them too, of which flat arrays know nothing: XLA would gather them.
+    """
+    mesh = jax.typeof(next(iter(arrays.values()))).sharding.mesh
+    if any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)):
+        return arrays
     found = {}
     for name in sorted(arrays):
         found.setdefault(arrays[name].dtype.name, []).append(arrays[name].ravel())
@@ -635,6 +644,8 @@ def _packed(arrays):
 
 def _unpacked(packed, like):
     """The arrays that were packed, of the names and shapes of others."""
+    if packed.keys() == like.keys():
+        return packed
     found, starts = {}, dict.fromkeys(packed, 0)
     for name in sorted(like):
         dtype, shape, size = like[name].dtype.name, like[name].shape, like[name].size

@@ -108,12 +108,11 @@ def _is_of_bytes(operands):
     return not {"key_scale", "value_scale"}.isdisjoint(operands)
 
 
-def _attention_jvp(operands, tangents, *, return_lse, is_partial=False, **params):
-    partial = {"is_partial": True} if is_partial else {}
+def _attention_jvp(operands, tangents, *, return_lse, **params):
     if _is_of_bytes(operands):
-        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **partial, **params)
-        return _jvp_of(lambda given: attend(dequantised(given)), operands, tangents)
-    results = bind(ATTENTION, operands, return_lse=True, **partial, **params)
+        return _jvp_of(lambda given: bind(ATTENTION, dequantised(given), return_lse=return_lse, **params), operands, tangents)
+    results = bind(ATTENTION, operands, return_lse=True, **params)
+    params.pop("is_partial", None)  # derivatives have no such parameter
     # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
     out, lse = results
@@ -123,20 +122,20 @@ def _attention_jvp(operands, tangents, *, return_lse, is_partial=False, **params
     return (results, tangents_out) if return_lse else (results[:1], tangents_out[:1])
 
 
-def _attention_transpose(cotangents, operands, types, *, return_lse, is_partial=False, **params):
+def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
     """The transpose of attention in the values, in which alone it is linear."""
     if set(types) not in ({"value"}, {"value_scale"}):
         raise NotImplementedError(
             f"dot_product_attention: it is linear in value or value_scale alone, and not in {' and '.join(types)}"
         )
     if _is_of_bytes(operands | types):
-        partial = {"is_partial": True} if is_partial else {}
-        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **partial, **params)
+        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
         return _transpose_of(lambda given: attend(dequantised(given)), cotangents, operands, types)
     operands = operands | {"value": jnp.zeros(types["value"].shape, types["value"].dtype)}
+    params.pop("is_partial", None)
     out, lse = bind(ATTENTION, operands, return_lse=True, **params)
-    saved = {"out": out, "lse": lse, "d_out": cotangents[0].astype(out.dtype)}
-    (d_value,) = bind(ATTENTION_VJP, operands | saved, wanted=("value",), **params)
+    d_out = None if cotangents[0] is None else cotangents[0].astype(out.dtype)
+    (d_value,) = bind(ATTENTION_VJP, operands | {"out": out, "lse": lse, "d_out": d_out}, wanted=("value",), **params)
     return {"value": d_value}
 
 

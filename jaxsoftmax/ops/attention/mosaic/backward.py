@@ -143,9 +143,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Ar
     # Not `jax.new_ref`, whose effect custom_partitioning refuses.
     empty = OrderedDict((name, lax.empty(kind.shape, kind.dtype)) for name, kind in results.items())
     written, results = pl.run_state(run)((written, empty))
-    results = [x.ravel() for x in results.values()]
+    results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
     results, dbias = lax.optimization_barrier((results, written.get("dbias")))
-    dk, dv = jnp.split(*results, 2) if is_partial else results
+    dk, dv = jnp.split(results[0], 2) if is_partial else results
     dk, dv, dq = dk.reshape(shape), dv.reshape(shape), plan.scale * written["dq"]
     found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     found = {name: array.reshape(*plan.batch, *array.shape[1:]) for name, array in found.items()}
