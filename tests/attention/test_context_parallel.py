@@ -644,7 +644,12 @@ def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(na
     truths = forward.truth_of(attention_oracle.attention, name, given, options)
     for actual, truth in zip((out, lse), truths, strict=True):
         assert oracle.error(actual, truth) <= 1
-    backward.assert_right(name, found, given, options, dout, dlse, lse)
+    if not is_mapped:
+        backward.assert_right(name, found, given, options, dout, dlse, lse)
+        return
+    truths = forward.truth_of(backward.tight, name, given, options, dout, dlse)
+    for operand, actual in found.items():  # rounded twice, as the cotangent of a device's part has 16 bits too
+        assert oracle.error(actual, truths[operand]) <= 2, operand
 
 
 # Orders.
