@@ -28,7 +28,11 @@ def arguments(out, **changes):
     ("options", "choices"),
     [
         ({}, ["argmax"]),
-        ({"top_p": 0.9, "vocabulary": 100, "only": "flash", "layers": 1}, ["none", "argmax", "jaxsoftmax", "jax"]),
+        pytest.param(
+            {"top_p": 0.9, "vocabulary": 100, "only": "flash", "layers": 1},
+            ["none", "argmax", "jaxsoftmax", "jax"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

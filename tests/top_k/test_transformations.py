@@ -309,7 +309,7 @@ def spec_of(array):
     return (*spec, *(None,) * (array.ndim - len(spec)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     "spec", cases.quick(P("data"), P(None, "model"), slow=[P(("data", "model")), P("data", "model")]), ids=str
 )
@@ -327,7 +327,7 @@ def test_sharded_rows_are_not_gathered_and_the_samples_are_the_same(spec, kind):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.slow), KINDS[1]], ids=["auto", "explicit"])
 def test_a_kernel_gets_shards_of_rows(kind):
     x = array((8, 40))
     expected = jax.jit(everything)(x)
