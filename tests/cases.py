@@ -1,5 +1,6 @@
 """The one table of implementations, dtypes, shapes, axes and hurtful inputs over which the softmax family is tested."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -85,6 +86,14 @@ def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
         "extremes": np.where(sparse, -largest, largest),
     }
     return {name: np.asarray(array, dtype=jnp.dtype(dtype)) for name, array in arrays.items()}
+
+
+def several(platform: str) -> list[jax.Device]:
+    """The devices of a platform; skips where there is one, as what devices tell each other needs two."""
+    devices = jax.devices(platform)
+    if len(devices) < 2:
+        pytest.skip(f"needs several devices, and JAX sees one of {platform}")
+    return devices
 
 
 def assert_ran(implementation: str, f, *args, without=()) -> None:

@@ -1,5 +1,6 @@
 """Arguments of public functions, checked: an error names the function and the argument, what came, and what is allowed."""
 
+import operator
 import reprlib
 from typing import Any
 
@@ -60,6 +61,16 @@ def flags(function: str, **values: Any) -> list[bool]:
         if not isinstance(value, bool) and not (is_array and np.shape(value) == ()):
             raise TypeError(f"{function}: {name} must be True or False, got {shown(value)}")
     return [bool(value) for value in values.values()]
+
+
+def integer(function: str, name: str, value: Any, kind: str = "a concrete integer") -> int:
+    """An integer, and not a bool, that is known while tracing; `kind` is what the error says of it."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be {kind}, got {shown(value)}") from None
 
 
 def number(function: str, name: str, value: Any, instead: str = "") -> float:

@@ -73,10 +73,10 @@ def _manual_cut(this: Map, kind: Any, axis_name: tuple[str, ...], **params) -> d
     if not axis_name:
         return {}
     names = this.by_name[next(iter(this.by_name))].axes
-    devices, joined = lax.axis_size(axis_name), {axis: axis for axis in params.get("axes", ())[-1:]}
+    joined = {axis: axis for axis in params.get("axes", ())[-1:]}
     if not this.is_aligned:
         joined = {name: names.index(name) - len(names) if name in names else None for name in this.joined}
-    return {name: sharding.Cut(axis_name, 0 if at is None else kind.shape[at] * devices) for name, at in joined.items()}
+    return {name: sharding.Cut.of_part(axis_name, 0 if at is None else kind.shape[at]) for name, at in joined.items()}
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     if is_partitioned:
         names_in, names_out = this.axes(names, len(results), **params)
         joined = _joined(this, params)
-        function = sharding.partitioned(on_shard, bare, names_in, names_out, joined, is_even=not this.is_aligned)
+        function = sharding.partitioned(on_shard, bare, names_in, names_out, joined, is_aligned=this.is_aligned)
         return mlir.lower_fun(function)(compat.on_mesh_that_is_set(bare), *operands)
 
     def whole(*operands):

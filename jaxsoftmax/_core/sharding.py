@@ -35,6 +35,11 @@ class Cut:
     over: tuple[str, ...]
     size: int
 
+    @classmethod
+    def of_part(cls, over: tuple[str, ...], size: int) -> "Cut":
+        """How an axis is sharded evenly, in a `shard_map`, of which each device has a part of this size."""
+        return cls(over, size * lax.axis_size(over))
+
 
 def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
     """The operands of a map as one primitive wants them, and whether their types say how they are cut over devices.
@@ -168,29 +173,30 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def partitioned(
-    function, ctx, names_in: Names, names_out: Names, joined: Sequence[Any] = (), is_even: bool = False
+    function, ctx, names_in: Names, names_out: Names, joined: Sequence[Any] = (), is_aligned: bool = True
 ) -> Callable[..., Any]:
     """`function` of operands whose axes have these names, run on shards.
 
     `function(*shards, over=...)` merges over devices along axes of the names `joined`: it gets a `Cut` by each of these names
-    that is sharded. Along other names results add up over devices; along these too if `is_even`, where they have size 1.
+    that is sharded. Along other names results add up over devices. `is_aligned` says whether the map is: if not, results add up
+    along names of `joined` too, where they have size 1.
 
-    Shards are equal, but on automatic mesh axes along `joined` unless `is_even`: there the last ones may end in padding.
+    Shards are equal, but of an aligned map on automatic mesh axes along `joined`: there the last ones may end in padding.
     """
     if explicit_mesh(ctx.avals_in) is None:
-        return _on_automatic_axes(function, names_in, names_out, joined, is_even)
-    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, joined, is_even)
+        return _on_automatic_axes(function, names_in, names_out, joined, is_aligned)
+    return on_explicit_axes(function, ctx.avals_in, ctx.avals_out, names_in, names_out, joined, is_aligned)
 
 
 def on_explicit_axes(
-    function, avals_in, avals_out, names_in: Names, names_out: Names, joined=(), is_even=True
+    function, avals_in, avals_out, names_in: Names, names_out: Names, joined=(), is_aligned=False
 ) -> Callable[..., Any]:
     """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
     mesh = explicit_mesh(avals_in)
     dims = _dims(avals_in, names_in)
     local = functools.partial(function, over=_cuts(dims, joined, avals_in, names_in))
     return jax.shard_map(
-        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, () if is_even else joined),
+        lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, dims, names_out, joined if is_aligned else ()),
         mesh=mesh,
         in_specs=tuple(_specs(dims, avals_in, names_in)),
         out_specs=_specs(dims, avals_out, names_out),
@@ -199,13 +205,13 @@ def on_explicit_axes(
     )
 
 
-def _on_automatic_axes(function, names_in, names_out, joined, is_even):
+def _on_automatic_axes(function, names_in, names_out, joined, is_aligned):
     from jax.experimental.custom_partitioning import custom_partitioning
 
     call = custom_partitioning(lambda *operands: function(*operands, over={}))  # it takes no keywords
 
     def partition(mesh, operands, results):
-        dims = _dims(operands, names_in, joined if is_even else ())
+        dims = _dims(operands, names_in, () if is_aligned else joined)
         specs_in = tuple(NamedSharding(mesh, spec) for spec in _specs(dims, operands, names_in))
         leaves, structure = jax.tree.flatten(results)
         specs_out = structure.unflatten(NamedSharding(mesh, spec) for spec in _specs(dims, leaves, names_out))
@@ -213,7 +219,7 @@ def _on_automatic_axes(function, names_in, names_out, joined, is_even):
         def on_shard(*shards):
             with on_no_mesh():
                 parts = jax.tree.leaves(function(*shards, over=_cuts(dims, joined, operands, names_in)))
-                return structure.unflatten(_summed(parts, leaves, dims, names_out, () if is_even else joined))
+                return structure.unflatten(_summed(parts, leaves, dims, names_out, joined if is_aligned else ()))
 
         return mesh, on_shard, specs_out, specs_in
 

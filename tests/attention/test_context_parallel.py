@@ -18,7 +18,7 @@ from jaxsoftmax import explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.attention import _devices
 
-from .. import kernels, oracle
+from .. import cases, kernels, oracle
 from . import oracle as attention_oracle
 from . import test_mosaic_backward as backward
 from . import test_values as forward
@@ -577,9 +577,7 @@ def native_case(feature, size):
     ],
 )
 def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size):
-    devices = jax.devices("cpu")[:4] if name == "xla" else jax.devices("gpu")[:4]
-    if len(devices) < 2:
-        pytest.skip("needs several GPUs")
+    devices = cases.several("cpu" if name == "xla" else "gpu")[:4]
     given, options = native_case(feature, size)
     n = None if in_order else len(devices)
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
@@ -616,9 +614,7 @@ def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size
     ],
 )
 def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(name, keys, is_mapped):
-    devices = jax.devices("cpu")[:4] if name == "xla" else jax.devices("gpu")[:4]
-    if len(devices) < 2:
-        pytest.skip("needs several GPUs")
+    devices = cases.several("cpu" if name == "xla" else "gpu")[:4]
     given = forward.arrays(batch=(3,), length=1, keys=keys, heads=8, key_heads=2, size=128, dtype="bfloat16")
     lengths = np.array([keys, keys // 2 + 3, 5], np.int32)  # of one, only the first device has keys
     given |= {"key_value_seq_lengths": lengths, "query_offset": lengths - 1}

@@ -293,8 +293,7 @@ def test_native_gradients_made_anew():
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
 @pytest.mark.parametrize("shape", [(300, 256, 5056, 1), (1025, 128, 32000, 0)], ids=cases.ident)
 def test_native_classes_that_gpus_share(shape, is_mapped):
-    if len(devices := jax.devices("gpu")) < 2:
-        pytest.skip("needs several GPUs, and JAX sees one")
+    devices = cases.several("gpu")
     kind, class_axis = AxisType.Auto if is_mapped else AxisType.Explicit, shape[3]
     mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(kind,), devices=devices)
     hidden, weight, labels = given(*shape, "bfloat16")

@@ -238,9 +238,7 @@ def test_native_labels_that_are_no_class_touch_nothing(dtype):
     "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3, "logits_soft_cap": 30.0}], ids=["plain", "all"]
 )
 def test_native_classes_that_gpus_share_are_within_the_budget(kind, dtype, cols, options):
-    devices = jax.devices("gpu")
-    if len(devices) < 2:
-        pytest.skip("needs several GPUs, and JAX sees one")
+    devices = cases.several("gpu")
     mesh, rng = jax.make_mesh((len(devices),), ("x",), axis_types=(kind,), devices=devices), np.random.default_rng(0)
     x = np.asarray(jnp.asarray(3 * rng.standard_normal((40, cols)), dtype))
     labels, c = rng.integers(0, cols, 40), rng.standard_normal(40).astype(np.float32)

@@ -1374,13 +1374,6 @@ def test_one_of_each_kind(kernel, masked):
 # On several GPUs. They need all of one process.
 
 
-def gpus():
-    devices = jax.devices("gpu")
-    if len(devices) < 2:
-        pytest.skip("needs several GPUs, and JAX sees one")
-    return devices
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -1390,7 +1383,7 @@ def gpus():
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "where"])
 def test_native_rows_that_gpus_share_are_within_the_budget_and_have_the_same_bits(name, kind, dtype, shape, masked):
     """From 8 KiB of a row on each device kernels tell each other their states; below, a collective does."""
-    devices = gpus()
+    devices = cases.several("gpu")
     mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(kind,), devices=devices)
     rng = np.random.default_rng(0)
     x = jnp.asarray(with_hurtful_parts(shape) if shape[0] > 4 else rng.standard_normal(shape), dtype)

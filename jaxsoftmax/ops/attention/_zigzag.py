@@ -1,12 +1,10 @@
 """The zigzag order of a sequence, in which devices that share it have equal work under a causal mask."""
 
 import math
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments
@@ -79,24 +77,15 @@ def position_of(place: Any, length: int, n: int) -> Any:
 
 def check(function: str, name: str, n: Any) -> int:
     """`n` as an integer above 0; raises in the name of a public function and its argument otherwise."""
-    if (number := _integer(function, name, n)) < 1:
+    if (number := arguments.integer(function, name, n, "an int")) < 1:
         raise ValueError(f"{function}: {name} must be at least 1, got {number}")
     return number
 
 
 def _checked(function, x, n, axis):
-    x, n, axis = arguments.array(function, "x", x), check(function, "n", n), _integer(function, "axis", axis)
+    x, n, axis = arguments.array(function, "x", x), check(function, "n", n), arguments.integer(function, "axis", axis, "an int")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{function}: axis must be one of the {x.ndim} of x, got {arguments.shown(axis)}")
     if x.shape[axis] % (2 * n):
         raise ValueError(f"{function}: x must have a multiple of 2 n = {2 * n} along axis {axis}, got shape {x.shape}")
     return x, n, axis % x.ndim
-
-
-def _integer(function, name, value):
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} must be an int, got {arguments.shown(value)}") from None

@@ -783,7 +783,7 @@ def _over_keys(operands, axes, options):
     def run(this, operands, **params):
         return bind(this, operands, implementation=options["implementation"], **params)
 
-    over = {"keys": sharding.Cut(axes, operands["key"].shape[-3] * lax.axis_size(axes))}
+    over = {"keys": sharding.Cut.of_part(axes, operands["key"].shape[-3])}
     params = {name: option for name, option in options.items() if name != "implementation"}
     found = _devices.dot_product_attention(run, **operands, **params, over=over, is_manual=True)
     return lax.psum(found, axes) if lax.axis_size(axes) == 1 else found  # a sum says that all devices have it

@@ -39,4 +39,4 @@ def _jvp(axis_name, params, primals, tangents):
 def cut(shape, axes, axis_name) -> dict[int, Cut]:
     """How rows are sharded along their only axis, of which each device has a part of this shape."""
     (axis,) = axes
-    return {axis: Cut(axis_name, shape[axis] * lax.axis_size(axis_name))}
+    return {axis: Cut.of_part(axis_name, shape[axis])}

@@ -359,7 +359,7 @@ class _Head:
         return bind(this, operands, implementation=self.implementation, **params)
 
     def _over(self, classes: int) -> dict[int, sharding.Cut]:
-        return {1: sharding.Cut(self.axis_name, classes * lax.axis_size(self.axis_name))}
+        return {1: sharding.Cut.of_part(self.axis_name, classes)}
 
     @property
     def is_plain(self) -> bool:

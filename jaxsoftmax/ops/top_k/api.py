@@ -373,7 +373,7 @@ def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, 
         where = arguments.array(function, "where", where, "boolean")
         x = broadcast(function, name, x, "where", where)
         where = lax.expand_dims(where, range(x.ndim - where.ndim))
-    axis = _integer(function, "axis", axis)
+    axis = arguments.integer(function, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         allowed = f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "none, as it needs one"
         what = f"axis {arguments.shown(axis)} is out of range for {name} with {x.ndim} dimensions"
@@ -382,18 +382,9 @@ def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, 
     return sharding.with_whole_rows(jnp.moveaxis(x, axis, -1)), where, axis % x.ndim
 
 
-def _integer(function: str, name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} must be a concrete integer, got {arguments.shown(value)}") from None
-
-
 def _count(function: str, value: Any, size: Any) -> int:
     """`k`, of rows of this size, which may be symbolic."""
-    k = _integer(function, "k", value)
+    k = arguments.integer(function, "k", value)
     if k < 0 or (isinstance(size, int) and k > size):
         raise ValueError(f"{function}: k must be from 0 to {size}, the size of axis, got {arguments.shown(k)}")
     return k
@@ -419,7 +410,7 @@ def _limit(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
     if value is None:
         return None
     if isinstance(value, int | np.integer | float | np.floating | np.bool_):
-        limit = _integer(_CATEGORICAL, "top_k", value)
+        limit = arguments.integer(_CATEGORICAL, "top_k", value)
         if limit < 1:
             raise ValueError(f"{_CATEGORICAL}: top_k must be 1 or more, got {arguments.shown(limit)}")
         return None if limit > _INT32.max or (isinstance(size, int) and limit >= size) else limit
