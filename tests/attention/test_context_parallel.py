@@ -546,6 +546,9 @@ NATIVE = {
     ),
     "dropout": ({}, {"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 3}),
     "bias": ({"bias": (1, 4, 512, 512)}, {}),
+    "mask": ({"mask": (2, 1, 512, 512)}, {}),
+    "deterministic": ({}, {"is_causal": True, "deterministic": True}),
+    "grouped heads": ({}, {"is_causal": True}),
     "lengths": ({"query_seq_lengths": [500, 130], "key_value_seq_lengths": [512, 201]}, {"is_causal": True}),
     "segments": ({"query_segment_ids": None}, {"is_causal": True}),
 }
@@ -553,10 +556,10 @@ NATIVE = {
 
 def native_case(feature, size):
     more, options = NATIVE[feature]
-    given = forward.arrays(length=512, keys=512, key_heads=4, size=size, dtype="bfloat16")
+    given = forward.arrays(length=512, keys=512, key_heads=2 if feature == "grouped heads" else 4, size=size, dtype="bfloat16")
     for name, value in more.items():
-        if name in ("sinks", "bias"):
-            given[name] = forward.random(value, "bias")
+        if name in ("sinks", "bias", "mask"):
+            given[name] = forward.random(value, "mask" if name == "mask" else "bias")
         else:
             given[name] = forward.segments(512, 1) if value is None else np.array(value, np.int32)
     if "query_segment_ids" in given:
