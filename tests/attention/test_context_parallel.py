@@ -477,8 +477,10 @@ def on_abstract_mesh(f, length=2048, heads=4, size=64):
         return kernels.lowered_for_cuda(f, x, x, x)
 
 
-@pytest.mark.parametrize(("n", "count"), [(None, 1), slow(DEVICES, 2)])
-def test_kernels_run_on_shards_and_each_is_in_the_program_once(n, count):
+@pytest.mark.parametrize("n", [None, slow(DEVICES)])
+def test_kernels_run_on_shards_and_each_is_in_the_program_once(n):
+    """The first and the last forward step have kernels of their own. In zigzag order backward a device's own keys have one."""
+
     def f(*operands):
         out = attend(*operands, is_causal=True, context_parallel="ring", zigzag=n)
         return jnp.sum(out.astype(jnp.float32))
@@ -486,7 +488,7 @@ def test_kernels_run_on_shards_and_each_is_in_the_program_once(n, count):
     text = on_abstract_mesh(jax.grad(f, (0, 1, 2)))
     kernels.assert_ran(text, "mosaic")
     names = kernels.kernel_names(text)
-    assert sorted(names) == ["attention_backward_mosaic"] * count + ["attention_forward_mosaic"] * count
+    assert sorted(names) == ["attention_backward_mosaic"] * (2 if n else 1) + ["attention_forward_mosaic"] * 3
     assert "collective_permute" in text
     assert "2048x2048" not in text
     assert "512x512" not in text
@@ -532,8 +534,8 @@ def test_explain_shows_shards():
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
         found = explain(lambda x: attend(x, x, x, context_parallel="ring"), x, platform="cuda")
-    assert [decision.implementation for decision in found] == ["mosaic"]
-    assert found[0].operands[0] == "bfloat16[1,1,512,4,64]"
+    assert [decision.implementation for decision in found] == ["mosaic"] * 3  # of the first, the middle and the last steps
+    assert {decision.operands[0] for decision in found} == {"bfloat16[1,1,512,4,64]"}
 
 
 # Natively, on as many GPUs as there are, up to four: within the budget of one device. The reference runs the same checks.

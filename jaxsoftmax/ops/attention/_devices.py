@@ -33,7 +33,7 @@ from jax.sharding import AxisType
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention._operands import AXES
+from jaxsoftmax.ops.attention._operands import AXES, state_of
 from jaxsoftmax.ops.attention._zigzag import granules, ordered, reordered, start_of
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
@@ -280,6 +280,9 @@ class _Work:
         is_one = self.way == "all_gather"
         sinks = None if is_one else self.given.pop("sinks", None)
 
+        if self.way == "ring":
+            return self._along_ring(name, sinks)
+
         def attend(found, keys, device, parts, shift):
             for part in parts:
                 out, lse = self._attend(name, part, keys, device, return_lse=True, is_partial=self.is_partial or not is_one)
@@ -302,13 +305,36 @@ class _Work:
         out, lse = state.o if self.is_partial else state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
         return [self._joined("out", out), self._joined("lse", lse)]
 
+    def _along_ring(self, name, sinks):
+        """Each part of the keys goes on from the state that those before left; sinks are in the first, with all queries."""
+        last_shift, last_parts = self._steps()[-1]
+
+        def attend(found, keys, device, parts, shift):
+            for part in parts:
+                more = {} if found is None else {"onto": [_sliced(x, part.rows, self.at) for x in found]}
+                extra = {"sinks": jnp.expand_dims(sinks, self.at)} if found is None and sinks is not None else None
+                is_last = shift == last_shift and part == last_parts[-1] and part.rows == slice(None) and not self.is_partial
+                own = self._attend(name, part, keys, device, extra, return_lse=True, is_partial=not is_last, **more)
+                found = own if found is None else [self._replaced(*pair, part) for pair in zip(found, own, strict=True)]
+            return found, None
+
+        (out, lse), _ = self._over_keys(attend, None, lambda found, _: found)
+        out = out if self.is_partial else out.astype(self.given["query"].dtype)
+        return [self._joined("out", out), self._joined("lse", lse)]
+
+    def _replaced(self, x, own, part):
+        """An array of all pieces of the queries with those of a part."""
+        if part.rows == slice(None):
+            return own
+        start, _, _ = part.rows.indices(self.rows.pieces)
+        return lax.dynamic_update_slice_in_dim(x, own, start, self.at)
+
     def _state(self, found):
         """A state, of which out and lse are found."""
         if isinstance(found, online.State):
             return found
         out, lse = found
-        lse = jnp.swapaxes(lse, -1, -2)
-        return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(self.dtype), out.astype(self.dtype))
+        return state_of(out, lse, self.dtype)
 
     def _merged(self, state):
         """The state of the keys of all devices, by one collective where rows are few."""

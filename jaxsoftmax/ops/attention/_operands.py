@@ -1,11 +1,14 @@
 """What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax import online
 from jaxsoftmax._core.operands import Operand
 
 # A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 4 for the two
@@ -94,6 +97,18 @@ def types_without_pages(types):
     return dict.fromkeys(types) | jax.eval_shape(
         without_pages, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in there.items()}
     )
+
+
+def state_of(out, lse, dtype) -> Any:
+    """The state of queries of which out and lse are known."""
+    lse = jnp.swapaxes(lse, -1, -2)
+    return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(dtype), out.astype(dtype))
+
+
+def merged(*found):
+    """Out and lse of all keys, from those of parts of them; out in the dtype of lse."""
+    state: Any = online.finish(functools.reduce(online.merge, [state_of(out, lse, lse.dtype) for out, lse in found]))
+    return state.o, jnp.swapaxes(state.m, -1, -2)
 
 
 def cotangents_of_rows(given, out, lse, d_out, d_lse, window):

@@ -21,6 +21,7 @@ from jaxsoftmax.ops.attention._operands import (
     cotangents_of_rows,
     cotangents_of_sinks,
     dequantised,
+    merged,
     paged,
     types_without_pages,
     without_pages,
@@ -271,17 +272,23 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
 # The primitives.
 
 
-def dot_product_attention(*, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, **operands):
+def dot_product_attention(
+    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, onto=None, **operands
+):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     given = _given(dequantised(operands))
     batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
-    dtype = jnp.float32 if is_partial else given["query"].dtype
+    dtype = jnp.float32 if is_partial or onto is not None else given["query"].dtype
     results = {
         "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), dtype),
         "lse": jax.ShapeDtypeStruct((*batch, heads, length), jnp.float32),
     }
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
-    return _run("forward", given, {"sinks": given.get("sinks")}, results, target, **options)[: 2 if return_lse else 1]
+    found = _run("forward", given, {"sinks": given.get("sinks")}, results, target, **options)
+    if onto is not None:
+        out, lse = merged(onto, found)
+        found = [out if is_partial else out.astype(given["query"].dtype), lse]
+    return found[: 2 if return_lse else 1]
 
 
 def paged_attention(*, target, precision=None, deterministic=False, **given):

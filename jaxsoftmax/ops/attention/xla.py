@@ -30,7 +30,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, paged, without_pages
+from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
 from jaxsoftmax.ops.attention._zigzag import position_of
 
 # Up to how many scores, of all heads, a problem is one tile.
@@ -43,10 +43,11 @@ LARGEST_TILE = 2**26
 ROWS, COLS = 0, 1  # the axes of the scores
 
 
-def dot_product_attention(*, return_lse=True, is_partial=False, **given):
+def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **given):
     """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`.
 
-    With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries.
+    With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries. `onto` are out
+    and lse of other keys, which results are of too then.
     """
     problem = _Problem(**dequantised(given, accumulator(given["query"].dtype)))
     rows, value_size = problem.rows, problem["value"].shape[-1]
@@ -69,9 +70,10 @@ def dot_product_attention(*, return_lse=True, is_partial=False, **given):
         scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
         state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
     state = online.finish(state)
-    out = _heads_last(state.o)
+    out, lse = _heads_last(state.o), lax.collapse(state.m, -3, -1)
+    out, lse = (out, lse) if onto is None else merged(onto, (out, lse))
     out = out if is_partial else out.astype(problem["query"].dtype)
-    return [out, lax.collapse(state.m, -3, -1)] if return_lse else [out]
+    return [out, lse] if return_lse else [out]
 
 
 def paged_attention(**given):

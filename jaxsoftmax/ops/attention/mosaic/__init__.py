@@ -85,15 +85,15 @@ def _of_shapes(given):
 
 
 def dot_product_attention(
-    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, config=None, **operands
+    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, onto=None, config=None, **operands
 ):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
     many, few, _ = GENERATIONS[target.compute_capability[0]]
-    kernel = few if few.serves(operands["query"].shape) and not dropout_rate else many
+    kernel = few if few.serves(operands["query"].shape) and not dropout_rate and onto is None else many
     if kernel is many or not few.serves_as_stored(*(operands[name] for name in ("query", "key", "value"))):
         operands = dequantised(operands)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
-    options["is_partial"] = is_partial
+    options |= {"is_partial": is_partial} | ({} if onto is None else {"onto": onto})
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 

@@ -43,7 +43,7 @@ _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)
 _PING_PONG = 8  # the first of the named barriers for it, one for each consumer; Mosaic GPU uses the ones before
 
 
-def attention(given, *, target, config=None, is_partial=False, **options):
+def attention(given, *, target, config=None, is_partial=False, onto=None, **options):
     """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
@@ -53,15 +53,15 @@ def attention(given, *, target, config=None, is_partial=False, **options):
     if "mask" in given and (reach := blocks.mask_reach(given["mask"], lengths, *sizes)) is not None:
         given["mask_reach"] = reach
     plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
-    out, lse = run(plan, given, target, is_partial)
+    out, lse = run(plan, given, target, is_partial, onto)
     (length, heads, _), batch = plan.query, plan.batch
     return [out.reshape(*batch, length, heads, plan.value_size), lse.reshape(*batch, heads, length)]
 
 
-def run(plan, given, target, is_partial=False):
+def run(plan, given, target, is_partial=False, onto=None):
     """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`.
 
-    With `is_partial` the output is float32.
+    With `is_partial` the output is float32. `onto` are out and lse of other keys, which results are of too then.
     """
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
@@ -71,6 +71,8 @@ def run(plan, given, target, is_partial=False):
     if config.split:
         for name in ("query", "key", "value"):
             refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
+    if onto is not None:
+        refs["onto_out"], refs["onto_lse"] = onto[0].reshape(count * length, heads * plan.value_size), onto[1].ravel()
     if config.split or is_partial:
         dtype = jnp.dtype(jnp.float32)
         out_shape = (count * heads * length, plan.value_size) if plan.is_folded else (count * length, heads * plan.value_size)
@@ -100,7 +102,8 @@ def run(plan, given, target, is_partial=False):
 def _kernel(plan, operands, threads, refs, results, **memory):
     """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
-    tile = _Tile(plan, operands, results, memory)
+    onto = (refs["onto_out"], refs["onto_lse"]) if "onto_out" in refs else None
+    tile = _Tile(plan, operands, results, memory, onto)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
     own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
@@ -145,6 +148,7 @@ class _Tile:
     operands: dict[str, Operand]
     results: dict[str, Any]
     memory: dict[str, Any]
+    onto: Any  # out and lse of other keys, or None
 
     def look_up(self, number) -> list[Any]:
         """What operands say of a tile: its lengths and ranges, as far as there are any."""
@@ -506,12 +510,15 @@ class _Rows:
     def attend(self, steps, o_acc):
         """Pushes the key blocks and stores the rows; the first key block is that of step `steps`."""
         memory, stage = self.memory, self.tile.stage
+        start, o = self._start()
         plgpu.barrier_wait(memory["q_full"].at[self.consumer])
         s, masks = pl.run_scoped(functools.partial(self._multiply_first, steps), plgpu.ACC(self.shape, jnp.float32))
         plgpu.barrier_arrive(memory["k_empty"].at[stage(steps)])
         mask, following = (self._packed(mask) for mask in masks)
         s = self._scores(s, mask, self.high - 1, banded=True)
-        state, _, weights = self._push(self._start(), s)
+        state, factor, weights = self._push(start, s)
+        if o is not None:
+            o_acc[...] = products.scale_rows(o, factor)
         pl.when(self.count > 1)(lambda: self._wait_for_keys(steps + 1))
         carry = (state.m, state.d, self._rounded(self._kept(weights, self.high - 1)), following)
         whole = self.tile.seen_whole(self.place, self.first, ROWS) if self.is_banded else None
@@ -601,12 +608,19 @@ class _Rows:
 
     # Scores and weights.
 
-    def _start(self) -> State:
-        """The state before the first key: that of the sink, if there is one."""
-        state = online.identity(())
-        if "sinks" in self.operands:
+    def _start(self):
+        """The state before the first key, of other keys or of the sink, if there are any; and its sums of values, or None."""
+        state, o = online.identity(()), None
+        if self.tile.onto is not None:
+            (length, _, _), size, (out, lse) = self.plan.query, self.plan.value_size, self.tile.onto
+            place, left = (self.place.b * length + self.first, self.place.head * size), length - self.first
+            o = products.load_product(out, *place, (left, size), (ROWS, self.plan.sizes[1]), varies=(True, True))
+            lse = products.load_product_rows(lse, self.tile.row(self.place, self.first), left, self.shape)
+            state = online.lift_log2(lse, headroom=self.headroom, unit=self.unit)
+            o = o * ((1 - self.plan.dropout_rate) * 2.0**self.headroom)
+        elif "sinks" in self.operands:
             state = online.lift_log2(self._sinks(), headroom=self.headroom, unit=self.unit)
-        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d)))
+        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))), o
 
     def _sinks(self):
         """The sinks of the rows, or the one of all; that of the first split alone."""
