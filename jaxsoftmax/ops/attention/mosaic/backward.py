@@ -52,7 +52,9 @@ def unsupported(given, wanted, deterministic) -> str | None:
     return None
 
 
-def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministic, is_partial=False, config=None, **options):
+def attention_vjp(
+    given, out, lse, d_out, d_lse, *, target, wanted, deterministic, is_partial=False, onto=None, config=None, **options
+):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
     static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
@@ -69,14 +71,14 @@ def attention_vjp(given, out, lse, d_out, d_lse, *, target, wanted, deterministi
             config=config or own_config,
         )
         given_to_kernel = {name: given[name] for name in given if name in plan.names}
-        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target, is_partial)
+        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target, is_partial, onto)
     if "sinks" in wanted:
         found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
     found = [summed_to(found[name], given[name].shape) for name in wanted]
     return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
 
 
-def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Array]:
+def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, jax.Array]:
     """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
     count, (length, heads, head_size), (keys, key_heads, _) = math.prod(plan.batch), plan.query, plan.key
     value_size, itself = given["value"].shape[-1], ("query", "key", "value")
@@ -112,7 +114,12 @@ def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Ar
     threads = min(target.multiprocessors, plan.count)  # blocks of them
     if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
-    written = OrderedDict(dq=jnp.zeros((count, length + -length % 8, heads, plan.size), jnp.float32))  # in place
+    shape = plan.batch + plan.query
+    if onto is None:
+        onto = jnp.zeros(shape, jnp.float32)
+    elif onto.shape != shape:  # queries that entries of the batch share: with the first of them
+        onto = lax.pad(onto, 0.0, [(0, size - own, 0) for size, own in zip(shape, onto.shape, strict=True)])
+    written = OrderedDict(dq=whole(onto, plan.query))  # in place
     if plan.deterministic:
         written["turns"] = jnp.zeros((count * heads * plan.blocks_q,), jnp.int32)
         if plan.varying:
@@ -146,7 +153,8 @@ def _run(plan, given, lse, delta, d_out, target, is_partial) -> dict[str, jax.Ar
     results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
     results, dbias = lax.optimization_barrier((results, written.get("dbias")))
     dk, dv = jnp.split(results[0], 2) if is_partial else results
-    dk, dv, dq = dk.reshape(shape), dv.reshape(shape), plan.scale * written["dq"]
+    dk, dv, dq = dk.reshape(shape), dv.reshape(shape), written["dq"]
+    dq = dq if is_partial else plan.scale * dq
     found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     found = {name: array.reshape(*plan.batch, *array.shape[1:]) for name, array in found.items()}
     return found | ({"bias": dbias.reshape(given["bias"].shape)} if plan.adds_bias else {})

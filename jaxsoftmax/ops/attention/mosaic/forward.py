@@ -148,7 +148,7 @@ class _Tile:
     operands: dict[str, Operand]
     results: dict[str, Any]
     memory: dict[str, Any]
-    onto: Any  # out and lse of other keys, or None
+    onto: Any = None  # out and lse of other keys
 
     def look_up(self, number) -> list[Any]:
         """What operands say of a tile: its lengths and ranges, as far as there are any."""
