@@ -455,8 +455,9 @@ class _Work:
         own, *others = self._steps()
         steps = [*others, own] if own_last else [own, *others]
         shifts = [shift for shift, _ in steps]
-        devices, index, packed, last = self.rows.devices, self.rows.index, _packed(home), None
-        arriving = self._sent_by(shifts[0], packed)
+        devices, index, last = self.rows.devices, self.rows.index, None
+        arriving = self._sent_by(shifts[0], home)
+        packed = _packed(home) if any(shifts[1:]) else {}
         for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
             keys = _unpacked(arriving, home) if shift else home
             arriving = self._sent_by(following, packed)  # started before the attention, which runs meanwhile
@@ -507,13 +508,14 @@ class _Work:
         rows = self.rows.starts(self.rows.index)[part.rows]
         cols, places = (zero, None) if device is None else (f(device)[part.cols] for f in (self.cols.starts, self.cols.places))
         ones, given = (1,) * self.at, dict(extra or {})
+        pieces = 2 if part.halves and name == primitive.ATTENTION.name else None
         for operand, x in self.given.items():
             if operand in _OF_KEYS:
                 given[operand] = _sliced(keys[operand], part.cols, self.at)
             elif operand in _OF_QUERIES:
-                given[operand] = _sliced(self._in_pieces(operand), part.rows, self.at)
+                given[operand] = _sliced(self._in_pieces(operand, pieces), part.rows, self.at)
             elif operand in _OF_BOTH:
-                given[operand] = self._columns(self._in_pieces(operand), part, places)
+                given[operand] = self._columns(self._in_pieces(operand, pieces), part, places)
             elif operand in ("query_lengths", "key_lengths"):
                 start = rows if operand == "query_lengths" else cols
                 given[operand] = x[..., None] - start.reshape(*ones, -1)
@@ -523,6 +525,14 @@ class _Work:
                 given[operand] = jnp.expand_dims(x, self.at) + starts.reshape(*ones, -1, 1, 4)
             elif operand != "query_offset":
                 given[operand] = jnp.expand_dims(x, self.at)
+        if pieces:  # early queries and late ones are entries of a batch, which costs kernels less than segments
+            size, is_behind = self.cols.length, device < self.rows.index
+            lengths = jnp.where(is_behind, np.array([size // 2] * 2, np.int32), np.array([0, size], np.int32))
+            given["key_lengths"] = lengths.reshape(*ones, 2)
+            onto = zip(("out", "lse"), more["onto"], strict=True)
+            more["onto"] = [self._cut(result, jnp.squeeze(x, self.at), pieces) for result, x in onto]
+            found = zip(("out", "lse"), self.run(name, given, part.window, **more), strict=True)
+            return [jnp.expand_dims(self._joined(result, x), self.at) for result, x in found]
         if part.halves:
             early = lax.iota(np.int32, self.rows.length) < self.rows.length // 2
             given["query_segments"] = (early & (device > self.rows.index)).astype(np.int32).reshape(*ones, 1, -1)
@@ -536,14 +546,18 @@ class _Work:
         axes = AXES[name]
         return self.given[name].ndim - len(axes) + axes.index(letter)
 
-    def _in_pieces(self, name):
+    def _in_pieces(self, name, pieces=None):
         """An operand, with an axis of pieces behind the batch: 1 where it does not vary along what is cut."""
-        x = self.given[name]
-        cut, letter = (self.cols, "S") if name in _OF_KEYS else (self.rows, "T")
-        axis = self._axis(name, letter)
+        cut = self.cols if name in _OF_KEYS else self.rows
+        return self._cut(name, self.given[name], pieces or cut.pieces)
+
+    def _cut(self, name, x, pieces):
+        """The same of an operand or result."""
+        axes = AXES[name]
+        axis = x.ndim - len(axes) + axes.index("S" if name in _OF_KEYS else "T")
         if x.shape[axis] == 1:
             return jnp.expand_dims(x, self.at)
-        x = x.reshape(*x.shape[:axis], cut.pieces, cut.size, *x.shape[axis + 1 :])
+        x = x.reshape(*x.shape[:axis], pieces, x.shape[axis] // pieces, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, self.at)
 
     def _joined(self, name, x):
