@@ -17,4 +17,4 @@ def tanh(x):
     square = x * x
     series = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
     series = (series * square + 1.33314422036e-1) * square - 3.33332819422e-1
-    return tl.where(tl.abs(x) < 0.625, x + x * square * series, 1 - 2 / (1 + tl.exp2((2 * LOG2E) * x)))
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E))))

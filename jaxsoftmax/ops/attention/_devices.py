@@ -456,7 +456,7 @@ class _Work:
         steps = [*others, own] if own_last else [own, *others]
         shifts = [shift for shift, _ in steps]
         devices, index, last = self.rows.devices, self.rows.index, None
-        arriving = self._sent_by(shifts[0], home)
+        arriving = self._sent_by(shifts[0], home)  # as they are: the first step waits for them
         packed = _packed(home) if any(shifts[1:]) else {}
         for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
             keys = _unpacked(arriving, home) if shift else home
@@ -468,9 +468,9 @@ class _Work:
             last = sent
         return carry, last
 
-    def _sent_by(self, shift, packed):
-        """The packed keys of so many devices before, on their way; none of a device's own, or where there is no such step."""
-        return self._sent(packed, self._pairs(shift)) if shift else {}
+    def _sent_by(self, shift, keys):
+        """The keys of so many devices before, on their way; none of a device's own, or where there is no such step."""
+        return self._sent(keys, self._pairs(shift)) if shift else {}
 
     def _sent(self, arrays, pairs):
         return jax.tree.map(lambda x: lax.ppermute(x, self.rows.axes, pairs), arrays)
