@@ -19,6 +19,7 @@ from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.attention import _devices
 
 from .. import cases, kernels, oracle
+from ..core import xla_cuda
 from . import oracle as attention_oracle
 from . import test_mosaic_backward as backward
 from . import test_values as forward
@@ -395,6 +396,27 @@ def shapes_in(text):
 
 
 @X64
+@pytest.mark.parametrize("which", ["ring", "keys"])
+def test_a_batch_of_sinks_alone(which):
+    """Steps behind the first have no sinks, and so would not know of their batch."""
+    given, options = case(("sinks",))
+    sinks, mesh = np.stack([given.pop("sinks")] * 2) + np.arange(2)[:, None], mesh_of("explicit")
+    specs = {name: P() if which == "keys" and name == "query" else P(None, "x") for name in given}
+    options |= {"context_parallel": "ring"} if which == "ring" else {}
+
+    def f(given):
+        def one(sinks):
+            return attend(**given, **options, sinks=sinks, return_residual=True)
+
+        return with_gradients(lambda moving: jax.vmap(one)(moving["sinks"]))({"sinks": sinks})
+
+    expected = jax.jit(f)(given)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(f)({name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()})
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), actual, expected)
+
+
+@X64
 @pytest.mark.parametrize("n", [None, DEVICES])
 def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n):
     given, options = case(("causal",), length=16 * 7, keys=16 * 9)
@@ -479,7 +501,7 @@ def on_abstract_mesh(f, length=2048, heads=4, size=64):
 
 
 @pytest.mark.parametrize("n", [None, slow(DEVICES)])
-def test_kernels_run_on_shards_and_each_is_in_the_program_once(n):
+def test_kernels_run_on_shards_and_steps_alike_have_one(n):
     """The first and the last forward step have kernels of their own. In zigzag order backward a device's own keys have one."""
 
     def f(*operands):
@@ -530,6 +552,29 @@ def test_decoding_runs_the_kernel_for_few_queries_on_shards():
     assert text.count("stablehlo.all_gather") == 1
 
 
+def test_derivatives_that_are_written_in_place_are_not_fused_with_slices():
+    """XLA makes one fusion of a kernel and contiguous slices of its operands, as in a batch of one: it writes elsewhere."""
+    if isinstance(reason := xla_cuda.sharding(), str):
+        pytest.skip(reason)
+    if jax.default_backend() == "gpu":
+        pytest.skip("the compiler sees the GPUs that are there")
+    mesh = jax.sharding.Mesh(xla_cuda.mesh((2,), ("x",)).devices, ("x",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+
+    def f(*operands):  # late queries and early keys have a kernel of their own, which takes a part of the sums
+        out = attend(*operands, local_window_size=(700, 0), context_parallel="ring", zigzag=2)
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(f, (0, 1, 2))).lower(x, x, x).compile().as_text()
+    functions, main = text.split("\nENTRY ")
+    calls = [
+        [line for line in part.splitlines() if " custom-call(" in line and "attention_backward" in line]
+        for part in (functions, main)
+    ]
+    assert [len(own) for own in calls] == [0, 4]
+
+
 def test_explain_shows_shards():
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh):
@@ -552,6 +597,7 @@ NATIVE = {
     "mask": ({"mask": (2, 1, 512, 512)}, {}),
     "deterministic": ({}, {"is_causal": True, "deterministic": True}),
     "grouped heads": ({}, {"is_causal": True}),
+    "window, one entry": ({}, {"local_window_size": (150, 0)}),
     "lengths": ({"query_seq_lengths": [500, 130], "key_value_seq_lengths": [512, 201]}, {"is_causal": True}),
     "segments": ({"query_segment_ids": None}, {"is_causal": True}),
 }
@@ -559,7 +605,8 @@ NATIVE = {
 
 def native_case(feature, size):
     more, options = NATIVE[feature]
-    given = forward.arrays(length=512, keys=512, key_heads=2 if feature == "grouped heads" else 4, size=size, dtype="bfloat16")
+    batch, key_heads = (1,) if feature == "window, one entry" else (2,), 2 if feature == "grouped heads" else 4
+    given = forward.arrays(batch, length=512, keys=512, key_heads=key_heads, size=size, dtype="bfloat16")
     for name, value in more.items():
         if name in ("sinks", "bias", "mask"):
             given[name] = forward.random(value, "mask" if name == "mask" else "bias")
@@ -589,7 +636,7 @@ def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
     own = ordered(given, n)
     dout, dlse = backward.cotangents_like(
-        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 4), jnp.float32))
+        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct(given["query"].shape[:-1], jnp.float32))
     )
     with jax.set_mesh(mesh):
         shards = {k: jax.device_put(a, NamedSharding(mesh, spec_of(k, a, "x"))) for k, a in own.items()}

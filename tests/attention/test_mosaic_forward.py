@@ -781,11 +781,11 @@ def test_attention_alone_is_the_kernels_in_both_directions():
 PARTS = [("bfloat16", 64, 64), ("bfloat16", 128, 128), ("float16", 72, 40), ("bfloat16", 256, 200), ("float32", 64, 64)]
 
 
-def of_parts(query, keys, values):
+def of_parts(query, keys, vectors):
     absent = dict.fromkeys(primitive.ATTENTION.by_name)
     options = {"target": HOPPER, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
     found = None
-    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+    for i, (key, value) in enumerate(zip(keys, vectors, strict=True)):
         part = absent | {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
         found = mosaic.dot_product_attention(**options, **part, is_partial=i + 1 < len(keys), onto=found)
     return found

@@ -350,7 +350,7 @@ def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key
         assert oracle.error(actual, truth) <= 1
     tight = functools.partial(attention_oracle.cotangents, tight=name != "xla" and query.dtype != np.float32)
     truths = truth_of(tight, name, given, public, d_out, d_lse)
-    for n, x in zip(wanted, found, strict=False):
+    for n, x in zip(wanted, found, strict=True):
         assert oracle.error(x, truths[n]) <= 1, n
 
 

@@ -6,13 +6,13 @@
     all_to_all   each device gets all of the sequence for some of the heads (Ulysses), and attends to it once
     merge        where queries are whole: each device attends to its keys, and the states are merged
 
-A state is `(lse, out)`; those of parts of the keys are merged with `online`. With the log-sum-exp and `delta` of whole rows,
-derivatives of parts add up. A device adds up those of its queries; those of keys that visit it go straight home, where they are
-added in the order of the steps: equal bits run after run.
+A state is `(lse, out)`. In a ring each step goes on from that of those before; else those of parts of the keys are merged with
+`online`. With the log-sum-exp and `delta` of whole rows, derivatives of parts add up. A device adds up those of its queries;
+those of keys that visit it go straight home, where they are added in the order of the steps: equal bits run after run.
 
 A shard is cut into pieces of neighbouring positions: one, or two where the sequence is in zigzag order. A kernel counts
 positions from the first key that it is given: `query_offset`, lengths and seeds say where that is. They are not known while
-lowering, so all steps run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective
+lowering, so steps alike run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective
 that runs beside them has some of the multiprocessors.
 
 Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Brandon et al.
@@ -219,8 +219,8 @@ class _Work:
     def _is_halved(self) -> bool:
         """Whether keys of others are seen by halves: in zigzag order, if nothing but a causal mask depends on positions.
 
-        All queries see the early keys of a device before, and late queries all keys of one behind. Segments say so: nothing is
-        copied, and a kernel is called once. On its own shard a query sees keys as wherever positions grow.
+        All queries see the early keys of a device before, and late queries all keys of one behind. Lengths say so, backward
+        segments: nothing is copied, and a kernel is called once. On its own shard a query sees keys as wherever positions grow.
         """
         if self.rows.zigzag is None or self.window != (None, 0) or self.rows.size != self.cols.size:
             return False
@@ -279,25 +279,22 @@ class _Work:
             return self._of_whole_sequences(name, ("out", "lse"), return_lse=True, is_partial=self.is_partial)
         is_one = self.way == "all_gather"
         sinks = None if is_one else self.given.pop("sinks", None)
-
+        if sinks is not None:  # which not all steps have: their batch is that of the queries
+            query = self.given["query"]
+            batch = jnp.broadcast_shapes(query.shape[: self.at], sinks.shape[: self.at])
+            self.given["query"] = jnp.broadcast_to(query, (*batch, *query.shape[self.at :]))
         if self.way == "ring":
-            return self._along_ring(name, sinks)
+            return self._along_ring(sinks)
 
-        def attend(found, keys, device, parts, shift):
-            for part in parts:
-                out, lse = self._attend(name, part, keys, device, return_lse=True, is_partial=self.is_partial or not is_one)
-                found = [*found, (self._in_rows(out, part), self._in_rows(lse, part, -jnp.inf))]
-                if len(found) == 3:  # few passes over few arrays
-                    found = [functools.reduce(online.merge, map(self._state, found))]
-            return found, None
+        def attend(_, keys, device, parts, shift):
+            options = {"return_lse": True, "is_partial": self.is_partial or not is_one}
+            return [self._attend(name, part, keys, device, **options) for part in parts], None
 
-        found, _ = self._over_keys(attend, [], lambda found, _: found)
+        found, _ = self._over_keys(attend, None, lambda found, _: found)
         if is_one:
             ((out, lse),) = found
             return [self._joined("out", out), self._joined("lse", lse)]
-        state = functools.reduce(online.merge, map(self._state, found))
-        if self.way == "merge":
-            state = self._merged(state)
+        state = self._merged(functools.reduce(online.merge, [state_of(out, lse, self.dtype) for out, lse in found]))
         if sinks is not None:  # keys without a value
             m = jnp.broadcast_to(jnp.expand_dims(sinks, (self.at, self.at + 1)).astype(self.dtype), state.m.shape)
             state = online.merge(state, online.State(m, jnp.ones_like(m), jnp.zeros_like(cast(jax.Array, state.o))))
@@ -305,7 +302,7 @@ class _Work:
         out, lse = state.o if self.is_partial else state.o.astype(self.given["query"].dtype), jnp.swapaxes(state.m, -1, -2)
         return [self._joined("out", out), self._joined("lse", lse)]
 
-    def _along_ring(self, name, sinks):
+    def _along_ring(self, sinks):
         """Each part of the keys goes on from the state that those before left; sinks are in the first, with all queries."""
         last_shift, last_parts = self._steps()[-1]
 
@@ -314,7 +311,8 @@ class _Work:
                 more = {} if found is None else {"onto": [_sliced(x, part.rows, self.at) for x in found]}
                 extra = {"sinks": jnp.expand_dims(sinks, self.at)} if found is None and sinks is not None else None
                 is_last = shift == last_shift and part == last_parts[-1] and part.rows == slice(None) and not self.is_partial
-                own = self._attend(name, part, keys, device, extra, return_lse=True, is_partial=not is_last, **more)
+                more |= {"return_lse": True, "is_partial": not is_last}
+                own = self._attend(primitive.ATTENTION.name, part, keys, device, extra, **more)
                 found = own if found is None else [self._replaced(*pair, part) for pair in zip(found, own, strict=True)]
             return found, None
 
@@ -329,13 +327,6 @@ class _Work:
         start, _, _ = part.rows.indices(self.rows.pieces)
         return lax.dynamic_update_slice_in_dim(x, own, start, self.at)
 
-    def _state(self, found):
-        """A state, of which out and lse are found."""
-        if isinstance(found, online.State):
-            return found
-        out, lse = found
-        return state_of(out, lse, self.dtype)
-
     def _merged(self, state):
         """The state of the keys of all devices, by one collective where rows are few."""
         axes, devices, finished = self.cols.axes, self.cols.devices, online.finish(state)
@@ -348,7 +339,7 @@ class _Work:
             else:
                 both = lax.all_gather(both, axes)
             o, m = jnp.split(both, [o.shape[-1]], -1)
-            states = [self._state((o[i], jnp.swapaxes(m[i, ..., 0], -1, -2))) for i in range(self.cols.devices)]
+            states = [state_of(o[i], jnp.swapaxes(m[i, ..., 0], -1, -2), self.dtype) for i in range(self.cols.devices)]
             return functools.reduce(online.merge, states)
         top = lax.pmax(lax.stop_gradient(m), axes)
         return online.State(top, *lax.psum(online.rescale(finished, top)[1:], axes))
@@ -487,7 +478,7 @@ class _Work:
         """The keys of all devices in their order; masks and biases get it too."""
         found, order = {}, self.cols.zigzag
         for name, x in self.given.items():
-            axis = self._axis(name, "S") if name in _OF_KEYS else x.ndim - 1
+            axis = _sequence(name, x) if name in _OF_KEYS else x.ndim - 1
             if name in _OF_KEYS:
                 x = lax.all_gather(x, self.cols.axes, axis=axis, tiled=True) if self.cols.axes else x
                 x = ordered(x, order, axis) if order else x
@@ -542,10 +533,6 @@ class _Work:
             given["query_offset"] = offset + (rows - cols).reshape(*ones, -1)
         return self.run(name, given, part.window, **more)
 
-    def _axis(self, name, letter):
-        axes = AXES[name]
-        return self.given[name].ndim - len(axes) + axes.index(letter)
-
     def _in_pieces(self, name, pieces=None):
         """An operand, with an axis of pieces behind the batch: 1 where it does not vary along what is cut."""
         cut = self.cols if name in _OF_KEYS else self.rows
@@ -553,8 +540,7 @@ class _Work:
 
     def _cut(self, name, x, pieces):
         """The same of an operand or result."""
-        axes = AXES[name]
-        axis = x.ndim - len(axes) + axes.index("S" if name in _OF_KEYS else "T")
+        axis = _sequence(name, x)
         if x.shape[axis] == 1:
             return jnp.expand_dims(x, self.at)
         x = x.reshape(*x.shape[:axis], pieces, x.shape[axis] // pieces, *x.shape[axis + 1 :])
@@ -562,17 +548,16 @@ class _Work:
 
     def _joined(self, name, x):
         """The inverse, of results too."""
-        axes = AXES[name]
-        axis = x.ndim - len(axes) + axes.index("S" if name in _OF_KEYS else "T")  # behind which there is no axis of pieces
+        axis = _sequence(name, x)
         x = jnp.moveaxis(x, self.at, axis - 1)
         return x.reshape(*x.shape[: axis - 1], x.shape[axis - 1] * x.shape[axis], *x.shape[axis + 1 :])
 
-    def _in_rows(self, x, part, fill=0.0):
-        """A result for some pieces of queries as one for all, with `fill` for the others."""
-        return _padded(x, part.rows, self.rows.pieces, self.at, fill)
+    def _in_rows(self, x, part):
+        """A result for some pieces of queries as one for all, 0 for the others."""
+        return _padded(x, part.rows, self.rows.pieces, self.at)
 
     def _in_cols(self, x, part):
-        return x if self.way == "all_gather" else _padded(x, part.cols, self.cols.pieces, self.at, 0.0)
+        return x if self.way == "all_gather" else _padded(x, part.cols, self.cols.pieces, self.at)
 
     def _columns(self, x, part, places):
         """The columns of a mask or bias that belong to the keys of a part, for each of its pieces."""
@@ -589,7 +574,7 @@ class _Work:
             return sums + x
         does_vary = sums.shape[self.at] > 1
         if sums.shape[-1] == 1:
-            return sums + (_padded(x, part.rows, self.rows.pieces, self.at, 0.0) if does_vary else x)
+            return sums + (_padded(x, part.rows, self.rows.pieces, self.at) if does_vary else x)
         places = self.cols.places(device)[part.cols]
         for i in range(places.shape[0]):
             block, start = x if places.shape[0] == 1 else _piece(x, i, self.at), [np.int32(0)] * x.ndim
@@ -649,6 +634,12 @@ def _add(sums, name, x):
     sums[name] = sums[name] + x if name in sums else x
 
 
+def _sequence(name, x):
+    """The axis of an operand or result along which it is cut; an axis of pieces would be before it."""
+    axes = AXES[name]
+    return x.ndim - len(axes) + axes.index("S" if name in _OF_KEYS else "T")
+
+
 def _sliced(x, pieces, axis):
     """Some pieces of an array, all if it does not vary along them."""
     start, stop, _ = pieces.indices(x.shape[axis])
@@ -659,12 +650,12 @@ def _piece(x, i, axis):
     return _sliced(x, slice(i, i + 1), axis)
 
 
-def _padded(x, pieces, count, axis, fill):
-    """An array of some of so many pieces, with `fill` for the others."""
+def _padded(x, pieces, count, axis):
+    """An array of some of so many pieces, 0 for the others."""
     start, stop, _ = pieces.indices(count)
     widths = [(0, 0, 0)] * x.ndim
     widths[axis] = (start, count - stop, 0)
-    return x if stop - start == count else lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+    return x if stop - start == count else lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
 def _packed(arrays):

@@ -1,6 +1,5 @@
-"""What the operands and results of attention are, the axes that they have behind those of the batch, and cotangents of rows."""
+"""What the operands and results of attention are, the axes that they have behind those of the batch, states, and cotangents."""
 
-import functools
 import math
 from typing import Any
 
@@ -105,9 +104,9 @@ def state_of(out, lse, dtype) -> Any:
     return online.State(lse, jnp.where(lse == -jnp.inf, 0, 1).astype(dtype), out.astype(dtype))
 
 
-def merged(*found):
-    """Out and lse of all keys, from those of parts of them; out in the dtype of lse."""
-    state: Any = online.finish(functools.reduce(online.merge, [state_of(out, lse, lse.dtype) for out, lse in found]))
+def merged(one, other):
+    """Out and lse of all keys, from those of two parts of them; out in the dtype of lse."""
+    state: Any = online.finish(online.merge(*[state_of(out, lse, lse.dtype) for out, lse in (one, other)]))
     return state.o, jnp.swapaxes(state.m, -1, -2)
 
 
@@ -125,8 +124,9 @@ def cotangents_of_rows(given, out, lse, d_out, d_lse, window):
         if "sinks" in given:
             sink = given["sinks"].astype(jnp.float32)[..., None]
             # Kernels make it a power of two and back, in float16 with 13 taken off: at most one `eps` of the size was seen.
-            size = jnp.abs(sink) + (16 if out.dtype == jnp.float16 else 1)
-            is_sink = (lse == sink) | (jnp.abs(lse - sink) <= 2 * jnp.finfo(jnp.float32).eps * size)
+            # With those 13 each step of a ring rounds anew: 64 steps make 13 `eps`.
+            size, steps = (jnp.abs(sink) + 16, 16) if out.dtype == jnp.float16 else (jnp.abs(sink) + 1, 2)
+            is_sink = (lse == sink) | (jnp.abs(lse - sink) <= steps * jnp.finfo(jnp.float32).eps * size)
             alone |= is_sink & jnp.all(out == 0, -1).mT
         d_out, delta = jnp.where(alone.mT[..., None], 0, d_out), jnp.where(alone, 0, delta)
     if d_lse is not None:

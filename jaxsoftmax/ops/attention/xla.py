@@ -165,7 +165,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
         sums["sinks"] = (-problem.weight_of_sink() * delta)[..., None]
-    for name in {"key"} if is_partial else {"query", "key"}:
+    for name in ("key",) if is_partial else ("query", "key"):
         if name in sums:
             sums[name] *= problem.scale
     found = [_ungrouped(name, sums[name], given[name].shape) for name in wanted]

@@ -119,7 +119,7 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
         onto = jnp.zeros(shape, jnp.float32)
     elif onto.shape != shape:  # queries that entries of the batch share: with the first of them
         onto = lax.pad(onto, 0.0, [(0, size - own, 0) for size, own in zip(shape, onto.shape, strict=True)])
-    written = OrderedDict(dq=whole(onto, plan.query))  # in place
+    written = OrderedDict(dq=lax.optimization_barrier(whole(onto, plan.query)))  # in place; it may be a slice too
     if plan.deterministic:
         written["turns"] = jnp.zeros((count * heads * plan.blocks_q,), jnp.int32)
         if plan.varying:
@@ -151,10 +151,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     empty = OrderedDict((name, lax.empty(kind.shape, kind.dtype)) for name, kind in results.items())
     written, results = pl.run_state(run)((written, empty))
     results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
-    results, dbias = lax.optimization_barrier((results, written.get("dbias")))
+    results, dq, dbias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
     dk, dv = jnp.split(results[0], 2) if is_partial else results
-    dk, dv, dq = dk.reshape(shape), dv.reshape(shape), written["dq"]
-    dq = dq if is_partial else plan.scale * dq
+    dk, dv, dq = dk.reshape(shape), dv.reshape(shape), dq if is_partial else plan.scale * dq
     found = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     found = {name: array.reshape(*plan.batch, *array.shape[1:]) for name, array in found.items()}
     return found | ({"bias": dbias.reshape(given["bias"].shape)} if plan.adds_bias else {})
