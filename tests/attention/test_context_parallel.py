@@ -554,10 +554,7 @@ def test_decoding_runs_the_kernel_for_few_queries_on_shards():
 
 def test_derivatives_that_are_written_in_place_are_not_fused_with_slices():
     """XLA makes one fusion of a kernel and contiguous slices of its operands, as in a batch of one: it writes elsewhere."""
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
-    if jax.default_backend() == "gpu":
-        pytest.skip("the compiler sees the GPUs that are there")
+    xla_cuda.skip_unless_it_compiles_for_absent_gpus()
     mesh = jax.sharding.Mesh(xla_cuda.mesh((2,), ("x",)).devices, ("x",), axis_types=(AxisType.Explicit,))
     x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
 

@@ -313,7 +313,7 @@ def check_cotangents(forced, given, options):
 
 
 def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), **options):
-    """Attention to parts of the keys, each of which goes on from what those before left, and its cotangents, are those of all.
+    """Checks attention to parts of the keys, each started from the parts before it, and its cotangents, against float64.
 
     `maps` is the module of an implementation, and `options` are the parameters that its maps take alone.
     """

@@ -343,10 +343,7 @@ def test_automatic_axes_run_kernels_on_shards_and_gather_nothing(name, function)
 @EVERY_OP
 def test_automatic_axes_compile_to_kernels_for_shards(on_ampere, name):
     """For GPUs that are there only for XLA's compiler."""
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
-    if jax.default_backend() == "gpu":
-        pytest.skip("the compiler sees the GPUs that are there")
+    xla_cuda.skip_unless_it_compiles_for_absent_gpus()
     op = OPS[name]
     text = jax.jit(with_gradient(op)).lower(*placed(op, xla_cuda.mesh(SIZES, AXES))).compile().as_text()
     calls = re.findall(r'custom_call_target="triton_kernel_call.*?operand_layout_constraints=\{f32\[([\d,]+)\]', text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 
 # What XLA has to know of an H200: facts of the GPU, not of a machine.
@@ -52,6 +53,14 @@ def sharding() -> jax.sharding.Sharding | str:
     except NotImplementedError as error:  # the plugin of another platform, or one without the libraries that it loads
         return f"needs a GPU, or jax's plugin for CUDA: {error}"
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def skip_unless_it_compiles_for_absent_gpus() -> None:
+    """Skips a test of a compiled program for several GPUs, which runs nothing: where they are there, native tests run it."""
+    if isinstance(reason := sharding(), str):
+        pytest.skip(reason)
+    if jax.default_backend() == "gpu":
+        pytest.skip("the compiler sees the GPUs that are there")
 
 
 def mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:

@@ -6,14 +6,15 @@
     all_to_all   each device gets all of the sequence for some of the heads (Ulysses), and attends to it once
     merge        where queries are whole: each device attends to its keys, and the states are merged
 
-A state is `(lse, out)`. In a ring each step goes on from that of those before; else those of parts of the keys are merged with
-`online`. With the log-sum-exp and `delta` of whole rows, derivatives of parts add up. A device adds up those of its queries;
-those of keys that visit it go straight home, where they are added in the order of the steps: equal bits run after run.
+A state is `(lse, out)`. A step of a ring starts from the state of the steps before it. Elsewhere states of parts of the keys
+are merged with `online`. With the log-sum-exp and `delta` of whole rows, derivatives of parts add up. A device adds up those
+of its queries; those of keys that visit it go straight home, where they are added in the order of the steps: equal bits run
+after run.
 
 A shard is cut into pieces of neighbouring positions: one, or two where the sequence is in zigzag order. A kernel counts
 positions from the first key that it is given: `query_offset`, lengths and seeds say where that is. They are not known while
-lowering, so steps alike run one program, kernels skip what positions rule out, and blocks of threads take tickets: a collective
-that runs beside them has some of the multiprocessors.
+lowering, so steps of one kind run one kernel, kernels skip what positions rule out, and blocks of threads take tickets: a
+collective that runs beside them has some of the multiprocessors.
 
 Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Brandon et al.
 2023, arXiv:2311.09431 (the balance of causal rings).
@@ -303,7 +304,7 @@ class _Work:
         return [self._joined("out", out), self._joined("lse", lse)]
 
     def _along_ring(self, sinks):
-        """Each part of the keys goes on from the state that those before left; sinks are in the first, with all queries."""
+        """`[out, lse]`. Each part of the keys starts from the state of the parts before it; the first part has the sinks."""
         last_shift, last_parts = self._steps()[-1]
 
         def attend(found, keys, device, parts, shift):

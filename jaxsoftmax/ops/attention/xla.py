@@ -46,8 +46,8 @@ ROWS, COLS = 0, 1  # the axes of the scores
 def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **given):
     """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`.
 
-    With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries. `onto` are out
-    and lse of other keys, which results are of too then.
+    With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries. `onto` is
+    `(out, lse)` of other keys, if there are any: the results are those of all of these keys together.
     """
     problem = _Problem(**dequantised(given, accumulator(given["query"].dtype)))
     rows, value_size = problem.rows, problem["value"].shape[-1]
@@ -118,8 +118,8 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
 
     Either cotangent may be None. Results have the shapes of the operands, and their dtypes unless `is_partial`: those of
-    queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto` is such a
-    part of other keys, which that of queries is added to.
+    queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto`, if
+    given, is such a part for the queries from other keys, and is added to this one.
     """
     problem = _Problem(**given)
     dtype = problem.dtype

@@ -61,7 +61,7 @@ def attention(given, *, target, config=None, is_partial=False, onto=None, **opti
 def run(plan, given, target, is_partial=False, onto=None):
     """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`.
 
-    With `is_partial` the output is float32. `onto` are out and lse of other keys, which results are of too then.
+    With `is_partial` the output is float32. `onto` is `(out, lse)` of other keys, from which the kernel starts.
     """
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
     refs, operands = laid_out(plan.batch, given)
@@ -609,7 +609,7 @@ class _Rows:
     # Scores and weights.
 
     def _start(self):
-        """The state before the first key, of other keys or of the sink, if there are any; and its sums of values, or None."""
+        """The state before the first key, that of `onto` or of the sink if there is one, and its sums of values or None."""
         state, o = online.identity(()), None
         if self.tile.onto is not None:
             (length, _, _), size, (out, lse) = self.plan.query, self.plan.value_size, self.tile.onto
