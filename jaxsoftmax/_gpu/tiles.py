@@ -4,6 +4,10 @@ A kernel whose blocks of threads are persistent cuts its work into tiles, more t
 each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
 ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
 
+A kernel that becomes ready beside one whose blocks of threads are persistent would wait until all tiles are done, though its
+stream has priority, as that of a collective. Where one is to be expected, blocks come in waves: those of the first waves end
+after a few tiles, and leave their multiprocessors to whoever comes next.
+
 Blocks that wait for each other take tickets in order of arrival (`Tiles.counter`), and never hang if each only waits for what
 is done for smaller tickets: the block with the smallest one that is not finished runs, and waits for nobody (docs/design.md).
 """
@@ -70,6 +74,17 @@ def table(plan: Any, threads: int) -> jax.Array | None:
     return jax.jit(lambda: jnp.asarray(found))()
 
 
+_MOST_WAVES = 4
+
+
+def waves(plan: Any, multiprocessors: int) -> int:
+    """How many blocks of threads follow each other on a multiprocessor, with tickets: those of wave `i` take `2**i` tiles each.
+
+    The last ones take all that are left.
+    """
+    return max(1, min(_MOST_WAVES, (plan.count // multiprocessors).bit_length())) if plan.by_ticket else 1
+
+
 _SLOTS = 2  # in shared memory, for what is said of a tile
 
 
@@ -102,13 +117,14 @@ class Tiles:
 
     Attributes:
       count: how many there are, of all blocks.
-      blocks: how many blocks of threads.
+      blocks: how many blocks of threads there are of each wave.
       block: the number of this one.
       table: that of `schedule`, or with tickets that of `order`; None to go by number.
       memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
       place: from the number of a tile, and facts, what work on it needs.
       last_first: whether tiles that go by number start with the last one.
       counter: `ticket_counter()`, if all tickets are taken in order of arrival, by the first warp of the producer alone.
+      waves: how many there are, with tickets: see `waves`.
     """
 
     count: int
@@ -119,6 +135,7 @@ class Tiles:
     place: Callable[..., Any]
     last_first: bool = False
     counter: Any = None
+    waves: int = 1
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(place(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
@@ -155,14 +172,21 @@ class Tiles:
         return self.count - 1 - ticket if self.last_first else ticket
 
     def _each_taken(self, work, look_up):
-        """First each block has the ticket of its own number; then whoever is free takes the next one."""
+        """First each block of the first wave has the ticket of its own number; then whoever is free takes the next one."""
         if self.count <= self.blocks:  # there is no next one, and no counter, which XLA would set to 0 by a copy each time
             values = [number := self._number_of(self.block), *look_up(number)]
             self._say(jnp.int32(0), values)
             work(self.place(*values), jnp.int32(0))
             self._say(jnp.int32(1), [jnp.int32(-1)])
             return
-        counter, memory = ticket_counter(), self.memory
+        counter, memory, ticket = ticket_counter(), self.memory, self.block
+
+        def take(i):
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            ptx.store_scalars(memory["ticket"], slot, [ptx.take_ticket(counter)])
+            plgpu.barrier_arrive(memory["ticket_full"])
+            plgpu.barrier_wait(memory["ticket_full"])
+            return memory["ticket"][slot, 0] + self.blocks
 
         def one(carry):
             i, ticket, steps = carry
@@ -171,13 +195,19 @@ class Tiles:
             self._say(i, values)
             steps = work(self.place(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            ptx.store_scalars(memory["ticket"], slot, [ptx.take_ticket(counter)])
-            plgpu.barrier_arrive(memory["ticket_full"])
-            plgpu.barrier_wait(memory["ticket_full"])
-            return i + 1, memory["ticket"][slot, 0] + self.blocks, steps
+            return i + 1, self._unless_others_follow(i + 1, lambda: take(i)), steps
 
-        self._while_there_are(one, self.block)
+        if self.waves > 1:
+            ticket = lax.cond(self.block < self.blocks, lambda: self.block, lambda: take(jnp.int32(1)))
+        self._while_there_are(one, ticket)
+
+    def _unless_others_follow(self, i, take):
+        """The next ticket of a block that has done `i` tiles, or one that ends it."""
+        if self.waves == 1:
+            return take()
+        wave = lax.div(self.block, jnp.int32(self.blocks))
+        share = lax.select(wave < self.waves - 1, lax.shift_left(jnp.int32(1), wave), jnp.int32(self.count))
+        return lax.cond(i < share, take, lambda: jnp.int32(self.count))
 
     @property
     def most(self) -> int:
@@ -197,7 +227,8 @@ class Tiles:
             self._say(i, values)
             steps = work(self.place(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
-            return i + 1, lax.cond(i + 1 < self.most, take, lambda: jnp.int32(self.count)), steps
+            following = functools.partial(self._unless_others_follow, i + 1, take)
+            return i + 1, lax.cond(i + 1 < self.most, following, lambda: jnp.int32(self.count)), steps
 
         self._while_there_are(one, take())
 

@@ -602,8 +602,8 @@ NATIVE = {
 
 def native_case(feature, size):
     more, options = NATIVE[feature]
-    batch, key_heads = (1,) if feature == "window, one entry" else (2,), 2 if feature == "grouped heads" else 4
-    given = forward.arrays(batch, length=512, keys=512, key_heads=key_heads, size=size, dtype="bfloat16")
+    batch, heads = (1,) if feature == "window, one entry" else (2,), 8 if feature == "grouped heads" else 4
+    given = forward.arrays(batch, length=512, keys=512, heads=heads, key_heads=4, size=size, dtype="bfloat16")
     for name, value in more.items():
         if name in ("sinks", "bias", "mask"):
             given[name] = forward.random(value, "mask" if name == "mask" else "bias")
@@ -614,31 +614,40 @@ def native_case(feature, size):
     return given, options
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize(
-    ("name", "way", "in_order", "feature", "size"),
+    ("name", "kind", "way", "feature", "size"),
     [
-        pytest.param(name, way, in_order, feature, size, marks=marks)
-        for name, marks in (("xla", pytest.mark.slow), ("mosaic", pytest.mark.gpu))
+        pytest.param(name, kind, way, feature, size, marks=marks)
+        for name, marks in (("xla", pytest.mark.slow), ("mosaic", pytest.mark.gpu), ("triton", pytest.mark.gpu))
+        for kind in ("explicit", "auto", "shard_map")
         for way in ("ring", "all_gather", "all_to_all")
-        for in_order in (True, False)
         for feature in NATIVE
-        for size in ((64, 128) if name == "mosaic" else (16,))
-        if way == "ring" or feature in ("causal", "dropout")
+        for size in ((64, 128) if (name, way, kind) == ("mosaic", "ring", "explicit") else (16 if name == "xla" else 64,))
+        if kind == "explicit" or feature in ("window, sinks, soft cap", "bias", "lengths")
+        if name != "triton" or (kind, way) == ("explicit", "ring")
     ],
 )
-def test_devices_are_within_the_budget_of_one(name, way, in_order, feature, size):
+def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature, size):
     devices = cases.several("cpu" if name == "xla" else "gpu")[:4]
     given, options = native_case(feature, size)
     n = None if in_order else len(devices)
-    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
+    types = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(types,), devices=devices)
     own = ordered(given, n)
+    specs, parallel = {k: spec_of(k, a, "x") for k, a in own.items()}, {"context_parallel": way, "zigzag": n}
     dout, dlse = backward.cotangents_like(
         (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct(given["query"].shape[:-1], jnp.float32))
     )
     with jax.set_mesh(mesh):
-        shards = {k: jax.device_put(a, NamedSharding(mesh, spec_of(k, a, "x"))) for k, a in own.items()}
+        shards = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in own.items()}
         moving, fixed = forward.split(shards)
-        f = forward.function(options | {"context_parallel": way, "zigzag": n}, fixed, name)
+        if kind == "shard_map":
+            local = forward.function(options | parallel | {"axis_name": "x"}, {}, name)
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"))
+            f = lambda moving: mapped(moving | fixed)  # noqa: E731
+        else:
+            f = forward.function(options | parallel, fixed, name)
         both = tuple(zigzag(a, n, 1) if n else a for a in (dout, dlse))
         both = tuple(jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in both)
         pull = jax.jit(backward.pull_of(f))

@@ -293,12 +293,14 @@ def test_native_cotangents_in_many_shapes(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("multiprocessors", [132, 1])  # of which one gets waves of blocks of threads
 @pytest.mark.parametrize("sizes", [(72, 40, 250), (64, 64, 77), (256, 200, 250), (128, 128, 512)], ids=str)
-def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, deterministic):
+def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multiprocessors, deterministic):
     size, value_size, keys = sizes
     given = forward.arrays(length=130, keys=keys, size=size, value_size=value_size, dtype="bfloat16")
     names = primitive.ATTENTION_VJP.by_name
-    options = {"target": HOPPER, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
+    options = {"target": target, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
     given = dict.fromkeys(names) | {name: jnp.asarray(array) for name, array in given.items()}
     of_operands = {name: given[name] for name in primitive.ATTENTION.by_name}
     given["out"], given["lse"] = mosaic.dot_product_attention(**options, **of_operands)

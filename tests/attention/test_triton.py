@@ -21,6 +21,7 @@ from jaxsoftmax.ops.attention import triton as ours
 
 from .. import cases, kernels, triton_kernels
 from ..triton_kernels import needs_triton, target_of
+from . import test_values as values
 from .test_mosaic_forward import EVERYTHING, operands, shaped, with_features
 
 attend = jaxsoftmax.dot_product_attention
@@ -257,3 +258,12 @@ def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, pl
 @needs_triton
 def test_the_kernels_in_tritons_interpreter():
     triton_kernels.assert_passes_interpreted(Path(__file__).with_name("triton_interpreted.py"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_native_parts_of_keys_go_on_from_those_before(dtype, has_offset):
+    given = values.arrays(length=130, keys=231, size=64, value_size=40, dtype=dtype)
+    values.check_parts("triton", ours, given, soft_cap=5.0, has_offset=has_offset, target=targets.target_for("cuda"))

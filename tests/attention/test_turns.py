@@ -20,6 +20,7 @@ from jaxsoftmax.ops.attention.mosaic.operands import HOST
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 lengths = st.integers(1, 700)
+running, blocks, waves = st.integers(1, 5), st.integers(1, 9), st.integers(1, 4)
 
 
 def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
@@ -74,14 +75,16 @@ def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, 
 class Kernel:
     """A kernel's blocks of threads, as far as they wait for each other.
 
-    `own` are tables of tiles that belong to each block, as `tiles.schedule` makes them; None for tickets.
+    `own` are tables of tiles that belong to each block, as `tiles.schedule` makes them; None for tickets, with so many waves.
     """
 
-    def __init__(self, plan, blocks, own=None):
+    def __init__(self, plan, blocks, own=None, waves=1):
         tickets, most = iter(hand_out(plan)), tiles.most_on_arrival(plan.count, blocks)
         self.waits, self.counters, self.missing = turns(plan), {}, plan.count
-        self.left = [tickets] * blocks if own is None else [iter(row[1 : 1 + row[0]]) for row in own.tolist()]
-        self.may_take = [most if own is None else plan.count] * blocks
+        self.blocks = range(waves * blocks)
+        self.left = [tickets for _ in self.blocks] if own is None else [iter(row[1 : 1 + row[0]]) for row in own.tolist()]
+        shares = [min(2**wave, most) for wave in range(waves - 1)] + [most if own is None else plan.count]
+        self.may_take = np.repeat(shares, blocks).tolist()
         self.doing = {}
 
     def take(self, block):
@@ -109,13 +112,13 @@ class Kernel:
         return self.take(block)
 
 
-def get_through(kernels, running, blocks, seed):
+def get_through(kernels, running, seed):
     """Whether all tiles of kernels are done when only so many blocks run at a time, at any speeds.
 
     A block that is done makes room for one that has not run, of any kernel, whichever the GPU takes.
     """
     chance = random.Random(seed)
-    waiting, here = [(kernel, block) for kernel in kernels for block in range(blocks)], []
+    waiting, here = [(kernel, block) for kernel in kernels for block in kernel.blocks], []
     while waiting or here:
         while waiting and len(here) < running:
             kernel, block = waiting.pop(chance.randrange(len(waiting)))
@@ -132,25 +135,25 @@ def get_through(kernels, running, blocks, seed):
 
 
 @brute_force
-@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 5), st.integers(1, 9), st.integers())
-def test_few_running_blocks_get_through_all_tiles(length, keys, window, size, running, blocks, seed):
+@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), running, blocks, waves, st.integers())
+def test_few_running_blocks_get_through_all_tiles(length, keys, window, size, running, blocks, waves, seed):
     plan = plan_of(length, keys, window, size, 3)
-    assert get_through([Kernel(plan, blocks)], running, blocks, seed)
+    assert get_through([Kernel(plan, blocks, waves=waves)], running, seed)
 
 
 @brute_force
-@given(lengths, lengths, st.sampled_from(SIZES), st.integers(1, 5), st.integers(1, 9), st.integers())
-def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, running, blocks, seed):
+@given(lengths, lengths, st.sampled_from(SIZES), running, blocks, waves, st.integers())
+def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, running, blocks, waves, seed):
     plans = [plan_of(a, b, (None, 0), size, 2) for a, b in ((length, keys), (keys, length))]
-    assert get_through([Kernel(plan, blocks) for plan in plans], running, blocks, seed)
+    assert get_through([Kernel(plan, blocks, waves=waves) for plan in plans], running, seed)
 
 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
     plan = plan_of(700, 700, (None, None), 64, 3)
     own = tiles.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
-    assert get_through([Kernel(plan, 6, own)], 6, 6, 0)
-    assert not get_through([Kernel(plan, 6, own)], 2, 6, 0)
+    assert get_through([Kernel(plan, 6, own)], 6, 0)
+    assert not get_through([Kernel(plan, 6, own)], 2, 0)
 
 
 @pytest.mark.parametrize("varying", [False, True])
@@ -161,6 +164,14 @@ def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying)
         assert plan.by_ticket
         assert {"tile", "tile_full", "tile_empty"} <= set(plan.scratch(jnp.bfloat16))
         assert "ticket" not in plan.scratch(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("each", "expected"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (8, 4), (100, 4)])
+def test_waves_follow_each_other_where_blocks_take_several_tickets(each, expected):
+    for deterministic, varying in ((True, False), (False, True), (False, False)):
+        plan = plan_of(700, 700, (None, None), 128, 100, deterministic=deterministic, varying=varying)
+        multiprocessors = plan.count // each if each else 2 * plan.count
+        assert tiles.waves(plan, multiprocessors) == (expected if plan.by_ticket else 1)
 
 
 # On a GPU.

@@ -312,18 +312,20 @@ def check_cotangents(forced, given, options):
         assert oracle.error(actual[name], truth) <= 1, name
 
 
-def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), **options):
+def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), has_offset=False, **options):
     """Checks attention to parts of the keys, each started from the parts before it, and its cotangents, against float64.
 
-    `maps` is the module of an implementation, and `options` are the parameters that its maps take alone.
+    `maps` is the module of an implementation, and `options` are the parameters that its maps take alone. `has_offset` says
+    that maps are told a position of the queries, as in a ring.
     """
+    offset = {"query_offset": jnp.zeros(given["query"].shape[:-3], jnp.int32)} if has_offset else {}
     options |= {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
 
     @jax.jit
     def in_parts(given, d_out, d_lse):
         split = {n: jnp.split(given[n], count, -3) for n in ("key", "value")}
         parts = [{n: split[n][i] for n in split} for i in range(count)]
-        results, absent = None, dict.fromkeys(primitive.ATTENTION.by_name) | {"query": given["query"]}
+        results, absent = None, dict.fromkeys(primitive.ATTENTION.by_name) | {"query": given["query"]} | offset
         for i, part in enumerate(parts):
             results = maps.dot_product_attention(**options, **absent | part, is_partial=i + 1 < count, onto=results)
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)

@@ -112,6 +112,7 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
     threads = min(target.multiprocessors, plan.count)  # blocks of them
+    waves = tiles.waves(plan, target.multiprocessors) if is_partial else 1  # beside which a collective may run
     if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     shape = plan.batch + plan.query
@@ -131,9 +132,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
         results = {"dk_dv": jax.ShapeDtypeStruct((2 * count * shape[1], key_heads * plan.size), jnp.float32)}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan, operands, threads),
+        functools.partial(_kernel, plan, operands, threads, waves),
         out_type=results,
-        grid=(threads,),
+        grid=(waves * threads,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -159,13 +160,13 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     return found | ({"bias": dbias.reshape(given["bias"].shape)} if plan.adds_bias else {})
 
 
-def _kernel(plan, operands, threads, refs, results, **memory):
+def _kernel(plan, operands, threads, waves, refs, results, **memory):
     """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = tiles.ticket_counter() if plan.deterministic else None
-    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter)
+    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)

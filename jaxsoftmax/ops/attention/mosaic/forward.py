@@ -81,14 +81,15 @@ def run(plan, given, target, is_partial=False, onto=None):
     if plan.splits > 1:
         out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
     threads = min(target.multiprocessors, plan.count)  # blocks of them
+    waves = tiles.waves(plan, target.multiprocessors) if is_partial else 1  # beside which a collective may run
     # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
     is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
     if is_ordered and (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     results = plgpu.kernel(
-        functools.partial(_kernel, plan, operands, threads),
+        functools.partial(_kernel, plan, operands, threads, waves),
         out_type=OrderedDict(out=jax.ShapeDtypeStruct(out_shape, dtype), **numbers),
-        grid=(threads,),
+        grid=(waves * threads,),
         grid_names=("block",),
         num_threads=config.consumers + config.producers + config.converters,
         thread_name="warpgroup",
@@ -99,14 +100,14 @@ def run(plan, given, target, is_partial=False, onto=None):
     return [results[name] for name in ("out", *numbers)]
 
 
-def _kernel(plan, operands, threads, refs, results, **memory):
+def _kernel(plan, operands, threads, waves, refs, results, **memory):
     """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     onto = (refs["onto_out"], refs["onto_lse"]) if "onto_out" in refs else None
     tile = _Tile(plan, operands, results, memory, onto)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True)
+    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True, waves=waves)
     (less, more), config = plan.config.registers, plan.config
 
     producers = [functools.partial(tile.produce, letters) for letters in {1: ["kqv"], 2: ["kq", "v"]}[config.producers]]
