@@ -39,8 +39,8 @@ from jaxsoftmax.ops.attention._zigzag import granules, ordered, reordered, start
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 
-# What `cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
-_OPERATIONS, _BYTES, _STEP = 6e14, 3e11, 3e-5
+# What `_cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
+_OPERATIONS, _BYTES, _STEP = 6e14, 2.6e11, 3e-5
 _MOST_GATHERED = 2**29  # bytes of keys and values that a device may have of the others
 _MOST_MERGED = 2**22  # numbers of the states of all devices, above which they are summed up and not gathered
 
