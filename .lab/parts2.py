@@ -1,0 +1,37 @@
+"""Kernel times, by name, of the halves of a ring on one GPU."""
+import functools, importlib, collections, sys
+exec(open(".lab/parts.py").read().split("ref = timed(")[0])
+cupti = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
+def kernels(name, f, *args, n=200, more=None):
+    f = jax.jit(f); jax.block_until_ready(f(*args))
+    def run(n):
+        for _ in range(n): r = f(*args)
+        jax.block_until_ready(r)
+    run(n)
+    cupti._cupti_init(); run(n); found = cupti._cupti_get_timings(True)
+    by = collections.OrderedDict()
+    for k, ms in found: by.setdefault(k, []).append(1e3 * ms)
+    print(name, "total %.1f:" % (sum(map(sum, by.values())) / n), ", ".join(f"{k[:34]} {sum(v)/n:.1f}" + (f" ({len(v)//n})" if len(v) != n else "") for k, v in by.items()), flush=True)
+w = {"query_offset": off}
+kernels("full 16384x8192", functools.partial(fwd, F, False, {}), q, k[:, :T//2], v[:, :T//2])
+kernels("full 8192x16384", functools.partial(fwd, F, False, {}), q[:, :T//2], k, v)
+kernels("offset full 16384x8192", functools.partial(fwd, F, False, w), q, k[:, :T//2], v[:, :T//2])
+kernels("key lengths", functools.partial(fwd, F, False, {"key_lengths": jnp.full((1,), T//2, jnp.int32)}), q, k, v)
+kernels("query lengths", functools.partial(fwd, F, False, {"query_lengths": jnp.full((1,), T//2, jnp.int32)}), q, k, v)
+kernels("behind", functools.partial(fwd, F, False, behind), q, k, v)
+kernels("ahead", functools.partial(fwd, F, False, ahead), q, k, v)
+found = jax.jit(functools.partial(fwd, C, True, w))(q, k, v)
+kernels("behind onto", functools.partial(fwd, F, False, behind), q, k, v, found)
+kernels("full onto", functools.partial(fwd, F, False, {}), q, k[:, :T//2], v[:, :T//2], found)
+kernels("causal partial offset", functools.partial(fwd, C, True, w), q, k, v)
+kernels("causal", functools.partial(fwd, C, False, {}), q, k, v)
+exec("def bwd" + open(".lab/parts.py").read().split("def bwd")[1].split("o2, l2")[0])
+o, l = jax.jit(functools.partial(fwd, C, False, {}))(q, k, v); d = rand(T, seed=5)
+big = jnp.zeros((1, T, H, D), jnp.float32)
+kernels("bwd causal", functools.partial(bwd, C, False, {}), q, k, v, o, l, d, n=60)
+kernels("bwd causal partial offset onto", functools.partial(bwd, C, True, w), q, k, v, o, l, d, big, n=60)
+kernels("bwd full 16384x8192", functools.partial(bwd, F, False, {}), q, k[:, :T//2], v[:, :T//2], o, l, d, n=60)
+kernels("bwd full 16384x8192 partial", functools.partial(bwd, F, True, {}), q, k[:, :T//2], v[:, :T//2], o, l, d, n=60)
+kernels("bwd behind partial onto", functools.partial(bwd, F, True, behind), q, k, v, o, l, d, big, n=60)
+kernels("bwd ahead partial onto", functools.partial(bwd, F, True, ahead), q, k, v, o, l, d, big, n=60)
+kernels("bwd key lengths partial onto", functools.partial(bwd, F, True, {"key_lengths": jnp.full((1,), T//2, jnp.int32)}), q, k, v, o, l, d, big, n=60)
