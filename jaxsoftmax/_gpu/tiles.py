@@ -4,9 +4,9 @@ A kernel whose blocks of threads are persistent cuts its work into tiles, more t
 each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
 ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
 
-A kernel that becomes ready beside one whose blocks of threads are persistent would wait until all tiles are done, though its
-stream has priority, as that of a collective. Where one is to be expected, blocks come in waves: those of the first waves end
-after a few tiles, and leave their multiprocessors to whoever comes next.
+While persistent blocks run, a kernel that becomes ready finds no multiprocessor until all tiles are done, even if its stream
+has priority, as NCCL's has. Where a collective may become ready beside a kernel, its blocks therefore come in waves: those of
+the first waves end after a few tiles, and the GPU gives their multiprocessors to the stream with priority first.
 
 Blocks that wait for each other take tickets in order of arrival (`Tiles.counter`), and never hang if each only waits for what
 is done for smaller tickets: the block with the smallest one that is not finished runs, and waits for nobody (docs/design.md).
@@ -30,6 +30,7 @@ from jaxsoftmax._gpu import ptx
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
 TILE_COST = 1.5  # of starting and ending a tile, in steps
+MOST_WAVES = 4  # of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 
 def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
@@ -74,15 +75,14 @@ def table(plan: Any, threads: int) -> jax.Array | None:
     return jax.jit(lambda: jnp.asarray(found))()
 
 
-_MOST_WAVES = 4
+def waves(plan: Any, threads: int) -> int:
+    """How many waves of so many blocks of threads there are: as many as leave a block of the last one a tile on average."""
+    return min(MOST_WAVES, (plan.count // threads).bit_length()) if plan.by_ticket else 1
 
 
-def waves(plan: Any, multiprocessors: int) -> int:
-    """How many blocks of threads follow each other on a multiprocessor, with tickets: those of wave `i` take `2**i` tiles each.
-
-    The last ones take all that are left.
-    """
-    return max(1, min(_MOST_WAVES, (plan.count // multiprocessors).bit_length())) if plan.by_ticket else 1
+def share(wave: Any, waves: int, most: Any) -> Any:
+    """How many tiles a block of a wave takes at most, int32: 1, 2, 4, and in the last wave `most`, which is no less."""
+    return jnp.where(wave < waves - 1, lax.shift_left(jnp.int32(1), wave), jnp.int32(most)) if waves > 1 else most
 
 
 _SLOTS = 2  # in shared memory, for what is said of a tile
@@ -124,7 +124,7 @@ class Tiles:
       place: from the number of a tile, and facts, what work on it needs.
       last_first: whether tiles that go by number start with the last one.
       counter: `ticket_counter()`, if all tickets are taken in order of arrival, by the first warp of the producer alone.
-      waves: how many there are, with tickets: see `waves`.
+      waves: how many waves of blocks there are, with tickets.
     """
 
     count: int
@@ -195,19 +195,17 @@ class Tiles:
             self._say(i, values)
             steps = work(self.place(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            return i + 1, self._unless_others_follow(i + 1, lambda: take(i)), steps
+            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.count)
+            return i + 1, following, steps
 
-        if self.waves > 1:
+        if self.waves > 1:  # with slot 1, as the loop starts with slot 0
             ticket = lax.cond(self.block < self.blocks, lambda: self.block, lambda: take(jnp.int32(1)))
         self._while_there_are(one, ticket)
 
-    def _unless_others_follow(self, i, take):
-        """The next ticket of a block that has done `i` tiles, or one that ends it."""
-        if self.waves == 1:
-            return take()
+    def _next(self, i, take, most):
+        """The next ticket of a block that has done `i` tiles, or one that ends it, as it has had its share."""
         wave = lax.div(self.block, jnp.int32(self.blocks))
-        share = lax.select(wave < self.waves - 1, lax.shift_left(jnp.int32(1), wave), jnp.int32(self.count))
-        return lax.cond(i < share, take, lambda: jnp.int32(self.count))
+        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.count))
 
     @property
     def most(self) -> int:
@@ -227,8 +225,7 @@ class Tiles:
             self._say(i, values)
             steps = work(self.place(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
-            following = functools.partial(self._unless_others_follow, i + 1, take)
-            return i + 1, lax.cond(i + 1 < self.most, following, lambda: jnp.int32(self.count)), steps
+            return i + 1, self._next(i + 1, take, self.most), steps
 
         self._while_there_are(one, take())
 

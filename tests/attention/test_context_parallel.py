@@ -642,15 +642,12 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
     with jax.set_mesh(mesh):
         shards = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in own.items()}
         moving, fixed = forward.split(shards)
+        f = forward.function(options | parallel | ({"axis_name": "x"} if kind == "shard_map" else {}), {}, name)
         if kind == "shard_map":
-            local = forward.function(options | parallel | {"axis_name": "x"}, {}, name)
-            mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"))
-            f = lambda moving: mapped(moving | fixed)  # noqa: E731
-        else:
-            f = forward.function(options | parallel, fixed, name)
+            f = jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"))
         both = tuple(zigzag(a, n, 1) if n else a for a in (dout, dlse))
         both = tuple(jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in both)
-        pull = jax.jit(backward.pull_of(f))
+        pull = jax.jit(backward.pull_of(lambda moving: f(moving | fixed)))
         (out, lse), found = pull(moving, both)
         again = pull(moving, both)
     out, lse, found = jax.tree.map(np.asarray, (out, lse, found))

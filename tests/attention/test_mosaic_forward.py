@@ -799,15 +799,24 @@ def test_rows_that_go_on_from_other_keys_lower_for_cuda(dtype, size, value_size)
     kernels.lowered_for_cuda(of_parts, shaped(2, 130, 4, size, dtype=dtype), keys, values, kernels=[NAME] * 3)
 
 
+@pytest.mark.parametrize(("length", "expected"), [(4096, [True, True]), (1, [False])])
+def test_steps_before_the_last_come_in_waves_but_not_those_that_fold_queries(length, expected, monkeypatch):
+    found, waves = [], tiles.waves
+    monkeypatch.setattr(tiles, "waves", lambda *args: found.append(waves(*args)) or found[-1])
+    keys = [shaped(2, 256, 4, 64)] * 3
+    kernels.lowered_for_cuda(of_parts, shaped(2, length, 8, 64), keys, keys, kernels=[NAME] * 3)
+    assert [count > 1 for count in found] == expected  # of one query only the first step folds
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("multiprocessors", [132, 1])  # of which one gets waves of blocks of threads
+@pytest.mark.parametrize("multiprocessors", [132, 2])  # two, which have many tiles by ticket, get waves of blocks of threads
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize(("dtype", "size", "value_size"), PARTS)
 def test_rows_that_go_on_from_other_keys_are_within_the_budget_of_all(dtype, size, value_size, soft_cap, multiprocessors):
     given = values.arrays(length=130, keys=231, size=size, value_size=value_size, dtype=dtype)
     wanted = () if dtype == "float32" else ("query", "key", "value")  # derivatives of float32 have no kernel
-    target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 1
+    target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 2
     values.check_parts("mosaic", mosaic, given, soft_cap, wanted=wanted, has_offset=has_offset, target=target)
 
 

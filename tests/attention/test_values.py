@@ -331,7 +331,7 @@ def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
         if not wanted:
             return results, []
-        absent |= dict.fromkeys(primitive.ATTENTION_VJP.by_name) | {"query": given["query"], "d_out": d_out, "d_lse": d_lse}
+        absent = dict.fromkeys(primitive.ATTENTION_VJP.by_name) | absent | {"d_out": d_out, "d_lse": d_lse}
         absent |= dict(zip(("out", "lse"), results, strict=True))
         query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
         for part in parts:

@@ -112,7 +112,7 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    waves = tiles.waves(plan, target.multiprocessors) if is_partial else 1  # beside which a collective may run
+    waves = tiles.waves(plan, threads) if is_partial else 1  # beside a step of a ring a collective may run
     if (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
     shape = plan.batch + plan.query

@@ -81,8 +81,8 @@ def run(plan, given, target, is_partial=False, onto=None):
     if plan.splits > 1:
         out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    # A collective may run beside a step of a ring. Folded queries are few, as in decoding: nothing runs beside those.
-    waves = tiles.waves(plan, target.multiprocessors) if is_partial and not plan.is_folded else 1
+    # Beside a step of a ring a collective may run. Steps of few queries, which are folded, are too short to matter.
+    waves = tiles.waves(plan, threads) if is_partial and not plan.is_folded else 1
     # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
     is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
     if is_ordered and (table := tiles.table(plan, threads)) is not None:
