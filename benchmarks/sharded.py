@@ -4,6 +4,7 @@ They are those of the other suites on a mesh of one axis. A call is a plain call
 cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option `devices`
 says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal attention
 takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has most to do.
+`permute=peer`, of attention, says that XLA_FLAGS has a ring's arrays copied from GPU to GPU, as docs/scaling.md recommends.
 
 Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
 times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax and cross-entropy
@@ -15,6 +16,7 @@ Values are checked as in the other suites: parts are gathered, and what was deal
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -160,6 +162,8 @@ def _sharded(
 
     own, alone = (cell.contenders[0] for cell in (ours or base, base))
     words = [*(ours or base).options.split(), f"devices={devices}", *(["mesh=auto"] if mesh == "auto" else [])]
+    if base.op == "attention" and "--xla_gpu_collective_permute_mode=peer" in os.environ.get("XLA_FLAGS", "").split():
+        words.append("permute=peer")
     return replace(
         base,
         options=" ".join(sorted(words)),

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -123,6 +124,12 @@ def _mesh_that_is_set() -> jax.sharding.Mesh | None:
         return jax.sharding.get_mesh()
     except ValueError:  # JAX refuses inside of a trace
         return None
+
+
+def xla_flags() -> dict[str, str]:
+    """What XLA_FLAGS says, by flag, without its dashes: "true" of one without a value; of equal flags the last counts."""
+    pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    return {name.lstrip("-"): value.strip("'\"") if equals else "true" for name, equals, value in pairs}
 
 
 def unchecked() -> Any:

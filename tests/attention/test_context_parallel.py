@@ -416,9 +416,13 @@ def test_a_batch_of_sinks_alone(which):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), actual, expected)
 
 
+COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XLA makes one collective, if they are no more
+
+
 @X64
 @pytest.mark.parametrize("n", [None, DEVICES])
-def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n):
+def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
     given, options = case(("causal",), length=16 * 7, keys=16 * 9)
     local = functools.partial(attend, axis_name="x", context_parallel="ring", zigzag=n, return_residual=True, **options)
     specs = {name: P(None, "x") for name in given}
@@ -438,8 +442,9 @@ def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n):
 
 @X64
 @pytest.mark.parametrize(("window", "steps"), [((3, 0), 1), ((4, 0), 1), ((5, 0), 2), ((3, 2), 2), ((None, 0), 3), (None, 3)])
-def test_a_window_ends_the_ring_early(window, steps):
+def test_a_window_ends_the_ring_early(window, steps, monkeypatch):
     """Four devices have four tokens each: a query sees four keys before its own shard only if it sees five before itself."""
+    monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
     given, options = case(()), {"local_window_size": window, "context_parallel": "ring"}
     text = sharded("checked", given[0], options, gradients=False)[2]
     assert counted(text)["collective-permute"] == steps
@@ -570,6 +575,33 @@ def test_derivatives_that_are_written_in_place_are_not_fused_with_slices():
         for part in (functions, main)
     ]
     assert [len(own) for own in calls] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "is_packed"),
+    [("", 3840, False), ("", 3841, True), (f"{COMBINED}={2**25}", 3841, False), (f"{COMBINED}=0", 64, True)],
+)
+def test_keys_and_values_are_packed_unless_xla_sends_them_together(flags, tokens, is_packed, monkeypatch):
+    """Of 3840 tokens, those of a device, keys and values have 30 MiB together."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((1, tokens * DEVICES, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        text = kernels.lowered_for_cuda(lambda x: attend(x, x, x, context_parallel="ring"), x)
+    assert text.count("stablehlo.collective_permute") == (1 if is_packed else 2) * (DEVICES - 1)
+    assert ("stablehlo.concatenate" in text) is is_packed
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(3840, 2), (4096, 1)])
+def test_xla_sends_together_what_is_not_packed(tokens, count, monkeypatch):
+    xla_cuda.skip_unless_it_compiles_for_absent_gpus()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    mesh = jax.sharding.Mesh(xla_cuda.mesh((2,), ("x",)).devices, ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((1, tokens * 2, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        text = jax.jit(lambda q, k, v: attend(q, k, v, context_parallel="ring")).lower(x, x, x).compile().as_text()
+    (results,) = re.findall(r" = (.*) collective-permute-start\(", text)
+    assert results.count("bf16[") == 2 * count  # the operands are among them
 
 
 def test_explain_shows_shards():

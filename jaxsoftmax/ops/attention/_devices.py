@@ -32,6 +32,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxsoftmax import online
+from jaxsoftmax._core import compat
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention._operands import AXES, state_of
@@ -42,6 +43,7 @@ STRATEGIES = ("ring", "all_gather", "all_to_all")
 # What `_cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
 _OPERATIONS, _BYTES, _STEP = 6e14, 2.6e11, 3e-5
 _MOST_GATHERED = 2**29  # bytes of keys and values that a device may have of the others
+_MOST_COMBINED = 30 << 20  # bytes of which XLA makes one collective, unless XLA_FLAGS says how many
 _MOST_MERGED = 2**22  # numbers of the states of all devices, above which they are summed up and not gathered
 
 # Operands and results with an axis of queries, of keys, and of both: of the latter only the queries are cut.
@@ -449,7 +451,7 @@ class _Work:
         shifts = [shift for shift, _ in steps]
         devices, index, last = self.rows.devices, self.rows.index, None
         arriving = self._sent_by(shifts[0], home)  # as they are: the first step waits for them
-        packed = _packed(home) if any(shifts[1:]) else {}
+        packed = (home if _are_sent_together(home) else _packed(home)) if any(shifts[1:]) else {}
         for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
             keys = _unpacked(arriving, home) if shift else home
             arriving = self._sent_by(following, packed)  # started before the attention, which runs meanwhile
@@ -657,6 +659,12 @@ def _padded(x, pieces, count, axis):
     widths = [(0, 0, 0)] * x.ndim
     widths[axis] = (start, count - stop, 0)
     return x if stop - start == count else lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def _are_sent_together(arrays) -> bool:
+    """Whether XLA makes one collective of theirs, as it does up to so many bytes."""
+    most = compat.xla_flags().get("xla_gpu_collective_permute_combine_threshold_bytes", _MOST_COMBINED)
+    return sum(x.nbytes for x in arrays.values()) <= int(most)
 
 
 def _packed(arrays):

@@ -2,7 +2,6 @@
 
 import math
 import operator
-import os
 from typing import Any, Literal, get_args, overload
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core import arguments, compat, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import _zigzag, primitive
@@ -819,12 +818,10 @@ def of_every_head(array: jax.Array, heads: int) -> jax.Array:
 
 
 def _xla_is_deterministic() -> bool:
-    """Whether XLA_FLAGS asks for GPU programs that give the same bits run after run; of equal flags the last counts."""
-    found = {}
-    for flag in os.environ.get("XLA_FLAGS", "").split():
-        name, equals, value = flag.partition("=")
-        found[name] = not equals or value.strip("'\"").lower() in ("true", "1")
-    return any(found.get(f"--xla_gpu_{flag}", False) for flag in ("deterministic_ops", "exclude_nondeterministic_ops"))
+    """Whether XLA_FLAGS asks for GPU programs that give the same bits run after run."""
+    flags = compat.xla_flags()
+    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    return any(flags.get(name, "").lower() in ("true", "1") for name in names)
 
 
 def dropout_seeds(dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: int, broadcast: bool) -> jax.Array:
