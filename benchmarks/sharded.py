@@ -4,22 +4,24 @@ They are those of the other suites on a mesh of one axis. A call is a plain call
 cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option `devices`
 says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal attention
 takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has most to do.
-`permute=peer`, of attention, says that XLA_FLAGS has a ring's arrays copied from GPU to GPU, as docs/scaling.md recommends.
+`permute=peer` says that it runs with the flags of XLA that docs/scaling.md recommends for a ring on one host.
 
 Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
-times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax and cross-entropy
-are so short that starting a program on several devices may take longer. So a program makes several, each of the last one's
-result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes` and `flops` are of all devices.
+times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax, of cross-entropy, and
+of attention to few tokens are so short that starting a program on several devices may take longer. So a program makes several,
+each of the last one's result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes` and `flops` are of all devices.
 
 Values are checked as in the other suites: parts are gathered, and what was dealt out is put back into order.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,12 @@ CALLS = 8  # of a program of short calls
 AXIS = "model"
 COLUMNS, ROWS, VOCABULARY = P(None, AXIS), P(AXIS), 128256
 TOKENS, FEW_TOKENS, HEADS, KEY_HEADS = 16384, 4096, 16, 4  # of attention, on each device
+# What docs/scaling.md recommends for a ring on one host.
+PEER = {
+    "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
+    "xla_gpu_collective_permute_combine_threshold_bytes": 2**30,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
 
 _MOST_SCORES = 2**33  # bytes in float32, on each device, that a peer may hold them in: its gradients hold several
 
@@ -99,15 +107,20 @@ def _plain_linear(letters: str) -> Callable[..., Any]:
 
 
 def _attention(devices: int, shrink: int) -> Iterator[Cell]:
-    def cell(tokens: int = TOKENS, zigzag: bool = False, **more: Any) -> Cell:
+    def cell(tokens: int = TOKENS, zigzag: bool = False, flags: dict[str, Any] | None = None, **more: Any) -> Cell:
         call = attention.Call(1, tokens // shrink * devices, max(HEADS // shrink, 2), 128, **more)
         base, specs = attention.cell_of(call), [COLUMNS] * (3 + call.backward)
+        sharded = functools.partial(_sharded, base, devices, specs, flags=flags)
+        if tokens == FEW_TOKENS:
+            sharded = functools.partial(sharded, again=_gradients_again if call.backward else _output_again)
         if zigzag:
-            return _sharded(base, devices, specs, ours=attention.cell_of(replace(call, zigzag=devices)), zigzag=devices)
+            return sharded(ours=attention.cell_of(replace(call, zigzag=devices)), zigzag=devices)
+        if flags:
+            return sharded()
         peers = [contender for contender in base.contenders if contender.name == "cudnn"]
         if 4 * call.heads * call.length**2 <= devices * _MOST_SCORES and call.key_heads is None:
             peers.append(attention.of_xla(call))
-        return _sharded(base, devices, specs, peers=peers, mesh_of_peers="auto")
+        return sharded(peers=peers, mesh_of_peers="auto")
 
     causal = {"causal": True, "zigzag": True}
     for backward in (False, True):
@@ -116,7 +129,18 @@ def _attention(devices: int, shrink: int) -> Iterator[Cell]:
         yield cell(backward=backward, causal=True)
         yield from (cell(FEW_TOKENS, backward=backward, **kind) for kind in ({}, causal))
         yield cell(backward=backward, key_heads=max(KEY_HEADS // shrink, 1), **causal)
+        for tokens in (TOKENS, FEW_TOKENS):
+            yield from (cell(tokens, backward=backward, flags=PEER, **kind) for kind in ({}, causal))
     yield cell(FEW_TOKENS, backward=True, deterministic=True, **causal)
+
+
+def _output_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    return output, *inputs[1:]
+
+
+def _gradients_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    """The gradient of the query as the next cotangent."""
+    return *inputs[:-1], output[0]
 
 
 def _sharded(
@@ -130,6 +154,7 @@ def _sharded(
     ours: Cell | None = None,
     peers: Sequence[Contender] = (),
     zigzag: int | None = None,
+    flags: dict[str, Any] | None = None,
 ) -> Cell:
     """A cell of one device on several.
 
@@ -143,6 +168,7 @@ def _sharded(
       ours: the cell whose contender runs on the devices, if it is not `base`.
       peers: those of one device, which run on the devices too.
       zigzag: over how many devices axis 1 of all inputs and outputs is dealt out for ours.
+      flags: of XLA, for what runs on the devices.
     """
 
     def on_devices(contender: Contender, kind: str, zigzag: int | None = None) -> Contender:
@@ -157,13 +183,13 @@ def _sharded(
             prepare=prepare,
             sample=functools.partial(_sample, base, again, zigzag),
             devices=devices,
-            context=lambda: jax.set_mesh(mesh_of(devices, kind)),
+            context=lambda: _told(mesh_of(devices, kind), flags or {}),
+            compiler_options=flags or {},
         )
 
     own, alone = (cell.contenders[0] for cell in (ours or base, base))
     words = [*(ours or base).options.split(), f"devices={devices}", *(["mesh=auto"] if mesh == "auto" else [])]
-    if base.op == "attention" and "--xla_gpu_collective_permute_mode=peer" in os.environ.get("XLA_FLAGS", "").split():
-        words.append("permute=peer")
+    words += ["permute=peer"] if flags else []
     return replace(
         base,
         options=" ".join(sorted(words)),
@@ -181,6 +207,14 @@ def _sharded(
         program=True,
         calls=CALLS if again else 1,
     )
+
+
+@contextlib.contextmanager
+def _told(mesh: Mesh, flags: dict[str, Any]) -> Iterator[None]:
+    """Sets the mesh, and XLA_FLAGS for the library, which reads it too; XLA has read it before, and takes `compiler_options`."""
+    words = [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={value}" for name, value in flags.items())]
+    with mock.patch.dict(os.environ, XLA_FLAGS=" ".join(words)), jax.set_mesh(mesh):
+        yield
 
 
 def _chained(build: Callable[[], Callable[..., Any]], again: Again | None) -> Callable[..., Any]:

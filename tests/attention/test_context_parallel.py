@@ -693,6 +693,16 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
     backward.assert_right(name, found, given, options, dout, dlse, lse)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["causal", "deterministic", "dropout", "segments"])
+@pytest.mark.parametrize("flags", ["", f"{COMBINED}=0"], ids=["as they are", "packed"])
+def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
+    """On two multiprocessors blocks of small steps have tiles enough for several waves."""
+    kernels.on_multiprocessors(2, monkeypatch)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", False, feature, 64)
+
+
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
 @pytest.mark.parametrize(
     ("name", "keys"),

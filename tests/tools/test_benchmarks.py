@@ -440,7 +440,8 @@ def a_full_run_on_several(devices):
     for cell in SHARDED.values():
         for name in dict.fromkeys(contender.name for contender in cell.contenders if cell.devices == devices):
             us = {OURS: 1e3, ONE: devices * 950.0}.get(name, 2e3)
-            rows.append(dataclasses.replace(a_row(cell, "mosaic" if name == OURS else name, us=us), kernel_us=us / 2))
+            row = a_row(cell, "mosaic" if name == OURS else name, us=us)
+            rows.append(dataclasses.replace(row, kernel_us=us / 2, temporaries=2**28))
     return rows
 
 
@@ -451,10 +452,17 @@ def a_full_run_on_several(devices):
         (4, f"softmax {BOTH} bfloat16 8192x131072 devices=4", "jax.nn", {"us": 1200.0}, ["1.2"]),
         (2, f"cross_entropy {BOTH} bfloat16 8192x128256 devices=2", ONE, {"us": 1600.0}, ["0.8"]),
         (4, f"linear_cross_entropy {BOTH} bfloat16 16384x4096x128256 class_axis=0 devices=4", ONE, {"us": 3200.0}, ["0.8"]),
-        (4, "attention forward bfloat16 1x65536x16x128 causal=1 devices=4 zigzag=4", ONE, {"us": 3200.0}, ["0.8"]),
+        (4, "attention forward bfloat16 1x65536x16x128 causal=1 devices=4 permute=peer zigzag=4", ONE, {"us": 3200.0}, ["0.8"]),
         (2, f"attention {BOTH} bfloat16 1x32768x16x128 devices=2", ONE, {"op": "none"}, ["one device not measured"]),
         (2, f"attention {BOTH} bfloat16 1x32768x16x128 devices=2", "mosaic", {"op": "none"}, ["not measured"] * 2),
         (2, "attention forward bfloat16 1x32768x16x128 causal=1 devices=2", "mosaic", {"error": 2.0}, ["2"]),
+        (
+            2,
+            "attention forward bfloat16 1x32768x16x128 devices=2 permute=peer",
+            "mosaic",
+            {"temporaries": 2**29},
+            ["5.369e+08"],
+        ),
     ],
 )
 def test_check_of_several_devices(tmp_path, capsys, devices, name, implementation, change, found):
@@ -478,11 +486,13 @@ def test_bars_are_for_machines(tmp_path, capsys):
             results.append(results.path_for(tmp_path, gpu, "sharded", devices=devices), *rows)
     assert main(["sharded", "--check", "--out", str(tmp_path)]) == 1
     found = re.findall(r"/([\w-]+)/sharded.csv: .*, (\d+) of (\d+) bars missed", capsys.readouterr().out)
-    ratios, cells = 2 * 8 + 1 + 2 + 4, len(SHARDED) // 2  # softmax has two for a cell, and every cell has to be right
+    # Softmax has two for a cell, attention two of memory, and every cell has to be right.
+    attention, memory, cells = 6, 2, len(SHARDED) // 2
+    ratios = 2 * 8 + 1 + 2 + attention
     assert {folder: (int(missed), int(count)) for folder, missed, count in found} == {
-        "h200x2": (ratios, ratios + cells),
+        "h200x2": (ratios, ratios + memory + cells),
         "h200x4": (ratios, ratios + cells),
-        "h100-80gb-hbm3x2": (0, cells),
+        "h100-80gb-hbm3x2": (attention, attention + memory + cells),
         "h100-80gb-hbm3x4": (0, cells),
     }
 
@@ -979,6 +989,8 @@ def shrunken():
         (f"linear_cross_entropy {BOTH} bfloat16 256x64x2004 class_axis=0 devices=4", {"jax.nn"}),
         ("attention forward bfloat16 1x256x2x128 devices=4", set()),
         (f"attention {BOTH} bfloat16 1x256x2x128 causal=1 devices=4 zigzag=4", set()),
+        (f"attention {BOTH} bfloat16 1x256x2x128 causal=1 devices=4 permute=peer zigzag=4", set()),
+        ("attention forward bfloat16 1x1024x2x128 causal=1 devices=4 permute=peer zigzag=4", set()),
         pytest.param(f"attention {BOTH} bfloat16 1x1024x2x128 causal=1 devices=4", set(), marks=pytest.mark.slow),
     ],
 )
@@ -997,7 +1009,7 @@ def test_cells_of_several_devices_run(name, peers, shrunken, monkeypatch):
         assert 0 < row.error <= 1
         assert row.kernel_us == 80 / cell.calls
         assert (row.temporaries is None) == (cell.calls > 1)
-    assert cell.calls == (8 if "softmax" in name or name.startswith("cross") else 1)
+    assert cell.calls == (8 if "softmax" in name or name.startswith("cross") or "1x256x2" in name else 1)
     assert f"{80 / cell.calls:.2f} in kernels" in said
 
 
