@@ -7,9 +7,10 @@ takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigz
 `permute=peer` says that it runs with the flags of XLA that docs/scaling.md recommends for a ring on one host.
 
 Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
-times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax, of cross-entropy, and
-of attention to few tokens are so short that starting a program on several devices may take longer. So a program makes several,
-each of the last one's result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes` and `flops` are of all devices.
+times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax, of cross-entropy,
+and of attention to few tokens are so short that starting a program on several devices may take longer. So a program makes
+several, each of the last one's result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes`
+and `flops` are of all devices.
 
 Values are checked as in the other suites: parts are gathered, and what was dealt out is put back into order.
 """
@@ -18,10 +19,10 @@ import contextlib
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ PEER = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
 
+_FLAGS = threading.Lock()
 _MOST_SCORES = 2**33  # bytes in float32, on each device, that a peer may hold them in: its gradients hold several
 
 Again = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
@@ -211,10 +213,18 @@ def _sharded(
 
 @contextlib.contextmanager
 def _told(mesh: Mesh, flags: dict[str, Any]) -> Iterator[None]:
-    """Sets the mesh, and XLA_FLAGS for the library, which reads it too; XLA has read it before, and takes `compiler_options`."""
-    words = [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={value}" for name, value in flags.items())]
-    with mock.patch.dict(os.environ, XLA_FLAGS=" ".join(words)), jax.set_mesh(mesh):
-        yield
+    """Sets the mesh, and XLA_FLAGS for the library. XLA has read those before: it takes `compiler_options`."""
+    with _FLAGS:  # cells are traced on several threads
+        before = os.environ.get("XLA_FLAGS")
+        os.environ["XLA_FLAGS"] = " ".join([before or "", *(f"--{name}={value}" for name, value in flags.items())])
+        try:
+            with jax.set_mesh(mesh):
+                yield
+        finally:
+            if before is None:
+                del os.environ["XLA_FLAGS"]
+            else:
+                os.environ["XLA_FLAGS"] = before
 
 
 def _chained(build: Callable[[], Callable[..., Any]], again: Again | None) -> Callable[..., Any]:
