@@ -124,7 +124,7 @@ def _attention(devices: int, shrink: int) -> Iterator[Cell]:
             peers.append(attention.of_xla(call))
         return sharded(peers=peers, mesh_of_peers="auto")
 
-    causal = {"causal": True, "zigzag": True}
+    causal: dict[str, Any] = {"causal": True, "zigzag": True}
     for backward in (False, True):
         yield from (cell(backward=backward, **kind) for kind in ({}, causal))
         # What no bar names: tokens in order, fewer tokens, and keys that heads share.
