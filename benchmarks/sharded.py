@@ -18,11 +18,11 @@ Values are checked as in the other suites: parts are gathered, and what was deal
 import contextlib
 import functools
 import importlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import attention, check, cross_entropy, linear_cross_entropy, softmax
 from benchmarks.cells import ONE, Cell, Contender
+from jaxsoftmax._core import compat
 
 COUNTS = (2, 4)  # of devices
 CALLS = 8  # of a program of short calls
@@ -213,18 +214,11 @@ def _sharded(
 
 @contextlib.contextmanager
 def _told(mesh: Mesh, flags: dict[str, Any]) -> Iterator[None]:
-    """Sets the mesh, and XLA_FLAGS for the library. XLA has read those before: it takes `compiler_options`."""
+    """Sets the mesh, and what the library knows of XLA_FLAGS; XLA itself takes `compiler_options`."""
     with _FLAGS:  # cells are traced on several threads
-        before = os.environ.get("XLA_FLAGS")
-        os.environ["XLA_FLAGS"] = " ".join([before or "", *(f"--{name}={value}" for name, value in flags.items())])
-        try:
-            with jax.set_mesh(mesh):
-                yield
-        finally:
-            if before is None:
-                del os.environ["XLA_FLAGS"]
-            else:
-                os.environ["XLA_FLAGS"] = before
+        known = compat.xla_flags() | {name: str(value) for name, value in flags.items()}
+        with mock.patch.object(compat, "xla_flags", return_value=known), jax.set_mesh(mesh):
+            yield
 
 
 def _chained(build: Callable[[], Callable[..., Any]], again: Again | None) -> Callable[..., Any]:

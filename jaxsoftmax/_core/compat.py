@@ -127,7 +127,10 @@ def _mesh_that_is_set() -> jax.sharding.Mesh | None:
 
 
 def xla_flags() -> dict[str, str]:
-    """What XLA_FLAGS says, by flag, without its dashes: "true" of one without a value; of equal flags the last counts."""
+    """What XLA_FLAGS says, by flag, without its dashes: "true" of one without a value; of equal flags the last counts.
+
+    JAX does not tell what XLA was told. Options of a compilation, and a file that XLA_FLAGS names, are not known here.
+    """
     pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     return {name.lstrip("-"): value.strip("'\"") if equals else "true" for name, equals, value in pairs}
 

@@ -592,6 +592,16 @@ def test_keys_and_values_are_packed_unless_xla_sends_them_together(flags, tokens
     assert ("stablehlo.concatenate" in text) is is_packed
 
 
+def test_export_of_a_ring_of_an_unknown_batch():
+    mesh = mesh_of("explicit")
+    (batch,) = jax.export.symbolic_shape("b")
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((batch, 64, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
+        f = jax.jit(lambda q, k, v: attend(q, k, v, context_parallel="ring"))
+        text = jax.export.export(f, platforms=["cuda"])(x, x, x).mlir_module()
+    assert text.count("stablehlo.collective_permute") == DEVICES - 1  # packed, as it may be large
+
+
 @pytest.mark.parametrize(("tokens", "count"), [(3840, 2), (4096, 1)])
 def test_xla_sends_together_what_is_not_packed(tokens, count, monkeypatch):
     xla_cuda.skip_unless_it_compiles_for_absent_gpus()

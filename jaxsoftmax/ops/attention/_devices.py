@@ -662,9 +662,10 @@ def _padded(x, pieces, count, axis):
 
 
 def _are_sent_together(arrays) -> bool:
-    """Whether XLA makes one collective of theirs, as it does up to so many bytes."""
+    """Whether XLA makes one collective of theirs, as it does up to so many bytes; not if it is unknown how many they have."""
     most = compat.xla_flags().get("xla_gpu_collective_permute_combine_threshold_bytes", _MOST_COMBINED)
-    return sum(x.nbytes for x in arrays.values()) <= int(most)
+    size = sum(x.nbytes for x in arrays.values())
+    return isinstance(size, int) and size <= int(most)  # a symbolic one is no int
 
 
 def _packed(arrays):
