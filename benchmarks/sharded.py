@@ -4,7 +4,7 @@ They are those of the other suites on a mesh of one axis. A call is a plain call
 cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option `devices`
 says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal attention
 takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has most to do.
-`permute=peer` says that it runs with the flags of XLA that docs/scaling.md recommends for a ring on one host.
+`permute=peer` says that attention runs with the flags of XLA that docs/scaling.md recommends for a ring.
 
 Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
 times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax, of cross-entropy,
@@ -40,14 +40,13 @@ CALLS = 8  # of a program of short calls
 AXIS = "model"
 COLUMNS, ROWS, VOCABULARY = P(None, AXIS), P(AXIS), 128256
 TOKENS, FEW_TOKENS, HEADS, KEY_HEADS = 16384, 4096, 16, 4  # of attention, on each device
-# What docs/scaling.md recommends for a ring on one host.
-PEER = {
+PEER = {  # the flags of XLA that docs/scaling.md recommends for a ring
     "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
     "xla_gpu_collective_permute_combine_threshold_bytes": 2**30,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
 
-_FLAGS = threading.Lock()
+_TRACING = threading.Lock()
 _MOST_SCORES = 2**33  # bytes in float32, on each device, that a peer may hold them in: its gradients hold several
 
 Again = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
@@ -173,6 +172,7 @@ def _sharded(
       zigzag: over how many devices axis 1 of all inputs and outputs is dealt out for ours.
       flags: of XLA, for what runs on the devices.
     """
+    options = flags or {}
 
     def on_devices(contender: Contender, kind: str, zigzag: int | None = None) -> Contender:
         def prepare(*inputs):
@@ -186,13 +186,13 @@ def _sharded(
             prepare=prepare,
             sample=functools.partial(_sample, base, again, zigzag),
             devices=devices,
-            context=lambda: _told(mesh_of(devices, kind), flags or {}),
-            compiler_options=flags or {},
+            context=lambda: _told(mesh_of(devices, kind), options),
+            compiler_options=options,
         )
 
     own, alone = (cell.contenders[0] for cell in (ours or base, base))
     words = [*(ours or base).options.split(), f"devices={devices}", *(["mesh=auto"] if mesh == "auto" else [])]
-    words += ["permute=peer"] if flags else []
+    words += ["permute=peer"] if options else []
     return replace(
         base,
         options=" ".join(sorted(words)),
@@ -215,7 +215,7 @@ def _sharded(
 @contextlib.contextmanager
 def _told(mesh: Mesh, flags: dict[str, Any]) -> Iterator[None]:
     """Sets the mesh, and what the library knows of XLA_FLAGS; XLA itself takes `compiler_options`."""
-    with _FLAGS:  # cells are traced on several threads
+    with _TRACING:  # cells are traced on several threads, and what is patched is the same for all
         known = compat.xla_flags() | {name: str(value) for name, value in flags.items()}
         with mock.patch.object(compat, "xla_flags", return_value=known), jax.set_mesh(mesh):
             yield

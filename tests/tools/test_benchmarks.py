@@ -486,7 +486,7 @@ def test_bars_are_for_machines(tmp_path, capsys):
             results.append(results.path_for(tmp_path, gpu, "sharded", devices=devices), *rows)
     assert main(["sharded", "--check", "--out", str(tmp_path)]) == 1
     found = re.findall(r"/([\w-]+)/sharded.csv: .*, (\d+) of (\d+) bars missed", capsys.readouterr().out)
-    # Softmax has two for a cell, attention four with the flags and four without, and every cell has to be right.
+    # Softmax has two for a cell, attention four with the flags, four without and four of memory; every cell has to be right.
     attention, memory, cells = 4, 4, len(SHARDED) // 2
     ratios = 2 * 8 + 1 + 2 + 2 * attention
     assert {folder: (int(missed), int(count)) for folder, missed, count in found} == {

@@ -43,7 +43,7 @@ STRATEGIES = ("ring", "all_gather", "all_to_all")
 # What `_cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
 _OPERATIONS, _BYTES, _STEP = 6e14, 2.6e11, 3e-5
 _MOST_GATHERED = 2**29  # bytes of keys and values that a device may have of the others
-_MOST_COMBINED = 30 << 20  # bytes of which XLA makes one collective, unless XLA_FLAGS says how many
+_MOST_COMBINED = 30 << 20  # bytes that XLA sends by one collective, unless XLA_FLAGS says how many
 _MOST_MERGED = 2**22  # numbers of the states of all devices, above which they are summed up and not gathered
 
 # Operands and results with an axis of queries, of keys, and of both: of the latter only the queries are cut.
@@ -451,14 +451,16 @@ class _Work:
         shifts = [shift for shift, _ in steps]
         devices, index, last = self.rows.devices, self.rows.index, None
         arriving = self._sent_by(shifts[0], home)  # as they are: the first step waits for them
-        packed = (home if _are_sent_together(home) else _packed(home)) if any(shifts[1:]) else {}
+        outgoing: dict[str, jax.Array] = {}
+        if any(shifts[1:]):
+            outgoing = home if _are_sent_together(home) else _packed(home)
         for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
             keys = _unpacked(arriving, home) if shift else home
-            arriving = self._sent_by(following, packed)  # started before the attention, which runs meanwhile
+            arriving = self._sent_by(following, outgoing)  # started before the attention, which runs meanwhile
             carry, sent = attend(carry, keys, lax.rem(index - shift + devices, jnp.int32(devices)), parts, shift)
             carry = arrived(carry, last) if last is not None else carry
             if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
-                carry, arriving, home, packed = lax.optimization_barrier((carry, arriving, home, packed))
+                carry, arriving, home, outgoing = lax.optimization_barrier((carry, arriving, home, outgoing))
             last = sent
         return carry, last
 
@@ -662,10 +664,10 @@ def _padded(x, pieces, count, axis):
 
 
 def _are_sent_together(arrays) -> bool:
-    """Whether XLA makes one collective of theirs, as it does up to so many bytes; not if it is unknown how many they have."""
+    """Whether XLA sends these arrays by one collective, as it does up to a number of bytes; not if their sizes are symbolic."""
     most = compat.xla_flags().get("xla_gpu_collective_permute_combine_threshold_bytes", _MOST_COMBINED)
     size = sum(x.nbytes for x in arrays.values())
-    return isinstance(size, int) and size <= int(most)  # a symbolic one is no int
+    return isinstance(size, int) and size <= int(most)
 
 
 def _packed(arrays):
