@@ -11,6 +11,7 @@ python -m benchmarks top_k                 likewise, the largest entries of rows
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
 python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
                                            them; results/<gpu>x<count>/sharded.csv, as in h200x2
+python -m benchmarks sharded_rows          likewise, softmax of rows that GPUs share, in each way in which they can
 python -m benchmarks links                 likewise, the exchanges between these GPUs alone
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks softmax --implementation triton
@@ -57,9 +58,10 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "top_k": top_k.cells,
     "first_call": first_call.cells,
     "sharded": sharded.cells,
+    "sharded_rows": sharded.row_cells,
     "links": links.cells,
 }
-ON_SEVERAL = frozenset({"sharded", "links"})  # suites that are measured on all GPUs; the others take one
+ON_SEVERAL = frozenset({"sharded", "sharded_rows", "links"})  # suites that are measured on all GPUs; the others take one
 
 
 def main(argv: Sequence[str] | None = None) -> int:

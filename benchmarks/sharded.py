@@ -12,6 +12,9 @@ and of attention to few tokens are so short that starting a program on several d
 several, each of the last one's result. `kernel_us` is for comparison. `temporaries` are those of a call on one device. `bytes`
 and `flops` are of all devices.
 
+The suite `sharded_rows` has softmax, log_softmax and logsumexp of rows of all lengths, in each way in which devices can share
+them: it tells from which length on a way pays.
+
 Values are checked as in the other suites: parts are gathered, and what was dealt out is put back into order.
 """
 
@@ -76,16 +79,76 @@ def _softmax(devices: int, shrink: int) -> Iterator[Cell]:
     yield cell("bfloat16", 2048, 50257 // shrink * shrink * devices)
 
 
+def row_cells(counts: Sequence[int] = (*COUNTS, 8), shrink: int = 1) -> list[Cell]:
+    """The cells that say which way of `WAYS` rows are best shared, by how long and how many they are, beside `jax.nn`'s."""
+    return [cell for devices in counts for cell in _rows(devices, shrink)]
+
+
+def _rows(devices: int, shrink: int) -> Iterator[Cell]:
+    def cell(op: str, dtype: str, rows: int, cols: int, both: bool = False) -> Cell:
+        shape = rows // shrink, cols // shrink
+        base = (softmax.both_cell if both else softmax.forward_cell)(op, dtype, shape)
+        again: Again = _gradient_again if op == "logsumexp" else _results_again if both else _output_again
+        specs = [COLUMNS, P() if op == "logsumexp" else COLUMNS][: 1 + both]
+        of_jax = next(contender for contender in base.contenders if contender.name == "jax.nn")
+        return _in_each_way(_sharded(base, devices, specs, again=again, peers=[of_jax]))
+
+    few, many = 256, 8192
+    for dtype in softmax.DTYPES:
+        for cols in (2048, 8192, 32768):
+            yield from (cell("softmax", dtype, rows, cols) for rows in (few, 2048, many))
+            yield from (cell("softmax", dtype, rows, cols, both=True) for rows in (few, many))
+        yield from (cell("softmax", dtype, *shape) for shape in ((32768, 2048), (few, 131072), (2048, 131072)))
+    for cols in (2048, 8192, 32768):
+        yield cell("log_softmax", "bfloat16", many, cols)
+        yield cell("log_softmax", "bfloat16", many, cols, both=True)
+        yield from (cell("logsumexp", "bfloat16", rows, cols, both=True) for rows in (few, many))
+
+
+def _results_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    """The output as the next input, and the gradient as the next cotangent."""
+    del inputs
+    return output
+
+
+def _gradient_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    """The gradient as the next input."""
+    return output[1], *inputs[1:]
+
+
+# From how many bytes of a device's part of a row one kernel does all, and why kernels do not make states.
+WAYS: dict[str, tuple[int, str | None]] = {
+    "one kernel": (0, None),
+    "states": (2**62, None),
+    "reference": (2**62, "the reference is measured"),
+}
+
+
+def _in_each_way(cell: Cell) -> Cell:
+    """A cell of rows that devices share, without the row of one device, and in each of `WAYS`."""
+    ours, _, *peers = cell.contenders
+    names = [name for name in WAYS if (cell.op, name) != ("logsumexp", "one kernel")]
+    ways = [replace(ours, name=name, context=functools.partial(_made_to, name, ours.context)) for name in names]
+    return replace(cell, contenders=(ours, *ways, *peers))
+
+
+@contextlib.contextmanager
+def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Makes all calls share rows in this way."""
+    devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
+    least, reason = WAYS[way]
+    always = mock.patch.object(devices, "unprofitable", return_value=reason)
+    with context(), mock.patch.object(mosaic, "_LEAST_SHARED", least), always:
+        yield
+
+
 def _cross_entropy(devices: int, shrink: int) -> Iterator[Cell]:
     for rows, cols, mesh in ((8192, VOCABULARY, "explicit"), (8192, VOCABULARY, "auto"), (4096, 151936, "explicit")):
         shape = rows // shrink, cols // shrink // devices * devices
         base = cross_entropy.cell_of("bfloat16", shape, backward=True)
         of_optax = next(contender for contender in base.contenders if contender.name == "optax")
 
-        def again(inputs, output):
-            return output[1], inputs[1]
-
-        yield _sharded(base, devices, [COLUMNS, P()], mesh=mesh, again=again, peers=[of_optax], mesh_of_peers="auto")
+        yield _sharded(base, devices, [COLUMNS, P()], mesh=mesh, again=_gradient_again, peers=[of_optax], mesh_of_peers="auto")
 
 
 def _linear_cross_entropy(devices: int, shrink: int) -> Iterator[Cell]:
@@ -137,6 +200,7 @@ def _attention(devices: int, shrink: int) -> Iterator[Cell]:
 
 
 def _output_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    """The output as the next first input."""
     return output, *inputs[1:]
 
 

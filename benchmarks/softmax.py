@@ -410,14 +410,15 @@ def _both(elements: int) -> Iterator[Cell]:
 
 def both_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
     """The forward pass and its vjp, from the cotangent of the output."""
+    is_summed = op == "logsumexp"
     return Cell(
         op,
         "forward+backward",
         dtype,
         shape,
         "",
-        5 * _size(shape, dtype),
-        with_direction(shape, dtype),
+        (3 if is_summed else 5) * _size(shape, dtype),
+        with_direction(shape, dtype, shape[:-1] if is_summed else None),
         _ours_and_jax_nn(_pullback_with_value(op)),
         functools.partial(_value_and_cotangent, op, dtype),
     )
@@ -426,6 +427,8 @@ def both_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
 def _value_and_cotangent(op: str, dtype: str, x, c) -> list[Any]:
     if op == "softmax":
         return [oracle.softmax(x), *_derivative_of_softmax(dtype, x, c)]
+    if op == "logsumexp":
+        return [oracle.logsumexp(x, -1), oracle.logsumexp_cotangent(x, c, -1)]
     return [oracle.log_softmax(x), oracle.log_softmax_cotangent(x, c)]
 
 

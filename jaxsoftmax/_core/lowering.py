@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -130,6 +130,14 @@ class Run:
         devices = tuple((axis, lax.axis_size(axis)) for cut in over.values() for axis in cut.over)
         return self._run(this, operands, decision, target=self.target, devices=devices, **params)
 
+    def unless(self, reason: str | None) -> "Run":
+        """This run, on the reference alone if there is a reason for it and no implementation was forced."""
+        return self if reason is None or self.forced is not None else replace(self, obstacle=self.obstacle or reason)
+
+    def on_reference(self, this: Map, operands, reason: str, **params) -> list[Any]:
+        """The results of a map by the reference, whatever was forced; `explain` gives the reason."""
+        return replace(self, forced=None, obstacle=self.obstacle or reason)(this, operands, **params)
+
     def _run(self, this, operands, decision, **params):
         dispatch.record(decision)
         function = getattr(_module(this, decision.implementation), this.name)
@@ -145,6 +153,14 @@ class _Reference:
     def together(self, this: Map, operands, over, **params) -> list[Any]:
         del this, operands, over, params
         return []
+
+    def unless(self, reason: str | None) -> "_Reference":
+        del reason
+        return self
+
+    def on_reference(self, this: Map, operands, reason: str, **params) -> list[Any]:
+        del reason
+        return self(this, operands, **params)
 
 
 def _module(this: Map, implementation: str) -> Any:

@@ -39,7 +39,7 @@ from benchmarks.cells import ONE, OURS, Contender, library
 from benchmarks.clock import wall_clock
 from jaxsoftmax.ops.cross_entropy import _linear as linear
 
-from .. import cases, oracle
+from .. import cases, kernels, oracle
 from ..attention import oracle as attention_oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
@@ -1013,6 +1013,36 @@ def test_cells_of_several_devices_run(name, peers, shrunken, monkeypatch):
     assert f"{80 / cell.calls:.2f} in kernels" in said
 
 
+def of_shared_rows(name, shrink):
+    return next(cell for cell in sharded.row_cells((4,), shrink) if cell.name == f"{name} devices=4")
+
+
+@pytest.mark.parametrize("op", ["softmax", "logsumexp"])
+def test_rows_are_shared_in_each_way(op):
+    run, rows, _ = measured(of_shared_rows(f"{op} {BOTH} bfloat16 4x128", 64), peers=None)
+    assert not run.problems
+    assert [row.implementation for row in rows[1:]] == [*list(sharded.WAYS)[op == "logsumexp" :], "jax.nn"]
+
+
+def test_each_way_to_share_rows_lowers_other_kernels():
+    cell = of_shared_rows("softmax forward bfloat16 256x8192", 1)
+    x, found = (
+        jax.ShapeDtypeStruct(
+            cell.shape, cell.dtype, sharding=jax.NamedSharding(sharded.mesh_of(4, "explicit"), sharded.COLUMNS)
+        ),
+        {},
+    )
+    for contender in cell.contenders[1:-1]:
+        with contender.context():
+            text = jax.jit(contender.build()).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        found[contender.name] = set(kernels.kernel_names(text))
+    assert found == {
+        "one kernel": {"softmax_forward_mosaic"},
+        "states": {"logsumexp_forward_mosaic", "logsumexp_vjp_mosaic"},
+        "reference": set(),
+    }
+
+
 def test_a_cell_of_several_devices_tells_a_wrong_output(shrunken):
     cell = shrunken(sharded, f"softmax {BOTH} float32 32x2048 devices=4")
     inputs, ours = cell.inputs(jax.random.key(0), True), cell.contenders[0]
@@ -1640,6 +1670,7 @@ def test_bytes(name, bytes_per_element):
         (linear_cross_entropy.cells, LINEAR),
         (top_k.cells, TOP_K),
         (sharded.cells, SHARDED),
+        (sharded.row_cells, {cell.name: cell for cell in sharded.row_cells()}),
         (links.cells, {cell.name: cell for cell in links.cells()}),
     ],
 )

@@ -6,6 +6,7 @@ the others two numbers forward, and one in a derivative. A kernel that tells the
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def softmax(run, x, where, scale, *, axes, dtype, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
         return found
+    run = run.unless(unprofitable(x, over))
     m, d = _state(run, given, axes, dtype, over)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # what is masked is 0 all the same
     given |= {"m": m, "d": d, "t": jnp.ones_like(d)}
@@ -33,6 +35,7 @@ def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
         return found
+    run = run.unless(unprofitable(x, over))
     m, d = _state(run, given, axes, dtype, over)
     d += d - d  # NaN where it is infinite
     out = select(given["where"], xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
@@ -40,6 +43,7 @@ def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
 
 
 def logsumexp(run, x, where, scale, *, axes, dtype, return_state, over):
+    run = run.unless(unprofitable(x, over))
     m, d = _state(run, {"x": x, "where": seen(x, where, over), "scale": scale}, axes, dtype, over)
     lse = xla.lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
@@ -47,23 +51,28 @@ def logsumexp(run, x, where, scale, *, axes, dtype, return_state, over):
 
 def softmax_jacobian(run, y, t, scale, *, axes, dtype, over):
     y = select(inside(y, over), y, 0)
-    if found := run.together(primitive.SOFTMAX_JACOBIAN, {"y": y, "t": t, "scale": scale}, over, axes=axes, dtype=dtype):
-        return found
-    return xla.softmax_jacobian(y, t, scale, axes=axes, dtype=dtype, axis_name=mesh_axes(over))
+    return _with_sums(run, primitive.SOFTMAX_JACOBIAN, {"y": y, "t": t, "scale": scale}, over, axes=axes, dtype=dtype)
 
 
 def log_softmax_jvp(run, *, over, **given):
-    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_JVP, xla.log_softmax_jvp, over, **given)
+    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_JVP, over, **given)
 
 
 def log_softmax_vjp(run, *, over, **given):
-    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_VJP, xla.log_softmax_vjp, over, **given)
+    return _log_softmax_derivative(run, primitive.LOG_SOFTMAX_VJP, over, **given)
 
 
-def _log_softmax_derivative(run, this, reference, over, *, x, m, d, t, where, scale, **params):
+def _log_softmax_derivative(run, this, over, *, x, m, d, t, where, scale, **params):
     d, where = _saved(x, d, where, over)
-    given = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}
-    return run.together(this, given, over, **params) or reference(**given, **params, axis_name=mesh_axes(over))
+    return _with_sums(run, this, {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}, over, **params)
+
+
+def _with_sums(run, this, given, over, **params):
+    """A derivative that needs a sum along whole rows: by one kernel that sums over devices, or by the reference."""
+    reason = "a kernel sums over devices only where each has a long part of a row and their memory can be reached"
+    return run.together(this, given, over, **params) or run.on_reference(
+        this, given, reason, axis_name=mesh_axes(over), **params
+    )
 
 
 def logsumexp_jvp(run, x, m, d, t, where, scale, *, dtype, over, **params):
@@ -76,6 +85,17 @@ def logsumexp_jvp(run, x, m, d, t, where, scale, *, dtype, over, **params):
 def logsumexp_vjp(run, x, m, d, t, where, scale, *, over, **params):
     del over  # the sum over the row is in the state
     return run(primitive.LOGSUMEXP_VJP, {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}, **params)
+
+
+def unprofitable(x, over) -> str | None:
+    """Why the reference is expected to be faster than kernels that make states of parts of rows, or None."""
+    size = math.prod(x.shape[axis] for axis in over) * x.dtype.itemsize
+    if size >= LEAST_OF_STATES:
+        return None
+    return f"each device has {size} bytes of a row, too few for two kernels to gain what they take to start"
+
+
+LEAST_OF_STATES = 8192  # bytes of a device's part of a row
 
 
 def _state(run, given, axes, dtype, over):

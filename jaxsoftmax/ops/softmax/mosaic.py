@@ -214,7 +214,7 @@ def _of_devices(target, kernel: str, cols: int, itemsize: int, masked: Masked, i
     """Of rows that devices share, of which each has `cols` elements: however short that part is, blocks of the grid hold it."""
     del masked, inner
     operands = 2 if kernel in _TWO_OPERANDS else 1
-    return _of_the_grid(target, cols, itemsize, operands, min(_STAGE[itemsize], max(2048, cols * itemsize * operands)))
+    return _of_the_grid(target, cols, itemsize, operands, min(_STAGE[itemsize], operands * max(2048, cols * itemsize)))
 
 
 def _of_the_grid(target, cols: int, itemsize: int, operands: int, stage: int | None = None) -> Config:
