@@ -1,4 +1,4 @@
-"""Where Triton kernels find operands that may have size 1 where others have more; `call.indexed` says how."""
+"""Where Triton kernels find operands that may have size 1 where others have more; `problem.indexed` says how."""
 
 import triton
 import triton.language as tl

@@ -5,9 +5,8 @@ Nothing here imports jax-triton or Triton before a kernel is called, so that to 
 
 import importlib.util
 import inspect
-import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,28 +45,6 @@ def remark(target) -> str | None:
 
 
 _PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
-
-
-def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
-    """How an array of size 1 along some axes is indexed by an index of several neighbouring axes of a whole one.
-
-    There are triples: the index is divided by the first, taken modulo the second, unless that is 0, and multiplied with the
-    third. Axes that are whole and neighbours share one. `addresses.offset` does so in a kernel.
-    """
-    triples, divisor, is_open = [], 1, False
-    for axis in reversed([*members]):
-        if whole[axis] == 1:
-            continue
-        if shape[axis] != 1:
-            if is_open:
-                triples[-1][1] *= whole[axis]
-            else:
-                triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
-        is_open = shape[axis] != 1
-        divisor *= whole[axis]
-    if triples and triples[-1][0] * triples[-1][1] == divisor:
-        triples[-1][1] = 0
-    return tuple([number for triple in triples for number in triple])
 
 
 def call(

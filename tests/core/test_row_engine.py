@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import online
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu.rows.layout import Config
 from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
 from jaxsoftmax._gpu.rows.tile import each
@@ -16,6 +17,12 @@ from jaxsoftmax._gpu.rows.tile import each
 from .. import cases, kernels, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+
+
+def problem(x, *written):
+    """The rows of a matrix `x`, and results as large as it."""
+    return Problem(x.shape, (1,), read=(x.dtype.itemsize,), written=tuple(jnp.dtype(dtype).itemsize for dtype in written))
+
 
 # Cross-entropy with integer labels: the logits are read once, and once more for their gradient.
 
@@ -33,7 +40,7 @@ def losses(logits, labels, config):
         return [lse - tile.sum(of_label), lse]
 
     operands = {"logits": Whole(logits, -jnp.inf, jnp.float32), "label": PerRow(labels)}
-    return run("losses_mosaic", body, operands, (1,), lambda *_: config, per_row=[jnp.float32] * 2)
+    return run("losses_mosaic", body, operands, problem(logits), config, per_row=[jnp.float32] * 2)
 
 
 def losses_vjp(logits, labels, lse, t, config):
@@ -49,7 +56,7 @@ def losses_vjp(logits, labels, lse, t, config):
         return [gradient]
 
     operands = {"logits": Whole(logits, -jnp.inf, jnp.float32), "label": PerRow(labels), "lse": PerRow(lse), "t": PerRow(t)}
-    return run("losses_vjp_mosaic", body, operands, (1,), lambda *_: config, whole=[logits.dtype])[0]
+    return run("losses_vjp_mosaic", body, operands, problem(logits, logits.dtype), config, whole=[logits.dtype])[0]
 
 
 def states(x, config):
@@ -59,7 +66,7 @@ def states(x, config):
         return list(tile.merge(tile.lift(x))[:2])
 
     operands = {"x": Whole(x, -jnp.inf, jnp.float32)}
-    return run("states_mosaic", body, operands, (1,), lambda *_: config, per_row=[jnp.float32] * 2)
+    return run("states_mosaic", body, operands, problem(x), config, per_row=[jnp.float32] * 2)
 
 
 def columns(x, config):
@@ -68,7 +75,8 @@ def columns(x, config):
     def body(tile, x):
         return [tile.column, each(lambda x: x + x, x)]
 
-    return run("columns_mosaic", body, {"x": Whole(x)}, (1,), lambda *_: config, whole=[jnp.int32, x.dtype])
+    dtypes = [jnp.int32, x.dtype]
+    return run("columns_mosaic", body, {"x": Whole(x)}, problem(x, *dtypes), config, whole=dtypes)
 
 
 # How a row is held: rows and columns, and the configuration.

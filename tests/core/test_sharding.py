@@ -176,6 +176,16 @@ def test_kernels_of_several_devices_share_long_rows_where_mosaic_can_reach_the_o
     assert ("stablehlo.all_gather" in text) != are_shared
 
 
+@pytest.mark.parametrize("shape", [(64, 2, 8192), (64, 16384, 1)], ids=str)
+def test_a_part_of_rows_along_several_axes_is_as_long_as_all_of_them(shape):
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("model",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
+    with jax.set_mesh(mesh):
+        for f in (jaxsoftmax.softmax, jaxsoftmax.logsumexp):
+            decisions = jaxsoftmax.explain(functools.partial(f, axis=(1, 2)), x, platform="cuda")
+            kernels.assert_ran(decisions, "mosaic")
+
+
 @NAMES
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("manual", [("model",), ("data", "model")], ids=str)

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch, lowering
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as engine
 from jaxsoftmax._gpu.rows.flat import FlatLayout
@@ -484,8 +485,54 @@ def test_elsewhere_it_is_refused():
 def test_the_limits_themselves_are_served():
     for shape in [(4, 1), (4, 2**30 - 1), (2**31 - 1, 1)]:
         for dtype in ("float32", "bfloat16"):
-            kernels.assert_ran(explain(OPS["softmax"], shaped(*shape, dtype=dtype), platform="cuda"), "mosaic")
+            forced = functools.partial(OPS["softmax"], implementation="mosaic")
+            kernels.assert_ran(explain(forced, shaped(*shape, dtype=dtype), platform="cuda"), "mosaic")
     kernels.assert_ran(explain(OPS["logsumexp"], shaped(4, 2**28), platform="cuda"), "mosaic")
+
+
+# Axes of size 1 count nowhere: shapes and axes of softmax, and the same rows without such axes.
+SINGLE = [
+    ((1024, 16, 8, 1), (1, 3), (1024, 16, 8), 1),
+    ((1024, 16, 8, 1), (1,), (1024, 16, 8), 1),
+    ((1024, 1, 16, 1, 8), (1, 2), (1024, 16, 8), 1),
+    ((1, 1024, 64), (0, 2), (1024, 64), 1),
+    ((4, 65536, 8, 1), (1, 3), (4, 65536, 8), 1),
+    ((1024, 1, 8), (1,), (8192, 1), 1),
+    ((1024, 8, 1), (2,), (8192, 1), 1),
+    ((1, 1), (), (1, 1), 1),
+    ((4, 0, 8), (1,), (4, 0), 1),
+    ((0, 64, 1), (1, 2), (0, 64), 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "axes", "same", "axis"), SINGLE, ids=str)
+def test_axes_of_size_1_decide_nothing(shape, axes, same, axis):
+    for name in OPS:
+        decided = []
+        for sizes, along in ((shape, axes), (same, axis)):
+            x = shaped(*sizes, dtype="bfloat16")
+            op = functools.partial(getattr(jaxsoftmax, name), axis=along)
+            for f in (op, lambda x, op=op: jax.vjp(op, x)[1](jnp.sin(op(x)))):
+                decided.append(
+                    [(d.primitive, d.implementation, dict(d.refusals).get("mosaic")) for d in explain(f, x, platform="cuda")]
+                )
+        assert decided[:2] == decided[2:]
+    for primitive in mosaic._MERGING:
+        types = [{"x": shaped(*given, dtype="bfloat16"), "y": None, "t": shaped(*given)} for given in (shape, same)]
+        types = [kinds | ({"y": kinds["x"], "x": None} if primitive == "softmax_jacobian" else {}) for kinds in types]
+        merges = [
+            mosaic.merges(primitive, HOPPER, kinds, axes=along, dtype="bfloat16")
+            for kinds, along in zip(types, (axes, (axis,)), strict=True)
+        ]
+        assert merges == [False, False]
+
+
+def test_rows_of_one_entry_are_left_to_xla():
+    for name in OPS:
+        (decision,) = explain(OPS[name], shaped(64, 1), platform="cuda")
+        assert dict(decision.refusals)["mosaic"] == "XLA computes rows of one entry element by element"
+    (decision,) = explain(jaxsoftmax.cross_entropy, shaped(64, 1), shaped(64, dtype="int32"), platform="cuda")
+    assert decision.implementation == "xla"
 
 
 def produced(op, **options):
@@ -640,7 +687,9 @@ def test_a_body_with_tickets_exchanges_once():
         return [tile.sum(x) + tile.sum(x)]
 
     def run(x):
-        return engine.run("twice", twice, {"x": engine.Whole(x)}, (1,), lambda *_: config, per_row=[jnp.float32])
+        return engine.run(
+            "twice", twice, {"x": engine.Whole(x)}, Problem(x.shape, (1,), read=(4,)), config, per_row=[jnp.float32]
+        )
 
     with pytest.raises(NotImplementedError, match="split: a body may merge or sum once"):
         kernels.lowered_for_cuda(run, x)

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core.problem import Problem, is_along
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import split
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
@@ -62,16 +63,13 @@ class Inside:
 
 Operand = Whole | Mask | PerRow | Scalar | Inside
 
-# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
-Masked = Literal[False, True, "end"]
-
 
 def run(
     name: str,
     body: Callable[..., list[Any]],
     operands: Mapping[str, Operand | None],
-    axes: Sequence[int],
-    config: Callable[[int, int, Masked, int], Config],
+    problem: Problem,
+    config: Config,
     *,
     whole: Sequence[Any] = (),
     per_row: Sequence[Any] = (),
@@ -85,9 +83,8 @@ def run(
       body: gets a `Tile`, and the operands by name, None for None. It gives the results, the whole ones, which
         are functions of a step, or an `Either`, before those of rows.
       operands: what they are; one at least is whole. They are loaded in this order.
-      axes: the axes of a row, neighbours but for axes of size 1.
-      config: the configuration for a number of columns, the bytes of the widest element, True for a mask along the columns, or
-        "end" for `Inside`, else False, and how far apart elements of a row are.
+      problem: the rows, and what the operands and results need of a kernel.
+      config: how the rows are spread over threads.
       whole: dtypes of the results that are as large as the rows.
       per_row: dtypes of the results that have size 1 along `axes`.
       replaced: the operand in whose memory the whole result is written, which has its dtype, or None. XLA copies it before
@@ -100,23 +97,14 @@ def run(
     fills = {key: operand.fill for key, operand in given.items() if isinstance(operand, Whole)}
     others = [key for key, operand in given.items() if isinstance(operand, Mask)]  # as arguments, the largest come first
     others += [key for key, operand in given.items() if isinstance(operand, (PerRow, Scalar))]
-    shape = next(iter(held.values())).shape
-    row_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    cols = math.prod(shape[axis] for axis in axes)
-    along = [axis for axis in axes if shape[axis] != 1]
-    inner = math.prod(shape[max(along) + 1 :]) if along else 1
-    outer = math.prod(shape) // (cols * inner)
+    shape, axes, row_shape = problem.shape, problem.axes, problem.row_shape
+    outer, cols, inner = problem.outer, problem.cols, problem.inner
     dtypes, row_dtypes = ([jnp.dtype(dtype) for dtype in kinds] for kinds in (whole, per_row))
 
-    masked: Masked = any(isinstance(o, Mask) and not _is_per_row(o, axes) for o in given.values())
-    if not masked and any(isinstance(o, Inside) for o in given.values()):
-        masked = "end"
-    widest = max(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
-    chosen = config(cols, widest, masked, inner)
-    is_flat = inner == 1 and chosen.parked and chosen.threads <= ptx.WARP
+    is_flat = inner == 1 and config.parked and config.threads <= ptx.WARP
     kinds: tuple[Any, Any] = (ColumnMemory, Columns) if inner > 1 else (FlatMemory, Flat) if is_flat else (Memory, Tile)
-    along_last: Any = FlatLayout(cols, chosen, widest) if is_flat else RowLayout(cols, chosen, bool(whole))
-    layout: Any = ColumnLayout(cols, inner, chosen) if inner > 1 else along_last
+    along_last: Any = FlatLayout(cols, config, problem.widest) if is_flat else RowLayout(cols, config, bool(whole))
+    layout: Any = ColumnLayout(cols, inner, config) if inner > 1 else along_last
     count = outer * layout.tiles if inner > 1 else outer  # of rows, or of tiles of them
     exact = layout.is_exact and count % layout.rows == 0
     view = (count * layout.entries, *layout.shape) if exact and layout.whole_block else (outer * cols, inner)
@@ -130,7 +118,7 @@ def run(
             return array.reshape(1)
         if isinstance(operand, PerRow):
             return jnp.broadcast_to(array, row_shape).reshape(-1)
-        if _is_per_row(operand, axes):
+        if not is_along(array, axes):
             return jnp.broadcast_to(array, row_shape).reshape(-1).astype(jnp.float32)
         return jnp.broadcast_to(array, shape).reshape(view) if inner > 1 else array.reshape(-1, cols)
 
@@ -238,7 +226,7 @@ def run(
 
     if layout.is_read_twice:
         # Masks are not joined as scores are, where threads join vectors of two steps.
-        first_layout = split.unheld(layout) if masked else RowLayout(cols, chosen, stored=False)
+        first_layout = split.unheld(layout) if problem.masked else RowLayout(cols, config, stored=False)
 
         def computed(refs):
             refs = dict(zip([*held, *others], refs, strict=True))
@@ -263,12 +251,12 @@ def run(
             (found,) = launched(first_pass, first_layout, [states], count * layout.blocks)(*arrays)
             return launched(second_pass, layout, outs, count * layout.blocks)(*arrays, found)
     else:
-        states = [split.states(layout, count)] if chosen.grid and inner > 1 else []
-        blocks = min(chosen.grid, count * layout.blocks) if chosen.grid else pl.cdiv(count, layout.rows)
+        states = [split.states(layout, count)] if config.grid and inner > 1 else []
+        blocks = min(config.grid, count * layout.blocks) if config.grid else pl.cdiv(count, layout.rows)
         call = launched(kernel, layout, outs + states, blocks)
-    narrowest = min(dtype.itemsize for dtype in [*(array.dtype for array in held.values()), *dtypes])
+    narrowest = min((*problem.read, *problem.written))
     starts_anywhere = is_flat or layout.shifted
-    if chosen.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):
+    if config.grid or (starts_anywhere and math.prod(shape) * narrowest % 16):
         call = jax.custom_batching.sequential_vmap(call)  # a batch would share tickets, or its arrays start inside a vector
     if replaced is None:
         results = call(*arrays)
@@ -284,7 +272,3 @@ def run(
         results = pl.run_state(in_place)([arrays[at], *(lax.empty(out.shape, out.dtype) for out in outs)])
     shapes = [shape] * len(dtypes) + [row_shape] * len(row_dtypes)
     return [result.reshape(shape) for result, shape in zip(results, shapes, strict=False)]
-
-
-def _is_per_row(mask: Mask, axes: Sequence[int]) -> bool:
-    return math.prod(mask.array.shape[axis] for axis in axes) == 1

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoftmax._core.problem import indexed
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import _dropout
@@ -259,7 +260,7 @@ class Call:
 
 
 def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """How an operand or result is indexed by batch entry, head, row and column: see `call.indexed`."""
+    """How an operand or result is indexed by batch entry, head, row and column: see `problem.indexed`."""
     # Spans belong to blocks: of keys there may be several where there is one query.
     axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[name]
     own = shape[len(shape) - len(axes) :]
@@ -268,7 +269,7 @@ def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tup
     at = len(batch)
     heads = [at + i for i, letter in enumerate(axes) if letter in "NK"]
     lines = [at + i for i, letter in enumerate(axes) if letter in "BTS"]
-    return tuple([call.indexed(shape, whole, members) for members in (range(at), heads, lines[:1], lines[1:])])
+    return tuple([indexed(shape, whole, members) for members in (range(at), heads, lines[:1], lines[1:])])
 
 
 # The primitives.

@@ -10,13 +10,12 @@ bytes.
 """
 
 import functools
-import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core.problem import Problem, is_along
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.layout import RowLayout
@@ -26,10 +25,10 @@ from jaxsoftmax.ops.cross_entropy import _linear, _linear_mosaic, xla
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import apply_mask, select
 
-_LIKE = {  # softmax's primitives and kernels that are as large, and hold rows or not as these
-    "cross_entropy": ("logsumexp", "logsumexp_forward"),
-    "cross_entropy_vjp": ("logsumexp_vjp", "logsumexp_vjp"),
-    "cross_entropy_gradient": ("softmax", "softmax_forward"),
+_LIKE = {  # softmax's kernels that are as large, and hold rows or not as these
+    "cross_entropy": "logsumexp_forward",
+    "cross_entropy_vjp": "logsumexp_vjp",
+    "cross_entropy_gradient": "softmax_forward",
 }
 
 
@@ -37,15 +36,15 @@ def unsupported(primitive, target, operands, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if primitive == "linear_cross_entropy":
         return _linear_mosaic.unsupported(target, operands, params["head"].class_axis)
-    x, (axis,), (like, kernel) = operands["x"], params["axes"], _LIKE[primitive]
-    dtype = x.dtype if primitive == "cross_entropy_gradient" else params["dtype"]
-    reason = of_softmax.unsupported(like, target, _as_there(operands, **params), axes=(axis,), dtype=dtype)
+    x, where, kernel, problem = operands["x"], operands.get("where"), _LIKE[primitive], _problem(primitive, operands, **params)
+    dtypes = [x.dtype] if primitive == "cross_entropy_gradient" else [x.dtype, jnp.dtype(params["dtype"])]
+    reason = of_softmax.unsupported_rows(target, kernel, dtypes, where, problem)
     if reason is None and _has_total(**params):
-        cols, inner, where = x.shape[axis], math.prod(x.shape[axis + 1 :]), operands.get("where")
-        masked = "end" if where is None or where.shape[axis] == 1 else True
-        config = of_softmax.config_for(target, kernel, cols, x.dtype.itemsize, masked, inner)
-        if config.grid or RowLayout(cols, config).is_read_twice:  # blocks tell each other one state of a row, and no sum
-            return f"the sum of the scores, for smoothing, is not computed of rows of {cols} entries"
+        config = of_softmax.config_of(target, kernel, problem)
+        if (
+            config.grid or RowLayout(problem.cols, config).is_read_twice
+        ):  # blocks tell each other one state of a row, and no sum
+            return f"the sum of the scores, for smoothing, is not computed of rows of {problem.cols} entries"
     return reason
 
 
@@ -53,8 +52,8 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     """Why the reference should be faster although the kernels could run, in words, or None."""
     if primitive == "linear_cross_entropy":
         return _linear_mosaic.unprofitable(operands, params["head"].class_axis)
-    like, given = _LIKE[primitive][0], _as_there(operands, **params)
-    return of_softmax.unprofitable(like, target, given, fused, cast, axes=params["axes"], dtype=params["dtype"])
+    problem = _problem(primitive, operands, **params)
+    return of_softmax.unprofitable_rows(primitive, _LIKE[primitive], problem, fused, cast, params["dtype"])
 
 
 def _has_total(*, return_total=False, label_smoothing=0, **params):
@@ -62,11 +61,18 @@ def _has_total(*, return_total=False, label_smoothing=0, **params):
     return return_total or label_smoothing > 0
 
 
-def _as_there(operands, *, soft_cap, **params):
-    """The operands of softmax's primitives that ask as much of a kernel: with a scale it must know what is beyond the end."""
-    knows_the_end = soft_cap is not None or _has_total(**params)
-    scale = jax.ShapeDtypeStruct((1,) * operands["x"].ndim, jnp.float32) if knows_the_end else None
-    return {"x": operands["x"], "where": operands.get("where"), "scale": scale}
+def _problem(primitive, operands, *, axes, dtype, soft_cap, **params) -> Problem:
+    """The problem of a primitive, from operands of these types."""
+    x = operands["x"]
+    written = {"cross_entropy": [], "cross_entropy_vjp": [dtype], "cross_entropy_gradient": [x.dtype]}[primitive]
+    return Problem(
+        x.shape,
+        tuple(axes),
+        read=(x.dtype.itemsize,),
+        written=tuple(jnp.dtype(dtype).itemsize for dtype in written),
+        has_mask=is_along(operands.get("where"), axes),
+        needs_end=soft_cap is not None or _has_total(**params),
+    )
 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, target):
@@ -83,9 +89,11 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
         state = tile.merge(local)
         return [online.shift(state.m), state.d, *([tile.sum(sums)] if return_total else [])]
 
-    knows_the_end = soft_cap is not None or return_total
+    problem = _problem(
+        "cross_entropy", {"x": x, "where": where}, axes=axes, dtype=dtype, soft_cap=soft_cap, return_total=return_total
+    )
     per_row = [jnp.float32] * (2 + return_total)
-    m, d, *total = _run("cross_entropy_forward", body, axes, target, x, where, knows_the_end, per_row=per_row)
+    m, d, *total = _run("cross_entropy", body, problem, target, x, where, per_row=per_row)
     found = xla.losses_of(m, d, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), *total, dtype=dtype)
     return [*found, m, d] if return_state else found
 
@@ -105,8 +113,9 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
         x, m, d, a, b, c, labels = lax.optimization_barrier((x, m, d, a, b, c, labels))
     given = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
     given = {name: None if array is None else PerRow(array) for name, array in given.items()}
+    problem = _problem("cross_entropy_vjp", {"x": x, "where": where}, axes=axes, dtype=dtype, soft_cap=soft_cap)
     results = {"whole": [dtype], "replaced": replaced}
-    (found,) = _run("cross_entropy_vjp", body, axes, target, x, where, soft_cap is not None, given, **results)
+    (found,) = _run("cross_entropy_vjp", body, problem, target, x, where, given, **results)
     return lax.optimization_barrier(found) if replaced else found
 
 
@@ -130,9 +139,10 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     chosen = xla.chosen_score(x, labels, axes, soft_cap, jnp.float32)
     x, t, labels, chosen = lax.optimization_barrier((x, t, labels, chosen))
     classes, given = x.shape[axes[0]], {"t": PerRow(t), "labels": PerRow(labels)}
-    knows_the_end = soft_cap is not None or label_smoothing > 0
+    options = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "label_smoothing": label_smoothing}
+    problem = _problem("cross_entropy_gradient", {"x": x}, **options)
     results = {"whole": [x.dtype], "per_row": [jnp.float32] * (2 + (label_smoothing > 0)), "replaced": "x"}
-    found = _run("cross_entropy_gradient", body, axes, target, x, None, knows_the_end, given, **results)
+    found = _run("cross_entropy_gradient", body, problem, target, x, None, given, **results)
     gradient, m, d, *total = lax.optimization_barrier(found)
     return [gradient, *xla.losses_of(m, d, chosen, *total, dtype=dtype)]
 
@@ -142,12 +152,13 @@ def linear_cross_entropy(hidden, weight, labels, *, head, target):
     return _linear.of_batch(functools.partial(_linear_mosaic.numbers, head, target), hidden, weight, labels)
 
 
-def _run(kernel, body, axes, target, x, where, knows_the_end, given=None, **results):
+def _run(primitive, body, problem, target, x, where, given=None, **results):
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **(given or {})}
-    operands["inside"] = Inside() if knows_the_end else None
+    operands["inside"] = Inside() if problem.needs_end else None
     operands["where"] = None if where is None else Mask(where)
-    like = _LIKE[kernel.removesuffix("_forward")][1]
-    return rows.run(f"{kernel}_mosaic", body, operands, axes, functools.partial(of_softmax.config_for, target, like), **results)
+    config = of_softmax.config_of(target, _LIKE[primitive], problem)
+    name = "cross_entropy_forward" if primitive == "cross_entropy" else primitive
+    return rows.run(f"{name}_mosaic", body, operands, problem, config, **results)
 
 
 def _scores(tile, x, inside, where, soft_cap):

@@ -6,7 +6,6 @@ the others two numbers forward, and one in a derivative. A kernel that tells the
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax.ops.softmax import primitive, xla
 from jaxsoftmax.ops.softmax.xla import select
 
@@ -24,7 +24,7 @@ def softmax(run, x, where, scale, *, axes, dtype, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
         return found
-    run = run.unless(unprofitable(x, over))
+    run = run.unless(unprofitable(x, axes))
     m, d = _state(run, given, axes, dtype, over)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # what is masked is 0 all the same
     given |= {"m": m, "d": d, "t": jnp.ones_like(d)}
@@ -35,7 +35,7 @@ def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
     if found := run.together(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
         return found
-    run = run.unless(unprofitable(x, over))
+    run = run.unless(unprofitable(x, axes))
     m, d = _state(run, given, axes, dtype, over)
     d += d - d  # NaN where it is infinite
     out = select(given["where"], xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
@@ -43,7 +43,7 @@ def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
 
 
 def logsumexp(run, x, where, scale, *, axes, dtype, return_state, over):
-    run = run.unless(unprofitable(x, over))
+    run = run.unless(unprofitable(x, axes))
     m, d = _state(run, {"x": x, "where": seen(x, where, over), "scale": scale}, axes, dtype, over)
     lse = xla.lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
@@ -87,9 +87,9 @@ def logsumexp_vjp(run, x, m, d, t, where, scale, *, over, **params):
     return run(primitive.LOGSUMEXP_VJP, {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}, **params)
 
 
-def unprofitable(x, over) -> str | None:
+def unprofitable(x, axes) -> str | None:
     """Why the reference is expected to be faster than kernels that make states of parts of rows, or None."""
-    size = math.prod(x.shape[axis] for axis in over) * x.dtype.itemsize
+    size = Problem(x.shape, axes).cols * x.dtype.itemsize
     if size >= LEAST_OF_STATES:
         return None
     return f"each device has {size} bytes of a row, too few for two kernels to gain what they take to start"

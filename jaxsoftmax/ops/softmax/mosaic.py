@@ -15,7 +15,6 @@ Of the elements of each row, softmax and log_softmax read one array and write on
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
 
-import functools
 import math
 
 import jax
@@ -23,11 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core.problem import Masked, Problem, entries, is_along
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.rows.run import Inside, Mask, Masked, PerRow, Scalar, Whole
+from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
 from jaxsoftmax._gpu.target import HOPPER
 
@@ -41,42 +41,39 @@ FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many colum
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
+    whole = _whole_operands(primitive, operands)
+    dtypes = [operands[name].dtype for name in whole] + [jnp.dtype(dtype)]
+    where, problem = operands.get("where"), problem_of(primitive, operands, axes, dtype)
+    return unsupported_rows(target, kernel_of(primitive), dtypes, where, problem)
+
+
+def unsupported_rows(target, kernel: str, dtypes, where, problem: Problem) -> str | None:
+    """Returns why `kernel` cannot run on rows of these dtypes, in words, or None."""
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in _CLUSTERS:
         served = " or ".join(f"{generation}.x" for generation in _CLUSTERS)
         return f"it needs compute capability {served}, got {target.platform} {target.compute_capability}"
-    x = operands["x"] if "x" in operands else operands["y"]
-    whole = [a for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
-    for name in [a.dtype.name for a in whole] + [jnp.dtype(dtype).name]:
+    for name in [dtype.name for dtype in dtypes]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    along = [axis for axis in axes if x.shape[axis] != 1]
-    between = range(min(along, default=0), max(along, default=0))
-    if any(axis not in axes and x.shape[axis] != 1 for axis in between):
-        return f"the axes must be neighbours, got axes {axes} of shape {x.shape}"
-    cols = math.prod(x.shape[axis] for axis in axes)
-    if not 1 <= cols < 2**30:
-        return f"a row must have from 1 to {2**30 - 1} entries, got {cols}"
-    if not 1 <= (count := math.prod(x.shape) // cols) < 2**31:
-        return f"there must be from 1 to {2**31 - 1} rows, got {count}"
-    where = operands.get("where")
-    if where is not None and math.prod(where.shape[axis] for axis in axes) not in (1, cols):
-        return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {x.shape}"
-    kernel = _kernel(primitive)
-    itemsizes = [jnp.dtype(a.dtype).itemsize for a in whole]
-    masked: Masked = where is not None and math.prod(where.shape[axis] for axis in axes) != 1
-    if not masked and operands.get("scale") is not None and primitive != "softmax_jacobian":
-        masked = "end"
-    widest = max(itemsizes if primitive in ("logsumexp", "logsumexp_jvp") else [*itemsizes, jnp.dtype(dtype).itemsize])
-    inner = math.prod(x.shape[max(along) + 1 :]) if along else 1
-    config = config_for(target, kernel, cols, widest, masked, inner)
-    if config.parked and config.threads > WARP:
-        layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
-        held = layout.stages * config.grid
-        if config.grid and layout.blocks > held:
-            return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {held}"
-        needed = layout.slot_elements * sum(itemsizes) + layout.scratch_size
-        if needed > target.shared_memory - _RESERVED:
-            return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
+    if (reason := problem.unsupported(2**31 - 1)) is not None:
+        return reason
+    if where is not None and entries(where.shape, problem.axes) not in (1, problem.cols):
+        return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {problem.shape}"
+    return _does_not_fit(target, problem, config_of(target, kernel, problem))
+
+
+def _does_not_fit(target, problem: Problem, config: Config) -> str | None:
+    """Returns why the blocks of a configuration cannot hold the rows in shared memory, in words, or None."""
+    if not config.parked or config.threads <= WARP:
+        return None
+    cols, inner = problem.cols, problem.inner
+    layout = ColumnLayout(cols, inner, config) if inner > 1 else RowLayout(cols, config)
+    held = layout.stages * config.grid
+    if config.grid and layout.blocks > held:
+        return f"rows of {cols} entries side by side are {layout.blocks} slices, of which the grid holds {held}"
+    needed = layout.slot_elements * sum(problem.read) + layout.scratch_size
+    if needed > target.shared_memory - _RESERVED:
+        return f"rows of {cols} entries need {needed} bytes of shared memory in each of {layout.blocks} blocks"
     return None
 
 
@@ -86,19 +83,37 @@ def merges(primitive, target, operands, *, axes, dtype, **params) -> bool:
     It then reads each element once. By states alone, which a collective joins, it would be twice.
     """
     del params
-    x = operands["x"] if "x" in operands else operands["y"]
-    cols, inner = math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[max(axes, default=-1) + 1 :])
-    whole = [a.dtype.itemsize for a in operands.values() if a is not None and a.dtype != bool and a.shape == x.shape]
-    if primitive not in _MERGING or inner > 1 or cols * x.dtype.itemsize < _LEAST_SHARED:
+    problem = problem_of(primitive, operands, axes, dtype)
+    if primitive not in _MERGING or problem.inner > 1 or problem.cols * problem.read[0] < _LEAST_SHARED:
         return False
-    config = _of_devices(target, _kernel(primitive), cols, max(*whole, jnp.dtype(dtype).itemsize), False)
-    layout = RowLayout(cols, config)
-    needed = layout.slot_elements * sum(whole) + layout.scratch_size
-    return bool(config.grid) and needed <= target.shared_memory - _RESERVED
+    config = _of_devices(target, kernel_of(primitive), problem)
+    return bool(config.grid) and _does_not_fit(target, problem, config) is None
 
 
-def _kernel(primitive) -> str:
+def kernel_of(primitive) -> str:
     return f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
+
+
+def problem_of(primitive, operands, axes, dtype) -> Problem:
+    """The problem of a primitive, from operands of these types."""
+    names = _whole_operands(primitive, operands)
+    return Problem(
+        operands[names[0]].shape,
+        tuple(axes),
+        read=tuple(operands[name].dtype.itemsize for name in names),
+        written=() if primitive in _STREAMED_PRIMITIVES else (jnp.dtype(dtype).itemsize,),
+        has_mask=is_along(operands.get("where"), axes),
+        needs_end=primitive != "softmax_jacobian" and operands.get("scale") is not None,
+    )
+
+
+def _whole_operands(primitive, operands) -> list[str]:
+    """The names of the operands that are as large as the rows."""
+    names = "x", "y", *(() if primitive == "logsumexp_vjp" else ("t",))
+    return [name for name in names if operands.get(name) is not None]
+
+
+_STREAMED_PRIMITIVES = ("logsumexp", "logsumexp_jvp")  # whose results are numbers of rows
 
 
 _MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp")
@@ -108,15 +123,21 @@ _LEAST_SHARED = 8192  # bytes of a device's part of a row
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     del target, params
-    x = operands["x"] if "x" in operands else operands["y"]
-    cols, inner = math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[max(axes, default=-1) + 1 :])
+    problem = problem_of(primitive, operands, axes, dtype)
+    return unprofitable_rows(primitive, kernel_of(primitive), problem, fused, cast, dtype)
+
+
+def unprofitable_rows(primitive, kernel: str, problem: Problem, fused, cast, dtype) -> str | None:
+    """Returns why the reference should be faster at such rows, in words, or None."""
+    if problem.cols == 1:
+        return "XLA computes rows of one entry element by element"
     # [2^20, 16, 8] takes 1774 us in float32 and 3795 in bfloat16, and XLA 579 and 368.
-    if 1 < inner < 16 and cols * inner <= 256:
+    if 1 < problem.inner < 16 and problem.cols * problem.inner <= 256:
         return "XLA is faster at rows that are short and have few others beside them"
-    wide = cols > FUSED_COLS[max(x.dtype.itemsize, jnp.dtype(dtype).itemsize)]
-    if fused and not (wide and primitive in ("softmax", "log_softmax")):
+    wide = problem.cols > FUSED_COLS[max(problem.read[0], jnp.dtype(dtype).itemsize)]
+    if fused and not (wide and kernel in ("softmax_forward", "log_softmax_forward")):
         return f"XLA computes {primitive} together with what produces its operand, which then is never in memory"
-    if primitive == "softmax" and cast and jnp.dtype(dtype) == jnp.float32 and not wide:
+    if kernel == "softmax_forward" and cast and jnp.dtype(dtype) == jnp.float32 and not wide:
         return "XLA fuses the cast of its operand, and one back that may follow; with dtype= the kernel casts both"
     return None
 
@@ -127,6 +148,11 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 # The generations of GPUs that are served, by the major number of the compute capability: from how many multiprocessors on a
 # cluster may have how many blocks. Its blocks run on one of eight parts of the GPU, which must have a multiprocessor for each.
 _CLUSTERS = {9: [(132, 16), (0, 8)]}
+
+
+def config_of(target, kernel: str, problem: Problem) -> Config:
+    """The configuration of a kernel for a problem."""
+    return config_for(target, kernel, problem.cols, problem.widest, problem.masked, problem.inner)
 
 
 def config_for(target, kernel: str, cols: int, itemsize: int, masked: Masked, inner: int = 1) -> Config:
@@ -210,10 +236,9 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
     return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
-def _of_devices(target, kernel: str, cols: int, itemsize: int, masked: Masked, inner: int = 1) -> Config:
-    """Of rows that devices share, of which each has `cols` elements: however short that part is, blocks of the grid hold it."""
-    del masked, inner
-    operands = 2 if kernel in _TWO_OPERANDS else 1
+def _of_devices(target, kernel: str, problem: Problem) -> Config:
+    """The configuration for a device's part of rows that devices share: blocks of the grid hold it, however short it is."""
+    cols, itemsize, operands = problem.cols, problem.widest, 2 if kernel in _TWO_OPERANDS else 1
     return _of_the_grid(target, cols, itemsize, operands, min(_STAGE[itemsize], operands * max(2048, cols * itemsize)))
 
 
@@ -353,8 +378,9 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, target, devices=()):
         "t": Whole(t, 0, jnp.float32),
         "scale": None if scale is None else _factor(scale),
     }
-    config = _config(target, "softmax_jacobian", devices)
-    return rows.run("softmax_jacobian_mosaic", body, operands, axes, config, whole=[dtype], devices=devices)[0]
+    problem = problem_of("softmax_jacobian", {"y": y, "t": t, "scale": scale}, axes, dtype)
+    config = _config(target, "softmax_jacobian", problem, devices)
+    return rows.run("softmax_jacobian_mosaic", body, operands, problem, config, whole=[dtype], devices=devices)[0]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, target, devices=()):
@@ -450,11 +476,14 @@ def _run(kernel, body, axes, target, x, where, scale, given=None, devices=(), **
     operands["inside"] = None if scale is None else Inside()
     operands["where"] = None if where is None else Mask(where)
     operands["scale"] = None if scale is None else _factor(scale)
-    return rows.run(f"{kernel}_mosaic", body, operands, axes, _config(target, kernel, devices), devices=devices, **results)
+    types = {"x": x, "t": given["t"].array if given and "t" in given else None, "where": where, "scale": scale}
+    problem = problem_of(kernel.removesuffix("_forward"), types, axes, [*results.get("whole", ()), jnp.float32][0])
+    config = _config(target, kernel, problem, devices)
+    return rows.run(f"{kernel}_mosaic", body, operands, problem, config, devices=devices, **results)
 
 
-def _config(target, kernel, devices):
-    return functools.partial(_of_devices if devices else config_for, target, kernel)
+def _config(target, kernel, problem, devices):
+    return (_of_devices if devices else config_of)(target, kernel, problem)
 
 
 def _factor(scale):

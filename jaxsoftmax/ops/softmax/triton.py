@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core.problem import Problem, is_along
 from jaxsoftmax._triton import call
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,16 +28,10 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     for name in [a.dtype.name for a in operands.values() if a is not None and a.dtype != bool] + [jnp.dtype(dtype).name]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    along = [axis for axis in axes if x.shape[axis] != 1]
-    if any(axis not in axes and x.shape[axis] != 1 for axis in range(min(along, default=0), max(along, default=0))):
-        return f"the axes must be neighbours, got axes {axes} of shape {x.shape}"
-    outer, cols, inner = _three_axes(x.shape, axes)
-    if not 1 <= cols < 2**30:
-        return f"a row must have from 1 to {2**30 - 1} entries, got {cols}"
-    if not 1 <= outer * inner < 2**31 - 2**16:
-        return f"there must be from 1 to {2**31 - 2**16 - 1} rows, got {outer * inner}"
+    if (reason := Problem(x.shape, tuple(axes)).unsupported(2**31 - 2**16 - 1)) is not None:
+        return reason
     scale = operands.get("scale")
-    if scale is not None and any(scale.shape[axis] != 1 for axis in axes):
+    if is_along(scale, axes):
         return f"scale must be one number for each row, got shape {scale.shape} for axes {axes}"
     return None
 
@@ -227,7 +222,7 @@ class Call:
       reduces: what of a row is needed for the result: the "state" of its scores, the "sum" that a derivative has, or "nothing".
       step: "all"; or, in two runs, "states" and "finish".
       outer, cols, inner: the sizes of the three axes.
-      where: None, or for each of the three axes where the mask has what belongs to an index, as `addresses.offset` says.
+      where: None, or for each of the three axes where the mask has what belongs to an index, as `problem.indexed` says.
       scale: None, or the same for the scale, of the first and the last axis.
       rescales: whether tangents are multiplied with the scale.
       cap: None, or the bound of `cap * tanh(x / cap)`.
@@ -299,7 +294,8 @@ def run(
     """
     from jaxsoftmax._triton import rows
 
-    outer, cols, inner = _three_axes(x.shape, axes)
+    problem = Problem(x.shape, tuple(axes))
+    outer, cols, inner = problem.outer, problem.cols, problem.inner
     config = config_for(primitive, cols, inner, x.dtype.itemsize)
     count = -(-cols // config.slice)
     static = Call(
@@ -309,8 +305,8 @@ def run(
         outer=outer,
         cols=cols,
         inner=inner,
-        where=None if where is None else tuple(indexed(where.shape, x.shape, axes)),
-        scale=None if scale is None else tuple(indexed(scale.shape, x.shape, axes)[::2]),
+        where=None if where is None else problem.indexed(where.shape),
+        scale=None if scale is None else problem.indexed(scale.shape)[::2],
         rescales=bool(rescales and scale is not None),
         cap=cap,
         total=len(results) == _RESULTS_WITH_TOTAL.get(primitive),
@@ -341,19 +337,3 @@ def run(
     states = [jax.ShapeDtypeStruct((outer * inner, count), jnp.float32)] * (3 if static.total else 2)
     states = step("states", count, [], states)
     return step("finish", 1 if primitive in _OF_ROWS else count, states, results, replaces)
-
-
-def _three_axes(shape, axes) -> tuple[int, int, int]:
-    """The sizes of an array seen as `[outer, cols, inner]`, whose rows are along `axes`."""
-    along = [axis for axis in axes if shape[axis] != 1] or [len(shape) - 1]
-    cols = math.prod(shape[axis] for axis in axes)
-    inner = math.prod(shape[max(along) + 1 :])
-    return math.prod(shape) // max(1, cols * inner), cols, inner
-
-
-def indexed(shape, whole, axes) -> list[tuple[int, ...]]:
-    """How an array of size 1 along some axes is indexed along each of the three axes of a whole one: see `call.indexed`."""
-    along = [axis for axis in axes if whole[axis] != 1]
-    first, last = (min(along), max(along)) if along else (len(whole), len(whole) - 1)
-    three = range(first), range(first, last + 1), range(last + 1, len(whole))
-    return [call.indexed(shape, whole, members) for members in three]
