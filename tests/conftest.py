@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from unittest import mock
 
@@ -30,10 +31,36 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Words in the names of tests and of their modules, for what a newer JAX may break.
+KINDS = re.compile(
+    "check_grads|checkpoint|compat|explain|export|hessian|interpreted|lower|scan|shard|transformations|vmap|within_the_budget"
+)
+# Parameters that stand for an op, an implementation or a kernel.
+EACH = ("op", "name", "kernel", "implementation")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kinds", action="store_true", help="run one case of each kind of test, in a few minutes")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has left out what `-k` and `-m` leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--kinds"):
+        keep_one_of_each_kind(config, items)
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX sees none"))
+
+
+def keep_one_of_each_kind(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps, of each test that a word of `KINDS` names, the first case for each value of the parameters `EACH`."""
+    kept = {}
+    for item in items:
+        function, params = item.nodeid.partition("[")[0], getattr(getattr(item, "callspec", None), "params", {})
+        if KINDS.search(function) and not item.get_closest_marker("gpu"):
+            kept.setdefault((function, *(repr(params.get(name)) for name in EACH)), item)
+    config.hook.pytest_deselected(items=list(set(items).difference(kept.values())))
+    items[:] = kept.values()
 
 
 @pytest.fixture
