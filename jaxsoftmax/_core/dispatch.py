@@ -235,9 +235,9 @@ def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None
 
 
 def _lacks(call: Call, implementation: str, operands) -> bool:
-    """Whether an implementation has no function for a primitive, or none for operands of these types."""
-    if compat.missing() is not None:
-        return False  # it does not load, which is to be said
+    """Returns whether an implementation has no function for a primitive, or none for operands of these types."""
+    if implementation == "xla" or compat.missing() is not None:
+        return False  # the reference has all; without the names its module does not load, which is to be said
     module, primitive = importlib.import_module(implementations[call.map.op][implementation]), call.map.name
     return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands, **call.params))
 

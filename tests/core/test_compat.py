@@ -1,6 +1,7 @@
 """What the library uses of JAX that is private, or newer than what was tested: kernels are refused, and the reference runs."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -113,6 +114,43 @@ def test_importing_the_library_loads_nothing_of_pallas():
     kernels_only = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxsoftmax._gpu.")
     loaded = [module for module in out.split() if module.startswith(kernels_only)]
     assert loaded == ["jaxsoftmax._gpu.target"]
+
+
+def test_the_reference_loads_nothing_of_pallas_on_a_cpu():
+    """Forced and unforced, with derivatives, each op in turn in a process of its own."""
+    script = """
+import sys
+import jax
+import jax.numpy as jnp
+import jaxsoftmax as js
+
+x, q, labels = jnp.ones((2, 8)), jnp.ones((1, 4, 2, 8)), jnp.zeros(2, int)
+pages, lengths = [jnp.ones((2, 8, 2, 8))] * 2, jnp.array([3])
+calls = {
+    "softmax": (js.softmax, x),
+    "log_softmax": (js.log_softmax, x),
+    "logsumexp": (js.logsumexp, x),
+    "cross_entropy": (lambda x, **o: js.cross_entropy(x, labels, **o), x),
+    "linear_cross_entropy": (lambda x, **o: js.linear_cross_entropy(x, x.T, labels, **o), x),
+    "dot_product_attention": (lambda q, **o: js.dot_product_attention(q, q, q, **o), q),
+    "paged_attention": (lambda q, **o: js.paged_attention(q, *pages, jnp.zeros((1, 2), int), lengths, **o), q),
+    "top_k": (lambda x, **o: js.top_k(x, 2, **o)[0], x),
+    "softmax_top_k": (lambda x, **o: js.softmax_top_k(x, 2, **o)[0], x),
+    "categorical": (lambda x, **o: js.categorical(jax.random.key(0), x, top_k=3, return_log_prob=True, **o)[1], x),
+}
+options = [{}, {"implementation": "xla"}]
+for name, (f, operand) in calls.items():
+    for option in options:
+        jax.grad(lambda operand: jnp.sum(f(operand, **option)))(operand)
+    kernels_only = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxsoftmax._gpu.", "jaxsoftmax._triton.")
+    loaded = [module for module in sys.modules if module.startswith(kernels_only)]
+    print(name, *loaded)
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env).stdout
+    lines = [line.split() for line in out.splitlines()]
+    assert len(lines) == 10
+    assert all(loaded == ["jaxsoftmax._gpu.target"] for _, *loaded in lines), out
 
 
 def test_a_context_that_says_nothing_stands_in_no_ones_way():
