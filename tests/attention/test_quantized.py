@@ -289,6 +289,24 @@ def test_bytes_in_pages_are_read_as_they_are(page, of_pages):
     assert f"x{page}x2x64xf32" not in text
 
 
+# Operands that are mapped: pages without their scales, and scales without their pages.
+MIXED = [("key_pages", "value_scale"), ("value_pages", "key_scale", "page_table")]
+
+
+def mapped_over(names, **sizes):
+    """The operands of `paged_attention`, those of these names for two entries, and the axes of all for `jax.vmap`."""
+    one, other = (paged(of_pages=True, most=4, seed=seed, **sizes) for seed in (0, 1))
+    given = {name: np.stack([array, other[name]]) if name in names else array for name, array in one.items()}
+    return given, {name: 0 if name in names else None for name in given}
+
+
+def test_pages_and_scales_that_are_not_mapped_alike_are_read_as_they_are():
+    given, axes = mapped_over(MIXED[0])
+    attend = functools.partial(jaxsoftmax.paged_attention, implementation="mosaic")
+    text = kernels.lowered_for_cuda(jax.vmap(lambda own: attend(**own), in_axes=(axes,)), given, kernels=[NAME])
+    assert "stablehlo.gather" not in text
+
+
 @pytest.mark.parametrize(("length", "size", "dtype"), [(65, 64, "bfloat16"), (1, 24, "bfloat16"), (1, 64, "float32")], ids=str)
 def test_what_is_multiplied_before(length, size, dtype):
     lower = lambda q, k, v: jaxsoftmax.dot_product_attention(q, k, v, implementation="mosaic")  # noqa: E731
@@ -347,6 +365,19 @@ def test_native_values_in_pages(page, kind, of_pages, size):
 def test_native_shapes(sizes):
     arrays = quantised(**{"length": 3} | sizes, dtype="bfloat16")
     check(arrays, "plain", "mosaic", is_rounded=sizes.get("length") == 65, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("names", MIXED, ids=str)
+@pytest.mark.parametrize("length", [2, 70])
+def test_native_pages_and_scales_that_are_not_mapped_alike(names, length):
+    given, axes = mapped_over(names, length=length)
+    attend = jax.jit(functools.partial(jaxsoftmax.paged_attention, implementation="mosaic"))
+    found = jax.jit(jax.vmap(lambda own: attend(**own), in_axes=(axes,)))(given)
+    for i, one in enumerate(found):
+        expected = attend(**{name: a if axes[name] is None else a[i] for name, a in given.items()})
+        np.testing.assert_allclose(one.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2)
 
 
 # How they are made.

@@ -64,16 +64,19 @@ def without_pages(given):
     """
     table, found = given["page_table"], {name: array for name, array in given.items() if name not in _PAGED}
     for name in ("key", "value"):
-        *batch, count, page, heads, size = given[f"{name}_pages"].shape
-        first = count * lax.iota(jnp.int32, math.prod(batch)).reshape(*batch, 1)  # of the pages of a batch entry
-        numbers = jnp.clip(table, 0, count - 1) + first
-        pages = given[f"{name}_pages"].reshape(-1, page, heads, size)[numbers]
+        keys = _at_pages(given[f"{name}_pages"], table)
         if f"{name}_page_scale" in given:
-            scale = given[f"{name}_page_scale"].reshape(-1, heads)[numbers]
-            pages = _times(pages, scale, given["query"].dtype)
-        found[name] = pages.reshape(*pages.shape[:-4], -1, heads, size)
+            keys = _times(keys, _at_pages(given[f"{name}_page_scale"], table), given["query"].dtype)
+        found[name] = keys.reshape(*keys.shape[:-4], -1, *keys.shape[-2:])
     has_page_scales = {"key_page_scale", "value_page_scale"} & set(given)
     return dequantised(found) if has_page_scales else found
+
+
+def _at_pages(array, table):
+    """Gathers the pages of a table, `[*batch, M, ...]`, from `[*batch, pages, ...]`, whose batch axes may have size 1."""
+    *batch, count = array.shape[: table.ndim]
+    first = count * lax.iota(jnp.int32, math.prod(batch)).reshape(*batch, 1)  # of the pages of a batch entry
+    return array.reshape(-1, *array.shape[table.ndim :])[jnp.clip(table, 0, count - 1) + first]
 
 
 def dequantised(given, dtype=None):
