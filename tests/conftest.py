@@ -17,7 +17,6 @@ from . import kernels
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-kernels.lower_faster()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import io
 import re
 import sys
 import types
@@ -15,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.mosaic.gpu import constraints, layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from jaxsoftmax import _triton
 from jaxsoftmax._core import compat, dispatch, lowering, primitive
@@ -87,44 +84,6 @@ def forget_lowerings() -> None:
 def on_multiprocessors(count: int, monkeypatch: Any) -> None:
     """Lowers for a Hopper GPU with so few multiprocessors, so that blocks of threads of a small problem have many tiles."""
     monkeypatch.setattr(lowering, "target_for", lambda platform: dataclasses.replace(HOPPER, multiprocessors=count))
-
-
-def lower_faster() -> None:
-    """Puts `equal_variables_named_at_once` in its place, for the rest of the process."""
-    if jax.__version_info__ < (0, 12):  # which sorts nothing by how it prints
-        constraints.compute_transitively_equal_vars = equal_variables_named_at_once
-
-
-def equal_variables_named_at_once(system: Any) -> Any:
-    """`constraints.compute_transitively_equal_vars`, with the kernel's values numbered once for all of its operations.
-
-    It sorts the variables of a kernel's layouts by how their operations print, and JAX 0.11 numbers the values of the whole
-    kernel for each of them: up to half of the time that lowering takes. The texts are the same.
-    """
-    texts: dict[ir.Operation, str] = {}
-    state: ir.AsmState | None = None
-
-    def printed(site):
-        nonlocal state
-        operation = site.operation.operation
-        if operation not in texts:
-            state = state or ir.AsmState(_outermost(operation))
-            operation.print(state=state, file=(text := io.StringIO()))
-            texts[operation] = text.getvalue()
-        return _printed(dataclasses.replace(site, operation=texts[operation]))
-
-    with mock.patch.object(layout_inference.ValueSite, "__str__", printed):
-        return equal_variables(system)
-
-
-# As JAX has them.
-equal_variables, _printed = constraints.compute_transitively_equal_vars, layout_inference.ValueSite.__str__
-
-
-def _outermost(operation: ir.Operation) -> ir.Operation:
-    while operation.parent is not None:
-        operation = operation.parent.operation
-    return operation
 
 
 def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:

@@ -140,6 +140,8 @@ class Run:
 
     def _run(self, this, operands, decision, **params):
         dispatch.record(decision)
+        if decision.implementation == "mosaic":
+            compat.infer_layouts_sooner()
         function = getattr(_module(this, decision.implementation), this.name)
         return jax.tree.leaves(function(**dict.fromkeys(this.by_name) | operands, **params))
 

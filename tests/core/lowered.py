@@ -17,8 +17,6 @@ import jaxsoftmax
 from jaxsoftmax import online
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
-from .. import kernels
-
 
 def shaped(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -115,8 +113,6 @@ def programs():
 
 
 def main():
-    if "--every" not in sys.argv:  # which also shows that JAX lowers alike where nothing is patched
-        kernels.lower_faster()
     hashes = {}
     for name, f, argument, is_core in programs():
         traced = jax.jit(f).trace(argument)

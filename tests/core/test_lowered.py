@@ -1,7 +1,9 @@
 """The same program in every process: the cache of compiled programs hits, and hosts that run one program together agree."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.mosaic.gpu import constraints
+from jax.experimental.mosaic.gpu import constraints, core, layout_inference, layouts
 
 import jaxsoftmax
 
 from .. import kernels
+from . import lowered
 
 
 @pytest.mark.parametrize(("options", "count"), [([], 36), pytest.param(["--every"], 56, marks=pytest.mark.slow)], ids=str)
@@ -33,22 +36,44 @@ def test_programs_do_not_depend_on_the_order_of_sets(options, count):
         assert {name: first[name] == found for name, found in other.items()} == dict.fromkeys(first, True)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12), reason="lower_faster() leaves this JAX as it is: there is no order to compare"
-)
-def test_kernels_lower_in_tests_as_they_do_without_what_makes_that_faster():
-    same = []
+def modules_of(f, *avals):
+    """The text of each Mosaic kernel of a program, without the number that JAX gives it."""
+    found, lower = [], core.lower_mgpu_module
 
-    def compared(system):
-        found = kernels.equal_variables_named_at_once(system)
-        same.append(list(found.items()) == list(kernels.equal_variables(system).items()))
-        return found
+    def noted(module, *args, **options):
+        lower(module, *args, **options)
+        found.append(re.sub('dump_basename = "[^"]*"', "", str(module)))
+
+    kernels.forget_lowerings()
+    with mock.patch.object(core, "lower_mgpu_module", noted):
+        kernels.lowered_for_cuda(f, *avals)
+    return found
+
+
+@pytest.mark.skipif(jax.__version_info__ != (0, 11, 2), reason="this JAX infers layouts as it likes")
+@pytest.mark.parametrize("name", ["attention", "categorical", pytest.param("attention, everything", marks=pytest.mark.slow)])
+def test_layouts_that_are_inferred_sooner_are_the_same(name):
+    def sampled(x, key):
+        return jaxsoftmax.categorical(key, x, temperature=0.5)
 
     def in_a_window(q):
         return jaxsoftmax.dot_product_attention(q, q, q, local_window_size=(30, 0))
 
-    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    with mock.patch.object(constraints, "compute_transitively_equal_vars", compared):
-        kernels.lowered_for_cuda(in_a_window, q, kernels=["attention_forward_mosaic"])
-    assert same
-    assert all(same)
+    q, logits = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 32768), jnp.bfloat16)
+    programs = {
+        "attention": (in_a_window, q),
+        "categorical": (sampled, logits, jax.eval_shape(lambda: jax.random.key(0))),
+        "attention, everything": next(program[1:3] for program in lowered.programs() if program[0] == "attention, everything"),
+    }
+    sooner = modules_of(*programs[name])
+    assert sooner
+    names = (
+        (constraints.ConstraintSystem, "__and__"),
+        (constraints, "compute_transitively_equal_vars"),
+        (layout_inference, "find_assignments_for"),
+        (layouts, "_from_tiled_layout_attr"),
+    )
+    with contextlib.ExitStack() as patches:
+        for owner, replaced in names:
+            patches.enter_context(mock.patch.object(owner, replaced, getattr(owner, replaced).__wrapped__))
+        assert modules_of(*programs[name]) == sooner
