@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import math
 import re
 import sys
 import types
@@ -92,6 +93,12 @@ def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | No
     if kernels is not None:
         assert kernel_names(text) == kernels
     return text
+
+
+def sizes(text, *kinds):
+    """The entries of each array of these types of MLIR in a program."""
+    shapes = re.findall(rf"tensor<([0-9x]+x)(?:{'|'.join(kinds)})>", text)
+    return {math.prod(map(int, shape.split("x")[:-1])) for shape in shapes}
 
 
 def kernel_names(stablehlo: str) -> list[str]:

@@ -23,6 +23,7 @@ from jaxsoftmax._core import dispatch, lowering
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as engine
+from jaxsoftmax._gpu.rows.columns import places_of_vector
 from jaxsoftmax._gpu.rows.flat import FlatLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.target import HOPPER
@@ -326,6 +327,67 @@ def test_rows_along_other_axes_lower_for_cuda(kernel):
     for (shape, axes), dtype in zip(ALONG[first::2], itertools.cycle(["float32", "bfloat16"])):
         lower(kernel, shape, dtype, axes=axes, wide="xt", mask=shape if kernel in MASKABLE and shape[0] == 3 else None)
         lower(kernel, shape, dtype, axes=axes, wide="xt", scale=(1,) * len(shape))
+
+
+# Masks that repeat, beside rows along axis 2: the shape of the array and of the mask. Of a vector of rows side by side the
+# mask has neighbours, one entry, or entries apart.
+REPEATED = [
+    ((2, 3, 300, 4, 24), (1, 3, 300, 4, 24)),
+    ((2, 3, 300, 4, 24), (2, 1, 300, 1, 24)),
+    ((2, 3, 300, 4, 24), (2, 3, 300, 1, 1)),
+    ((2, 3, 300, 4, 24), (1, 1, 300, 4, 1)),
+    ((2, 3, 300, 4, 6), (1, 3, 300, 4, 1)),
+    ((2, 3, 300, 4, 6), (2, 1, 300, 1, 6)),
+    ((2, 1, 70001, 1, 40), (1, 1, 70001, 1, 40)),
+    ((2, 1, 70001, 1, 40), (1, 1, 70001, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), list(zip(itertools.cycle(cases.OPS), REPEATED, strict=False)), ids=str)
+def test_no_mask_is_broadcast_beside_rows_along_another_axis(name, case):
+    (shape, mask), op = case, functools.partial(getattr(jaxsoftmax, name), axis=2, implementation="mosaic")
+
+    def both(x, where):
+        y, vjp = jax.vjp(lambda x: op(x, where=where), x)
+        return y, vjp(y)
+
+    names = NAMES[name][:1] + NAMES[name][2:] if name != "softmax" else NAMES[name][:2]
+    operands = shaped(*shape, dtype="bfloat16"), shaped(*mask, dtype=bool)
+    text = kernels.lowered_for_cuda(both, *operands, kernels=names)
+    assert kernels.sizes(text, "i1", "i8", "ui8") == {math.prod(mask)}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_no_scale_is_broadcast_along_rows(axis):
+    f = jax.vmap(lambda x, scale: jaxsoftmax.softmax(x, axis, scale=scale, implementation="mosaic"))
+    text = kernels.lowered_for_cuda(f, shaped(6, 300, 16, dtype="bfloat16"), shaped(6))
+    assert max(kernels.sizes(text, "f32")) == 6 * (16, 300)[axis]
+
+
+@pytest.mark.parametrize(("shape", "mask"), REPEATED, ids=str)
+def test_a_mask_that_repeats_is_found_beside_rows_along_another_axis(shape, mask):
+    shape, mask = (tuple(min(size, 30) for size in sizes) for sizes in (shape, mask))
+    problem = Problem(shape, (2,))
+    three = problem.outer, problem.cols, problem.inner
+    expected = np.broadcast_to(np.arange(math.prod(mask)).reshape(mask), shape).reshape(three)
+    outer, (_, _, apart), across = problem.indexed(mask)
+
+    def place(triples, index, size=1):
+        parts = (
+            (index // divisor % (modulus or index.size), stride) for divisor, modulus, stride in itertools.batched(triples, 3)
+        )
+        return sum(part * (stride // size) for part, stride in parts) + 0 * index
+
+    starts = place(outer, np.arange(three[0]), apart * three[1]) * apart * three[1]
+    found = starts[:, None, None] + (np.arange(three[1]) * apart)[:, None] + place(across, np.arange(three[2]))
+    np.testing.assert_array_equal(found, expected)
+    for vector in (vector for vector in (1, 2, 4, 8) if three[2] % vector == 0):
+        vectors = (expected - expected[:, :, :1] if vector == 1 else expected).reshape(-1, vector)
+        steps = np.unique(vectors - vectors[:, :1], axis=0)
+        if (count := places_of_vector(across, vector)) != vector:
+            np.testing.assert_array_equal(steps, [np.arange(vector) * (count is None)])
+        if count is None:
+            assert np.all(expected.reshape(-1, vector)[:, 0] % vector == 0)  # a vector is loaded at once
 
 
 # Rows along another axis that blocks of the grid share, or those of a cluster that need not hold them.
@@ -978,18 +1040,21 @@ def test_native_kernels_are_right_for_any_number_of_rows(name, dtype, cols, rows
     check(name, (rows, cols), dtype)
 
 
+LONGER_ALONG = [*ALONG, *((shape, (1,)) for shape in ((2, 50257, 24), (1, 70001, 40), (1, 131072, 32), (1, 400003, 3)))]
+ALONG_AND_MASKED = [(shape, axes, mask) for shape, axes in LONGER_ALONG for mask in (None, shape)]
+ALONG_AND_MASKED += [(shape, (2,), mask) for shape, mask in REPEATED]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("shape", "axes"), [*ALONG, *((shape, (1,)) for shape in ((2, 50257, 24), (1, 70001, 40), (1, 131072, 32), (1, 400003, 3)))]
-)
+@pytest.mark.parametrize(("shape", "axes", "mask"), ALONG_AND_MASKED)
 @pytest.mark.parametrize("name", OPS)
-def test_native_kernels_are_right_along_other_axes(name, shape, axes, dtype, masked):
+def test_native_kernels_are_right_along_other_axes(name, shape, axes, mask, dtype):
     c_shape = tuple(size for axis, size in enumerate(shape) if axis not in axes) if name == "logsumexp" else shape
     t, c = some(shape, dtype), some(c_shape, dtype, seed=2)
-    where = np.random.default_rng(3).random(shape) < 0.7 if masked else None
+    where = None if mask is None else np.random.default_rng(3).random(mask) < 0.7
+    whole = None if mask is None else np.broadcast_to(where, shape)
 
     @jax.jit
     def run(x, t, c, where):
@@ -999,13 +1064,14 @@ def test_native_kernels_are_right_along_other_axes(name, shape, axes, dtype, mas
         y, vjp = jax.vjp(op, x)
         return y, jax.jvp(op, [x], [t])[1], vjp(c)[0]
 
-    for kind in ("normal", "offset of 1e4", "some -inf", "-1e10 beyond the middle"):
+    kinds = ("normal", "offset of 1e4", "some -inf", "-1e10 beyond the middle") if mask in (None, shape) else ("normal",)
+    for kind in kinds:
         x = cases.inputs(shape, dtype)[kind]
         if name == "softmax":
-            maps = [oracle.softmax_derivative(x, v, axes, where, saved=dtype) for v in (t, c)]
+            maps = [oracle.softmax_derivative(x, v, axes, whole, saved=dtype) for v in (t, c)]
         else:
-            maps = [getattr(oracle, f"{name}_{part}")(x, v, axes, where) for part, v in (("tangent", t), ("cotangent", c))]
-        for result, truth in zip(run(x, t, c, where), [getattr(oracle, name)(x, axes, where), *maps], strict=True):
+            maps = [getattr(oracle, f"{name}_{part}")(x, v, axes, whole) for part, v in (("tangent", t), ("cotangent", c))]
+        for result, truth in zip(run(x, t, c, where), [getattr(oracle, name)(x, axes, whole), *maps], strict=True):
             assert oracle.error(np.asarray(result), truth) <= 1, kind
 
 

@@ -6,8 +6,9 @@ blocks of a cluster, or of the grid, as those of rows along the last axis do. No
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,15 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled, placed
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
@@ -49,6 +51,7 @@ class ColumnLayout:
     """
 
     whole_block = True  # its warps share rows
+    whole_vectors = True
     branches = False
     is_exact = False
     shifted = False
@@ -146,18 +149,31 @@ class ColumnMemory(Memory):
         inside = None if layout.inner % layout.width == 0 else compare("ult", col, constant(layout.inner))
         return arith.divui(row, constant(layout.tiles)), col, along, inside
 
-    def _starts(self, ref, place, itemsize, source_row=None):
+    def _starts(self, ref, place, itemsize, source=None):
+        """Where a thread's vectors start, those of the first step.
+
+        The address, the place along the rows, whether the rows are there at all, elements between neighbours along the rows,
+        and of a mask that repeats within a vector, from that address, the places of its elements or the one of all.
+        """
         layout = self.layout
         outer, col, along, inside = self._own(place)
+        apart, places = layout.inner, None
+        if source is not None:
+            (_, _, apart), across = source[1:]  # whole along the rows
+            outer = placed(source[0], outer, layout.cols * apart)
+            count = places_of_vector(across, layout.vector)
+            if count is not None:
+                places = [placed(across, arith.addi(col, constant(q))) for q in range(count)]
+            col = placed(across, col) if count is None else constant(0)
         entry = arith.addi(arith.muli(i64(outer), i64(layout.cols)), i64(along))
-        start = arith.addi(arith.muli(entry, i64(layout.inner)), i64(col))
+        start = arith.addi(arith.muli(entry, i64(apart)), i64(col))
         base = i64(0) if ref is None else ptx.address_of(ref)
-        yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside
+        yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside, apart, places
 
     def _vector(self, step, start, itemsize, whole=False, singly=False):
         layout = self.layout
-        address, along, inside = start
-        further, offset = layout.height * layout.inner * itemsize, 0  # bytes of a step
+        address, along, inside, apart, places = start
+        further, offset = layout.height * apart * itemsize, 0  # bytes of a step
         if isinstance(step, int) and step * further < 2**31:  # then it is a part of the instruction
             offset = step * further
         else:
@@ -168,7 +184,43 @@ class ColumnMemory(Memory):
         if not whole:
             along = arith.addi(along, arith.muli(step, constant(layout.height)))
             inside = both(inside, compare("slt", along, constant(layout.cols)))
+        if places is not None:
+            return _Repeated(address, offset, itemsize, inside, places=places)
         return Vector(address, offset, itemsize, inside)
+
+
+def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
+    """Counts the places in a mask that repeats, for a vector of rows side by side: see `problem.indexed`.
+
+    Returns:
+      None where they are neighbours, 1 where all have the same place, else `vector`.
+    """
+    if all(divisor % vector == 0 for divisor in triples[::3]):
+        return 1
+    (divisor, modulus, stride), *others = itertools.batched(triples, 3)
+    are_neighbours = (divisor, stride) == (1, 1) and modulus % vector == 0
+    return None if are_neighbours and all(divisor % vector == 0 for divisor, _, _ in others) else vector
+
+
+@dataclass(frozen=True)
+class _Repeated(Vector):
+    """Bytes in global memory, those of a register, that are not neighbours.
+
+    Attributes:
+      places: where they are from `address` on, int32 MLIR values, one for each byte or one for all of them.
+    """
+
+    places: Sequence[ir.Value] = ()
+
+    def load(self, register, bits=0, policy=None):
+        """A register of type `register`, with `bits` in each word where nothing is to be touched."""
+        count = len(self.places)
+        kind = ir.VectorType.get((count,), register.element_type)
+        addresses = [arith.addi(self.address, i64(place)) for place in self.places]
+        loaded = ptx.gather(kind, 1, addresses, [self.offset] * count, [self.inside] * count, bits, policy)
+        if count == 1:
+            return vector.broadcast(register, llvm.extractelement(loaded, constant(0)))
+        return loaded
 
 
 @dataclass(frozen=True)

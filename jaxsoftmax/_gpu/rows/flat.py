@@ -127,7 +127,7 @@ class FlatMemory(Memory):
 
     # `config_for` does not choose this layout for masks along the columns, nor for scales, which ask for `inside`.
 
-    def load_mask(self, ref, source_row):
+    def load_mask(self, ref, source):
         raise NotImplementedError("flat: masks along the columns are not read this way yet")
 
     def inside(self):

@@ -214,14 +214,14 @@ class Memory:
         """The number of what the warpgroup has in a step, in a slot."""
         return (self.stage * self.layout.steps + step) * self.layout.warpgroups + self.group()
 
-    def load_mask(self, ref, source_row) -> Callable[[int], jax.Array]:
+    def load_mask(self, ref, source) -> Callable[[int], jax.Array]:
         """A mask as a function of a step: bool.
 
-        With `source_row`, a function of a row, an int32 MLIR value, to the row of the mask, the rows of the mask repeat.
+        `source` is `Problem.indexed` of a mask that repeats; None for one as large as the rows.
         """
         if self.layout.config.unroll:
-            return lambda step: self._load(ref, jnp.dtype(jnp.int8), 0, source_row, step)[0] != 0
-        loaded = self._load(ref, jnp.dtype(jnp.int8), 0, source_row)
+            return lambda step: self._load(ref, jnp.dtype(jnp.int8), 0, source, step)[0] != 0
+        loaded = self._load(ref, jnp.dtype(jnp.int8), 0, source)
         return lambda step: loaded[step] != 0
 
     def store(self, ref, step, values: jax.Array) -> None:
@@ -337,7 +337,7 @@ class Memory:
         width = layout.shape[1]
         return ref.at[pl.ds(self.row, layout.rows), pl.ds(step * width, width)]
 
-    def _load(self, ref, dtype, fill, source_row=None, step=None) -> list[jax.Array]:
+    def _load(self, ref, dtype, fill, source=None, step=None) -> list[jax.Array]:
         """An array for each step from `ref`, `[*, cols]` in global memory, or without `ref` of which elements are of a row.
 
         `dtype` is int8 for bool. With `step`, an int or in a loop a scalar int32, one array.
@@ -348,14 +348,14 @@ class Memory:
         def load(*given):
             *refs, row, rank = given[: (ref is not None) + 2]
             register = layout.layout.to_mgpu().registers_element_type(utils.dtype_to_ir_type(dtype))
-            starts = list(self._starts(refs[0] if refs else None, (row, rank), dtype.itemsize, source_row))
+            starts = list(self._starts(refs[0] if refs else None, (row, rank), dtype.itemsize, source))
             policy = None
-            if source_row is not None:  # other blocks load it too: the L2 cache should rather keep it than what passes through
+            if source is not None:  # other blocks load it too: the L2 cache should rather keep it than what passes through
                 asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
                 policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
 
             # Rows that repeat are not aligned as those of the scores.
-            singly = source_row is not None and not layout.whole_vectors
+            singly = source is not None and not layout.whole_vectors
 
             def held(step, start, whole=False):
                 held = self._vector(step, start, dtype.itemsize, whole, singly)
@@ -431,7 +431,7 @@ class Memory:
         kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.int8, layout=layout.layout)
         return ptx.emit(make, None, self.place, results=kind)
 
-    def _starts(self, ref, place, itemsize, source_row=None) -> Iterator[tuple[Any, ...]]:
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[tuple[Any, ...]]:
         """Where a thread's vectors start, for each of its rows.
 
         The address, the element of the slice there, whether it is a row at all, and the elements of the slice.
@@ -448,7 +448,7 @@ class Memory:
             left = arith.maxsi(arith.subi(length, slice_start), constant(0))
             length = arith.minsi(left, arith.muli(own_lines, constant(layout.line)))
         for own_row, inside in self._own_rows(place[0]):
-            array_row = own_row if source_row is None else source_row(own_row)
+            array_row = own_row if source is None else placed(source[0], own_row, layout.cols)
             start, in_slice = arith.addi(arith.muli(i64(array_row), i64(layout.cols)), i64(first)), element
             if layout.shifted:
                 before = self._before(own_row)
@@ -579,29 +579,12 @@ def filled(fill, dtype) -> int:
     return int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
 
 
-def row_of_mask(shape: Sequence[int], mask_shape: Sequence[int], axes: Sequence[int]) -> Callable[[Any], Any]:
-    """The row of a mask for a row of the scores, as a function of an int32 MLIR value: where it has size 1, it repeats."""
-    # From the last axis: rows of the scores between entries, entries, rows of the mask between them.
-    parts: list[list[int]] = []
-    between, stride = 1, 1
-    for axis in reversed(range(len(shape))):
-        if axis in axes or shape[axis] == 1:
-            continue
-        if mask_shape[axis] != 1:
-            if parts and parts[-1][0] * parts[-1][1] == between:
-                parts[-1][1] *= shape[axis]
-            else:
-                parts.append([between, shape[axis], stride])
-            stride *= shape[axis]
-        between *= shape[axis]
-
-    def source_row(row):
-        total = constant(0)
-        for divisor, modulus, stride in parts:
-            index = arith.divui(row, constant(divisor))
-            if divisor * modulus != between:
-                index = arith.remui(index, constant(modulus))
-            total = arith.addi(total, arith.muli(index, constant(stride)))
-        return total
-
-    return source_row
+def placed(triples: Sequence[int], index, size: int = 1):
+    """The place in an array for an index, an int32 MLIR value, by the triples of `problem.indexed`; in units of `size`."""
+    total = constant(0)
+    for divisor, modulus, stride in itertools.batched(triples, 3):
+        part = arith.divui(index, constant(divisor))
+        if modulus:
+            part = arith.remui(part, constant(modulus))
+        total = arith.addi(total, arith.muli(part, constant(stride // size)))
+    return total

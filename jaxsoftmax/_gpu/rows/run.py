@@ -18,7 +18,7 @@ from jaxsoftmax._gpu.rows import split
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.flat import Flat, FlatLayout, FlatMemory
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.rows.memory import Memory, row_of_mask
+from jaxsoftmax._gpu.rows.memory import Memory
 from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 
@@ -120,7 +120,7 @@ def run(
             return jnp.broadcast_to(array, row_shape).reshape(-1)
         if not is_along(array, axes):
             return jnp.broadcast_to(array, row_shape).reshape(-1).astype(jnp.float32)
-        return jnp.broadcast_to(array, shape).reshape(view) if inner > 1 else array.reshape(-1, cols)
+        return array.reshape(-1, cols) if inner == 1 else array.reshape(view if array.shape == shape else -1)
 
     def values(tile, refs, slots):
         """The operands as a body gets them: those that are held from `slots`, if they are there."""
@@ -136,12 +136,12 @@ def run(
                     found[key] = refs[key][0]
                 case Inside():
                     found[key] = memory.inside()
-                case Mask() if refs[key].ndim == 1:
+                case Mask(array) if not is_along(array, axes):
                     seen = tile.along(memory.load_row(refs[key])) != 0
                     found[key] = lambda _, seen=seen: seen
                 case Mask(array):
-                    source_row = None if array.shape == shape or inner > 1 else row_of_mask(shape, array.shape, axes)
-                    found[key] = memory.load_mask(refs[key], source_row)
+                    source = None if array.shape == shape else problem.indexed(array.shape)
+                    found[key] = memory.load_mask(refs[key], source)
         return found
 
     def store(tile, out_refs, results):

@@ -19,9 +19,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.rows.memory import row_of_mask
 from jaxsoftmax.ops.softmax import mosaic as of_softmax
 from jaxsoftmax.ops.softmax.mosaic import select
 from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
@@ -161,13 +161,14 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     sweep = layout.threads * layout.vector * layout.config.unroll
     limit = max(256, 2 * k)
     fill = -jnp.inf if is_float else jnp.iinfo(dtype).min
-    given, source_row = {}, None
+    given, source = {}, None
     if scale is not None:
         given["scale"] = jnp.broadcast_to(scale, (*batch, 1)).reshape(rows).astype(jnp.float32)
-    if where is not None:
-        where = jnp.broadcast_to(where, (*where.shape[:-1], cols))
+    if where is not None and where.shape[-1] == 1:
+        given["where"] = jnp.broadcast_to(where, (*batch, 1)).reshape(rows).astype(jnp.float32)
+    elif where is not None:
         given["where"] = where.reshape(-1, cols)
-        source_row = None if where.shape == x.shape else row_of_mask(x.shape, where.shape, (x.ndim - 1,))
+        source = None if where.shape == x.shape else Problem(x.shape, (x.ndim - 1,)).indexed(where.shape)
 
     def kernel(x_ref, *refs):
         operands, refs = dict(zip(given, refs, strict=False)), refs[len(given) :]
@@ -177,7 +178,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         memory = row.tile.memory
         held, found = memory.read(x_ref, fill, kind), Candidates(entries, head, k, limit, layout, kind, of)
         sign = operands["scale"][memory.row] if "scale" in operands else None
-        seen = memory.load_mask(operands["where"], source_row) if "where" in operands else None
+        seen = _mask(row.tile, operands["where"], source) if "where" in operands else None
         states = States(row, scratch[-1], None if sign is None else jnp.abs(sign)) if is_lifted else None
         if states is not None:
             states.clear()
@@ -238,6 +239,14 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
         state = of_softmax.logsumexp(x, where, scale, **options)[1:]
     return [values.astype(dtype), indices, *state]
+
+
+def _mask(tile, ref, source):
+    """The mask as a function of a step: of each element, or one number for each row."""
+    if ref.ndim > 1:
+        return tile.memory.load_mask(ref, source)
+    seen = tile.along(tile.memory.load_row(ref)) != 0
+    return lambda step: seen
 
 
 def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target):
