@@ -1,7 +1,7 @@
 """Which implementation of an op runs, and why another does not.
 
 When a primitive of an op is lowered for a platform, `choose` walks the op's implementations, the preferred first, and takes
-the first that does not say why it cannot. Without the hardware at hand (ahead-of-time) the target on CUDA is Hopper, sm_90a.
+the first that does not say why it cannot. Without a GPU at hand the target on CUDA is any Hopper, sm_90a.
 
 An implementation is a module with a function for each primitive that it has a kernel for, of its name, that takes operands,
 parameters and `target` by name (the reference, `xla.py`, has all, and takes no `target`), and with
@@ -15,9 +15,10 @@ to be faster, `remark(target)`, what `explain` adds, and `merges(primitive, targ
 takes `devices`, the mesh axes over which rows are sharded, and merges over them itself. `docs/design.md` says more.
 """
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import jax
 
 from jaxsoftmax._core import arguments, compat
 from jaxsoftmax._core.operands import Map
+from jaxsoftmax._gpu import target as targets
 from jaxsoftmax._gpu.target import Target
 
 # op: implementation: module; the preferred implementation first, the reference last.
@@ -67,6 +69,7 @@ class Decision:
       implementation: the name of the implementation that runs.
       refusals: pairs of the name of an implementation that does not run and why: it cannot, or it would not pay.
       remark: a caveat about the implementation on this GPU, such as that its kernels were only compiled for it, or None.
+      gpu: the GPU that was lowered for, in words; None on other platforms than CUDA.
     """
 
     primitive: str
@@ -74,14 +77,24 @@ class Decision:
     implementation: str
     refusals: tuple[tuple[str, str], ...] = ()
     remark: str | None = None
+    gpu: str | None = None
 
 
 @dataclass(frozen=True)
 class Explanation(Sequence[Decision]):
-    """What `explain` found: a sequence of decisions that prints as a table."""
+    """What `explain` found: a sequence of decisions that prints as a table.
+
+    Attributes:
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      decisions: in the order of the ops.
+      gpu: the GPU that was lowered for, in words; None on other platforms than CUDA.
+      is_assumed: whether that is any Hopper because JAX sees no GPU and none was named.
+    """
 
     platform: str
     decisions: tuple[Decision, ...]
+    gpu: str | None = None
+    is_assumed: bool = False
 
     def __getitem__(self, index):
         return self.decisions[index]
@@ -90,11 +103,14 @@ class Explanation(Sequence[Decision]):
         return len(self.decisions)
 
     def __str__(self) -> str:
+        where = self.platform if self.gpu is None else f"{self.platform}, {self.gpu}"
+        if self.is_assumed:
+            where += ", assumed as JAX sees none; gpu= names another"
         if not self.decisions:
-            return f"on {self.platform}: no jaxsoftmax op"
+            return f"on {where}: no jaxsoftmax op"
         rows = [(d.primitive, ", ".join(d.operands), d.implementation) for d in self.decisions]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"on {self.platform}:"]
+        lines = [f"on {where}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
             lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
             lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
@@ -104,8 +120,14 @@ class Explanation(Sequence[Decision]):
     __repr__ = __str__
 
 
-def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
-    """Which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    platform: str | None = None,
+    gpu: str | tuple[int, int] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Says which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
 
     `f` is traced and lowered, never run. Derivatives show where `f` takes them, as in `explain(jax.grad(loss), x)`. An op that
     a jitted function inside `f` holds shows once, however often that is called. Arrays that are sharded over explicit mesh
@@ -114,7 +136,11 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     Args:
       f: a function of arrays that can be jitted.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s of any shapes and dtypes.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; it need not be there. The default is JAX's default backend.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; it need not be there. The default is JAX's default backend, or
+        "cuda" with `gpu`.
+      gpu: for "cuda", which GPU it is, there or not: "a100", "l4", "l40s", "rtx3090", "rtx4090", "h100", "h200", "gh200",
+        "b200" or "rtx5090", or a compute capability such as "8.0" or `(8, 0)`. None for the GPU that JAX sees, and where it
+        sees none for any GPU of compute capability 9.0 (Hopper), which the table then says.
       **kwargs: more arguments of `f`, which are not traced: options such as `axis`.
 
     Returns:
@@ -122,28 +148,41 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
     Raises:
       TypeError: `f` is no function, or an argument of it no array.
-      ValueError: `platform` is none of those.
+      ValueError: `platform` or `gpu` is none of those, or `gpu` is given for another platform than "cuda".
       NotImplementedError: `f` forces an implementation that cannot run.
     """
     arguments.callback("explain", "f", f)
     for index, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             arguments.check_traceable("explain", f"args[{index}]", leaf)
-    name = jax.default_backend() if platform is None else platform
+    name = platform if platform is not None else jax.default_backend() if gpu is None else "cuda"
     if not isinstance(name, str) or name not in (*_KNOWN_PLATFORMS, "gpu"):
         raise ValueError(f"explain: platform must be one of {', '.join(_KNOWN_PLATFORMS)}, got {arguments.shown(name)}")
     name = "cuda" if name == "gpu" else name
+    if gpu is not None and name != "cuda":
+        raise ValueError(f"explain: gpu must be None on platform {name}, got {arguments.shown(gpu)}")
 
     decisions: list[Decision] = []
-    token = _record.set(decisions)
-    try:  # a new function, so that no cached lowering is reused
+    named = contextlib.nullcontext() if gpu is None else targets.lowering_for(targets.named("explain", gpu))
+    with named, _recorded(decisions):
+        # A new function, so that no cached lowering is reused.
         jax.jit(lambda *args: f(*args, **kwargs)).trace(*args).lower(lowering_platforms=(name,))
-    finally:
-        _record.reset(token)
-    return Explanation(name, tuple(decisions))
+        target = targets.target_for(name)
+    described = str(target) if name == "cuda" else None
+    return Explanation(name, tuple(decisions), described, gpu is None and target.name is None and name == "cuda")
 
 
 _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", default=None)
+
+
+@contextlib.contextmanager
+def _recorded(decisions: list[Decision]) -> Iterator[None]:
+    """A context in which `record` appends to `decisions`."""
+    token = _record.set(decisions)
+    try:
+        yield
+    finally:
+        _record.reset(token)
 
 
 def check_implementation(op: str, function: str, name: str | None) -> None:
@@ -196,7 +235,8 @@ def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | Non
             shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
             module = importlib.import_module(implementations[call.map.op][implementation])
             remark = module.remark(target) if hasattr(module, "remark") else None
-            return Decision(name, shown, implementation, tuple(refusals), remark)
+            gpu = None if target.compute_capability is None else str(target)
+            return Decision(name, shown, implementation, tuple(refusals), remark, gpu)
         if implementation == forced:
             raise NotImplementedError(f"{name}: implementation={forced!r} cannot run: {reason}")
         refusals.append((implementation, reason))

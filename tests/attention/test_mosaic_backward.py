@@ -21,10 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain, online
-from jaxsoftmax._core import dispatch
-from jaxsoftmax._core import lowering as core_lowering
 from jaxsoftmax._gpu import tiles
-from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._gpu.target import HOPPER, Target, lowering_for
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import _operands, mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan
@@ -1064,10 +1062,10 @@ def test_a_vmap_makes_a_bias_whole():
 
 @CHOICES
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_other_gpus_are_refused(monkeypatch, capability):
-    monkeypatch.setattr(core_lowering, "target_for", lambda platform: dispatch.Target(platform, capability))
+def test_other_gpus_are_refused(capability):
     words = f"it needs compute capability 9.x, got cuda {capability}"
-    assert decisions(lowering.operands()) == (["xla", "xla"], words)
+    with lowering_for(Target("cuda", capability)):
+        assert decisions(lowering.operands()) == (["xla", "xla"], words)
 
 
 # Meshes.

@@ -240,14 +240,12 @@ def compiled(monkeypatch, capability, given, options, backward=True):
 @needs_triton
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)
 def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
-    monkeypatch.setattr(
-        lowering, "target_for", lambda platform: target_of((8, 0)) if platform == "cuda" else targets.Target(platform)
-    )
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     kernels.forget_lowerings()
     given, dout = operands(), shaped(2, 300, 4, 64)
     f = jax.jit(functools.partial(pulled, attend))
-    module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(given, dout).mlir_module()
+    with targets.lowering_for(target_of((8, 0))):
+        module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(given, dout).mlir_module()
     assert module.count("custom_call @triton_kernel_call") == 3
     kernels.forget_lowerings()
 

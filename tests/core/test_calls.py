@@ -13,6 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import jaxsoftmax
+from jaxsoftmax._gpu import target as targets
 from jaxsoftmax.flax import attention_fn
 
 from .. import cases
@@ -128,6 +129,67 @@ def test_explain_knows_the_platforms():
         jaxsoftmax.explain(jaxsoftmax.softmax, X, platform="xpu")
     for platform, name in (("gpu", "cuda"), ("tpu", "tpu"), (None, {"gpu": "cuda"}.get(jax.default_backend(), "cpu"))):
         assert jaxsoftmax.explain(jaxsoftmax.softmax, X, platform=platform).platform == name
+
+
+NO_GPU = pytest.mark.skipif(jax.default_backend() == "gpu", reason="JAX sees a GPU")
+
+
+@NO_GPU
+def test_explain_says_which_gpu_it_assumes():
+    explanation = jaxsoftmax.explain(jaxsoftmax.softmax, X, platform="cuda")
+    assert explanation.is_assumed
+    assert explanation.gpu == explanation[0].gpu == "any GPU of compute capability 9.0 (H100, H200, GH200)"
+    assert str(explanation).splitlines()[0] == f"on cuda, {explanation.gpu}, assumed as JAX sees none; gpu= names another:"
+    nothing = str(jaxsoftmax.explain(jnp.sum, X, platform="cuda"))
+    assert nothing == f"on cuda, {explanation.gpu}, assumed as JAX sees none; gpu= names another: no jaxsoftmax op"
+
+
+GPUS = {
+    "a100": ("A100 (compute capability 8.0, 108 multiprocessors)", False),
+    "RTX 4090": ("RTX4090 (compute capability 8.9, 128 multiprocessors)", False),
+    "h100": ("H100 (compute capability 9.0, 132 multiprocessors)", True),
+    "b200": ("B200 (compute capability 10.0, 148 multiprocessors)", False),
+    "8.6": ("any GPU of compute capability 8.6 (RTX3090)", False),
+    (9, 0): ("any GPU of compute capability 9.0 (H100, H200, GH200)", True),
+    (7, 5): ("any GPU of compute capability 7.5", False),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_explain_takes_a_gpu_that_need_not_be_there(gpu):
+    words, has_mosaic = GPUS[gpu]
+    for platform in (None, "cuda", "gpu"):
+        explanation = jaxsoftmax.explain(jaxsoftmax.softmax, X, gpu=gpu, platform=platform)
+        assert (explanation.platform, explanation.gpu, explanation.is_assumed) == ("cuda", words, False)
+        assert explanation[0].gpu == words
+        assert str(explanation).startswith(f"on cuda, {words}:\n")
+        assert (explanation[0].implementation == "mosaic") == has_mosaic
+    assert jaxsoftmax.explain(jaxsoftmax.softmax, X, platform="cpu").gpu is None
+
+
+def test_each_gpu_that_explain_names_is_known():
+    for name, (capability, multiprocessors) in targets.GPUS.items():
+        target = targets.named("explain", name)
+        assert (target.compute_capability, target.multiprocessors) == (capability, multiprocessors)
+        assert target.shared_memory > targets._LEAST_SHARED_MEMORY << 10
+        assert f'"{name}"' in jaxsoftmax.explain.__doc__
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"gpu": "h800"}, ValueError, r"gpu must be one of a100, .*, rtx5090 or a compute capability such as .*, got 'h800'"),
+        ({"gpu": 8.0}, ValueError, r"gpu must be one of a100, .*, got 8.0"),
+        ({"gpu": (9,)}, ValueError, r"gpu must be one of a100, .*, got \(9,\)"),
+        ({"gpu": (-9, 0)}, ValueError, r"gpu must be one of a100, .*, got \(-9, 0\)"),
+        ({"gpu": ("9", 0)}, TypeError, r"gpu\[0\] must be a concrete integer, got '9'"),
+        ({"gpu": "a100", "platform": "cpu"}, ValueError, "gpu must be None on platform cpu, got 'a100'"),
+        ({"gpu": "a100", "platform": "tpu"}, ValueError, "gpu must be None on platform tpu, got 'a100'"),
+    ],
+)
+def test_explain_refuses_what_is_no_gpu(options, error, words):
+    with pytest.raises(error, match=f"^explain: {words}"):
+        jaxsoftmax.explain(jaxsoftmax.softmax, X, **options)
 
 
 def test_explain_finds_every_op_in_order():

@@ -16,7 +16,6 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core import lowering
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import target as targets
 from jaxsoftmax.ops.softmax import triton as ours
@@ -233,13 +232,11 @@ def call_of(primitive, shape, axis, dtype, masked, target):
 @needs_triton
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda"), ("cuda", "cpu")], ids=str)
 def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
-    monkeypatch.setattr(
-        lowering, "target_for", lambda platform: target_of((8, 0)) if platform == "cuda" else targets.Target(platform)
-    )
     kernels.forget_lowerings()
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
-    module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(X, X).mlir_module()
+    with targets.lowering_for(target_of((8, 0))):
+        module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(X, X).mlir_module()
     assert module.count("stablehlo.custom_call @triton_kernel_call") == 2
     kernels.forget_lowerings()
 

@@ -22,8 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxsoftmax._core import lowering
-from jaxsoftmax._gpu.target import HOPPER, Target
+from jaxsoftmax._gpu.target import HOPPER, lowering_for
 
 from .. import oracle
 
@@ -349,9 +348,9 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
         (["--attention", "jax"], "cpu", "jax", "attention: jax, jax.nn.softmax"),
     ],
 )
-def test_flash_is_chosen_where_kernels_run_it(example, monkeypatch, options, platform, chosen, why):
-    monkeypatch.setattr(lowering, "target_for", lambda name: HOPPER if name == "cuda" else Target(name))
-    name, line = example.choose_attention(example.parse_arguments(options), platform)
+def test_flash_is_chosen_where_kernels_run_it(example, options, platform, chosen, why):
+    with lowering_for(HOPPER):
+        name, line = example.choose_attention(example.parse_arguments(options), platform)
     assert name == chosen
     assert why in line
 

@@ -29,7 +29,7 @@ from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
-from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._gpu.target import target_for
 
 DTYPES = ("float32", "bfloat16", "float16")
 FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many columns XLA's fused forward is faster
@@ -147,6 +147,7 @@ def unprofitable_rows(primitive, kernel: str, problem: Problem, fused, cast, dty
 
 # The generations of GPUs that are served, by the major number of the compute capability: from how many multiprocessors on a
 # cluster may have how many blocks. Its blocks run on one of eight parts of the GPU, which must have a multiprocessor for each.
+# Where any GPU is meant, as in an export without one at hand, clusters have 8 blocks, which all of them can run.
 _CLUSTERS = {9: [(132, 16), (0, 8)]}
 
 
@@ -170,7 +171,8 @@ def config_for(target, kernel: str, cols: int, itemsize: int, masked: Masked, in
     """
     widest = 16 // itemsize
     clusters = _CLUSTERS[target.compute_capability[0]]
-    most = next(blocks for multiprocessors, blocks in clusters if target.multiprocessors >= multiprocessors)
+    known = 0 if target.name is None else target.multiprocessors
+    most = next(blocks for multiprocessors, blocks in clusters if known >= multiprocessors)
     if inner > 1:
         return _along_another_axis(target, kernel, cols, itemsize, inner, most)
     vector = math.gcd(cols, widest)
@@ -439,9 +441,10 @@ def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, targe
 
 def _alone(op):
     def params(x):
-        if reason := unsupported(op, HOPPER, {"x": x}, axes=(x.ndim - 1,), dtype=x.dtype):
+        target = target_for("cuda")
+        if reason := unsupported(op, target, {"x": x}, axes=(x.ndim - 1,), dtype=x.dtype):
             raise NotImplementedError(f"{op}_alone: {reason}")
-        return {"axes": (x.ndim - 1,), "dtype": x.dtype, "target": HOPPER}
+        return {"axes": (x.ndim - 1,), "dtype": x.dtype, "target": target}
 
     def forward(x):
         if op == "softmax":
