@@ -116,11 +116,11 @@ def _gradient_again(inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
     return output[1], *inputs[1:]
 
 
-# From how many bytes of a device's part of a row one kernel does all, and why kernels do not make states.
-WAYS: dict[str, tuple[int, str | None]] = {
-    "one kernel": (0, None),
-    "states": (2**62, None),
-    "reference": (2**62, "the reference is measured"),
+# Whether one kernel does all, and otherwise why kernels do not make states.
+WAYS: dict[str, tuple[bool, str | None]] = {
+    "one kernel": (True, None),
+    "states": (False, None),
+    "reference": (False, "the reference is measured"),
 }
 
 
@@ -136,9 +136,10 @@ def _in_each_way(cell: Cell) -> Cell:
 def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Makes all calls share rows in this way."""
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
-    least, reason = WAYS[way]
+    is_one, reason = WAYS[way]
     always = mock.patch.object(devices, "unprofitable", return_value=reason)
-    with context(), mock.patch.object(mosaic, "_LEAST_SHARED", least), always:
+    merges = contextlib.nullcontext() if is_one else mock.patch.object(mosaic, "merges", return_value=False)
+    with context(), merges, always:
         yield
 
 

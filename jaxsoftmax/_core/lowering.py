@@ -196,7 +196,8 @@ def _lower(this: Map, ctx, *operands, names, **params):
             fused.append(name)
     params |= {"this": this, "names": names, "dtypes": tuple(aval.dtype for aval in ctx.avals_in), "fused": frozenset(fused)}
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), **params)
-    return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
+    with sharding.on_mesh_of(avals):
+        return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
 
 
 def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, implementation, axis_name=(), **params):

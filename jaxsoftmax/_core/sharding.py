@@ -5,6 +5,7 @@ alike, or have size 1 and are whole on every device, as are those named None. On
 sharded as far as devices share each evenly. A result of size 1 along a sharded name is summed over its shards.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -84,11 +85,27 @@ def _resharded(operands, names):
     if mesh is None:
         return operands, None, {}
     dims = _dims(types, names)
-    operands = [
-        operand if t.sharding.spec == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, t, spec in zip(operands, types, _specs(dims, types, names), strict=True)
+    placed = next(operand for operand, t in zip(operands, types, strict=True) if has_explicit_axes(t))
+    moved = [
+        _moved(operand, NamedSharding(mesh, spec), placed)
+        for operand, spec in zip(operands, _specs(dims, types, names), strict=True)
     ]
-    return operands, mesh, dims
+    return moved, mesh, dims
+
+
+def _moved(operand: jax.Array, sharding: NamedSharding, placed: jax.Array) -> jax.Array:
+    """The operand sharded so, over the devices of `placed`."""
+    kind = jax.typeof(operand)
+    if kind.sharding.mesh.empty:  # its type names no devices, nor does the mesh of a type, which an eager call has to know
+        return _placed(operand, placed, sharding)
+    return operand if kind.sharding.spec == sharding.spec else jax.sharding.reshard(operand, sharding)
+
+
+@functools.partial(jax.jit, static_argnames="sharding", keep_unused=True)
+def _placed(operand, beside, sharding):
+    """The operand sharded so. `beside`, which is not used, tells JAX the devices."""
+    del beside
+    return jax.sharding.reshard(operand, sharding)
 
 
 def with_whole_rows(array: jax.Array) -> jax.Array:
@@ -134,6 +151,14 @@ def typed_alike(this: Map, names: Sequence[str], results: Sequence[Any], operand
 def on_no_mesh() -> Any:
     """A context in which new arrays have no sharding, whatever mesh the user set."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def on_mesh_of(avals: Sequence[Any]) -> Any:
+    """A context of the mesh on which types say how arrays are sharded, as `jax.set_mesh` sets it, unless one is set."""
+    mesh = next((aval.sharding.mesh for aval in avals if has_explicit_axes(aval)), None)
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def has_explicit_axes(aval: Any) -> bool:

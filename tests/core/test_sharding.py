@@ -157,26 +157,36 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
         assert size <= 2 * shards * len(x)
 
 
-@pytest.mark.parametrize("cols", [16384, 1024])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_kernels_of_several_devices_share_long_rows_where_mosaic_can_reach_the_others(in_order, cols):
+SHARED, BY_STATES = ["softmax_forward_mosaic", "softmax_jacobian_mosaic"], ["logsumexp_forward_mosaic", "logsumexp_vjp_mosaic"]
+
+
+@pytest.mark.parametrize(
+    ("in_order", "shape", "ran", "reason"),
+    [
+        (True, (64, 16384), SHARED, None),
+        (True, (64, 512), SHARED, None),
+        (True, (64, 256), [], "each device has 32768 bytes of rows that they share, and kernels pay from 134217728 on"),
+        (False, (64, 16384), [], "each device has 2097152 bytes of rows that they share"),
+        (False, (4096, 16384), BY_STATES, "a kernel sums over devices only where"),
+    ],
+)
+def test_kernels_of_several_devices_share_rows_where_mosaic_can_reach_the_others(in_order, shape, ran, reason):
     devices = jax.devices("cpu")[:2]
     mesh = jax.sharding.Mesh(devices if in_order else devices[::-1], ("model",), axis_types=(AxisType.Explicit,))
-    x = jax.ShapeDtypeStruct((64, cols), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
     with jax.set_mesh(mesh):
         both = jax.jit(lambda x, t: jax.vjp(jaxsoftmax.softmax, x)[1](t)[0])
         text = both.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-        explanation = str(jaxsoftmax.explain(both, x, x, platform="cuda"))
-    are_shared, is_short = in_order and cols == 16384, cols == 1024
-    shared, apart = ["softmax_forward_mosaic", "softmax_jacobian_mosaic"], ["logsumexp_forward_mosaic", "logsumexp_vjp_mosaic"]
-    assert kernels.kernel_names(text) == (shared if are_shared else [] if is_short else apart)
-    assert ("each device has 2048 bytes of a row, too few" in explanation) == is_short
-    assert ("softmax_jacobian" in explanation and "a kernel sums over devices only where" not in explanation) == are_shared
-    assert text.count("uses_xla_collective_metadata = true") == (2 if are_shared else 0)
-    assert ("stablehlo.all_gather" in text) != are_shared
+        explanation = jaxsoftmax.explain(both, x, x, platform="cuda")
+    assert kernels.kernel_names(text) == ran
+    assert ("softmax_jacobian", "mosaic" if ran == SHARED else "xla") in [(d.primitive, d.implementation) for d in explanation]
+    assert ("not mosaic" in str(explanation)) == (reason is not None)
+    assert (reason or "") in str(explanation)
+    assert text.count("uses_xla_collective_metadata = true") == (2 if ran == SHARED else 0)
+    assert ("stablehlo.all_gather" in text) != (ran == SHARED)
 
 
-@pytest.mark.parametrize("shape", [(64, 2, 8192), (64, 16384, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 2, 8192), (8192, 16384, 1)], ids=str)
 def test_a_part_of_rows_along_several_axes_is_as_long_as_all_of_them(shape):
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("model",), axis_types=(AxisType.Explicit,))
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
