@@ -14,7 +14,8 @@ is done for smaller tickets: the block with the smallest one that is not finishe
 
 import functools
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,23 @@ def waves(plan: Any, threads: int) -> int:
 def share(wave: Any, waves: int, most: Any) -> Any:
     """How many tiles a block of a wave takes at most, int32: 1, 2, 4, and in the last wave `most`, which is no less."""
     return jnp.where(wave < waves - 1, lax.shift_left(jnp.int32(1), wave), jnp.int32(most)) if waves > 1 else most
+
+
+_ALIGNMENT, _BARRIER = 1024, 8  # bytes in shared memory
+
+
+def bytes_of(scratch: Mapping[str, Any]) -> int:
+    """Returns how many bytes of shared memory Mosaic gives to these arrays and barriers, beside none for reductions.
+
+    Each array starts at a multiple of 1 KiB. Barriers are behind the arrays.
+    """
+    total = 0
+    for memory in scratch.values():
+        if isinstance(memory, plgpu.Barrier):
+            total += _BARRIER * int(np.prod(memory.num_barriers))  # a number, or numbers along axes
+        else:
+            total += pl.cdiv(math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT
+    return total
 
 
 _SLOTS = 2  # in shared memory, for what is said of a tile

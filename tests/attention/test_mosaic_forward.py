@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental.mosaic.gpu import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -159,17 +160,103 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
 
 
 @pytest.mark.parametrize("dtype", mosaic.DTYPES)
-def test_every_configuration_fits_into_shared_memory_and_registers(dtype):
+def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
         config, (size, value_size) = config_for(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
         assert config.split == (dtype == "float32")
-        itemsize = 4 if config.split else 2  # of the terms together
-        queries = config.consumers * ROWS * size
-        output = config.consumers * ROWS * value_size if config.own_output and not config.split else 0
         assert config.own_output or size == value_size  # the output is in the place of the queries
-        assert itemsize * (queries + output + config.stages * config.block_kv * (size + value_size)) <= 226 * 1024
         assert_registers_fit(config)
+
+
+# Shared memory.
+
+NO_OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None, "deterministic": False}
+OF_TILES = {"query_lengths": (2,), "key_lengths": (2,), "query_segments": (2, 300), "key_segments": (2, 301)}
+OF_TILES |= {"query_offset": (2,), "mask": (2, 1, 300, 301)}
+
+
+def with_shared_memory(shared_memory=HOPPER.shared_memory):
+    """Gives why kernels cannot run, for pairs of head sizes on chip and numbers of queries, with all that tiles depend on."""
+    target = replace(HOPPER, shared_memory=shared_memory)
+    for dtype in mosaic.DTYPES[::2]:
+        sizes = range(64, mosaic.MAX_HEAD_SIZE[dtype] + 1, 64)
+        for size, value_size, heads in itertools.product(sizes, sizes, (2, 4, 6)):
+            for length, is_bytes in ((300, False), (16, False), (16, dtype != "float32"), (64, False)):
+                given = operands((2,), length, 301, heads, 2, size, value_size, dtype)
+                if is_bytes:
+                    given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
+                    given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, 2, dtype="float32"))
+                given |= {
+                    name: shaped(*shape[:1], *(length if n == 300 else n for n in shape[1:]), dtype="int32")
+                    for name, shape in OF_TILES.items()
+                }
+                yield mosaic.unsupported("dot_product_attention", target, given, scale=1.0, **NO_OPTIONS)
+                if length == 300 and dtype != "float32":
+                    for wanted, is_deterministic in ((("query",), True), (("query", "bias"), False)):
+                        options = NO_OPTIONS | {
+                            "deterministic": is_deterministic,
+                            "soft_cap": 2.0,
+                            "wanted": wanted,
+                            "scale": 1.0,
+                        }
+                        of_bias = {"bias": shaped(2, heads, 300, 301)}
+                        yield mosaic.unsupported("dot_product_attention_vjp", target, given | of_bias, **options)
+
+
+def test_every_configuration_fits_into_shared_memory():
+    assert set(with_shared_memory()) == {None}
+
+
+def test_what_does_not_fit_into_shared_memory_is_refused():
+    assert any(reason and reason.startswith("a block for head sizes ") for reason in with_shared_memory(200 << 10))
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "lengths", "kind"),
+    [
+        (("lengths",), (256, 192), (256, 256), "forward"),
+        (("lengths",), (192, 256), (256, 256), "forward"),
+        (("segments", "mask of keys"), (80, 64), (16, 1024), "int8"),
+        (("lengths",), (128, 64), (40, 300), "float32"),
+        (("lengths", "sinks"), (64, 64), (128, 128), "deterministic"),
+        pytest.param(EVERYTHING, (256, 256), (300, 301), "gradient", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, (128, 128), (300, 301), "gradient", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_plans_know_how_much_shared_memory_mosaic_takes(names, sizes, lengths, kind, monkeypatch):
+    planned, taken, depth = [], [], 0
+    bytes_of, tree_size = tiles.bytes_of, core._smem_tree_size
+
+    def noted(scratch):
+        planned.append(bytes_of(scratch))
+        return planned[-1]
+
+    def counted(buffers):
+        nonlocal depth
+        depth += 1
+        size = tree_size(buffers)
+        depth -= 1
+        taken.extend([] if depth else [size])
+        return size
+
+    monkeypatch.setattr(tiles, "bytes_of", noted)
+    monkeypatch.setattr(core, "_smem_tree_size", counted)
+    given, options = with_features(names, sizes, lengths, "float32" if kind == "float32" else "bfloat16")
+    if kind == "int8":
+        given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
+        given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, dtype="float32"))
+
+    def call(moving, given):
+        return forced(**given, **moving, **options, deterministic=kind == "deterministic").astype(jnp.float32).sum()
+
+    moving = {name: given.pop(name) for name in ("query", "key", "value", "bias") if name in given}
+    is_gradient = kind in ("gradient", "deterministic")
+    kernels.lowered_for_cuda(jax.grad(call) if is_gradient else call, moving, given)
+    assert len(planned) == 1 + is_gradient
+    assert taken == planned
+    assert max(planned) <= HOPPER.shared_memory
 
 
 def assert_registers_fit(config):

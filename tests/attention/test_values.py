@@ -587,6 +587,10 @@ IN_SHAPES = {
         f"lengths, size {size}": case(WIDE | {"batch": (4,), "size": size}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128]))
         for size in (128, 256)
     },
+    **{  # which fill shared memory
+        f"lengths, sizes {size} and {other}": case(WIDE | {"size": size, "value_size": other}, lengths_of([300, 65], [17, 500]))
+        for size, other in ((256, 192), (192, 256))
+    },
     "segments, window": segmented("shuffled", local_window_size=(70, 90)),
     "soft cap": case(WIDE, logits_soft_cap=2.0),
     "soft cap, causal": case(WIDE | {"size": 128}, logits_soft_cap=30.0, is_causal=True),

@@ -17,6 +17,7 @@ from jaxsoftmax.ops.attention._operands import (
     without_pages,
 )
 from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
+from jaxsoftmax.ops.attention.mosaic.operands import Call
 
 # The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
 GENERATIONS = {9: (forward, decode, backward)}
@@ -38,7 +39,6 @@ def lacks(primitive, operands, **params) -> bool:
 
 def unsupported(primitive, target, operands, *, scale, precision, deterministic, wanted=(), **params) -> str | None:
     """Why it cannot run, in words, or None."""
-    del params
     capability = target.compute_capability
     if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
         served = " or ".join(f"{major}.x" for major in GENERATIONS)
@@ -48,8 +48,37 @@ def unsupported(primitive, target, operands, *, scale, precision, deterministic,
     if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     if reason is None and primitive == "dot_product_attention_vjp":
-        return GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic)
+        reason = GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic)
+    if reason is None and (plan := _plan(primitive, target, operands, scale, wanted, deterministic, params)) is not None:
+        return plan.does_not_fit(given["query"].dtype, target)
     return reason
+
+
+def _plan(primitive, target, operands, scale, wanted, deterministic, params) -> Call | None:
+    """The plan of the kernel that would run, from types of operands; None if none would: the cotangent of sinks needs none."""
+    many, few, back = GENERATIONS[target.compute_capability[0]]
+    options = {"scale": scale, "window": params["window"], "soft_cap": params["soft_cap"]}
+    options["dropout_rate"] = params.get("dropout_rate", 0.0)
+    if primitive == "paged_attention":
+        named, _ = paged(operands)
+        if few.serves_pages(**named):
+            return few.plan_of(named, target, **options)
+        operands = types_without_pages(operands)
+    given = _given(operands)
+    if primitive == "dot_product_attention_vjp":
+        is_run = set(wanted) - {"sinks"}
+        return back.plan_of(given, wanted=wanted, deterministic=deterministic, **options) if is_run else None
+    kernel, is_stored = _kernel(target, given, options["dropout_rate"])
+    if not is_stored:
+        given = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in given.items()})
+    return kernel.plan_of(given, target, **options) if kernel is few else many.plan_of(given, **options)
+
+
+def _kernel(target, operands, dropout_rate, onto=None):
+    """The module with the kernel that runs, and whether it takes keys and values as they are stored."""
+    many, few, _ = GENERATIONS[target.compute_capability[0]]
+    kernel = few if few.serves(operands["query"].shape) and not dropout_rate and onto is None else many
+    return kernel, kernel is few and few.serves_as_stored(*(operands[name] for name in ("query", "key", "value")))
 
 
 def _of_types(given, precision):
@@ -88,9 +117,8 @@ def dot_product_attention(
     *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, onto=None, config=None, **operands
 ):
     """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    many, few, _ = GENERATIONS[target.compute_capability[0]]
-    kernel = few if few.serves(operands["query"].shape) and not dropout_rate and onto is None else many
-    if kernel is many or not few.serves_as_stored(*(operands[name] for name in ("query", "key", "value"))):
+    kernel, is_stored = _kernel(target, operands, dropout_rate, onto)
+    if not is_stored:
         operands = dequantised(operands)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
     options |= {"is_partial": is_partial} | ({} if onto is None else {"onto": onto})

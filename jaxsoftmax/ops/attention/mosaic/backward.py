@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
-from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
+from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, plan_of
+from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out
 from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
 from jaxsoftmax.ops.attention.xla import summed_to
 
@@ -56,20 +56,10 @@ def attention_vjp(
     given, out, lse, d_out, d_lse, *, target, wanted, deterministic, is_partial=False, onto=None, config=None, **options
 ):
     """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    static, found = static_of(given) | {"names": frozenset(given) - {"sinks"}}, {}
+    found = {}
     d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
     if set(wanted) - {"sinks"}:
-        size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
-        of_operands = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(given))
-        plan = Plan(
-            **static,
-            **options,
-            adds_bias="bias" in wanted,
-            deterministic=deterministic,
-            varying=of_operands or ("mask" in given and blocks.is_shared(given["mask"])),
-            size=size,
-            config=config or own_config,
-        )
+        plan = plan_of(given, wanted=wanted, deterministic=deterministic, config=config, **options)
         given_to_kernel = {name: given[name] for name in given if name in plan.names}
         found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target, is_partial, onto)
     if "sinks" in wanted:
@@ -139,7 +129,7 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=plan.scratch(refs["query"].dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="attention_backward_mosaic",
     )
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Arithmetic, Call
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Arithmetic, Call, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 SIZES = (64, 128, 256)  # of heads, on chip
@@ -218,3 +219,20 @@ class Plan(Call):
             "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
         }
+
+
+def plan_of(
+    given: Mapping[str, Any], *, wanted: Collection[str], deterministic: bool, config: Config | None = None, **options: Any
+) -> Plan:
+    """The plan of a call with these operands, or operands of these types, by name, for the cotangents that are `wanted`."""
+    size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
+    of_operands = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(given))
+    return Plan(
+        **static_of(given) | {"names": frozenset(given) - {"sinks"}},
+        **options,
+        adds_bias="bias" in wanted,
+        deterministic=deterministic,
+        varying=of_operands or ("mask" in given and blocks.is_shared(given["mask"])),
+        size=size,
+        config=config or own_config,
+    )

@@ -24,7 +24,6 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention._operands import batch_of
 from jaxsoftmax.ops.attention.mosaic import forward, forward_plan
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
@@ -75,6 +74,29 @@ def serves_as_stored(query, key, value) -> bool:
 
 def attention(given, *, target, config=None, is_partial=False, **options):
     """`[out, lse]` as in `forward.attention`, of keys and values in pages and of 8 bits too."""
+    plan = plan_of(given, target, config=config, **options)
+    (length, heads), dtype = given["query"].shape[-3:-1], given["query"].dtype
+    batch, splits, (rows, key_heads, _), value_size = plan.batch, plan.splits, plan.query, plan.value_size
+    group = heads // key_heads
+    given = _folded(given, length, key_heads, group, plan.is_strided)
+    if plan.bytes_dtype is not None:
+        given = _as_bits(given)
+    out, *numbers = forward.run(plan, given, target, is_partial)
+    if splits > 1:
+        m, d = (array.reshape(-1, splits, rows) for array in numbers)
+        out, lse = _merged(
+            m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, jnp.float32 if is_partial else dtype
+        )
+    else:
+        (lse,) = numbers
+    if splits > 1 or is_partial or not plan.is_strided:
+        out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
+    lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
+    return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]
+
+
+def plan_of(given, target, *, config=None, **options) -> Plan:
+    """The plan of a call with these operands, or operands of these types, by name."""
     query, pages = given["query"], given.get("key_pages")
     (length, heads, size), batch = query.shape[-3:], batch_of(given)
     stored = given["key"] if pages is None else pages
@@ -87,33 +109,15 @@ def attention(given, *, target, config=None, is_partial=False, **options):
         options |= {"page": key[0], "pages": pages.shape[-4]}
         if bytes_dtype is None:
             config = replace(config, registers=REGISTERS_WITH_PAGES[config.consumers])
-    sizes = ROWS * config.consumers, config.block_kv
     group = heads // key_heads
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
-    given = _folded(given, length, key_heads, group, is_strided)
-    if bytes_dtype is not None:
-        given = _as_bits(given)
-    if "query_segments" in given:
-        given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
-    if "mask" in given and (reach := blocks.mask_reach(given["mask"], (rows, keys), *sizes)) is not None:
-        given["mask_reach"] = reach
-    count = math.prod(batch) * key_heads * -(-rows // sizes[0])
-    splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & set(given)))
+    has_reach = "mask" in given and (key_heads == 1 or given["mask"].shape[-3] == 1)  # the heads that share keys are folded
+    names = forward_plan.names_of(given, has_reach)
+    count = math.prod(batch) * key_heads * -(-rows // (ROWS * config.consumers))
+    splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
     options |= {"head_group": group, "is_strided": is_strided, "splits": splits, "bytes_dtype": bytes_dtype}
-    plan = Plan(**shapes, **options, names=frozenset(given), config=config)
-    out, *numbers = forward.run(plan, given, target, is_partial)
-    if splits > 1:
-        m, d = (array.reshape(-1, splits, rows) for array in numbers)
-        out, lse = _merged(
-            m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, jnp.float32 if is_partial else query.dtype
-        )
-    else:
-        (lse,) = numbers
-    if splits > 1 or is_partial or not is_strided:
-        out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
-    lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
-    return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]
+    return Plan(**shapes, **options, names=names, config=config)
 
 
 def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragged: bool) -> int:

@@ -32,9 +32,8 @@ from jax.experimental import pallas as pl
 from jaxsoftmax import online
 from jaxsoftmax._gpu import products, ptx, tiles
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out, static_of
+from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, plan_of, tables
+from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, dropout_keeps, of_own_segment, tanh
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
@@ -45,14 +44,7 @@ _PING_PONG = 8  # the first of the named barriers for it, one for each consumer;
 
 def attention(given, *, target, config=None, is_partial=False, onto=None, **options):
     """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
-    lengths, sizes = (query.shape[-3], key.shape[-3]), (ROWS * config.consumers, config.block_kv)
-    if "query_segments" in given:
-        given["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
-    if "mask" in given and (reach := blocks.mask_reach(given["mask"], lengths, *sizes)) is not None:
-        given["mask_reach"] = reach
-    plan = Plan(**static_of(given), **options, value_size=value.shape[-1], config=config)
+    plan = plan_of(given, config=config, **options)
     out, lse = run(plan, given, target, is_partial, onto)
     (length, heads, _), batch = plan.query, plan.batch
     return [out.reshape(*batch, length, heads, plan.value_size), lse.reshape(*batch, heads, length)]
@@ -64,7 +56,7 @@ def run(plan, given, target, is_partial=False, onto=None):
     With `is_partial` the output is float32. `onto` is `(out, lse)` of other keys, from which the kernel starts.
     """
     (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
-    refs, operands = laid_out(plan.batch, given)
+    refs, operands = laid_out(plan.batch, given | tables(plan, given))
     for name in ("key_pages", "value_pages") if plan.page else ():
         refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
     out_shape, dtype = (count, *refs["query"].shape[1:-1], plan.value_size), refs["query"].dtype
@@ -95,7 +87,8 @@ def run(plan, given, target, is_partial=False, onto=None):
         num_threads=config.consumers + config.producers + config.converters,
         thread_name="warpgroup",
         scratch_types=plan.scratch(refs["query"].dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Reductions are along rows, which are inside of warps, and need no shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention_forward_mosaic",
     )(refs)
     return [results[name] for name in ("out", *numbers)]
@@ -602,8 +595,11 @@ class _Rows:
             for term, v in _pairs_of_terms(weights, values):
                 plgpu.wgmma(o_acc, term, v)
             return
+        width = self.plan.value_width
+        if width < values[0].shape[1]:
+            values = [v.at[:, pl.ds(start, width)] for v in values for start in range(0, v.shape[1], width)]
         for i, v in enumerate(values):
-            plgpu.wgmma(o_acc.at[:, i * v.shape[1] : (i + 1) * v.shape[1]], weights, v)
+            plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
 
     def _rounded(self, weights):
         return products.bfloat16_terms(weights) if self.config.split else weights.astype(self.dtype)

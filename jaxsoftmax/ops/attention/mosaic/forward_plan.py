@@ -1,16 +1,19 @@
 """What is settled about a call of the forward kernel before it runs: configuration, tiles, shared memory."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call
+from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call, static_of
 from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
 ROWS = 64  # queries of a consumer warpgroup
@@ -94,6 +97,7 @@ class Plan(Call):
       sizes: of the heads of keys and values on chip.
       is_ragged: whether lengths or head sizes are no multiples of a swizzled tile's, which is what TMA copies several of.
       parts: in how many slabs of columns queries and keys, and values and the output, are in shared memory.
+      value_width: columns of values of a product.
       value_products: how many products make up that of weights and values.
       facts: how many numbers operands say of a tile.
       by_ticket: whether there are any: blocks of threads take tickets then.
@@ -120,7 +124,10 @@ class Plan(Call):
         is_whole = length % 8 == keys % 8 == 0 and self.sizes == (size, self.value_size)
         self.is_ragged = not config.split and (self.is_strided or not is_whole)  # nothing that is split goes through TMA
         self.parts = (self.sizes[0] // SWIZZLED, self.sizes[1] // SWIZZLED) if self.is_ragged else (1, 1)
-        self.value_products = 3 if config.split else self.parts[1]
+        self.value_width = self.sizes[1] // self.parts[1]
+        if config.converters and self.value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
+            self.value_width = 128
+        self.value_products = 3 if config.split else self.sizes[1] // self.value_width
         self.facts = sum(count for name, count in FACTS.items() if name in self.names)
         self.by_ticket = self.facts > 0
         self.count = math.prod(self.batch) * heads * self.blocks_q * self.splits
@@ -218,3 +225,28 @@ class Plan(Call):
             "k_empty": plgpu.Barrier(**everyone),
             "v_empty": plgpu.Barrier(**everyone),
         }
+
+
+def plan_of(given: Mapping[str, Any], *, config: Config | None = None, **options: Any) -> Plan:
+    """The plan of a call with these operands, or operands of these types, by name."""
+    query, value = given["query"], given["value"]
+    config = config or config_for(query.shape[-1], value.shape[-1], options["window"], query.dtype)
+    has_reach = "mask" in given and blocks.is_shared(given["mask"])
+    static = static_of(given) | {"names": names_of(given, has_reach)}
+    return Plan(**static, **options, value_size=value.shape[-1], config=config)
+
+
+def names_of(given: Mapping[str, Any], has_reach: bool) -> frozenset[str]:
+    """The names of operands, and of what `tables` makes of them."""
+    made = {"ranges": "query_segments" in given, "mask_reach": has_reach}
+    return frozenset(given) | {name for name, is_made in made.items() if is_made}
+
+
+def tables(plan: Plan, given: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What the kernel reads of segments and of a mask that all heads share, by name: which key blocks matter to a tile."""
+    lengths, sizes, found = (plan.query[0], plan.key[0]), (plan.block_q, plan.config.block_kv), {}
+    if "ranges" in plan.names:
+        found["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
+    if "mask_reach" in plan.names:
+        found["mask_reach"] = blocks.mask_reach(given["mask"], lengths, *sizes)
+    return found

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._gpu import tiles
+from jaxsoftmax._gpu.target import Target
 from jaxsoftmax.ops.attention._operands import AXES, batch_of
 
 
@@ -47,6 +49,18 @@ class Call:
     window: tuple[int | None, int | None]
     soft_cap: float | None
     dropout_rate: float
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Describes the arrays and barriers in shared memory, of a call whose queries have this dtype."""
+        raise NotImplementedError
+
+    def does_not_fit(self, dtype: Any, target: Target) -> str | None:
+        """Returns why a block of threads cannot have its shared memory, in words, or None."""
+        needed = tiles.bytes_of(self.scratch(dtype))
+        if needed <= target.shared_memory:
+            return None
+        sizes = f"head sizes {self.query[2]} and {self.key[2]}"
+        return f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
 
 
 def static_of(given) -> dict[str, Any]:
