@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxsoftmax._core.problem import Problem, is_along
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.rows import split
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
 from jaxsoftmax._gpu.rows.flat import Flat, FlatLayout, FlatMemory
@@ -209,7 +210,7 @@ def run(
             options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
         if layout.cluster > 1:
             options |= {"cluster": (layout.cluster,), "cluster_names": ("rank",)}
-        return plgpu.kernel(
+        return kernel_of(
             kernel,
             out_type=results,
             grid=(blocks,),

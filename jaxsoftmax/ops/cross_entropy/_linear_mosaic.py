@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.cross_entropy import _linear, xla
 
@@ -62,7 +63,7 @@ def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
     has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
     slot = (_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, _CLASSES)
-    found = plgpu.kernel(
+    found = kernel_of(
         functools.partial(_kernel, class_axis=head.class_axis, classes=classes),
         out_type=[jax.ShapeDtypeStruct((tiles, len(labels)), jnp.float32)] * 3,
         grid=(target.multiprocessors,),

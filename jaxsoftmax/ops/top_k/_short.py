@@ -29,6 +29,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k import _networks, _staged
 from jaxsoftmax.ops.top_k._candidates import KEY
@@ -55,7 +56,7 @@ def top_k(x: jax.Array, k: int, dtype: Any, normalize: str | None = None, return
     call = _Call(plan, k, jnp.dtype(x.dtype), normalize, return_state)
     results = [jax.ShapeDtypeStruct((rows * k,), dtype), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * return_state)
-    return plgpu.kernel(
+    return kernel_of(
         functools.partial(_kernel, call),
         out_type=results,
         grid=(plan.blocks,),

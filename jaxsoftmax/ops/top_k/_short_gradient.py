@@ -23,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.ptx import WARPS, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k import _staged
 from jaxsoftmax.ops.top_k._floats import exponential, inverse_of, narrowed, reciprocal, shifted, widened
@@ -53,7 +54,7 @@ def gradient(indices, c, b, x, m, d, weights, *, cols: int, dtype: Any) -> jax.A
         given["x"] = x
     call = _Call(plan, of_x, k, tuple(given), out, None if x is None else jnp.dtype(x.dtype))
     places = [plan.bytes] if of_x == plan else [plan.bytes, of_x.bytes]
-    return plgpu.kernel(
+    return kernel_of(
         functools.partial(_kernel, call),
         out_type=jax.ShapeDtypeStruct((rows, cols), dtype),
         grid=(plan.blocks,),

@@ -18,6 +18,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, Ring
 from jaxsoftmax._gpu.rows.tile import Tile
@@ -93,7 +94,7 @@ def launched(name, kernel, plan, dtype, results, scratch, parts: int = 0, grid: 
         options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
     if plan.blocks > 1:
         options |= {"cluster": (plan.blocks,), "cluster_names": ("rank",)}
-    return plgpu.kernel(
+    return kernel_of(
         kernel,
         out_type=results,
         grid=(plan.rows if grid is None else grid,),

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, plan_of
@@ -121,7 +122,7 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     results = OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, refs["query"].dtype))
     if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
         results = {"dk_dv": jax.ShapeDtypeStruct((2 * count * shape[1], key_heads * plan.size), jnp.float32)}
-    kernel = plgpu.kernel(
+    kernel = kernel_of(
         functools.partial(_kernel, plan, operands, threads, waves),
         out_type=results,
         grid=(waves * threads,),

@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, plan_of, tables
 from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out
@@ -79,7 +80,7 @@ def run(plan, given, target, is_partial=False, onto=None):
     is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
     if is_ordered and (table := tiles.table(plan, threads)) is not None:
         refs["table"] = table
-    results = plgpu.kernel(
+    results = kernel_of(
         functools.partial(_kernel, plan, operands, threads, waves),
         out_type=OrderedDict(out=jax.ShapeDtypeStruct(out_shape, dtype), **numbers),
         grid=(waves * threads,),
