@@ -154,7 +154,7 @@ def without_triton() -> Iterator[None]:
     for kernel in ("forward", "backward_keys", "backward_queries"):
         setattr(modules["attention"], f"attention_{kernel}", None)
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.multiple(triton_call, call=something, _PACKAGES=()))
+        patches.enter_context(mock.patch.multiple(triton_call, call=something, missing=lambda: None))
         for name, module in modules.items():
             patches.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
             patches.enter_context(mock.patch.object(_triton, name, module, create=True))

@@ -49,11 +49,13 @@ def target_of(capability: tuple[int, int]) -> targets.Target:
 @contextlib.contextmanager
 def lowering_without() -> Iterator[Callable[..., None]]:
     """A function that lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
+    missing = call.missing
     with kernels.without_triton(), pytest.MonkeyPatch.context() as patch:
 
         def lower_for(capability, is_installed=True):
             patch.setattr(lowering, "target_for", lambda platform: target_of(capability))
-            patch.setattr(call, "_PACKAGES", () if is_installed else (("no_such_module", "jax-triton"),))
+            lacks = None if is_installed else missing((("no_such_module", "jax-triton"),))
+            patch.setattr(call, "missing", lambda: lacks)
             kernels.forget_lowerings()
 
         yield lower_for

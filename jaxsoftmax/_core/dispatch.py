@@ -18,7 +18,7 @@ takes `devices`, the mesh axes over which rows are sharded, and merges over them
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +176,7 @@ _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", 
 
 
 @contextlib.contextmanager
-def _recorded(decisions: list[Decision]) -> Iterator[None]:
+def _recorded(decisions: list[Decision]) -> Generator[None, None, None]:
     """A context in which `record` appends to `decisions`."""
     token = _record.set(decisions)
     try:

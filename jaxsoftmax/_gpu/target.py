@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +76,7 @@ _of_context: ContextVar[Target | None] = ContextVar("jaxsoftmax_target", default
 
 
 @contextlib.contextmanager
-def lowering_for(target: Target) -> Iterator[None]:
+def lowering_for(target: Target) -> Generator[None, None, None]:
     """A context in which programs for CUDA are lowered for `target`, and not for the GPU at hand."""
     token = _of_context.set(target)
     try:

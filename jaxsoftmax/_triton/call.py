@@ -3,8 +3,11 @@
 Nothing here imports jax-triton or Triton before a kernel is called, so that to say why there is none takes neither.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +24,11 @@ MEASURED = 9  # the one that they were run on
 
 
 def unsupported(target) -> str | None:
-    """Why no Triton kernel runs on this target, in words, or None."""
+    """Returns why no Triton kernel runs on this target, in words, or None."""
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in GENERATIONS:
         served = ", ".join(f"{generation}.x" for generation in GENERATIONS)
         return f"it needs a compute capability among {served}, got {target.platform} {target.compute_capability}"
-    if missing := [name for module, name in _PACKAGES if importlib.util.find_spec(module) is None]:
-        return f"it needs {' and '.join(missing)}: pip install 'jaxsoftmax[triton]'"
-    return None
+    return missing()
 
 
 def not_preferred(target) -> str | None:
@@ -44,7 +45,57 @@ def remark(target) -> str | None:
     return f"compiled for compute capability {'.'.join(map(str, target.compute_capability))}, but run on {MEASURED}.0 only"
 
 
+# The modules that are needed, and the packages that they come in.
 _PACKAGES = (("jax_triton", "jax-triton"), ("triton", "triton"))
+_SERVED = ((0, 3, 1), (0, 5))  # versions of jax-triton, from the first to before the second, as in the extra `triton`
+
+
+@functools.cache
+def missing(packages: tuple[tuple[str, str], ...] = _PACKAGES) -> str | None:
+    """Returns what kernels lack among what is installed, and how to get it, in words, or None; it imports no Triton."""
+    remedy = "pip install 'jaxsoftmax[triton]'"
+    if lacking := [package for module, package in packages if not _is_there(module)]:
+        return f"it needs {' and '.join(lacking)}: {remedy}"
+    own = _version_of("jax-triton")
+    if own and not _SERVED[0] <= own < _SERVED[1]:
+        first, end = map(_dotted, _SERVED)
+        return f"it needs jax-triton from {first} on and before {end}, got {_dotted(own)}: {remedy}"
+    triton, least = _version_of("triton"), _least_triton()
+    if triton and triton < least:
+        return f"jax-triton {_dotted(own)} needs triton from {_dotted(least)} on, got {_dotted(triton)}: {remedy}"
+    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+        return "it needs JAX's plugin for CUDA, in jaxlib's version: pip install 'jaxsoftmax[cuda13,triton]' (or cuda12)"
+    return None
+
+
+def _is_there(module: str) -> bool:
+    """Returns whether a module can be found that is more than a folder that an uninstalled one has left."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def _version_of(package: str) -> tuple[int, ...]:
+    """The numbers of a package's version; none where its installation does not say."""
+    try:
+        return _numbers(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def _least_triton() -> tuple[int, ...]:
+    """The first version of Triton that the installed jax-triton takes, as far as it says."""
+    if not _version_of("jax-triton"):
+        return ()
+    found = [re.match(r"triton *>= *([\d.]+)", line) for line in importlib.metadata.requires("jax-triton") or ()]
+    return max((_numbers(match[1]) for match in found if match), default=())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def call(

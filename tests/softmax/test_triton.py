@@ -4,10 +4,12 @@ What the kernels compute is tested in `triton_interpreted.py`, which needs a pro
 """
 
 import functools
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._triton import call
 from jaxsoftmax.ops.softmax import triton as ours
 
 from .. import cases, kernels, triton_kernels
@@ -102,6 +105,48 @@ def test_without_jax_triton_the_reason_names_what_to_install(on, capability):
         assert re.fullmatch(words, dict(decision.refusals)["triton"])
     with pytest.raises(NotImplementedError, match=f"softmax: implementation='triton' cannot run: {words}"):
         explain(functools.partial(jaxsoftmax.softmax, implementation="triton"), X, platform="cuda")
+
+
+# What may be there in part: versions of jax-triton and Triton, whether jaxlib has JAX's plugin for CUDA, and the reason.
+INSTALLED = {
+    "all": ("0.4.1", "3.9.0", True, None),
+    "a build of Triton": ("0.3.1", "3.8.0+git1234", True, None),
+    "an old jax-triton": ("0.3.0", "3.9.0", True, "it needs jax-triton from 0.3.1 on and before 0.5, got 0.3.0: pip install"),
+    "a newer jax-triton": ("0.5.0", "3.9.0", True, "it needs jax-triton from 0.3.1 on and before 0.5, got 0.5.0: pip install"),
+    "an old Triton": ("0.4.1", "3.6.0", True, "jax-triton 0.4.1 needs triton from 3.7 on, got 3.6.0: pip install"),
+    "no CUDA in jaxlib": ("0.4.1", "3.9.0", False, "it needs JAX's plugin for CUDA, in jaxlib's version: pip install"),
+    "no Triton": ("0.4.1", None, True, "it needs triton: pip install 'jaxsoftmax[triton]'"),
+    "nothing": (None, None, True, "it needs jax-triton and triton: pip install 'jaxsoftmax[triton]'"),
+}
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_what_is_installed_in_part_is_refused_with_a_remedy(monkeypatch, kind):
+    jax_triton, triton, has_plugin, reason = INSTALLED[kind]
+    versions = {"jax-triton": jax_triton, "triton": triton}
+    monkeypatch.setattr(call, "_is_there", lambda module: versions[module.replace("_", "-")] is not None)
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda package: ["absl-py>=1.4.0", "triton>=3.7", "pytest; extra == 'tests'"]
+    )
+    plugin = types.SimpleNamespace(TritonKernel=None) if has_plugin else types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "jaxlib.gpu_triton", plugin)
+    monkeypatch.setattr(call, "missing", call.missing.__wrapped__)  # whose answer is kept
+    forced = functools.partial(jaxsoftmax.softmax, implementation="triton")
+    if reason is None:
+        assert call.unsupported(target_of((8, 0))) is None
+    else:
+        (decision,) = explain(jaxsoftmax.softmax, X, gpu="a100")
+        assert dict(decision.refusals)["triton"].startswith(reason)
+        with pytest.raises(NotImplementedError, match=re.escape(f"softmax: implementation='triton' cannot run: {reason}")):
+            explain(forced, X, gpu="a100")
+
+
+def test_a_folder_that_an_uninstalled_package_left_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "left_behind" / "backends").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not call._is_there("left_behind")
+    assert call._is_there("jaxsoftmax")
 
 
 OF_COMPLEX = jax.ShapeDtypeStruct((3, 4), jnp.complex64)
