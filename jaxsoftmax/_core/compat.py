@@ -11,12 +11,14 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 # The versions of JAX that all tests ran on, the newest last.
 TESTED = ((0, 11, 2), (0, 12, 0, 1))
@@ -26,11 +28,13 @@ _DISPATCH = "jax._src.dispatch"
 _RULES = "jax.interpreters.mlir"
 _MOSAIC = "jax.experimental.mosaic.gpu"
 _PALLAS = "jax.experimental.pallas.mosaic_gpu"
+_KERNELS = "jax._src.pallas.mosaic_gpu.lowering"
 _UTILS = "jax.experimental.mosaic.gpu.utils"
 
 # By module and name, why it is used. A parameter of a class stands in parentheses.
 NAMES: dict[tuple[str, str], str] = {
     (_CONFIG, "_check_vma"): "exchanges in a `shard_map`, while lowering, what has lost the type that says over what it varies",
+    (_CONFIG, "hlo_source_file_canonicalization_regex"): "leaves directories out of the text of a kernel",
     (_DISPATCH, "prim_requires_devices_during_lowering"): "makes devices known to `custom_partitioning`",
     (_RULES, "ModuleContext.axis_context"): "tells how many devices a program runs on, and a `shard_map` around it",
     (_RULES, "ModuleContext.symbol_table"): "finds the jitted functions that produce an operand",
@@ -41,6 +45,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_PALLAS, "inline_mgpu"): "puts MLIR and PTX into a kernel, for what Pallas lacks",
     (_PALLAS, "remote_ref"): "an array of another device, for kernels that merge over devices",
     (_PALLAS, "Layout.TILED"): "registers as vectors that Pallas has no name for",
+    (_KERNELS, "register_lowering_rule"): "makes the text of a kernel the same in every process",
     (_UTILS, "bitwidth"): "the size of a type of MLIR",
     (_UTILS, "bytewidth"): "the size of a type of MLIR",
     (_UTILS, "c"): "a constant of MLIR",
@@ -143,6 +148,21 @@ def unchecked() -> Any:
         return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def without_directories() -> Iterator[None]:
+    """A context in which what is lowered names source files alone: where the library is installed tells no kernel from another.
+
+    A pattern that the user set stays.
+    """
+    try:
+        pattern = find(_CONFIG, "hlo_source_file_canonicalization_regex")
+    except ImportError:
+        yield
+        return
+    with pattern(pattern.value or r".*[/\\]"):
+        yield
+
+
 def on_platform(ctx: Any, platform: str) -> Any:
     """A lowering rule's context for what is lowered for this platform alone."""
     return ctx.replace(module_context=ctx.module_context.replace(platforms=(platform,)), platforms=(platform,))
@@ -165,6 +185,34 @@ def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load wi
     if name != "utils":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return SimpleNamespace(**{name: find(module, name) for module, name in NAMES if module == _UTILS})
+
+
+def standardize_text() -> None:
+    """In a kernel: its text depends on nothing but the kernel.
+
+    A hash of the text is in the custom call. JAX 0.11 puts the number of kernels that the process lowered before into the text,
+    so a compilation cache misses what another process compiled.
+    """
+    _standard_text().bind()
+
+
+@functools.cache
+def _standard_text() -> Primitive:
+    """The primitive that does nothing in a kernel, and whose lowering rule makes the kernel's text the same everywhere."""
+    primitive = Primitive("standard_text")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda: [])
+    mlir.register_lowering(primitive, lambda ctx: [])  # where the kernel is interpreted
+    for semantics in importlib.import_module(_PALLAS).LoweringSemantics:
+        find(_KERNELS, "register_lowering_rule")(primitive, semantics)(_standardize)
+    return primitive
+
+
+def _standardize(ctx: Any) -> list[Any]:
+    """Names the module that is lowered before JAX numbers it."""
+    attributes = ctx.launch_ctx.module.operation.attributes
+    attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]
+    return []
 
 
 def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None) -> Any:

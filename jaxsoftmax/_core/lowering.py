@@ -200,6 +200,7 @@ def _lower(this: Map, ctx, *operands, names, **params):
         return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
 
 
+@compat.without_directories()
 def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, implementation, axis_name=(), **params):
     """The rule for a platform, or for each that has no rule of its own, which chooses the implementation.
 

@@ -134,6 +134,7 @@ _call.def_abstract_eval(lambda *_, results, **params: [jax.core.ShapedArray(r.sh
 
 def _lower(ctx, *operands, kernel, results, options):
     import jax_triton
+    from triton import knobs
 
     options = dict(options)
     if options.pop("replaces"):
@@ -150,7 +151,9 @@ def _lower(ctx, *operands, kernel, results, options):
             warnings.simplefilter("ignore", DeprecationWarning)
             return list(jax_triton.triton_call(*operands, kernel=kernel, **options))
 
-    return mlir.lower_fun(called)(compat.on_platform(ctx, "cuda"), *operands)
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # which holds the directories of source files: equal kernels would differ
+        return mlir.lower_fun(called)(compat.on_platform(ctx, "cuda"), *operands)
 
 
 mlir.register_lowering(_call, _lower)

@@ -1,8 +1,9 @@
 """Prints a hash of each program of the public functions and of their gradients; `test_lowered.py` runs it.
 
-    python -m tests.core.lowered [--every]
+    python -m tests.core.lowered [--every] [--reversed]
 
-All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes.
+All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes. `--reversed` lowers the
+last one first. Where Triton is installed, programs of its kernels are among them.
 """
 
 import functools
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from jaxsoftmax import online
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._triton import call
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
 
@@ -27,6 +30,9 @@ QUERY, KEY = (shaped(2, 128, heads, 64, dtype=jnp.bfloat16) for heads in (4, 2))
 LONG = shaped(1, 4224, 1, 64)  # which the reference cuts into tiles
 MASK, BIAS, SINKS = shaped(2, 1, 128, 128, dtype=jnp.bool_), shaped(1, 4, 128, 128), shaped(4)
 LENGTHS, SEGMENTS = shaped(2, dtype=jnp.int32), shaped(2, 128, dtype=jnp.int32)
+HIDDEN, WEIGHT, LABELS = shaped(8, 64, dtype=jnp.bfloat16), shaped(64, 4096, dtype=jnp.bfloat16), shaped(8, dtype=jnp.int32)
+PAGES, SCALES, TABLE = shaped(9, 64, 2, 64, dtype=jnp.int8), shaped(9, 2), shaped(2, 4, dtype=jnp.int32)
+TOKEN = shaped(2, 1, 4, 64, dtype=jnp.bfloat16)
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.PRNGKey(0)}
 
 # What attention is called with beside query, key and value: operands and options.
@@ -110,13 +116,41 @@ def programs():
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):
         f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
         yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, True
+    yield from programs_of_losses_and_samples()
+    if call.unsupported(HOPPER) is None:
+        yield from programs_of_triton(qkv)
+
+
+def programs_of_losses_and_samples():
+    loss = functools.partial(jaxsoftmax.cross_entropy, ignore_index=-1, z_loss=1e-4)
+    yield "cross_entropy", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, True
+    linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
+    yield "linear_cross_entropy", lambda given: linear(**given), {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS}, True
+    for name in ("top_k", "softmax_top_k"):
+        op = functools.partial(getattr(jaxsoftmax, name), k=4)
+        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, True
+    sample = functools.partial(jaxsoftmax.categorical, jax.random.key(0))
+    yield "categorical", lambda given: sample(given["x"]), {"x": shaped(8, 32000)}, True
+    cache = {"key_pages": PAGES, "value_pages": PAGES, "key_scale": SCALES, "value_scale": SCALES}
+    cache |= {"page_table": TABLE, "lengths": LENGTHS}
+    yield "paged_attention", lambda given: jaxsoftmax.paged_attention(**given), cache | {"query": TOKEN}, True
+
+
+def programs_of_triton(qkv):
+    forced = {"implementation": "triton"}
+    softmax, loss = (functools.partial(getattr(jaxsoftmax, name), **forced) for name in ("softmax", "cross_entropy"))
+    yield "softmax, triton", with_gradient(lambda given: softmax(given["x"])), {"x": ROWS}, True
+    yield "cross_entropy, triton", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, True
+    yield "attention, triton", with_gradient(functools.partial(attend, **forced)), qkv, True
 
 
 def main():
+    order = list(programs())
     hashes = {}
-    for name, f, argument, is_core in programs():
+    for name, f, argument, is_core in order[::-1] if "--reversed" in sys.argv else order:
         traced = jax.jit(f).trace(argument)
-        for platform in ("cpu", "cuda") if is_core or "--every" in sys.argv else ("cpu",):
+        is_forced = name.endswith("triton")  # and does not lower for the CPU
+        for platform in ["cpu"] * (not is_forced) + ["cuda"] * (is_core or "--every" in sys.argv):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             hashes[f"{name}, {platform}"] = hashlib.sha256(text.encode()).hexdigest()
     print(json.dumps(hashes))
