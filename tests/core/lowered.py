@@ -2,8 +2,8 @@
 
     python -m tests.core.lowered [--every] [--reversed]
 
-All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes. `--reversed` lowers the
-last one first. Where Triton is installed, programs of its kernels are among them.
+All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes. `--reversed`
+lowers the last one first. Where Triton is installed, programs of its kernels are among them.
 """
 
 import functools
