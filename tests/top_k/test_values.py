@@ -5,6 +5,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -70,6 +71,27 @@ def test_the_largest_entries(implementation, dtype, shape, k):
     cases.assert_ran(implementation, f, next(iter(arrays.values())))
     for kind, x in arrays.items():
         assert_same(f(x), truth(x, k), kind)
+
+
+FLOATS_OF_8_BITS = [name for name in dir(ml_dtypes) if name.startswith("float8_")]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS_OF_8_BITS, "bfloat16", "float16", "float32", "int8", "uint8"])
+def test_all_bits_are_those_of_lax(dtype):
+    """Also those of NaN and of zeros, beside all other numbers of 8 bits."""
+    dtype, rng = jnp.dtype(dtype), np.random.default_rng(0)
+    patterns = np.arange(256, dtype=np.uint8)
+    if dtype.itemsize > 1:  # infinity and what is next to it, zeros, and some that are most often NaN or a number
+        unsigned, top = np.dtype(f"u{dtype.itemsize}"), 1 << (8 * dtype.itemsize - 1)
+        infinity = int(np.asarray(np.inf, dtype).view(unsigned))
+        patterns = np.array([sign | more for sign in (0, top) for more in (0, 1, infinity, infinity + 1, top - 1)], unsigned)
+        patterns = np.concatenate([patterns, infinity | rng.integers(0, 2 * top, 20, unsigned, endpoint=False)])
+    pairs = np.stack([np.repeat(patterns, len(patterns)), np.tile(patterns, len(patterns))], 1)
+    x = np.concatenate([pairs, rng.choice(patterns, (len(pairs), 1))], 1).view(dtype)
+    for k in (1, 2, 3):
+        (values, indices), expected = jaxsoftmax.top_k(x, k, implementation="xla"), jax.lax.top_k(x, k)
+        np.testing.assert_array_equal(bits(np.asarray(values)), bits(np.asarray(expected[0])), f"k = {k}")
+        np.testing.assert_array_equal(indices, expected[1], f"k = {k}")
 
 
 @pytest.mark.parametrize(("columns", "k"), [(50257, 1), (50257, 256), (128256, 8), (128256, 1024), (1 << 20, 50)])

@@ -24,7 +24,8 @@ def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     # A sign is turned, also that of NaN, and nothing is rounded.
     directed = x if scale is None else jnp.where(scale < 0, -x, x)
     directed = select(where, directed, least(x.dtype))
-    if k == 1:  # XLA computes its operand together with it, and searches instead of sorting
+    is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    if k == 1 and not is_byte:  # XLA computes its operand together with it, and searches instead of sorting
         values, indices = _largest(directed)
     else:
         values, indices = lax.top_k(directed, k)
@@ -222,15 +223,15 @@ def least(dtype):
 def _largest(x):
     """The largest entry of each row in the order of `lax.top_k`, and where it is.
 
-    `lax.argmax` gives the place alone, and to read the entry there would take another kernel.
+    `lax.argmax` gives the place alone, and to read the entry there would take another kernel. XLA sorts bfloat16 in float32 and
+    does not keep all bits of NaN, so its values pass through float32 here too. What becomes of NaN and subnormal numbers of 8
+    bits depends on the platform: `top_k` leaves their rows to `lax.top_k`.
     """
-    keys = bits = x
+    keys = values = x
     if jnp.issubdtype(x.dtype, jnp.floating):
         bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-        # Of 8 bits some have no sign, or no NaN of both, and are compared in float32; those without -0 are not.
-        in_float32 = x.dtype.itemsize == 1 and not x.dtype.name.endswith("fnuz")
-        keys = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) if in_float32 else bits
-        keys = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
+        keys = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+        values = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else bits
     if keys.dtype.itemsize < 4:
         keys = keys.astype(jnp.int32)
 
@@ -241,10 +242,10 @@ def _largest(x):
 
     columns = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     least = jnp.iinfo(keys.dtype).min, jnp.iinfo(jnp.int32).max, 0
-    operands = keys, columns, bits
+    operands = keys, columns, values
     initial = tuple([jnp.asarray(value, array.dtype) for value, array in zip(least, operands, strict=True)])
     _, index, value = (array[..., None] for array in lax.reduce(operands, initial, larger, (x.ndim - 1,)))
-    return lax.bitcast_convert_type(value, x.dtype), index
+    return value.astype(x.dtype) if x.dtype == jnp.bfloat16 else lax.bitcast_convert_type(value, x.dtype), index
 
 
 def _first_largest(values):
