@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, batching, mlir, xla
 
 from jaxsoftmax._core import lowering, sharding
 from jaxsoftmax._core.operands import Map
@@ -85,6 +85,32 @@ def set_transpose(this: Map, rule: Callable[..., Operands]) -> None:
 
     for primitive in _primitives[this]:
         ad.primitive_transposes[primitive] = transpose
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def reverse_only(message: str, x: jax.Array) -> jax.Array:
+    """Returns `x`. A tangent of it raises TypeError with this message, unless reverse mode transposes it."""
+    del message
+    return x
+
+
+@reverse_only.defjvp
+def _reverse_only_jvp(message, primals, tangents):
+    return primals[0], _tangent.bind(tangents[0], message=message)
+
+
+_tangent = Primitive("reverse_only")  # which cannot be computed
+_tangent.def_abstract_eval(lambda t, *, message: t)
+ad.deflinear2(_tangent, lambda cotangent, t, *, message: [cotangent])
+batching.primitive_batchers[_tangent] = lambda ts, dims, *, message: (_tangent.bind(*ts, message=message), dims[0])
+
+
+@_tangent.def_impl
+def _no_tangent(*_, message: str):
+    raise TypeError(message)
+
+
+mlir.register_lowering(_tangent, _no_tangent)
 
 
 def _types(this: Map, *avals, names, **params):

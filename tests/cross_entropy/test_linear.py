@@ -189,6 +189,23 @@ def test_transformations(reduction):
         oracle.assert_same_in_float64(actual, expected)
 
 
+@pytest.mark.parametrize("name", WRT)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_to_take_for_forward_mode_is_said(reduction, name):
+    arrays = given(rows=(5,), dtype=np.float32)
+
+    def f(array):
+        return by_parts(arrays | {name: array}, reduction=reduction)
+
+    def tangent(array):
+        return jax.jvp(f, (array,), (array,))[1]
+
+    array = jnp.asarray(arrays[name], np.float32)
+    for run in (tangent, jax.jit(tangent), jax.linearize(f, array)[1], jax.jacfwd(f)):
+        with pytest.raises(TypeError, match=r"linear_cross_entropy: it has no forward mode .*; take cross_entropy\(hidden @"):
+            run(array)
+
+
 @pytest.mark.parametrize("is_differentiated", [False, True])
 def test_logits_are_never_whole(is_differentiated):
     rows = 16384
@@ -417,6 +434,7 @@ WRONG = {
     "weights": (F | {"weights": np.zeros(3)}, {}, ValueError, r"weights must broadcast to shape \(3, 70\), got \(3,\)"),
     "reduction": (F, {"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
     "smoothing": (F, {"label_smoothing": -1}, ValueError, r"label_smoothing must be from 0 to 1, got -1\.0"),
+    "z_loss": (F, {"z_loss": -1}, ValueError, r"z_loss must be 0 or more and finite in float32, got -1\.0"),
     "cap": (F, {"logits_soft_cap": -1}, ValueError, "logits_soft_cap must be positive"),
     "ignored": (F, {"ignore_index": 0.5}, TypeError, "ignore_index must be a concrete integer or None"),
     "implementation": (F, {"implementation": "cublas"}, ValueError, "implementation must be None or one of"),

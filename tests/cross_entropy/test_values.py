@@ -1,6 +1,7 @@
 """Values, gradients and edge cases of cross-entropy, against float64 and against optax."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from .. import cases, oracle
 from .oracle import cross_entropy as truth
@@ -65,7 +67,7 @@ def together(implementation=None, **options):
 def test_losses_together_with_gradients(implementation, dtype, options):
     shape, options = (5, 1001), OPTIONS[options]
     f, labels = together(implementation, **options), labelled(shape)
-    labels[2:4] = 1001, -1  # no class, and a row that does not count
+    labels[2:4] = 1001, NO_ROW  # no class, and a row that does not count
     c = np.array([1, -0.5, 2, 0, 0], np.float32)
     arrays = cases.inputs(shape, dtype)
     cases.assert_ran(implementation, f, arrays["normal"], labels, c)
@@ -275,6 +277,45 @@ def test_probabilities_as_labels_are_those_of_optax(smoothing, where):
     oracle.assert_same_in_float64(*gradients)
 
 
+@QUICKLY
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("shape", "of_labels", "axis", "mask"),
+    [
+        ((4, 7), (7,), -1, None),
+        ((7,), (4, 7), -1, None),
+        ((1,), (), -1, None),
+        ((3, 1, 7), (5, 7), 2, (3, 5)),
+        ((3, 4, 1), (4, 5), -1, None),
+        ((4, 5), (3, 4, 1), -1, None),
+        ((1, 3, 5), (2, 1, 1), (0, 2), (1, 3, 5)),
+        ((5, 1, 4), (6, 1), (-1, 0), None),
+    ],
+    ids=cases.ident,
+)
+def test_probabilities_and_logits_broadcast_as_in_optax(shape, of_labels, axis, mask):
+    rng = np.random.default_rng(0)
+    x, labels = 3 * rng.standard_normal(shape), rng.random(of_labels)
+    labels = np.where(rng.random(of_labels) < 0.3, 0, labels)  # which has a derivative, too
+    where = None if mask is None else rng.random(mask) < 0.7
+    with jax.numpy_rank_promotion("allow"):
+        theirs = optax.softmax_cross_entropy(x, labels, axis, where)
+        wanted = 0 if mask else (0, 1)  # optax's of what is masked is NaN
+        expected = jax.grad(lambda x, q: jnp.sum(jnp.sin(optax.softmax_cross_entropy(x, q, axis, where))), wanted)(x, labels)
+    ours, lse = jaxsoftmax.cross_entropy(x, labels, axis, where, return_lse=True)
+    assert lse.shape == ours.shape
+    gradients = jax.grad(lambda x, q: jnp.sum(jnp.sin(jaxsoftmax.cross_entropy(x, q, axis, where))), wanted)(x, labels)
+    oracle.assert_same_in_float64((ours, gradients), (theirs, expected))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.uint8])
+def test_one_hot_labels_of_any_dtype(dtype):
+    x, labels = np.random.default_rng(0).standard_normal((5, 5)).astype(np.float32), np.arange(5)
+    onehot = np.eye(5, dtype=dtype)
+    np.testing.assert_allclose(loss(x, onehot), loss(x, labels), rtol=4 * oracle.EPS)
+    assert loss(x, labels).shape == (5,)  # fewer axes than logits: classes
+
+
 def test_probabilities_of_zero_add_nothing():
     x = np.array([[0.0, -np.inf, 1.0]], np.float32)
     labels = np.array([[0.25, 0, 0.75]], np.float32)
@@ -327,17 +368,37 @@ X, LABELS = np.zeros((4, 5), np.float32), np.zeros(4, np.int32)
 loss = jaxsoftmax.cross_entropy
 WRONG = {
     "logits int": (lambda: loss(X.astype(int), LABELS), TypeError, "logits must be floating, got int"),
-    "labels bool": (lambda: loss(X, LABELS == 0), TypeError, "labels must be integers or floating, got bool"),
+    "labels bool": (
+        lambda: loss(X, LABELS == 0),
+        ValueError,
+        r"bool labels must be one-hot in the shape \(4, 5\) of logits, got \(4,\)",
+    ),
+    "labels complex": (lambda: loss(X, X * 1j), TypeError, "labels must be integers, boolean or floating, got complex"),
+    "labels of two axes": (
+        lambda: loss(X, LABELS[:, None]),
+        ValueError,
+        r"int32 labels must be classes of shape \(4,\), or one-hot in the shape \(4, 5\) of logits, got \(4, 1\)",
+    ),
+    "one-hot ignored": (
+        lambda: loss(X, X.astype(int), ignore_index=0),
+        ValueError,
+        "ignore_index must be None where labels are floating or one-hot, got 0",
+    ),
     "labels shape": (lambda: loss(X, LABELS[:3]), ValueError, r"labels must broadcast to shape \(4,\), got \(3,\)"),
     "probabilities": (
         lambda: loss(X, X[:3]),
         ValueError,
-        r"floating labels must have the shape \(4, 5\) of logits, got \(3, 5\)",
+        r"floating labels must broadcast with logits, got shapes \(3, 5\) and \(4, 5\)",
     ),
     "where shape": (
         lambda: loss(X, LABELS, where=np.ones((4, 4), bool)),
         ValueError,
         r"where must broadcast to shape \(4, 5\), got \(4, 4\)",
+    ),
+    "where of classes": (
+        lambda: loss(X, LABELS, where=np.ones(5, bool)),
+        ValueError,
+        r"where must broadcast to shape \(4,\), got \(5,\); a mask of classes is \(1, 5\)",
     ),
     "where int": (lambda: loss(X, LABELS, where=LABELS), TypeError, "where must be boolean, got int32"),
     "axis": (lambda: loss(X, LABELS, axis=2), ValueError, "axis 2 is out of range for 2 dimensions"),
@@ -353,7 +414,21 @@ WRONG = {
         ValueError,
         "label_smoothing must be from 0 to 1, got nan",
     ),
-    "z_loss": (lambda: loss(X, LABELS, z_loss=float("inf")), ValueError, "z_loss must be finite, got inf"),
+    **{
+        f"z_loss {wrong}": (
+            functools.partial(loss, X, LABELS, z_loss=wrong),
+            ValueError,
+            f"z_loss must be 0 or more and finite in float32, got {re.escape(str(float(wrong)))}",
+        )
+        for wrong in (float("inf"), float("nan"), -1, 1e39)
+    },
+    "z_loss traced": (
+        lambda: jax.jit(lambda z: loss(X, LABELS, z_loss=z))(1.0),
+        TypeError,
+        "z_loss must be a concrete number, got a traced one",
+    ),
+    "z_loss bool": (lambda: loss(X, LABELS, z_loss=True), TypeError, "z_loss must be a real number, got True"),
+    "cap NaN": (lambda: loss(X, LABELS, logits_soft_cap=float("nan")), ValueError, "logits_soft_cap must be positive"),
     "cap": (
         lambda: loss(X, LABELS, logits_soft_cap=0),
         ValueError,
@@ -367,7 +442,7 @@ WRONG = {
     "ignored probabilities": (
         lambda: loss(X, X, ignore_index=0),
         ValueError,
-        "ignore_index must be None where labels are floating, got 0",
+        "ignore_index must be None where labels are floating or one-hot, got 0",
     ),
     "return_lse": (lambda: loss(X, LABELS, return_lse=1), TypeError, "return_lse must be True or False, got 1"),
     "implementation": (

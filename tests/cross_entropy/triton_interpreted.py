@@ -7,6 +7,7 @@ import pytest
 
 from jaxsoftmax.ops.cross_entropy import triton as ours
 from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from .. import cases, oracle, triton_kernels
 from ..softmax.triton_interpreted import ROWS, spreading, stacked
@@ -46,16 +47,16 @@ def test_losses_and_gradients(target, shape, axis, dtype, options):
     kinds = [*FINITE, *([] if options.get("label_smoothing") else ["some -inf"])]  # the mean of -inf has no derivative
     x, axis, head = stacked(shape, dtype, kinds), axis + 1, head_of(options)
     labels, classes = labelled(x.shape, axis), x.shape[axis]
-    labels.flat[2:4] = classes, -1  # no class, and a row that does not count
+    labels.flat[2:4] = classes, NO_ROW  # no class, and a row that does not count
     c = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
-    c[labels == -1] = 0
+    c[labels == NO_ROW] = 0
     row_labels, row_c = (np.expand_dims(a, axis) for a in (labels, c))
     params = params_of(options, axis)
     expected = truth(x, labels, axis, **options)
 
     def check(found, gradient):
         loss = head.loss([np.squeeze(np.asarray(part), axis) for part in found], labels, classes)
-        assert oracle.error(jnp.where(labels == -1, jnp.nan, loss), expected.loss) <= 1
+        assert oracle.error(jnp.where(labels == NO_ROW, jnp.nan, loss), expected.loss) <= 1
         assert gradient.dtype == x.dtype
         assert oracle.error(gradient, expected.gradient(c)) <= 1
 

@@ -13,19 +13,18 @@ from jaxsoftmax.ops.softmax._devices import merged, mesh_axes, seen
 
 
 def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):
-    here = part(run, x, own(x, labels, axes, over), seen(x, where, over), axes=axes, **params)
-    *found, m, d = joined(here, labels, params["dtype"], over)
-    return [*found, m, d] if return_state else found
+    here = part(run, x, _own(x, labels, axes, over), seen(x, where, over), axes=axes, **params)
+    return joined(here, labels, params["dtype"], over, return_state)
 
 
 def cross_entropy_jvp(run, x, labels, where, *, axes, over, **given):
     del run
-    given |= {"x": x, "labels": own(x, labels, axes, over), "where": seen(x, where, over)}
+    given |= {"x": x, "labels": _own(x, labels, axes, over), "where": seen(x, where, over)}
     return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **given)), mesh_axes(over)))
 
 
 def cross_entropy_vjp(run, x, labels, where, *, axes, over, dtype, soft_cap, replaces=False, **of_rows):
-    given = {"x": x, "labels": own(x, labels, axes, over), "where": seen(x, where, over), **of_rows}
+    given = {"x": x, "labels": _own(x, labels, axes, over), "where": seen(x, where, over), **of_rows}
     return run(primitive.CROSS_ENTROPY_VJP, given, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
 
 
@@ -48,16 +47,21 @@ def part(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
     return [m, d, chosen, *total]
 
 
-def joined(parts, labels, dtype, over):
-    """`nll`, `lse`, the sum if it is there, `m` and `d` of the rows, from what `part` gives on each device."""
+def joined(parts, labels, dtype, over, return_state=False):
+    """What the primitive gives of the rows, from what `part` gives on each device."""
     (cut,) = over.values()
     m, d, chosen, *total = merged(*parts, over=over)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
-    return [*xla.losses_of(m, d, chosen, *total, dtype=dtype), m, d]
+    return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
 
 
-def own(x, labels, axes, over):
-    """The labels as this device counts its classes, and -1 for those that it does not have: padding of a shard is no class."""
-    (cut,) = over.values()
-    place = labels - lax.axis_index(cut.over) * x.shape[axes[0]]
-    return jnp.where((place >= 0) & (place < x.shape[axes[0]]) & (labels < cut.size), place, -1)
+def _own(x, labels, axes, over):
+    (cut,), (axis,) = over.values(), axes
+    return own(labels, x.shape[axis], cut)
+
+
+def own(labels, size, cut):
+    """The labels as this device counts its `size` classes. Those of other devices are no class."""
+    place = labels - lax.axis_index(cut.over) * size
+    is_here = (place >= 0) & (place < size) & (labels < cut.size)
+    return jnp.where(is_here, place, jnp.where(labels == xla.NO_ROW, xla.NO_ROW, xla.NO_CLASS))

@@ -85,7 +85,7 @@ def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
     own = jnp.clip(labels // _CLASSES, 0, tiles - 1)
     score = jnp.take_along_axis(scores, own[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, 0 if head.axis_name else jnp.nan)
-    return [m, d, score] if head.axis_name else xla.losses_of(m, d, score, dtype=m.dtype)
+    return [m, d, score] if head.axis_name else xla.results_of(labels, m, d, score, dtype=m.dtype)
 
 
 def _units(class_axis) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.cross_entropy import _devices
+from jaxsoftmax.ops.cross_entropy import _devices, xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_JVP
 
 
@@ -22,7 +22,8 @@ def cross_entropy(axis_name: tuple[str, ...], params: dict[str, Any], x, labels,
     """What the primitive gives with its state, on every device. Labels count the classes of all devices."""
     run = functools.partial(bind, implementation=params["implementation"])
     params = {name: value for name, value in params.items() if name != "implementation"}
-    over = cut(x.shape, params["axes"], axis_name)
+    (axis,) = params["axes"]
+    over = {axis: Cut.of_part(axis_name, x.shape[axis])}
     return _devices.cross_entropy(run, x, labels, where, return_state=True, over=over, **params)
 
 
@@ -30,13 +31,8 @@ def cross_entropy(axis_name: tuple[str, ...], params: dict[str, Any], x, labels,
 def _jvp(axis_name, params, primals, tangents):
     (x, labels, where), (t, *_) = primals, tangents
     *found, m, d = cross_entropy(axis_name, params, x, labels, where)
-    own = _devices.own(x, labels, params["axes"], cut(x.shape, params["axes"], axis_name))
+    (axis,) = params["axes"]
+    own = _devices.own(labels, x.shape[axis], Cut.of_part(axis_name, x.shape[axis]))
     given = {"x": x, "m": m, "d": d, "t": t, "labels": own, "where": where}
     mean, chosen, *total = lax.psum(jnp.stack(bind(CROSS_ENTROPY_JVP, given, **params)), axis_name)
-    return [*found, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), d * mean]
-
-
-def cut(shape, axes, axis_name) -> dict[int, Cut]:
-    """How rows are sharded along their only axis, of which each device has a part of this shape."""
-    (axis,) = axes
-    return {axis: Cut.of_part(axis_name, shape[axis])}
+    return [*found, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]

@@ -1,4 +1,4 @@
-"""Cross-entropy, with the first arguments and the values of `optax.softmax_cross_entropy_with_integer_labels`."""
+"""Cross-entropy, with the arguments and values of optax's functions of labels that are classes, or probabilities."""
 
 import math
 import operator
@@ -15,11 +15,14 @@ from jax.typing import ArrayLike
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map
-from jaxsoftmax._core.primitive import bind
+from jaxsoftmax._core.primitive import bind, reverse_only
 from jaxsoftmax.ops.cross_entropy import _devices, _linear, _shards
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
-from jaxsoftmax.ops.cross_entropy.xla import capped
-from jaxsoftmax.ops.softmax.api import logsumexp, sorted_axes
+from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
+from jaxsoftmax.ops.softmax._devices import logsumexp_of_parts
+from jaxsoftmax.ops.softmax.api import sorted_axes
+from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
+from jaxsoftmax.ops.softmax.xla import select
 
 _NAME = "cross_entropy"
 
@@ -28,9 +31,9 @@ _NAME = "cross_entropy"
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
-    *,
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
+    *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
@@ -45,9 +48,9 @@ def cross_entropy(
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
-    *,
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
+    *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
@@ -61,9 +64,9 @@ def cross_entropy(
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
-    *,
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
+    *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
@@ -79,13 +82,14 @@ def cross_entropy(
 
     Args:
       logits: `[*rows, classes]`, floating, the classes along `axis`.
-      labels: `[*rows]`, integers: the class of each row. Or, floating, in the shape of `logits`: how likely each class is; what
-        is 0 adds nothing, whatever the logit.
-      axis: that of the classes, or several: then a label counts in `logits[axis]`, flattened in the order of `axis`.
+      labels: `[*rows]`, integers: the class of each row. Or, floating, how likely each class is: they broadcast against
+        `logits`, and `logits` against them; what is 0 adds nothing, where the logit is `-inf` too. Or, boolean or integers in
+        the shape of `logits`, one-hot.
+      axis: that of the classes in `logits`, or several: a label counts in `logits[axis]`, flattened in the order of `axis`.
       where: boolean: the rows that take part, where it has as many axes as there are of rows, as in optax; else, broadcast
         against `logits`, the classes that do.
       label_smoothing: the share, from 0 to 1, of the labels that is spread evenly over the classes that take part.
-      z_loss: a number; `z_loss * logsumexp(s)**2` is added.
+      z_loss: a number from 0 on; `z_loss * logsumexp(s)**2` is added.
       logits_soft_cap: a concrete positive number: the scores are `cap * tanh(logits / cap)`. None for no cap.
       ignore_index: the label of rows that do not count, such as padding: their loss and gradient are 0, whatever they hold.
       return_lse: whether to return `logsumexp(s)` too.
@@ -104,7 +108,7 @@ def cross_entropy(
     Raises:
       TypeError: an argument is not of a type named here.
       ValueError: the shape of `labels` or `where` does not fit, `axis` is out of range or repeated, a number is out of range,
-        `ignore_index` comes with floating labels, or there is no such `implementation`.
+        `ignore_index` comes with labels that are no classes, or there is no such `implementation`.
       NotImplementedError: `implementation` cannot run this call; with the reason.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
@@ -114,66 +118,97 @@ def cross_entropy(
     logits = arguments.array(_NAME, "logits", logits, "floating")
     labels = arguments.array(_NAME, "labels", labels)
     where = None if where is None else arguments.array(_NAME, "where", where, "boolean")
-    are_classes, kind = jnp.issubdtype(labels.dtype, jnp.integer), accumulator(logits.dtype)
-    if not are_classes and not jnp.issubdtype(labels.dtype, jnp.floating):
-        raise TypeError(f"{_NAME}: labels must be integers or floating, got {labels.dtype}")
-    if ignore_index is not None and not are_classes:
-        raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating, got {arguments.shown(ignore_index)}")
-    smoothing, z_loss = _number("label_smoothing", label_smoothing, 0, 1), _number("z_loss", z_loss)
-    soft_cap = None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, kind)
+    kind = accumulator(logits.dtype)
+    smoothing, z_loss, soft_cap = _options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
     axes, axis_name = _in_order(axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
-    rows = tuple([size for at, size in enumerate(logits.shape) if at not in axes])
-    if not are_classes and labels.shape != logits.shape:
-        raise ValueError(f"{_NAME}: floating labels must have the shape {logits.shape} of logits, got {labels.shape}")
-    labels = _broadcast("labels", labels, rows) if are_classes else labels
-    if where is not None:
-        if where.ndim == len(rows):
-            where = lax.expand_dims(_broadcast("where", where, rows), sorted(axes))
-        whole = _broadcast("where", where, logits.shape)
-        where = whole if len(axes) > 1 else lax.expand_dims(where, range(logits.ndim - where.ndim))
-        where = _flat(where, axes)
-    logits, labels = _flat(logits, axes), labels if are_classes else _flat(labels, axes)
-    at = axes[0] if len(axes) == 1 else logits.ndim - 1
-
-    classes = logits.shape[at] * lax.axis_size(axis_name) if axis_name else logits.shape[at]
-    if are_classes:
-        index = jnp.expand_dims(_index(labels, classes, -1), at)
-        params = {"axes": (at,), "dtype": kind, "soft_cap": soft_cap, "implementation": implementation}
-        found = _losses(axis_name, params | {"return_total": smoothing > 0}, logits, index, where)
-        found = [jnp.squeeze(result, at) for result in found]
+    params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
+    if _are_classes(labels, logits.shape, axes):
+        found, there, counts = _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params)
     else:
-        scores = capped(logits.astype(kind), soft_cap)
-        lse = _logsumexp(axis_name, scores if soft_cap else logits, at, where, implementation).astype(kind)
-        labels = labels if where is None else jnp.where(where, labels, 0)
-        terms = labels.astype(kind) * jnp.where(labels != 0, jnp.expand_dims(lse, at) - scores, 0)
-        sums = [jnp.sum(terms, at), *([jnp.sum(scores, at, where=where)] if smoothing else [])]
-        nll, *total = lax.psum(sums, axis_name) if axis_name else sums
-        found = [nll, lse, *total]
-    there = None if where is None else _there(where, logits, at, classes, axis_name)
-    counts = None if there is None else there != 0
-    if ignore_index is not None:
-        is_label = _differs(labels, ignore_index)
-        counts = is_label if counts is None else counts & is_label
+        if ignore_index is not None:
+            what = arguments.shown(ignore_index)
+            raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating or one-hot, got {what}")
+        found, there = _of_probabilities(logits, labels, where, axes, axis_name, **params)
+        counts = None if where is None else there != 0
     # Rows that do not count are taken out before anything is computed from their log-sum-exp, which may be infinite.
     parts = found if counts is None else [jnp.where(counts, part, 0) for part in found]
-    those = jnp.asarray(classes if there is None else there, kind)
-    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=jnp.maximum(those, 1))
+    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=jnp.maximum(jnp.asarray(there, kind), 1))
     return (loss, found[1]) if return_lse else loss
 
 
-def _losses(axis_name, params, logits, labels, where):
-    """What the primitive gives, over all devices if they share the classes."""
+def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Tells labels that are the classes of rows from those that are weights of classes, for logits of this shape."""
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        return False
+    is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
+    if not is_integer and labels.dtype != np.bool_:
+        raise TypeError(f"{_NAME}: labels must be integers, boolean or floating, got {labels.dtype}")
+    if is_integer and labels.ndim < len(shape):
+        return True
+    if labels.shape != shape:
+        rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
+        allowed = f"classes of shape {rows}, or one-hot" if is_integer else "one-hot"
+        raise ValueError(f"{_NAME}: {labels.dtype} labels must be {allowed} in the shape {shape} of logits, got {labels.shape}")
+    return False
+
+
+def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
+    """What the primitive gives of rows, how many classes of each take part, and which rows count, None for all."""
+    rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
+    labels = _broadcast("labels", labels, rows)
+    if where is not None:
+        where = _mask(where, logits.shape, axes)
+        where = _flat(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
+    logits, at = _flat(logits, axes), axes[0] if len(axes) == 1 else len(rows)
+    there, classes = _there(where, logits.shape, (at,), axis_name)
+    counts = None if where is None else there != 0
+    if ignore_index is not None:
+        is_label = _differs(labels, ignore_index)
+        counts = is_label if counts is None else counts & is_label
+    index = _index(labels, classes)
+    if counts is not None:  # the log-sum-exp that is returned is that of a row with any label
+        index = jnp.where(counts, index, 0 if return_lse else NO_ROW)
+    operands, params = {"x": logits, "labels": jnp.expand_dims(index, at), "where": where}, {"axes": (at,), **params}
     if axis_name:
-        return _shards.cross_entropy(axis_name, params, logits, labels, where)[:-2]
-    return bind(CROSS_ENTROPY, {"x": logits, "labels": labels, "where": where}, return_state=False, **params)
+        found = _shards.cross_entropy(axis_name, params, *operands.values())[:-2]
+    else:
+        found = bind(CROSS_ENTROPY, operands, return_state=False, **params)
+    return [jnp.squeeze(part, at) for part in found], there, counts
 
 
-def _logsumexp(axis_name, scores, at, where, implementation):
-    if not axis_name:
-        return logsumexp(scores, at, where=where, implementation=implementation)
-    params = {"axes": (at,), "dtype": accumulator(scores.dtype), "soft_cap": None, "implementation": implementation}
-    of_none = jnp.full([1 if axis == at else size for axis, size in enumerate(scores.shape)], -1, jnp.int32)
-    return jnp.squeeze(_losses(axis_name, params | {"return_total": False}, scores, of_none, where)[1], at)
+def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap, return_total, implementation):
+    """What the primitive gives for labels that are weights of classes, and how many classes of each row take part."""
+    ndim = max(logits.ndim, labels.ndim)
+    axes = tuple(sorted(axis - logits.ndim + ndim for axis in axes))
+    logits, labels = (lax.expand_dims(array, range(ndim - array.ndim)) for array in (logits, labels.astype(dtype)))
+    try:
+        shape = lax.broadcast_shapes(logits.shape, labels.shape)
+    except ValueError:
+        what = f"got shapes {labels.shape} and {logits.shape}"
+        raise ValueError(f"{_NAME}: floating labels must broadcast with logits, {what}") from None
+    if where is not None:
+        where = _mask(where, shape, axes)
+        logits = jnp.broadcast_to(logits, lax.broadcast_shapes(logits.shape, where.shape))
+    scores = capped(select(where, logits, 0).astype(dtype), soft_cap)
+    params = {"axes": axes, "dtype": dtype, "implementation": implementation}
+    lse = _log_sum_exp(axis_name, params, logits if soft_cap is None else scores, where)
+    labels, nll = select(where, labels, 0), lse - scores
+    counts = (labels != 0) | jnp.isfinite(nll)  # 0 * inf would be NaN
+    sums = [jnp.sum(labels * jnp.where(counts, nll, 0), axes)]
+    if return_total:
+        sums.append(jnp.sum(select(where, scores, 0), axes))
+    nll, *total = lax.psum(sums, axis_name) if axis_name else sums
+    there, _ = _there(where, logits.shape, axes, axis_name)
+    found = [nll, lax.squeeze(lse, axes), *total]
+    *found, there = (jnp.broadcast_to(part, nll.shape) for part in (*found, there))
+    return found, there
+
+
+def _log_sum_exp(axis_name, params, x, where):
+    """The log-sum-exp of rows in the dtype of the arithmetic, the axes kept, over all devices that share the classes."""
+    if axis_name:
+        return logsumexp_of_parts(axis_name, params, x, where)
+    return bind(LOGSUMEXP, {"x": x, "where": where}, return_state=False, **params)[0]
 
 
 def _loss(nll, lse, total=None, *, smoothing, z_loss, classes):
@@ -228,7 +263,7 @@ def linear_cross_entropy(
         `ignore_index`, and 0 where nothing counts; "sum"; or "none" for `[*rows]` losses times `weights`.
       class_axis: the axis of `weight` that has the classes.
       label_smoothing: as for `cross_entropy`, and so are those that follow.
-      z_loss: a number.
+      z_loss: a number from 0 on.
       logits_soft_cap: a concrete positive number, or None.
       ignore_index: a label, or None.
       axis_name: as for `cross_entropy`, in a `shard_map`: the mesh axes over which the classes of `weight` and `bias` are
@@ -246,7 +281,8 @@ def linear_cross_entropy(
     if hidden.dtype.itemsize < 2:
         raise TypeError(f"{name}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
     labels = arguments.array(name, "labels", labels, "integers")
-    if isinstance(class_axis, bool) or not isinstance(class_axis, int) or class_axis not in (-2, -1, 0, 1):
+    class_axis = arguments.integer(name, "class_axis", class_axis)
+    if class_axis not in (-2, -1, 0, 1):
         raise ValueError(f"{name}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
     axis = class_axis % 2
     if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
@@ -255,9 +291,9 @@ def linear_cross_entropy(
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
-    soft_cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
-    options = _number("label_smoothing", label_smoothing, 0, 1, name), _number("z_loss", z_loss, function=name), soft_cap
-    given = {"hidden": hidden, "weight": weight, "labels": _broadcast("labels", labels, rows, name)}
+    options = _options(name, kind, label_smoothing, z_loss, logits_soft_cap)
+    labels = _broadcast("labels", labels, rows, name)
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
     if bias is not None:
         given["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
     if weights is not None:
@@ -274,11 +310,11 @@ def linear_cross_entropy(
         here = dict(zip(given, operands, strict=True))
         hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
         factors = here.get("weights", jnp.ones_like(labels, kind))
-        index = _index(labels, all_classes, all_classes)
+        index = _index(labels, all_classes)
         if ignore_index is not None:
             factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
         if ignore_index is not None or weights is not None:
-            index = jnp.where(factors != 0, index, _OF_NO_ROW)
+            index = jnp.where(factors != 0, index, NO_ROW)
             hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
         if reduction == "mean":
             count = lax.psum(jnp.sum(factors), of_rows)
@@ -297,10 +333,14 @@ def linear_cross_entropy(
 
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
     names = [axes.get(operand, ()) for operand in given]
-    return sharding.on_shards(loss, list(given.values()), names, "classes", len(rows) if reduction == "none" else 0)
+    operands = [operand if operand is labels else reverse_only(_REVERSE_ONLY, operand) for operand in given.values()]
+    return sharding.on_shards(loss, operands, names, "classes", len(rows) if reduction == "none" else 0)
 
 
-_OF_NO_ROW = -1  # the label of rows that do not count; a label that is no class becomes the number of classes
+_REVERSE_ONLY = (
+    "linear_cross_entropy: it has no forward mode (jax.jvp, jax.jacfwd, jax.linearize as a function of tangents);"
+    " take cross_entropy(hidden @ weight + bias, labels), which has whole logits in memory"
+)
 
 
 @dataclass(frozen=True)
@@ -315,11 +355,8 @@ class _Head:
     axis_name: tuple[str, ...] = ()
 
     def own(self, labels: jax.Array, classes: int) -> jax.Array:
-        """The labels as this device counts its classes, which are so many, and -1 for those of other devices."""
-        if not self.axis_name:
-            return labels
-        place = labels - lax.axis_index(self.axis_name) * classes
-        return jnp.where((place >= 0) & (place < classes), place, -1)
+        """The labels as this device counts its classes: `classes` is their number."""
+        return _devices.own(labels, classes, self._over(classes)[1]) if self.axis_name else labels
 
     def numbers(self, logits: jax.Array, own: jax.Array) -> list[jax.Array]:
         params = {"axes": (1,), "dtype": accumulator(logits.dtype), "soft_cap": self.logits_soft_cap}
@@ -333,8 +370,8 @@ class _Head:
 
     def losses(self, numbers: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
         if self.axis_name:
-            numbers = _devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))[:-2]
-        return self.loss(numbers, labels, classes)
+            numbers = _devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))
+        return self.loss(numbers, classes)
 
     def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The losses, and the derivative of the sum of `factors` times them, in the memory of the logits."""
@@ -346,11 +383,10 @@ class _Head:
             gradient, *found = _devices.cross_entropy_gradient(self._run, **operands, over=self._over(classes), **params)
         else:
             gradient, *found = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
-        return self.loss([jnp.squeeze(part, 1) for part in found], labels, classes), gradient
+        return self.loss([jnp.squeeze(part, 1) for part in found], classes), gradient
 
-    def loss(self, found: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
-        """From the `nll`, the log-sum-exp and with smoothing the sum of the scores of rows; 0 on all devices but the first."""
-        found = [jnp.where(labels != _OF_NO_ROW, part, 0) for part in found]
+    def loss(self, found: Sequence[jax.Array], classes: int) -> jax.Array:
+        """The losses, from what the primitive gives of rows; 0 on all devices except the first."""
         classes = max(classes, 1) * lax.axis_size(self.axis_name)
         loss = _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
         return jnp.where(lax.axis_index(self.axis_name) == 0, loss, 0) if self.axis_name else loss
@@ -366,19 +402,23 @@ class _Head:
         return self.label_smoothing == 0 and self.logits_soft_cap is None
 
 
-def _number(name: str, value: Any, least: float = -math.inf, most: float = math.inf, function: str = _NAME) -> float:
-    number = arguments.number(function, name, value)
-    if not (least <= number <= most and math.isfinite(number)):
-        allowed = "finite" if least == -math.inf else f"from {least} to {most}"
-        raise ValueError(f"{function}: {name} must be {allowed}, got {number}")
-    return number
+def _options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[float, float, float | None]:
+    """Options of a loss as concrete numbers, for arithmetic of this dtype."""
+    smoothing, factor = (
+        arguments.number(function, name, value) for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss))
+    )
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {smoothing}")
+    if not 0 <= factor <= float(jnp.finfo(kind).max):
+        raise ValueError(f"{function}: z_loss must be 0 or more and finite in {jnp.finfo(kind).dtype}, got {factor}")
+    return smoothing, factor, None if logits_soft_cap is None else arguments.soft_cap(function, logits_soft_cap, kind)
 
 
-def _index(labels: jax.Array, classes: int, otherwise: int) -> jax.Array:
-    """The labels as int32, and `otherwise` for those that are no class."""
+def _index(labels: jax.Array, classes: int) -> jax.Array:
+    """The labels as int32, `NO_CLASS` for those that are no class."""
     # A narrow dtype may not hold how many classes there are.
     wide = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
-    return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), otherwise)
+    return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), NO_CLASS)
 
 
 def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
@@ -395,12 +435,31 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
     return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
-def _there(where: jax.Array, logits: jax.Array, at: int, classes: int, axis_name: tuple[str, ...]) -> jax.Array:
-    """How many classes of each row take part, on all devices; where a mask is of rows, one at least."""
-    if where.shape[at] != logits.shape[at]:
-        return jnp.where(jnp.squeeze(where, at), jnp.maximum(jnp.asarray(classes, jnp.int32), 1), 0)
-    count = jnp.sum(where, at, dtype=jnp.int32)
-    return lax.psum(count, axis_name) if axis_name else count
+def _there(where, shape, axes, axis_name) -> tuple[Any, Any]:
+    """How many classes of each row of logits of this shape take part, and how many there are, on all devices.
+
+    Where a mask is of rows, the first is at least one.
+    """
+    here = math.prod([shape[axis] for axis in axes])
+    classes = here * lax.axis_size(axis_name)
+    if where is None:
+        return classes, classes
+    is_of_rows = all(where.shape[axis] == 1 for axis in axes)
+    if is_of_rows and (not isinstance(here, int) or here != 1):  # a device may have one class
+        return jnp.where(lax.squeeze(where, axes), jnp.maximum(jnp.asarray(classes, jnp.int32), 1), 0), classes
+    whole = [size if axis in axes else where.shape[axis] for axis, size in enumerate(shape)]
+    count = jnp.sum(jnp.broadcast_to(where, whole), axes, dtype=jnp.int32)
+    return lax.psum(count, axis_name) if axis_name else count, classes
+
+
+def _mask(where: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """A mask of rows, or else of classes, with as many axes as this shape, with which it broadcasts."""
+    rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
+    if where.ndim == len(rows):
+        of_classes = (1,) * len(axes) + where.shape
+        return lax.expand_dims(_broadcast("where", where, rows, hint=f"; a mask of classes is {of_classes}"), sorted(axes))
+    _broadcast("where", where, shape)
+    return lax.expand_dims(where, range(len(shape) - where.ndim))
 
 
 def _in_order(axis: Any, ndim: int) -> tuple[int, ...]:
@@ -411,11 +470,11 @@ def _in_order(axis: Any, ndim: int) -> tuple[int, ...]:
     return axes if len(axes) == 1 or axis is None else tuple([operator.index(a) % ndim for a in axis])
 
 
-def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: str = _NAME) -> jax.Array:
+def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: str = _NAME, hint: str = "") -> jax.Array:
     try:
         return jnp.broadcast_to(array, shape)
     except ValueError:
-        raise ValueError(f"{function}: {name} must broadcast to shape {shape}, got {array.shape}") from None
+        raise ValueError(f"{function}: {name} must broadcast to shape {shape}, got {array.shape}{hint}") from None
 
 
 def _flat(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -94,8 +94,8 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     )
     per_row = [jnp.float32] * (2 + return_total)
     m, d, *total = _run("cross_entropy", body, problem, target, x, where, per_row=per_row)
-    found = xla.losses_of(m, d, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), *total, dtype=dtype)
-    return [*found, m, d] if return_state else found
+    chosen = xla.chosen_score(x, labels, axes, soft_cap, m.dtype)
+    return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target, replaces=False):
@@ -144,7 +144,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     results = {"whole": [x.dtype], "per_row": [jnp.float32] * (2 + (label_smoothing > 0)), "replaced": "x"}
     found = _run("cross_entropy_gradient", body, problem, target, x, None, given, **results)
     gradient, m, d, *total = lax.optimization_barrier(found)
-    return [gradient, *xla.losses_of(m, d, chosen, *total, dtype=dtype)]
+    return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=dtype)]
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, target):

@@ -19,9 +19,11 @@ Where the cotangents are known with the logits, one more gives both, in the memo
                             by x, in its dtype, and then nll, lse and with smoothing the sum of the scores;
                             of a row that holds +inf some are NaN, and not the same ones everywhere
 
-All operands have the same axes: `labels`, int32 from -1 (none of the row) on, and what belongs to a row have size 1 along
-`axes`, which is a single one. `where` may have size 1 anywhere. Parameters of all are `axes`, `dtype` (of the results),
-`soft_cap`, None or a number, and `implementation`; `return_total` is one of the primitive and of its tangent.
+All operands have the same axes: `labels`, int32, and what belongs to a row have size 1 along `axes`, which is a single one. A
+label that is not in the row gives NaN, as `NO_CLASS` does. A row with the label `NO_ROW` does not count: its results are 0, and
+so are its tangents; its numbers `a`, `b`, `c` and `t` must be 0. `where` may have size 1 anywhere. Parameters of all are
+`axes`, `dtype` (of the results), `soft_cap`, None or a number, and `implementation`; `return_total` is one of the primitive and
+of its tangent.
 `cross_entropy_gradient` has no `where`.
 """
 
@@ -80,7 +82,7 @@ def _jvp(operands, tangents, *, return_state, **params):
     mean, chosen, *total = bind(CROSS_ENTROPY_JVP, given, **params)
     results, tangents_out = found, [mean - chosen, mean, *total]
     if return_state:
-        results, tangents_out = [*results, m, d], [*tangents_out, None, d * mean]
+        results, tangents_out = [*results, m, d], [*tangents_out, None, xla.tangent_of_sum(d, mean)]
     return results, tangents_out
 
 

@@ -34,8 +34,7 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     results = [of_rows(x, axes, jnp.float32)] * (2 + return_total)
     m, d, *total = run("cross_entropy", axes, target, results, x, where=where, cap=soft_cap)
     chosen = xla.chosen_score(x, labels, axes, soft_cap, m.dtype)
-    found = xla.losses_of(m, d, chosen, *total, dtype=dtype)
-    return [*found, m, d] if return_state else found
+    return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target, replaces=False):
@@ -59,4 +58,4 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     found = run("cross_entropy_gradient", axes, target, results, x, labels=labels, t=t, **options)
     gradient, *found = lax.optimization_barrier(tuple(found))
     m, d, *total = found
-    return [gradient, *xla.losses_of(m, d, chosen, *total, dtype=dtype)]
+    return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=dtype)]

@@ -1,5 +1,6 @@
 """The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform; see `primitive.py`."""
 
+import functools
 import math
 
 import jax
@@ -10,6 +11,8 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy import _linear
 from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
+NO_CLASS, NO_ROW = -1, -2  # what labels say of a row without a label among its classes, and of one that does not count
+
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state):
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
@@ -17,14 +20,14 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
     sums = [chosen_score(x, labels, axes, soft_cap, scores.dtype)]
     if return_total:
         sums.append(sum_along(select(where, scores, 0), axes))
-    m, d = state_of(scores, where, None, axes)
-    found = losses_of(m, d, *sums, dtype=dtype)
-    return [*found, m, d] if return_state else found
+    return results_of(labels, *state_of(scores, where, None, axes), *sums, dtype=dtype, return_state=return_state)
 
 
 def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total):
     """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
-    x, u = x.astype(m.dtype), t.astype(m.dtype) * slope(x.astype(m.dtype), soft_cap)
+    counts = labels != NO_ROW
+    x, m, d = _of_counting(counts, x, m, d, labels, where, axes)
+    u = select(jnp.zeros_like(x, bool) | counts, t.astype(m.dtype), 0) * slope(x, soft_cap)
     p = weights_of_state(capped(x, soft_cap), m, d, where, None)
     sums = [sum_along(p * select(p != 0, u, 0), axes), _at(u, labels, axes, 0)]
     if return_total:
@@ -33,9 +36,11 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, replaces=False):
-    """`(a * p + b * onehot(label) + c) * ds/dx`. In rows of which all three are 0, what `x` holds has no effect."""
+    """`(a * p + b * onehot(label) + c) * ds/dx`. Where all three are 0, what the row holds has no effect."""
     del replaces  # XLA sees for itself that nothing else reads `x`
-    x = x.astype(m.dtype)
+    counts = labels != NO_ROW
+    counts &= functools.reduce(jnp.logical_or, [part != 0 for part in (a, b, c) if part is not None])
+    x, m, d = _of_counting(counts, x, m, d, labels, where, axes)
     total = jnp.zeros_like(x)
     a, b, c = (None if part is None else part.astype(x.dtype) + total for part in (a, b, c))  # sharded as x
     if a is not None:
@@ -88,10 +93,30 @@ def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
     return by_parts(hidden, weight, labels)
 
 
-def losses_of(m, d, chosen, *total, dtype):
-    """`nll`, `lse` and what follows, of the states of rows and the scores of their labels."""
+def results_of(labels, m, d, chosen, *total, dtype, return_state=False):
+    """What `cross_entropy` gives, of the states of rows and the scores of their labels: 0 for rows that do not count."""
+    counts = labels != NO_ROW
+    m, chosen, *total = (jnp.where(counts, number, 0) for number in (m, chosen, *total))
+    d = jnp.where(counts, d, 1)
     log_d = jnp.log(d)
-    return [number.astype(dtype) for number in (log_d - (chosen - m), m + log_d, *total)]
+    found = [number.astype(dtype) for number in (log_d - (chosen - m), m + log_d, *total)]
+    return [*found, m, d] if return_state else found
+
+
+def _of_counting(counts, x, m, d, labels, where, axes):
+    """Rows in the dtype of their state, and the state, of what counts; the rest may hold NaN, and so would derivatives."""
+    is_seen = jnp.zeros_like(x, bool) | counts  # sharded as x
+    if where is not None:
+        is_seen &= where | _is_at(x, labels, axes)
+    return select(is_seen, x.astype(m.dtype), 0), select(counts, m, 0), select(counts, d, 1)
+
+
+def tangent_of_sum(d, mean):
+    """The tangent of `d`, for the mean of the tangents of the scores.
+
+    A row that holds NaN or +inf has it in that mean already. Its `d` counts as 0, as the row may be one that does not count.
+    """
+    return jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
 
 
 def factors(t, lse, label_smoothing, z_loss, classes):
@@ -104,7 +129,7 @@ def factors(t, lse, label_smoothing, z_loss, classes):
 
 
 def chosen_score(x, labels, axes, soft_cap, dtype):
-    """The scores of the labels, `[*rows, 1]` in `dtype`: NaN of those that are no class."""
+    """The scores of the labels, `[*rows, 1]` in `dtype`: NaN where a label is no class."""
     return capped(_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
 
 

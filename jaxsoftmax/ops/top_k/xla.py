@@ -172,7 +172,7 @@ def _kept(scores, inverse, top_k, top_p, min_p):
         kept = (place < top_k) | (top_k < 1)
     if top_p is not None or min_p is not None:
         # Not a slice of the first: XLA would sort all on a CPU for a top_k of which only some are used.
-        exponent = scores - jnp.max(scores, -1, keepdims=True)
+        exponent = scores - online.shift(jnp.max(scores, -1, keepdims=True))
         weights = jnp.exp(exponent if inverse is None else exponent * inverse.astype(scores.dtype))
         if top_p is not None:
             upto = jnp.cumsum(jnp.where(kept, weights, 0), -1)
