@@ -58,6 +58,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core import arguments
+from jaxsoftmax._core.dtypes import accumulator
+
 __all__ = [
     "State",
     "finish",
@@ -103,11 +106,11 @@ def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, sc
     """The state of one block of scores.
 
     Args:
-      scores: `[*rows, block]`, float32 or float64, or several such arrays of one shape. Scores of `-inf` are scores that are
-        not there. The block may lie along other axes, or several, when no values ride along.
+      scores: `[*rows, block]`, floating, or several such arrays of one shape. Those of 16 bits or less become float32. Scores
+        of `-inf` are scores that are not there. The block may lie along other axes, or several, when no values ride along.
       values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows; for one array of scores.
       axis: the axis or axes of `scores` that are the block; the last, if there are values. `()` where several arrays are it.
-      scale: None, a scalar or `[*rows]`, not negative, in the dtype of the scores.
+      scale: None, a scalar or `[*rows]`, not negative.
 
     Returns:
       A `State` with the scores' shape without `axis`.
@@ -129,6 +132,7 @@ def push(
 
     `top` is the maximum of the block, `[*rows]`, where that is known; it must not be less.
     """
+    _check("push", state=state)
     parts, m = _parts_and_max(scores, axis, top)
     m = jnp.maximum(state.m, m)
     d, o = _sums(parts, values, m, axis, scale)
@@ -138,6 +142,7 @@ def push(
 
 def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
     """The state of the scores of both: associative, commutative, and with `identity` as its neutral element."""
+    _check("merge", a=a, b=b)
     m = jnp.maximum(a.m, b.m)
     a, b = rescale(a, m, scale=scale), rescale(b, m, scale=scale)
     return State(m, a.d + b.d, _added(a.o, b.o))
@@ -173,6 +178,7 @@ def push_log2(
     Returns:
       The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
     """
+    scores = _wide(scores)
     m = jnp.max(scores, axis, initial=-jnp.inf) * scale_log2 - headroom / unit
     m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
@@ -196,6 +202,7 @@ def merge_along(states: State, axis: int, *, scale: jax.Array | None = None, pro
 
     `product` is that of `rescale`.
     """
+    _check("merge_along", states=states)
     if states.o is not None:
         raise ValueError("online: merge_along takes states without values")
     m = jnp.max(states.m, axis, initial=-jnp.inf)
@@ -207,6 +214,7 @@ def finish(state: State) -> State:
 
     Rows without a score, or with none above `-inf`, get `-inf` and a mean of zero.
     """
+    _check("finish", state=state)
     o = state.o
     if o is not None:
         o = o / _over_values(jnp.where(state.d == 0, 1, state.d), o)
@@ -217,7 +225,7 @@ def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Arra
     """`exp(scale * (scores - m))`: what each score adds to `d` of a state whose maximum is `m`; 0 for a score of `-inf`."""
     exponent = scores - _along(shift(m), scores, axis)
     if scale is not None:  # 0 * -inf would be NaN
-        scaled = exponent * _along(scale, scores, axis)
+        scaled = exponent * _along(scale, scores, axis).astype(exponent.dtype)
         exponent = jnp.where(exponent == -jnp.inf, exponent, scaled)
     return jnp.exp(exponent)
 
@@ -229,9 +237,21 @@ def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
     return lax.broadcast_in_dim(row, like.shape, rows if row.ndim else ())
 
 
+def _wide(scores: jax.Array) -> jax.Array:
+    """The scores in the dtype of the arithmetic."""
+    return scores.astype(accumulator(scores.dtype))
+
+
+def _check(function: str, **states: object) -> None:
+    for name, state in states.items():
+        if not isinstance(state, State):
+            what = "lift(scores) makes one of scores"
+            raise TypeError(f"online.{function}: {name} must be a State, got {arguments.shown(state)}; {what}")
+
+
 def _parts_and_max(scores: Scores, axis: Axis, top: jax.Array | None = None) -> tuple[list[jax.Array], jax.Array]:
     """The arrays of the scores, and the maximum of each row over all of them: `top` if that is known."""
-    parts = [cast(jax.Array, scores)] if hasattr(scores, "ndim") else list(scores)
+    parts = [_wide(part) for part in ([cast(jax.Array, scores)] if hasattr(scores, "ndim") else scores)]
     if top is not None:
         return parts, top
     m = functools.reduce(jnp.maximum, parts)
@@ -247,7 +267,9 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
     d = weight if axis == () else jnp.sum(weight, axis)
     if values is None:
         return d, None
-    return d, jnp.matmul(weight, values, precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype)
+    return d, jnp.matmul(
+        weight, values.astype(weight.dtype), precision=lax.Precision.HIGHEST, preferred_element_type=weight.dtype
+    )
 
 
 def rescale(

@@ -57,19 +57,19 @@ def paged(given):
     return operands, {name: option for name, option in given.items() if name not in names}
 
 
-def without_pages(given):
+def without_pages(given, dtype=None):
     """Operands in which keys and values follow each other in the order of a page table, as dot_product_attention takes them.
 
-    Numbers of pages are clipped to those that there are.
+    Numbers of pages are clipped to those that there are. `dtype` is that of `dequantised`.
     """
     table, found = given["page_table"], {name: array for name, array in given.items() if name not in _PAGED}
     for name in ("key", "value"):
         keys = _at_pages(given[f"{name}_pages"], table)
         if f"{name}_page_scale" in given:
-            keys = _times(keys, _at_pages(given[f"{name}_page_scale"], table), given["query"].dtype)
+            keys = _times(keys, _at_pages(given[f"{name}_page_scale"], table), dtype or given["query"].dtype)
         found[name] = keys.reshape(*keys.shape[:-4], -1, *keys.shape[-2:])
     has_page_scales = {"key_page_scale", "value_page_scale"} & set(given)
-    return dequantised(found) if has_page_scales else found
+    return dequantised(found, dtype) if has_page_scales else found
 
 
 def _at_pages(array, table):

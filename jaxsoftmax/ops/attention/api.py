@@ -367,8 +367,8 @@ def paged_attention(
         the last tokens. One before position 0 sees nothing if it `is_causal`.
       logits_soft_cap: a concrete positive number.
       sinks: floating `[N]`.
-      key_scale: floating `[K]` or `[pages, K]`, of keys of float8_e4m3fn or int8, as for `dot_product_attention`. Products with
-        scales of pages are rounded to the dtype of query.
+      key_scale: floating `[K]` or `[pages, K]`, of keys of float8_e4m3fn or int8, as for `dot_product_attention`. Kernels, and
+        derivatives, round products with scales of pages to the dtype of query.
       value_scale: likewise, of values.
       implementation: None for the best one, or the name of the one that must run.
       precision: of the products of float32 operands.

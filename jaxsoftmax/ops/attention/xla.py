@@ -80,7 +80,8 @@ def paged_attention(**given):
     """The same, of keys and values in pages."""
     operands, options = paged(given)
     absent = {operand.name: None for operand in OPERANDS}
-    return dot_product_attention(**absent | without_pages(operands), **options, dropout_rate=0.0)
+    gathered = without_pages(operands, accumulator(operands["query"].dtype))
+    return dot_product_attention(**absent | gathered, **options, dropout_rate=0.0)
 
 
 def dot_product_attention_jvp(**given):

@@ -127,8 +127,9 @@ def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, wh
 def _jvp_of_parts(axis_name, params, primals, tangents):
     (x, where), (t, _) = primals, tangents
     lse, m, d = _lse_and_state(axis_name, params, x, where)
-    given = {"x": x, "m": m, "d": d, "t": t, "where": where}
-    return lse, lax.psum(bind(primitive.LOGSUMEXP_JVP, given, scale_tangent=False, **params)[0], axis_name)
+    given, params = {"x": x, "m": m, "d": d, "t": t, "where": where}, params | {"dtype": d.dtype}
+    (mean,) = bind(primitive.LOGSUMEXP_JVP, given, scale_tangent=False, **params)
+    return lse, lax.psum(mean, axis_name).astype(lse.dtype)
 
 
 def _lse_and_state(axis_name, params, x, where):

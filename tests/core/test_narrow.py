@@ -1,0 +1,110 @@
+"""Operands of 16 bits and less: whatever an op computes on the way has the dtype of its arithmetic, which is float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import online
+
+from .. import cases, oracle
+from .test_sharding import make_mesh
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+
+ROWS, CLASSES = 8, 64
+LABELS = np.arange(ROWS) * 7 % CLASSES
+ALL = {"label_smoothing": 0.2, "z_loss": 1e-2, "logits_soft_cap": 30.0, "return_lse": True}
+PAGES = "key_pages", "value_pages"
+EIGHT = np.random.default_rng(2).integers(-127, 128, (2, 8, 16)).astype(np.int8)
+OF_RESULTS = {"weights of the selected", "softmax", "attention", "pages", "scales", "scales of pages"}  # derivatives that are
+
+
+def on_shards(f):
+    """A function of a row's parts on eight devices."""
+    return jax.shard_map(f, mesh=make_mesh(AxisType.Auto, (8,), ("data",)), in_specs=P(None, "data"), out_specs=P())
+
+
+def of_rows(x):
+    """Results of the ops by name, for logits of any dtype."""
+    ce, probabilities = jaxsoftmax.cross_entropy, jnp.zeros_like(x).at[:, 3:5].set(np.asarray(0.5, x.dtype))
+    top_k = functools.partial(jaxsoftmax.softmax_top_k, x, 3, return_lse=True, scale=0.7)
+    state = online.merge(online.lift(x[:, :40]), online.push(online.identity(x.shape[:1], dtype=wide(x)), x[:, 40:]))
+    found = {
+        "softmax": jaxsoftmax.softmax(x, scale=0.7),
+        "softmax, float32": jaxsoftmax.softmax(x, dtype=wide(x)),
+        "log_softmax": jaxsoftmax.log_softmax(x, scale=0.7),
+        "logsumexp": jaxsoftmax.logsumexp(x, -1),
+        "logsumexp with factors": jaxsoftmax.logsumexp(x, -1, b=probabilities),
+        "logsumexp of parts": on_shards(functools.partial(jaxsoftmax.logsumexp, axis=-1, axis_name="data"))(x),
+        "classes": ce(x, LABELS, return_lse=True),
+        "probabilities": ce(x, probabilities, return_lse=True),
+        "one-hot": ce(x, LABELS[:, None] == np.arange(CLASSES), return_lse=True),
+        "classes, all options": ce(x, LABELS, ignore_index=0, **ALL),
+        "probabilities, all options": ce(x, probabilities, where=np.arange(CLASSES)[None] < 60, **ALL),
+        "probabilities of parts": on_shards(lambda x: ce(x, jnp.ones_like(x) / 64, axis_name="data"))(x),
+        "weights of all": top_k(),
+        "weights of the selected": top_k(normalize="selected"),
+        "categorical": jaxsoftmax.categorical(jax.random.key(0), x, temperature=0.7, return_log_prob=True),
+        "online": online.finish(state)[0],
+    }
+    return jax.tree.map(lambda array: array if jnp.issubdtype(array.dtype, jnp.floating) else None, found)
+
+
+def of_heads(x):
+    """Those of attention, for queries, keys and values of any dtype that queries may have, one after the other."""
+    query, key, value = x.reshape(3, 1, 8, 1, -1)
+    pages, eight = (dict(zip(PAGES, array.reshape(2, 2, 4, 1, -1), strict=True)) for array in (jnp.stack([key, value]), EIGHT))
+    table = {"page_table": np.array([[1, 0]]), "lengths": np.array([7]), "return_residual": True}
+    found = {
+        "attention": jaxsoftmax.dot_product_attention(query, key, value, is_causal=True, return_residual=True),
+        "pages": jaxsoftmax.paged_attention(query, **pages, **table),
+    }
+    for name, shape in (("scales", (1,)), ("scales of pages", (2, 1))):
+        scales = {"key_scale": np.full(shape, 0.0123, wide(x)), "value_scale": np.full(shape, 0.0321, wide(x))}
+        found[name] = jaxsoftmax.paged_attention(query, **eight, **scales, **table)
+    return found
+
+
+def with_tangents(f):
+    """The results of a function, and their tangents."""
+    return lambda x, t: {"value": f(x), "tangent": jax.jvp(f, (x,), (t,))[1]}
+
+
+def of_linear(x, c):
+    """The losses of a linear layer whose logits are `x` itself, and their gradient."""
+    weight = jnp.eye(x.shape[1], dtype=x.dtype)
+    loss, pull = jax.vjp(lambda x: jaxsoftmax.linear_cross_entropy(x, weight, LABELS, reduction="none", z_loss=0.1), x)
+    return {"value": {"loss": loss}, "cotangent": {"hidden": pull(c[:, 0].astype(wide(x)))}}
+
+
+def wide(x):
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def assert_rounded_once(f, x, narrow):
+    """Fails unless the results of a function of two narrow arrays are those of float64, rounded to their dtypes once."""
+    arrays = [array.astype(narrow) for array in (x, np.random.default_rng(1).standard_normal(x.shape))]
+    found, exact = (jax.jit(f)(*given) for given in (arrays, [array.astype(np.float64) for array in arrays]))
+    for what in found:
+        for name, actual in found[what].items():
+            saved = oracle.half_unit(narrow) if what == "tangent" and name in OF_RESULTS else 0.0
+            for a, b in zip(*map(jax.tree.leaves, (actual, exact[what][name])), strict=True):
+                size = np.max(np.abs(b), initial=1)
+                truth = oracle.Truth(np.asarray(b), np.full(b.shape, (64 * oracle.EPS + 16 * saved) * size))
+                assert oracle.error(a, truth) <= 1, (what, name)
+
+
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", "float8_e4m3fn", slow=["float16", "float8_e5m2"]))
+def test_results_are_rounded_once(dtype):
+    narrow = jnp.dtype(dtype)
+    x = np.random.default_rng(0).standard_normal((ROWS, CLASSES))
+    assert_rounded_once(with_tangents(of_rows), 10 + x, narrow)
+    if narrow.itemsize == 2:
+        assert_rounded_once(with_tangents(of_heads), x[:6], narrow)
+        assert_rounded_once(of_linear, x, narrow)
