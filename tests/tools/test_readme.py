@@ -1,7 +1,10 @@
 """What the documents say is what the code does."""
 
 import contextlib
+import functools
+import importlib
 import io
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
+from jaxsoftmax._core import primitive as core
 
 from .. import cases, kernels
 
@@ -117,6 +121,58 @@ def test_every_dtype_of_the_support_matrix_runs(row):
         floating = x.dtype if inexact or op == "top_k" else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32
         assert y.dtype == (jnp.int32 if op == "categorical" else floating), dtype
         assert jnp.isfinite(y.astype(jnp.complex64)).all(), dtype
+
+
+def behind_elementwise_operations():
+    """The rows of the table of what runs where XLA fuses the operand: which calls, and what runs by kind of dtype."""
+    _, _, table = SUPPORT.partition("| behind elementwise operations | float32 | bfloat16, float16 |\n|---|---|---|\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.partition("\n\n")[0].splitlines()]
+    return [(calls, {"float32": wide, "bfloat16": narrow, "float16": narrow}) for calls, wide, narrow in rows]
+
+
+ELEMENTWISE = behind_elementwise_operations()
+
+
+def calls_of(words):
+    """The calls that a row of that table means, functions of an operand."""
+    if words.startswith("their derivatives"):
+        ops = [*cases.OPS, "cross_entropy"]
+        return [lambda x, op=op: jax.grad(lambda x: jnp.sum(jnp.sin(call(op, x).astype(jnp.float32))))(x) for op in ops]
+    if words.startswith("`categorical` with"):
+        options = ({"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1})
+        return [lambda x, option=option: call("categorical", x, **option) for option in options]
+    if words == "`top_k` with `k=1`":
+        return [lambda x: jaxsoftmax.top_k(x, 1)[0]]
+    return [functools.partial(call, op) for op in re.findall(r"`(\w+)`", words) if hasattr(jaxsoftmax, op)]
+
+
+@pytest.fixture
+def kernels_that_lower_fast(monkeypatch):
+    """What is chosen does not depend on what it does: the reference takes the place of kernels."""
+    for this in core._primitives:
+        mosaic, xla = (importlib.import_module(dispatch.implementations[this.op][name]) for name in ("mosaic", "xla"))
+        if hasattr(mosaic, this.name):
+            reference = getattr(xla, this.name)
+            monkeypatch.setattr(mosaic, this.name, lambda *, target, reference=reference, **given: reference(**given))
+
+
+@pytest.mark.usefixtures("kernels_that_lower_fast")
+@pytest.mark.parametrize("row", ELEMENTWISE, ids=lambda row: row[0])
+def test_what_runs_behind_elementwise_operations_is_what_explain_says(row):
+    words, stated = row
+    for f, (dtype, runs) in itertools.product(calls_of(words), stated.items()):
+        is_attention = isinstance(f, functools.partial) and folder(f.args[0]) == "attention"
+        shapes = {ATTENTION_SHAPE: runs} if is_attention else {(64, 1024): runs, (64, 2**18): runs}
+        if most := re.fullmatch(r"kernel above (\d+) columns", runs):
+            shapes = {(64, int(most[1])): "reference", (64, int(most[1]) + 1): "kernel", (64, 2**18): "kernel"}
+        for shape, expected in shapes.items():
+            fused = explain(lambda x, f=f: f(x * jnp.asarray(2, x.dtype) + 1), jax.ShapeDtypeStruct(shape, dtype), gpu="h100")
+            assert {"mosaic": "kernel", "xla": "reference"}[fused[-1].implementation] == expected, (dtype, shape)
+
+
+def test_every_op_has_a_row_of_what_runs_behind_elementwise_operations():
+    named = {name for words, _ in ELEMENTWISE for name in re.findall(r"`(\w+)`", words)}
+    assert {name for name in jaxsoftmax.__all__ if name not in NO_OPS} <= named
 
 
 NO_OPS = ("explain", "online", "quantize", "unzigzag", "update_pages", "zigzag")
