@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.mosaic.gpu import core
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from jaxsoftmax import _triton
 from jaxsoftmax._core import compat, dispatch, lowering, primitive
@@ -99,6 +101,71 @@ def sizes(text, *kinds):
     """The entries of each array of these types of MLIR in a program."""
     shapes = re.findall(rf"tensor<([0-9x]+x)(?:{'|'.join(kinds)})>", text)
     return {math.prod(map(int, shape.split("x")[:-1])) for shape in shapes}
+
+
+def with_modules(f: Callable[..., Any], *avals: Any, see: Callable[[Any], Any]) -> list[Any]:
+    """What `see` gives of the lowered module of each Mosaic kernel of `f(*avals)`."""
+    found, lower = [], core.lower_mgpu_module
+
+    def noted(module, *args, **options):
+        lower(module, *args, **options)
+        found.append(see(module))
+
+    forget_lowerings()
+    with mock.patch.object(core, "lower_mgpu_module", noted):
+        lowered_for_cuda(f, *avals)
+    return found
+
+
+_BARRIER = re.compile(r"(?<![\w.])bar(?:rier(?:\.cta)?)?\.(?:sync|arrive|red)(?:\.\w+)*\s+([^;]*);")
+
+
+def named_barriers(module: Any) -> set[tuple[range, int]]:
+    """The numbers that each barrier of a lowered kernel may have, and for how many threads it is, 0 for all of the block.
+
+    Numbers are bounded by those of the threads. Fails at instructions that are not known.
+    """
+    found, threads = set(), 0
+
+    def values(value) -> range:
+        operation = value.owner
+        name, own = operation.name, operation.operands
+        if name == "arith.constant":
+            return range(number := operation.attributes["value"].value, number + 1)
+        if name in ("gpu.thread_id", "gpu.block_dim"):
+            is_x = "x" in str(operation.attributes["dimension"])
+            size = threads if is_x else 1
+            return range(size) if name == "gpu.thread_id" else range(size, size + 1)
+        if name in ("arith.index_cast", "nvvm.shfl.sync"):
+            return values(own[name == "nvvm.shfl.sync"])
+        left, right = map(values, own)
+        if name == "arith.remsi":
+            return range(right.stop - 1)
+        ends = {"arith.addi": lambda a, b: a + b, "arith.muli": lambda a, b: a * b, "arith.shrui": lambda a, b: a >> b}[name]
+        return range(ends(left.start, right.start), ends(left.stop - 1, right.stop - 1) + 1)
+
+    def visit(operation):
+        nonlocal threads
+        if operation.name == "gpu.launch":
+            threads = operation.opview.blockSizeX.owner.attributes["value"].value
+        if operation.name == "gpu.barrier":
+            found.add((range(1), 0))
+        elif operation.name == "llvm.inline_asm":
+            text = operation.attributes["asm_string"].value
+            matches = _BARRIER.findall(text)
+            assert len(matches) == len(re.findall(r"(?<![\w.])bar(?:rier)?\.(?!warp)", text)), text
+            for number, count in (f"{match}, 0".split(", ")[:2] for match in matches):
+                is_operand = number.startswith("$")
+                one = values(operation.operands[int(number[1:])]) if is_operand else range(int(number), int(number) + 1)
+                found.add((one, int(count)))
+        else:
+            assert "barrier" not in operation.name or operation.name.startswith(("nvvm.mbarrier", "mosaic_gpu.")), (
+                operation.name
+            )
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
 
 
 def kernel_names(stablehlo: str) -> list[str]:

@@ -559,6 +559,33 @@ def test_very_many_tiles_lower_for_cuda():
     assert table_shapes(operands((2**17 + 1,), 64, 64, 1, 1)) == []
 
 
+# Named barriers: Mosaic has those from 1 on, one for each warpgroup, and kernels those from 8 on.
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(128, "forward"), (64, "int8"), (256, "gradient"), (64, "deterministic")],
+    ids=str,
+)
+def test_mosaic_leaves_the_named_barriers_from_8_on_to_kernels(size, kind):
+    given, options = with_features(["causal"], (size, size), (16 if kind == "int8" else 256, 256))
+    if kind == "int8":
+        given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
+        given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, dtype="float32"))
+
+    def call(moving, given):
+        return forced(**moving, **given, **options, deterministic=kind == "deterministic").astype(jnp.float32).sum()
+
+    moving = {name: given.pop(name) for name in ("query", "key", "value")}
+    is_gradient = kind in ("gradient", "deterministic")
+    found = kernels.with_modules(jax.grad(call) if is_gradient else call, moving, given, see=kernels.named_barriers)
+    assert len(found) == 1 + is_gradient
+    for barriers in found:
+        assert all(numbers.start >= (8 if threads == 256 else 0) for numbers, threads in barriers)
+        assert all(numbers.stop <= (16 if threads == 256 else 8) for numbers, threads in barriers)
+    assert any(threads == 256 for barriers in found for _, threads in barriers) == (kind != "int8")
+
+
 # Which key blocks a tile visits.
 
 

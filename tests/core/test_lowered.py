@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.mosaic.gpu import constraints, core, layout_inference, layouts
+from jax.experimental.mosaic.gpu import constraints, layout_inference, layouts
 
 import jaxsoftmax
 
@@ -44,16 +44,7 @@ def test_programs_do_not_depend_on_the_process(options, count, tmp_path):
 
 def modules_of(f, *avals):
     """The text of each Mosaic kernel of a program, without the number that JAX gives it."""
-    found, lower = [], core.lower_mgpu_module
-
-    def noted(module, *args, **options):
-        lower(module, *args, **options)
-        found.append(re.sub('dump_basename = "[^"]*"', "", str(module)))
-
-    kernels.forget_lowerings()
-    with mock.patch.object(core, "lower_mgpu_module", noted):
-        kernels.lowered_for_cuda(f, *avals)
-    return found
+    return kernels.with_modules(f, *avals, see=lambda module: re.sub('dump_basename = "[^"]*"', "", str(module)))
 
 
 @pytest.mark.skipif(jax.__version_info__ != (0, 11, 2), reason="this JAX infers layouts as it likes")
