@@ -1,0 +1,595 @@
+"""Compiles every configuration that a table or a plan can give to a Mosaic kernel, with ptxas for sm_90a, GPU or not.
+
+    python -m tests.core.compiled [--only REGEX] [--list] [--part I/N] [--processes N] [--csv PATH]
+
+Lowering is not compiling: ptxas may find too few registers for an instruction, or more shared memory than there is. Problems of
+each op are swept, their configurations asked for, and of problems whose kernels are configured alike the largest is compiled.
+A line says `compiled`, with what ptxas says of each kernel, or the error. The exit status is 1 if there is an error. Cases that
+the file has as compiled are left out. Without a GPU it needs JAX's plugin for CUDA: see `xla_cuda`.
+"""
+
+import argparse
+import contextlib
+import csv
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+import jaxsoftmax
+from jaxsoftmax._gpu.ptx import WARP
+from jaxsoftmax._gpu.rows.layout import RowLayout
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.attention import mosaic as attention
+from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
+from jaxsoftmax.ops.cross_entropy import mosaic as cross_entropy
+from jaxsoftmax.ops.softmax import mosaic as softmax
+from jaxsoftmax.ops.top_k import mosaic as top_k
+
+from . import xla_cuda
+
+TARGET = {"target": HOPPER}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem to compile.
+
+    Attributes:
+      name: the op, a primitive or function of it, and what it is called with.
+      key: what is equal where kernels are configured alike.
+      function: a function of a dictionary of operands.
+      operands: their types by name.
+    """
+
+    name: str
+    key: tuple[Any, ...]
+    function: Callable[..., Any]
+    operands: dict[str, Any]
+
+
+def shaped(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+# Attention: operands and options of a feature, by batch, query heads, queries and keys.
+
+B = 2
+FEATURES: dict[str, Callable[..., dict[str, Any]]] = {
+    "plain": lambda n, t, s: {},
+    "causal": lambda n, t, s: {"window": (None, 0)},
+    "window": lambda n, t, s: {"window": (100, 30)},
+    "soft cap": lambda n, t, s: {"soft_cap": 30.0},
+    "query lengths": lambda n, t, s: {"query_lengths": shaped(B, dtype="int32")},
+    "lengths": lambda n, t, s: {"query_lengths": shaped(B, dtype="int32"), "key_lengths": shaped(B, dtype="int32")},
+    "offset": lambda n, t, s: {"query_offset": shaped(B, dtype="int32"), "window": (None, 0)},
+    "segments": lambda n, t, s: {"query_segments": shaped(B, t, dtype="int32"), "key_segments": shaped(B, s, dtype="int32")},
+    "mask": lambda n, t, s: {"mask": shaped(B, n, t, s, dtype=bool)},
+    "mask of keys": lambda n, t, s: {"mask": shaped(B, 1, 1, s, dtype=bool)},
+    "mask of queries": lambda n, t, s: {"mask": shaped(1, n, t, 1, dtype=bool)},
+    "bias": lambda n, t, s: {"bias": shaped(B, n, t, s)},
+    "bias of 16 bits": lambda n, t, s: {"bias": shaped(1, 1, t, s, dtype="bfloat16")},
+    "sinks": lambda n, t, s: {"sinks": shaped(n)},
+    "dropout": lambda n, t, s: {"dropout_rate": 0.2, "seeds": shaped(B, n, 4, dtype="uint32")},
+}
+EVERYTHING = ("window", "soft cap", "lengths", "offset", "segments", "mask", "bias", "sinks", "dropout")
+FEATURES["everything"] = lambda *sizes: {key: own for name in EVERYTHING for key, own in FEATURES[name](*sizes).items()}
+FEATURES["everything but dropout"] = lambda *sizes: {
+    key: own for name in EVERYTHING[:-1] for key, own in FEATURES[name](*sizes).items()
+}
+FEATURES["what tiles depend on"] = lambda *sizes: {
+    key: own for name in ("lengths", "segments", "mask of keys") for key, own in FEATURES[name](*sizes).items()
+}
+OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
+PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
+QUERIES = {"many": (300, 4, 2), "one": (1, 8, 2), "few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
+
+
+def attention_cases() -> Iterator[Case]:
+    """Each pair of head sizes with few features, and equal ones, padded or not, with all of them."""
+    every = [(size, other) for size in PADDED for other in PADDED]
+    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every)]
+    for dtype, (size, value_size) in itertools.product(attention.DTYPES, sizes):
+        if max(size, value_size) > attention.MAX_HEAD_SIZE[dtype]:
+            continue
+        few = ("plain", "what tiles depend on", "everything", "everything but dropout")
+        features = FEATURES if size == value_size else few
+        for feature, (kind, counts) in itertools.product(features, QUERIES.items()):
+            for byte in (None, "int8", "float8_e4m3fn"):
+                if byte and (kind == "many" or dtype == "float32" or (size != value_size and byte != "int8")):
+                    continue
+                if kind != "many" and feature not in few and (kind, byte) != ("few in place", None):
+                    continue
+                yield from _forward(dtype, size, value_size, feature, kind, counts, byte)
+        if dtype == "float32":
+            continue
+        for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
+            for is_deterministic in (False, True):
+                yield from _backward(dtype, size, value_size, feature, is_deterministic)
+    pages = itertools.product(("bfloat16", "float16"), decode.PAGES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256))
+    for (dtype, page, byte, size), (kind, counts) in itertools.product(pages, QUERIES.items()):
+        if kind != "many" and (dtype == "bfloat16" or page == 16):
+            yield from _paged(dtype, page, byte, size, kind, counts)
+
+
+def _attention(name, primitive, plan, dtype, run, operands, options) -> Iterator[Case]:
+    """A case, unless the plan does not fit, which `unsupported` says."""
+    if plan.does_not_fit(jnp.dtype(dtype), HOPPER) is None:
+        yield Case(
+            f"attention {primitive} {name}", (primitive, dtype, *_said(plan)), functools.partial(run, **options), operands
+        )
+
+
+def _said(plan) -> tuple[Any, ...]:
+    """What a plan says of the kernel's code, which numbers of tiles and lengths do not change."""
+    numbers = {"batch", "query", "key", "queries", "blocks_q", "blocks_kv", "count", "value_size", "lengths", "scale", "pages"}
+    said = {name: value for name, value in vars(plan).items() if name not in numbers}
+    said |= {"window": tuple(side is None for side in plan.window), "soft_cap": plan.soft_cap is None}
+    said |= {"names": tuple(sorted(plan.names)), "dropout_rate": plan.dropout_rate > 0, "groups": plan.query[1] > plan.key[1]}
+    said |= {"splits": said.get("splits", 1) > 1, "is_padded": plan.query[2] % 64 > 0, "head_group": said.get("head_group", 1)}
+    return tuple(sorted(said.items(), key=lambda item: item[0]))
+
+
+def _split(given) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operands, and options, of what a feature has."""
+    operands = {name: value for name, value in given.items() if name not in OPTIONS}
+    return operands, OPTIONS | {name: value for name, value in given.items() if name in OPTIONS}
+
+
+def _qkv(dtype, size, value_size, counts, byte=None):
+    length, heads, key_heads = counts
+    keys = 301 if length == 300 else 1024
+    given = {"query": shaped(B, length, heads, size, dtype=dtype)}
+    for name, own in (("key", size), ("value", value_size)):
+        given[name] = shaped(B, keys, key_heads, own, dtype=byte or dtype)
+        given |= {f"{name}_scale": shaped(B, key_heads)} if byte else {}
+    return given, (heads, length, keys)
+
+
+def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[Case]:
+    given, lengths = _qkv(dtype, size, value_size, counts, byte)
+    more, options = _split(FEATURES[feature](*lengths))
+    given |= more
+    if kind != "many" and options["dropout_rate"]:
+        return
+    plan = decode.plan_of(given, HOPPER, **options) if kind != "many" else forward.plan_of(given, **options)
+    if byte and not decode.serves_as_stored(*(given[name] for name in ("query", "key", "value"))):
+        return
+    name = f"{dtype} {size}x{value_size} {kind} {byte or ''} {feature}"
+
+    def run(given, **options):
+        return attention.dot_product_attention(**TARGET, **options, **_all(given))
+
+    yield from _attention(name, "forward", plan, dtype, run, given, options)
+    if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
+        heads, length, _ = lengths
+        of_ring = given | {"out": shaped(B, length, heads, value_size), "lse": shaped(B, heads, length)}
+
+        def step(given, **options):
+            onto = given.pop("out"), given.pop("lse")
+            return attention.dot_product_attention(**TARGET, **options, **_all(given), is_partial=True, onto=onto)
+
+        yield from _attention(f"{name} step of a ring", "forward, onto", plan, dtype, step, of_ring, options)
+
+
+def _all(given):
+    """All operands of attention, None where one is not there."""
+    return dict.fromkeys(operand.name for operand in attention.OPERANDS) | given
+
+
+def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Case]:
+    given, (heads, length, keys) = _qkv(dtype, size, value_size, QUERIES["many"])
+    more, options = _split(FEATURES[feature](heads, length, keys))
+    given |= more
+    wanted = tuple(name for name in ("query", "key", "value", "bias", "sinks") if name in given)
+    if attention.backward.unsupported(given, wanted, is_deterministic):
+        return
+    plan = backward.plan_of(given, wanted=wanted, deterministic=is_deterministic, **options)
+    operands = given | {"out": shaped(B, length, heads, value_size, dtype=dtype), "lse": shaped(B, heads, length)}
+    operands["d_out"] = operands["out"]
+    name = f"{dtype} {size}x{value_size} {feature}{' deterministic' * is_deterministic}"
+    of = {"wanted": wanted, "deterministic": is_deterministic}
+
+    def run(given, is_partial=False, **options):
+        return attention.dot_product_attention_vjp(**TARGET, **options, **_all(given), is_partial=is_partial)
+
+    yield from _attention(name, "backward", plan, dtype, run, operands, options | of)
+    if feature in ("plain", "causal", "everything"):
+        step = functools.partial(run, is_partial=True)
+        yield from _attention(f"{name} step of a ring", "backward, partial", plan, dtype, step, operands, options | of)
+
+
+def _paged(dtype, page, byte, size, kind, counts) -> Iterator[Case]:
+    length, heads, key_heads = counts
+    of_pages = shaped(100, page, key_heads, size, dtype=byte or dtype)
+    given = {"query": shaped(B, length, heads, size, dtype=dtype), "key_pages": of_pages, "value_pages": of_pages}
+    given |= {"page_table": shaped(B, 1024 // page, dtype="int32"), "key_lengths": shaped(B, dtype="int32")}
+    given |= {"query_offset": shaped(B, dtype="int32")}
+    of_heads, of_each = ({f"{name}_{of}": shaped(*sizes, key_heads) for name in ("key", "value")} for of, sizes in
+                         (("scale", (B,)), ("page_scale", (100,))))  # fmt: skip
+    for scales in (of_heads, of_each) if byte else ({},):
+        options = OPTIONS | {"window": (None, 0)}
+        plan = decode.plan_of(given | scales, HOPPER, **options)
+
+        def run(given, **options):
+            del options["dropout_rate"]
+            return attention.paged_attention(**TARGET, **options, **given)
+
+        name = f"{dtype} {byte or ''} {size} pages of {page} {kind} {'scales of pages' * (scales is of_each)}"
+        yield from _attention(name, "paged", plan, dtype, run, given | scales, options)
+
+
+# Rows.
+
+_ROWS = 4
+_IN_FLOAT16 = ("softmax", "log_softmax_vjp")  # whose configurations are those of bfloat16
+OF_ROWS = {
+    "softmax": {},
+    "log_softmax": {"return_state": True},
+    "logsumexp": {"return_state": True},
+    "softmax_jacobian": {},
+    "log_softmax_jvp": {"scale_tangent": True},
+    "log_softmax_vjp": {"scale_tangent": True},
+    "logsumexp_jvp": {"scale_tangent": True},
+    "logsumexp_vjp": {"scale_tangent": True},
+}
+OF_LOSSES = {
+    "cross_entropy": {"return_total": False, "return_state": True},
+    "cross_entropy_vjp": {},
+    "cross_entropy_gradient": {"label_smoothing": 0.0, "z_loss": 0.1},
+}
+
+
+def widths() -> list[int]:
+    """Short rows, and of longer ones some that are odd, whole vectors, whole lines of the cache, and whole KiB."""
+    found = set(range(2, 40))
+    for quarter in range(20, 104):
+        for unit in (1, 8, 64, 1024):
+            found.add(max(1, int(2 ** (quarter / 4)) // unit) * unit + (unit == 1))
+    return sorted(found)
+
+
+def softmax_cases() -> Iterator[Case]:
+    """Each kernel of rows, by dtype, mask and scale; along the last axis and along another one."""
+    for primitive, options in OF_ROWS.items():
+        for dtype, masked in (("float32", False), ("float32", True), ("float32", "end"), ("bfloat16", False),
+                              ("bfloat16", True), ("bfloat16", "end"), ("float16", False)):  # fmt: skip
+            for inner, cols in itertools.product((1, 16, 100, 1024), widths()):
+                if (inner > 1 and (cols % 8 or cols > 2**22)) or (dtype == "float16" and primitive not in _IN_FLOAT16):
+                    continue
+                yield from _rows(primitive, options, dtype, masked, cols, inner)
+
+
+def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
+    whole, row = (_ROWS, cols), (_ROWS, 1)
+    if inner > 1:
+        whole, row = (*whole, inner), (*row, inner)
+    given = {"x": shaped(*whole, dtype=dtype)}
+    if primitive == "softmax_jacobian":
+        if masked is True:
+            return
+        given = {"y": given["x"], "t": given["x"]}
+    elif primitive.endswith(("jvp", "vjp")):
+        of_t = row if primitive == "logsumexp_vjp" else whole
+        given |= {"m": shaped(*row), "d": shaped(*row), "t": shaped(*of_t, dtype="float32" if of_t is row else dtype)}
+    if primitive != "softmax_jacobian":
+        given["where"] = shaped(*whole, dtype=bool) if masked is True else None
+    given["scale"] = shaped(*row) if masked == "end" else None
+    options = options | {"axes": (1,), "dtype": jnp.dtype("float32" if primitive == "logsumexp_jvp" else dtype)}
+    if softmax.unsupported(primitive, HOPPER, given, axes=(1,), dtype=options["dtype"]):
+        return
+    problem = softmax.problem_of(primitive, given, (1,), options["dtype"])
+    config = softmax.config_of(HOPPER, softmax.kernel_of(primitive), problem)
+    run = functools.partial(_run_rows, getattr(softmax, primitive), options, given)
+    name = f"softmax {primitive} {dtype} {cols}{f'x{inner}' if inner > 1 else ''} {masked or ''}"
+    yield Case(name, (primitive, dtype, masked, *_of_layout(cols, inner, config)), run, _there(given))
+
+
+def _run_rows(function, options, names, given):
+    return function(**TARGET, **options, **dict.fromkeys(names) | given)
+
+
+def _there(given):
+    return {name: kind for name, kind in given.items() if kind is not None}
+
+
+def _of_layout(cols, inner, config) -> tuple[Any, ...]:
+    """What a layout says of the code of rows: steps count where each has code of its own, and blocks of the grid do not."""
+    blocks = config.blocks if config.blocks <= 16 and not config.grid else 17
+    counted = replace(config, blocks=blocks, grid=min(config.grid, 1))
+    if inner > 1:
+        return (counted, inner % config.vector)
+    layout = RowLayout(cols, config)
+    steps = 0 if config.unroll or layout.threads <= WARP else layout.steps
+    return (counted, layout.shifted, layout.whole_vectors, layout.is_exact, layout.joined, steps)
+
+
+def cross_entropy_cases() -> Iterator[Case]:
+    """Kernels of losses, with labels, a mask or a cap; and that of a linear layer."""
+    for (primitive, options), dtype in itertools.product(OF_LOSSES.items(), ("float32", "bfloat16")):
+        for masked, cols in itertools.product((False, True, "end"), widths()):
+            given = {"x": shaped(_ROWS, cols, dtype=dtype), "labels": shaped(_ROWS, 1, dtype="int32")}
+            if primitive != "cross_entropy_gradient":
+                given["where"] = shaped(_ROWS, cols, dtype=bool) if masked is True else None
+            elif masked is True:
+                continue
+            of = options | {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 30.0 if masked == "end" else None}
+            if primitive == "cross_entropy_vjp":
+                given |= dict.fromkeys("mdabc", shaped(_ROWS, 1))
+                of["dtype"] = jnp.dtype(dtype)
+            if masked == "end":
+                of |= {"return_total": True} if primitive == "cross_entropy" else {}
+                of |= {"label_smoothing": 0.1} if primitive == "cross_entropy_gradient" else {}
+            elif primitive == "cross_entropy_gradient":
+                given["t"] = shaped(_ROWS, 1)
+            given |= {"t": shaped(_ROWS, 1)} if primitive == "cross_entropy_gradient" else {}
+            if cross_entropy.unsupported(primitive, HOPPER, given, **of):
+                continue
+            problem = cross_entropy._problem(primitive, given, **of)
+            config = softmax.config_of(HOPPER, cross_entropy._LIKE[primitive], problem)
+            run = functools.partial(_run_rows, getattr(cross_entropy, primitive), of, given)
+            key = (primitive, dtype, masked, *_of_layout(cols, 1, config))
+            yield Case(f"cross_entropy {primitive} {dtype} {cols} {masked or ''}", key, run, _there(given))
+    for dtype, class_axis, cap, sizes in itertools.product(
+        ("bfloat16", "float16"), (0, 1), (None, 30.0), ((256, 1024), (256, 1000), (250, 1000))
+    ):
+        hidden, classes = sizes
+        shape = (classes, hidden) if class_axis == 0 else (hidden, classes)
+        operands = {"hidden": shaped(300, hidden, dtype=dtype), "weight": shaped(*shape, dtype=dtype)}
+        options = {"class_axis": class_axis, "logits_soft_cap": cap, "implementation": "mosaic"}
+        run = functools.partial(_public, jaxsoftmax.linear_cross_entropy, options)
+        name = f"cross_entropy linear {dtype} {hidden}x{classes} classes {class_axis} {'cap' * bool(cap)}"
+        yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")})
+
+
+def _public(function, options, given):
+    return function(**given, **options)
+
+
+# The largest entries, and samples.
+
+
+def top_k_cases() -> Iterator[Case]:
+    """`top_k`, `softmax_top_k` with its gradient, and `categorical`: short rows, and rows of each plan, few and many."""
+    cols_of_all = (16, 64, 128, 256, 512, 777, 4096, 8000, 8192, 32768, 50257, 131072, 2**20 + 1, 2**22)
+    for rows, cols, k in itertools.product((1, 2048), cols_of_all, (1, 2, 8, 16, 40, 256, 1024)):
+        if k > cols or (k in (2, 40) and cols > 512):
+            continue
+        for dtype in ("float32", "bfloat16", "float16", "int32", "int8", "uint16"):
+            for kind in ("values", "where", "weights", "weights of the found", "scaled"):
+                if (kind != "values" and not dtype.startswith(("float", "bfloat"))) or (kind == "where" and dtype == "float16"):
+                    continue
+                yield from _top_k(rows, cols, k, dtype, kind)
+    for rows, cols, dtype in itertools.product((1, 64, 2048), cols_of_all[2:], ("float32", "bfloat16", "float16")):
+        for kind in ("plain", "temperature", "top_p", "min_p", "top_p min_p", "log_prob", "top_p log_prob", "noise"):
+            yield from _categorical(rows, cols, dtype, kind)
+
+
+def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
+    x = shaped(rows, cols, dtype=dtype)
+    is_lifted = kind == "weights"
+    itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
+    plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
+    is_short = top_k._short.serves(cols, x.dtype.itemsize, k)
+    of_plan = (cols, rows > 1) if is_short else (plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined)
+    key = (kind, dtype, k, is_short, rows == 1, plan.layout.whole_vectors, *of_plan)
+    operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
+    function: Callable[..., Any] = jaxsoftmax.top_k
+    if kind == "where":
+        operands["where"] = shaped(rows, cols, dtype=bool)
+    elif kind != "values":
+        options |= {"normalize": "selected" if kind == "weights of the found" else "all"}
+        options |= {"scale": 0.5} if kind == "scaled" else {}
+        function = _with_gradient if kind != "scaled" else _weights
+    yield Case(f"top_k {kind} {dtype} {rows}x{cols} k {k}", key, functools.partial(_public, function, options), operands)
+
+
+def _weights(x, **options):
+    return jaxsoftmax.softmax_top_k(x, **options)
+
+
+def _with_gradient(x, **options):
+    """The weights, and the gradient of their squares, on whichever implementation has one."""
+    weights, pull = jax.vjp(lambda x: _weights(x, **options)[0], x)
+    return weights, pull(weights)
+
+
+def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
+    x = shaped(rows, cols, dtype=dtype)
+    of = {"temperature": shaped(rows)} if kind != "plain" else {}
+    of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
+    parts = 2 if kind == "log_prob" else int("top_p" in kind)
+    plans = top_k._sampling._drawing_plan(HOPPER, x, parts), top_k._sampling._reading_plan(HOPPER, x)
+    of_plans = [(plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined) for plan in plans]
+    key = ("categorical", kind, dtype, rows == 1, *of_plans)
+    options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}
+    operands = {"key": shaped(2, dtype="uint32"), "logits": x} | of
+    run = functools.partial(_public, jaxsoftmax.categorical, options)
+    yield Case(f"top_k categorical {kind} {dtype} {rows}x{cols}", key, run, operands)
+
+
+CASES = (attention_cases, softmax_cases, cross_entropy_cases, top_k_cases)
+
+
+def cases(only: str = "") -> list[Case]:
+    """The last case of each key, among those whose name has a match."""
+    pattern, found = re.compile(only), {}
+    for case in itertools.chain.from_iterable(make() for make in CASES):
+        if pattern.search(case.name):
+            found[case.key] = case
+    return list(found.values())
+
+
+# Compiling.
+
+
+@dataclass
+class Row:
+    """A line of the file: what ptxas says of a kernel, or the error of a case."""
+
+    case: str
+    kernel: str
+    registers: int = 0
+    spilled: int = 0  # bytes
+    notes: str = ""  # codes of what ptxas remarks, such as that products are serialised
+    seconds: float = 0
+    error: str = ""
+
+
+_KERNEL = re.compile(
+    r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?'.*?"
+    r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+# Kernels are traced while they are lowered, where MLIR has a context: so is a case, in a primitive of its own.
+_case = Primitive("case")
+_case.multiple_results = True
+_case.def_abstract_eval(lambda *operands, function, names, results: list(results))
+mlir.register_lowering(
+    _case,
+    lambda ctx, *operands, function, names, results: mlir.lower_fun(
+        lambda *given: jax.tree.leaves(function(dict(zip(names, given, strict=True))))
+    )(ctx, *operands),
+    cacheable=False,
+)
+
+
+def traced_while_lowered(function, operands: dict[str, Any]) -> Callable[..., list[Any]]:
+    """The function of operands, which are given one by one."""
+    with mlir.make_ir_context(), ir.Location.unknown():
+        results = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves(jax.eval_shape(function, operands)))
+    jax.clear_caches()
+    return functools.partial(_case.bind, function=function, names=tuple(operands), results=results)
+
+
+def compile_case(case: Case) -> list[Row]:
+    """Compiles a case."""
+    start = time.perf_counter()
+    with standard_output() as printed:
+        try:
+            function = traced_while_lowered(case.function, case.operands)
+            placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=xla_cuda.sharding()) for a in case.operands.values()]
+            jax.jit(function, out_shardings=xla_cuda.sharding()).lower(*placed).compile()
+            error = ""
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    seconds, text = round(time.perf_counter() - start, 2), printed()
+    notes = " ".join(sorted({code for code in re.findall(r"\((C\d+)\)", text) if code != "C7519"}))
+    if error:
+        fatal = re.search(r"ptxas .*\b(?:fatal|error)\s*:.*", text)
+        return [Row(case.name, "", notes=notes, seconds=seconds, error=fatal[0] if fatal else error.splitlines()[0])]
+    rows = [
+        Row(case.name, kernel, int(registers), int(stores) + int(loads), notes, seconds)
+        for kernel, stores, loads, registers in _KERNEL.findall(text)
+    ]
+    return rows or [Row(case.name, "", seconds=seconds, error="nothing was compiled by ptxas")]
+
+
+@contextlib.contextmanager
+def standard_output() -> Iterator[Callable[[], str]]:
+    """Gives a function that tells, afterwards, what ptxas and others printed to the files of standard output and error."""
+    sys.stdout.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile() as file, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTXAS="1"):
+        text = ""
+        try:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+            yield lambda: text
+        finally:
+            for number, own in zip((1, 2), kept, strict=True):
+                os.dup2(own, number)
+                os.close(own)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+
+
+def in_processes(arguments, count: int) -> int:
+    """Runs the command in so many processes, each with a part of the cases and a file of its own, and joins the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{index}.csv" for index in range(count)]
+        part, parts = arguments.part
+        running = []
+        for index, path in enumerate(files):
+            command = [sys.executable, "-m", "tests.core.compiled", "--only", arguments.only, "--csv", str(path)]
+            command += ["--part", f"{part + index * parts}/{parts * count}"]
+            if arguments.csv is not None:
+                command += ["--without", str(arguments.csv)]
+            running.append(subprocess.Popen(command))
+        failed = [process.wait() for process in running]
+        if arguments.csv is not None:
+            for path in filter(Path.exists, files):
+                append(arguments.csv, list(csv.DictReader(path.read_text().splitlines())))
+    return max(failed)
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Appends lines to a file, with a first line of names if it is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def known(path: Path | None) -> set[str]:
+    """The names of the cases that a file has as compiled."""
+    if path is None or not path.exists():
+        return set()
+    return {row["case"] for row in csv.DictReader(path.read_text().splitlines()) if not row["error"]}
+
+
+def main() -> int:
+    """Compiles what the command line asks for, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="a regular expression: cases whose names have a match")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and compile nothing")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="the file to append to")
+    parser.add_argument("--without", type=Path, help="a file whose cases are not compiled again, beside those of --csv")
+    arguments = parser.parse_args()
+    part, parts = arguments.part = tuple(map(int, arguments.part.split("/")))
+    if arguments.processes > 1 and not arguments.list:
+        return in_processes(arguments, arguments.processes)
+    done, failures = known(arguments.csv) | known(arguments.without), 0
+    wanted = [case for case in cases(arguments.only)[part::parts] if case.name not in done]
+    if arguments.list:
+        print(*(case.name for case in wanted), f"{len(wanted)} cases", sep="\n")
+        return 0
+    if isinstance(reason := xla_cuda.sharding(), str):
+        print(reason)
+        return 1
+    for case in wanted:
+        rows = compile_case(case)
+        for row in rows:
+            failures += bool(row.error)
+            said = row.error or f"compiled, {row.registers} registers, {row.spilled} bytes spilled {row.notes}"
+            print(f"{row.case}: {row.kernel} {said}", flush=True)
+        if arguments.csv is not None:
+            append(arguments.csv, [vars(row) for row in rows])
+        jax.clear_caches()
+    print(f"{len(wanted)} cases, {failures} failed", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
