@@ -26,19 +26,20 @@ def shown(value: Any) -> str:
 
 def array(function: str, name: str, value: Any, kind: str | None = None, hint: str = "") -> jax.Array:
     """`value` as an array of numbers or bools, of a dtype of this kind: `"boolean"`, `"floating"` or `"integers"`."""
+    wanted = "a boolean array" if kind == "boolean" else "an array of numbers"
     if not isinstance(value, jax.Array):
         known = isinstance(value, np.ndarray | np.generic | bool | int | float | complex)
         if not known and not hasattr(value, "__jax_array__"):
-            raise TypeError(f"{function}: {name} must be an array of numbers, got {type(value).__name__}")
+            raise TypeError(f"{function}: {name} must be {wanted}, got {type(value).__name__}")
         try:
             value = jnp.asarray(value)
         except (OverflowError, ValueError):  # an integer that no dtype holds
             raise ValueError(f"{function}: {name} must fit an array of numbers, got {shown(value)}") from None
         except TypeError:  # strings, objects, dates, long doubles
             dtype = getattr(value, "dtype", None)
-            raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {dtype}") from None
+            raise TypeError(f"{function}: {name} must be {wanted}, got dtype {dtype}") from None
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
-        raise TypeError(f"{function}: {name} must be an array of numbers, got dtype {value.dtype}")
+        raise TypeError(f"{function}: {name} must be {wanted}, got dtype {value.dtype}")
     if kind is not None and not jnp.issubdtype(value.dtype, _KINDS[kind]):
         raise TypeError(f"{function}: {name} must be {kind}, got {value.dtype}{hint}")
     return value

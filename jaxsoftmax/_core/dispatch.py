@@ -141,7 +141,7 @@ def explain(
       gpu: for "cuda", which GPU it is, there or not: "a100", "l4", "l40s", "rtx3090", "rtx4090", "h100", "h200", "gh200",
         "b200" or "rtx5090", or a compute capability such as "8.0" or `(8, 0)`. None for the GPU that JAX sees, and where it
         sees none for any GPU of compute capability 9.0 (Hopper), which the table then says.
-      **kwargs: more arguments of `f`, which are not traced: options such as `axis`.
+      **kwargs: more arguments of `f`. Options such as `axis` are not traced, those with a `jax.ShapeDtypeStruct` are.
 
     Returns:
       A sequence of `Decision`s, in the order of the ops, that prints as a table.
@@ -162,14 +162,20 @@ def explain(
     if gpu is not None and name != "cuda":
         raise ValueError(f"explain: gpu must be None on platform {name}, got {arguments.shown(gpu)}")
 
+    types = {key: value for key, value in kwargs.items() if _is_type(value)}
     decisions: list[Decision] = []
     named = contextlib.nullcontext() if gpu is None else targets.lowering_for(targets.named("explain", gpu))
     with named, _recorded(decisions):
         # A new function, so that no cached lowering is reused.
-        jax.jit(lambda *args: f(*args, **kwargs)).trace(*args).lower(lowering_platforms=(name,))
+        traced = jax.jit(lambda args, types: f(*args, **kwargs | types)).trace(args, types)
+        traced.lower(lowering_platforms=(name,))
         target = targets.target_for(name)
     described = str(target) if name == "cuda" else None
     return Explanation(name, tuple(decisions), described, gpu is None and target.name is None and name == "cuda")
+
+
+def _is_type(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", default=None)

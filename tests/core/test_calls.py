@@ -34,6 +34,7 @@ BAD = [
     ({"axis": 1.0}, TypeError, ["axis", "1.0", "int"]),
     ({"axis": "last"}, TypeError, ["axis", "'last'", "int"]),
     ({"where": np.ones((2, 3), np.int32)}, TypeError, ["where", "boolean", "int32"]),
+    ({"where": [True, False, True]}, TypeError, ["where must be a boolean array", "list"]),
     ({"where": np.ones((2, 3), np.float32)}, TypeError, ["where", "boolean", "float32"]),
     ({"where": np.ones((4,), bool)}, ValueError, ["where", "(4,)", "(2, 3)", "broadcast"]),
     ({"where": [True, False, True]}, TypeError, ["where", "list"]),
@@ -43,6 +44,7 @@ BAD = [
 BAD_SOFTMAX = [
     ({"scale": np.ones(3, np.float32)}, ValueError, ["scale", "scalar", "(3,)"]),
     ({"scale": np.ones((1, 1), np.float32)}, ValueError, ["scale", "scalar", "(1, 1)"]),
+    ({"scale": np.array(1e300)}, ValueError, ["scale must be finite in float32", "1e+300"]),
     ({"scale": True}, TypeError, ["scale", "real", "bool"]),
     ({"scale": 1j}, TypeError, ["scale", "real", "complex"]),
     ({"scale": "big"}, TypeError, ["scale", "str"]),
@@ -190,6 +192,21 @@ def test_each_gpu_that_explain_names_is_known():
 def test_explain_refuses_what_is_no_gpu(options, error, words):
     with pytest.raises(error, match=f"^explain: {words}"):
         jaxsoftmax.explain(jaxsoftmax.softmax, X, **options)
+
+
+def test_explain_traces_types_that_are_given_by_name():
+    where = jax.ShapeDtypeStruct((2, 3), bool)
+    (decision,) = jaxsoftmax.explain(jaxsoftmax.softmax, X, axis=0, where=where, platform="cpu")
+    assert decision.operands == ("float32[2,3]", "bool[2,3]")
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_scale_of_float64_must_fit_the_arithmetic():
+    for scale in (np.array(1e39), jnp.float64(1e39), np.float64(1e39)):
+        with pytest.raises(ValueError, match="softmax: scale must be finite in float32, got 1e\\+39"):
+            jaxsoftmax.softmax(X, scale=scale)
+        jaxsoftmax.softmax(X, scale=scale, dtype=jnp.float64)
+    assert np.isnan(jaxsoftmax.softmax(X, scale=jnp.float64(np.inf))).all()
 
 
 def test_explain_finds_every_op_in_order():

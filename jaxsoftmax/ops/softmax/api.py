@@ -242,8 +242,18 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
     return result
 
 
+def _is_known_float(scale: Any) -> bool:
+    """Returns whether `scale` is an array of one float64, which may be too large for float32, whose value is at hand."""
+    if isinstance(scale, jax.core.Tracer) or not isinstance(scale, np.ndarray | jax.Array):
+        return False
+    is_there = isinstance(scale, np.ndarray) or scale.is_fully_addressable
+    return is_there and scale.shape == () and scale.dtype == np.float64
+
+
 def scalar_scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
     """`scale` with as many axes as the scores, and real where they are complex."""
+    if _is_known_float(scale):
+        scale = np.asarray(scale)[()]
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
         kind = np.finfo(dtype)
         number = arguments.number(op, "scale", scale)
