@@ -8,7 +8,8 @@ python -m benchmarks decoding              likewise, attention of a few queries 
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
-python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run
+python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run; without a GPU how long
+                                           they take to lower for CUDA, results/cpu
 python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
                                            them; results/<gpu>x<count>/sharded.csv, as in h200x2
 python -m benchmarks sharded_rows          likewise, softmax of rows that GPUs share, in each way in which they can
@@ -169,6 +170,8 @@ def _part(cells: list[Cell], only: re.Pattern[str]) -> list[Cell]:
 
 def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     gpu = harness.gpu_name()
+    if gpu is None and options.suite == "first_call":
+        gpu, cells = first_call.WITHOUT_A_GPU, first_call.on(first_call.WITHOUT_A_GPU, cells)
     if gpu is None:
         return _fail("JAX sees no GPU, and there is nothing to measure without one")
     devices = harness.device_count() if options.suite in ON_SEVERAL else 1
@@ -215,7 +218,10 @@ def _check(options: argparse.Namespace) -> int:
         run = results.newest_of_each_cell(results.read(path))
         machine = path.relative_to(options.out).parts[0]
         held = bars.of_file(bars.load(suite), implementation, machine)
-        count, found = bars.misses(held, SUITES[suite](), run)
+        cells = SUITES[suite]()
+        if suite == "first_call":
+            cells = first_call.on(machine, cells)
+        count, found = bars.misses(held, cells, run)
         runs = ", ".join(dict.fromkeys(f"run {row.run} of {row.commit}" for row in run))
         print(f"{path}: {runs or 'no run'}, {len(found)} of {count} bars missed")
         if found:

@@ -1721,40 +1721,69 @@ def test_flops_bytes_and_blocks_of_attention():
 GRADIENT = "attention first_call bfloat16 4x4096x16x128 causal=1 grad=1"
 
 
-@pytest.mark.parametrize(("lower", "whole", "missed"), [(1.1, 3.9, 0), (1.3, 3.9, 1), (1.1, 4.1, 1)])
+@pytest.mark.parametrize(("lower", "whole", "missed"), [(1.2, 3.9, 0), (1.4, 3.9, 1), (1.2, 4.1, 1)])
 def test_first_calls_are_measured_in_processes_and_held_to_bars(tmp_path, capsys, lower, whole, missed):
     calls = []
 
-    def call(program, contender):
-        calls.append((program, contender))
-        slow = program == "attention_gradients" and contender == OURS
-        times = {"lower": lower if slow else 0.3, "compile": 2.0, "first_call": whole if slow else 1.0}
-        return times | {"implementation": "mosaic" if contender == OURS else contender}
+    def call(program, contender, *, runs, cache=None, before=""):
+        assert runs
+        calls.append((program, contender, cache is not None, before))
+        slow = program == "attention forward+backward bfloat16 4x4096x16x128 causal=1" and contender == OURS and not cache
+        times = {"lower": lower if slow else 0.3, "compile": 2.0, "first_call": whole if slow else 1.0, "lower_again": 0.2}
+        return times | {"implementation": "mosaic" if contender == OURS else contender, "misses": 0}
 
     rows = []
     assert first_call.measure(first_call.cells(), GPU, "abc1234", rows.append, call=call, say=lambda line: None) == []
-    both = [(program, peer) for program in ("attention", "attention_gradients") for peer in (OURS, "cudnn")]
-    assert list(dict.fromkeys(calls)) == [("softmax", OURS), ("softmax", "jax.nn"), *both]
-    assert len(calls) == 6 * first_call.REPEATS
-    assert len(rows) == 6 * len(first_call.PASSES)
+    peers = [(program, contender) for program, contender, *_ in dict.fromkeys(calls) if contender != OURS]
+    assert [contender for _, contender in peers] == ["jax.nn", "cudnn", "cudnn"]
+    gradients, first = peers[-1][0], next(iter(first_call.programs()))
+    assert [one[2:] for one in calls if one[0] == gradients][-4:] == [(True, first), *[(True, "")] * 3]
+    assert len(calls) == (len(first_call.programs()) + 3) * first_call.REPEATS + 4
     assert {name_of(row) for row in rows} == set(FIRST_CALLS)
     assert next(row.us for row in rows if name_of(row) == GRADIENT) == 1e6 * whole
     written(tmp_path, rows, "first_call")
     assert main(["first_call", "--check", "--out", str(tmp_path)]) == (1 if missed else 0)
-    assert f"{missed} of 3 bars missed" in capsys.readouterr().out
+    assert f"{missed} of " in capsys.readouterr().out
+
+
+def test_what_a_cache_should_hold_is_not_recorded_if_it_was_compiled():
+    (cell,) = [cell for cell in first_call.cells() if cell.pass_ == first_call.CACHED]
+
+    def call(program, contender, **options):
+        return {"first_call": 1.0, "implementation": "mosaic", "misses": 1}
+
+    (problem,) = first_call.measure([cell], GPU, "abc", pytest.fail, call=call, say=lambda line: None)
+    assert problem.endswith("cached: 3 programs were compiled that a process before had compiled")
+
+
+def test_without_a_gpu_first_calls_are_lowered_alone(tmp_path, capsys):
+    calls = []
+
+    def call(program, contender, *, runs):
+        calls.append((contender, runs))
+        return {"lower": 0.3, "lower_again": 0.2, "implementation": "mosaic", "misses": 0}
+
+    rows, cells = [], first_call.on("cpu", first_call.cells())
+    assert {cell.pass_ for cell in cells} == {"lower", "lower_again"}
+    assert first_call.measure(cells, "cpu", "abc1234", rows.append, call=call, say=lambda line: None) == []
+    assert set(calls) == {(OURS, False)}
+    results.append(results.path_for(tmp_path, "cpu", "first_call"), *rows)
+    assert main(["first_call", "--check", "--out", str(tmp_path)]) == 0
+    assert "0 of " in capsys.readouterr().out
 
 
 def test_a_first_call_of_ours_that_fails_is_a_problem():
-    def call(program, contender):
+    def call(program, contender, **options):
         raise subprocess.CalledProcessError(1, program)
 
     found = first_call.measure(first_call.cells(), GPU, "abc", lambda row: None, call=call, say=lambda line: None)
-    assert [problem.split(":")[0] for problem in found] == list(first_call.programs())
+    assert list(dict.fromkeys(problem.split(":")[0] for problem in found)) == list(first_call.programs())
 
 
 def test_a_first_call_that_was_asked_for_and_cannot_run_is_no_problem(monkeypatch, capsys, asked_for):
-    tiny_programs = dict.fromkeys(first_call.programs(), tiny("softmax forward float32 1024x512"))
-    monkeypatch.setattr(first_call, "programs", lambda: tiny_programs)
+    one = tiny("softmax forward float32 1024x512")
+    monkeypatch.setattr(first_call, "programs", lambda: {one.name: one})
+    cells = [first_call._cell(one, pass_) for pass_ in first_call.PASSES]
     commands, said = [], []
 
     def run(command, **options):
@@ -1764,22 +1793,32 @@ def test_a_first_call_that_was_asked_for_and_cannot_run_is_no_problem(monkeypatc
 
     monkeypatch.setattr(subprocess, "run", run)
     asked_for("mosaic")
-    assert first_call.measure(first_call.cells(), GPU, "abc", pytest.fail, peers=frozenset(), say=said.append) == []
-    assert {tuple(command[4:]) for command in commands} == {(OURS, "mosaic")}
+    assert first_call.measure(cells, GPU, "abc", pytest.fail, peers=frozenset(), say=said.append) == []
+    assert {tuple(command[4:]) for command in commands} == {(OURS, "--runs", "--implementation", "mosaic")}
     assert said
     assert all("ours left out: softmax: implementation='mosaic' cannot run: it runs on cuda" in line for line in said)
-    asked_for(None)
+    asked_for("xla")
     rows = []
-    assert first_call.measure(first_call.cells(), GPU, "abc", rows.append, peers=frozenset(), say=said.append) == []
-    assert commands[-1][4:] == [OURS]
+    assert first_call.measure(cells, GPU, "abc", rows.append, peers=frozenset(), say=said.append) == []
     assert {row.implementation for row in rows} == {"xla"}
 
 
 def test_the_passes_of_a_first_call():
     cell = tiny("softmax forward float32 1024x512")
-    found = first_call.seconds(cell.contenders[0], cell.inputs(jax.random.key(0), False))
-    assert all(found[name] > 0 for name in first_call.PASSES)
+    found = first_call.seconds(cell, cell.contenders[0], runs=True)
+    assert set(found) == set(first_call.PASSES)
+    assert min(found.values()) > 0
     assert found["first_call"] >= found["lower"] + found["compile"]
+
+
+def test_each_program_of_first_calls_takes_its_inputs_in_batches_of_any_size():
+    for program in first_call.programs().values():
+        for contender in program.contenders[:1]:
+            small, large = (first_call._types(program, contender, times) for times in (1, 2))
+            batched = len(small) - program.shared
+            assert [kind.shape[0] for kind in large[:batched]] == [2 * kind.shape[0] for kind in small[:batched]]
+            assert large[batched:] == small[batched:]
+            jax.eval_shape(contender.build(), *large)
 
 
 def test_plots_are_drawn(tmp_path, capsys):
