@@ -11,7 +11,7 @@ Each public op has cells (see `programs`), by ours, and of softmax, of attention
 
 JAX is imported, the GPU has run something, and except in `cached` nothing is taken from a compilation cache. Without a GPU
 there are the passes `lower` and `lower_again` alone, for CUDA, in seconds of the processor; their rows go to `results/cpu`.
-Bytecode of modules is there, as after an install: where the environment forbids Python to write it, it is written none the less.
+Bytecode of modules is there, as after an install: where the environment forbids Python to write it, it is written all the same.
 """
 
 import argparse
