@@ -1,6 +1,9 @@
-"""What the library uses of JAX that is private or may change: each name once, with its reason.
+"""What the library uses of JAX that is private or may change, with its reason.
 
-A JAX that lacks one of them runs the reference, and `explain` says which one it lacks; importing this library, and the
+`EXPERIMENTAL` are modules that JAX calls experimental, or has for those who extend it: they are used wherever they are needed.
+What kernels need beside those, and what is private, is in `NAMES`: this module alone uses it, except names of Pallas.
+
+A JAX that lacks one of `NAMES` runs the reference, and `explain` says which one it lacks; importing this library, and the
 reference, need none. So does a JAX that is newer than those that were tested, where a kernel does not lower there. Nothing of
 Mosaic is imported before a kernel may run.
 """
@@ -11,7 +14,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,6 +33,25 @@ _MOSAIC = "jax.experimental.mosaic.gpu"
 _PALLAS = "jax.experimental.pallas.mosaic_gpu"
 _KERNELS = "jax._src.pallas.mosaic_gpu.lowering"
 _UTILS = "jax.experimental.mosaic.gpu.utils"
+
+# By module, why it is used, and which of its names are; None stands for any.
+EXPERIMENTAL: dict[str, tuple[str, str | None]] = {
+    "jax.core": ("types of operands", "ShapedArray Tracer"),
+    "jax.extend.core": ("primitives of our own", "Primitive"),
+    "jax.interpreters.ad": (
+        "derivatives of primitives",
+        "Zero add_tangents deflinear2 is_undefined_primal primitive_jvps primitive_transposes",
+    ),
+    "jax.interpreters.batching": ("batches of primitives", "primitive_batchers"),
+    "jax.interpreters.mlir": ("rules that lower primitives", "ir lower_fun register_lowering"),
+    "jax.interpreters.xla": ("eager calls of primitives", "apply_primitive"),
+    "jax.experimental.custom_partitioning": ("kernels on shards of automatic mesh axes", "custom_partitioning"),
+    "jax.experimental.pallas": ("kernels", None),
+    _PALLAS: ("kernels for Hopper", None),
+    "jaxlib.mlir.ir": ("types and constants of what kernels write in MLIR", None),
+    "jaxlib.gpu_triton": ("tells whether a jaxlib runs Triton's kernels", None),
+    "jaxlib.mlir.dialects": ("operations of what kernels write in MLIR", None),
+}
 
 # By module and name, why it is used. A parameter of a class stands in parentheses.
 NAMES: dict[tuple[str, str], str] = {
@@ -138,6 +160,16 @@ def xla_flags() -> dict[str, str]:
     """
     pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     return {name.lstrip("-"): value.strip("'\"") if equals else "true" for name, equals, value in pairs}
+
+
+def platforms(ctx: Any) -> Sequence[str]:
+    """The platforms that a lowering rule is for."""
+    return ctx.platforms or of_module(ctx, "platforms")
+
+
+def varying(array: Any) -> frozenset[Any]:
+    """The axes over which an array varies, of a `shard_map` around that keeps count of it."""
+    return jax.typeof(array).manual_axis_type.varying
 
 
 def unchecked() -> Any:

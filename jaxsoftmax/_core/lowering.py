@@ -207,7 +207,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     `dtypes` are those after casts to float32, of which the reference gets the operands. `axis_name` are the mesh axes of a
     `shard_map` around over which rows are sharded.
     """
-    target = target_for(platform or (ctx.platforms or ctx.module_context.platforms)[0])
+    target = target_for(platform or compat.platforms(ctx)[0])
     widened = {name: (a.dtype, dtype) for name, a, dtype in zip(names, ctx.avals_in, dtypes, strict=True) if a.dtype != dtype}
 
     def on_shard(*operands, over):

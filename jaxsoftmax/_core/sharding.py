@@ -119,13 +119,13 @@ def with_whole_rows(array: jax.Array) -> jax.Array:
 
 def varying(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """The array, varying over these axes of a `shard_map` around, if that keeps count of it."""
-    missing = tuple([axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying])
+    missing = tuple([axis for axis in axes if axis not in compat.varying(array)])
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def vary_alike(operands: list[Any]) -> list[Any]:
     """The operands, all varying over the same manual mesh axes."""
-    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
+    varying = list(map(compat.varying, operands))
     union = frozenset().union(*varying)
     return [
         operand if axes == union else lax.pcast(operand, tuple(sorted(union - axes)), to="varying")

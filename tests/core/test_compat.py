@@ -1,6 +1,8 @@
 """What the library uses of JAX that is private, or newer than what was tested: kernels are refused, and the reference runs."""
 
-import importlib
+import ast
+import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -160,15 +162,92 @@ def test_a_context_that_says_nothing_stands_in_no_ones_way():
     assert sharding.partitioning(ctx)[1] is None
 
 
-def test_every_private_name_of_jax_is_used_through_compat():
-    package = Path(jaxsoftmax.__file__).parent
-    private = re.compile(
-        r"jax\._src|mosaic\.gpu\b|_registers=|_check_canonical|\.axis_context|\.symbol_table|for_export|hasattr\(plgpu"
-    )
+# Modules that JAX documents for all, and what objects of JAX have that no module names.
+PUBLIC = {"jax", *(f"jax.{name}" for name in ("ad_checkpoint", "custom_batching", "dtypes", "errors", "export", "lax", "nn"))}
+PUBLIC |= {f"jax.{name}" for name in ("numpy", "random", "sharding", "tree", "typing")}
+OF_OBJECTS = {re.split(r"[.(]", name)[-1].rstrip(")") for _, name in compat.NAMES if re.search("[.(]", name)}
+OF_OBJECTS = {"module_context", "manual_axis_type"} | OF_OBJECTS - {"TILED", "platforms"}  # which public classes have too
+
+
+@functools.cache
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what should hold it is no package
+        return False
+
+
+def names_of_jax(source):
+    """Yields what a module uses of JAX: pairs of a module and a name, and names of objects with None."""
+    tree = ast.parse(source)
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    modules = {alias: name for alias, name in modules.items() if name.split(".")[0] in ("jax", "jaxlib")}
+    found = [*modules.values()]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.keyword(arg=name) if name in OF_OBJECTS:
+                yield None, name
+            case ast.Constant(value=str() as text) if re.fullmatch(r"jax(lib)?(\.\w+)+", text):
+                found.append(text)
+        if isinstance(node, ast.Attribute):
+            owner, _, names = ast.unparse(node).partition(".")
+            if owner in modules and re.fullmatch(r"[\w.]+", names):
+                found.append(f"{modules[owner]}.{names}")
+    for full in found:
+        parts = full.split(".")
+        lengths = [n for n in range(len(parts), 0, -1) if is_module(".".join(parts[:n]))]
+        yield ".".join(parts[: lengths[0]]), ".".join(parts[lengths[0] : lengths[0] + 1])
+
+
+def undocumented(source):
+    """What a module uses of JAX that is neither public nor in `compat.EXPERIMENTAL`."""
+    for module, name in names_of_jax(source):
+        owners = [owner for owner in compat.EXPERIMENTAL if f"{module}.".startswith(f"{owner}.")]
+        known = None if not owners else compat.EXPERIMENTAL[owners[-1]][1]
+        is_listed = bool(owners) and (known is None or name in ("", *known.split()))
+        if module is None or name.startswith("_") or not (module in PUBLIC or is_listed):
+            yield f"{module}: {name}"
+
+
+def test_what_jax_does_not_document_is_used_in_compat_or_listed_there():
+    package, used = Path(jaxsoftmax.__file__).parent, set()
     for path in package.rglob("*.py"):
         if path != Path(compat.__file__):
-            found = [line for line in path.read_text().splitlines() if private.search(line) and "compat." not in line]
-            assert not found, f"{path}: {found}"
+            source = path.read_text()
+            assert list(undocumented(source)) == [], path
+            used.update(names_of_jax(source))
+    for module, (reason, names) in compat.EXPERIMENTAL.items():
+        assert reason
+        assert any(f"{user}.".startswith(f"{module}.") for user, _ in used), module
+        for name in (names or "").split():
+            assert (module, name) in used, "it is used no more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jax._src import core",
+        "import jax._src.core as core",
+        "import jax.experimental.mosaic.gpu as mgpu",
+        "from jax.interpreters import mlir; mlir.ir_constant(3)",
+        "from jax.interpreters import partial_eval",
+        "import jax; jax.core.get_aval",
+        "import jax; jax._src.core",
+        "from jaxlib import xla_client",
+        "import importlib; importlib.import_module('jax._src.core')",
+        "ctx.module_context",
+        "jax.typeof(x).manual_axis_type",
+        "array(_registers=registers)",
+    ],
+)
+def test_what_is_private_would_be_noticed(line):
+    assert list(undocumented(line)) != []
+    assert list(undocumented("from jax import lax; from jax.interpreters import mlir; mlir.lower_fun(lax.exp)")) == []
 
 
 # A newer JAX.

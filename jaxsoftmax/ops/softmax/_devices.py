@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core import compat
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import primitive, xla
@@ -147,7 +148,7 @@ def _merged_over(m, d, *sums, axis_name, scale=None):
     m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # as it was before it was made finite
     of_part = jnp.stack([m, d, *sums])
     # All devices get the same, which JAX is told where a `shard_map` of the user checks what varies.
-    to = "invarying" if jax.typeof(of_part).manual_axis_type.varying.issuperset(axis_name) else "varying"
+    to = "invarying" if compat.varying(of_part).issuperset(axis_name) else "varying"
     m, d, *sums = lax.all_gather(of_part, axis_name, axis=1, to=to)
     m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
