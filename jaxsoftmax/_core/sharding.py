@@ -55,6 +55,11 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
     return _resharded(operands, [this.by_name[name].axes for name in names])[0], is_settled
 
 
+def placed_alike(operands: list[Any], names: Names) -> list[Any]:
+    """The operands, sharded alike over explicit mesh axes, for an op that is no primitive."""
+    return _resharded(operands, names)[0]
+
+
 def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int) -> Any:
     """`function(mesh axes of rows, mesh axes of joined, *operands)`, on explicit mesh axes on shards of the operands.
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ FEATURES = {
     "causal": lambda rng, length, keys, heads: ({}, {"is_causal": True}),
     "window": lambda rng, length, keys, heads: ({}, {"local_window_size": (5, 1)}),
     "right": lambda rng, length, keys, heads: ({}, {"local_window_size": (None, 2)}),
+    "wide": lambda rng, length, keys, heads: ({}, {"local_window_size": (18, 9)}),
     "offset": lambda rng, length, keys, heads: ({"query_offset": np.array([3, -5], np.int32)}, {"is_causal": True}),
     "lengths": lambda rng, length, keys, heads: (
         {"query_seq_lengths": some(rng, length), "key_value_seq_lengths": some(rng, keys)},
@@ -417,6 +419,54 @@ def test_a_batch_of_sinks_alone(which):
 
 
 COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XLA makes one collective, if they are no more
+
+
+EIGHT = {"shape": (8,)}
+
+
+@X64
+@pytest.mark.parametrize(
+    ("kind", "n", "features"),
+    [
+        ("auto", None, ("causal",)),
+        ("checked", 8, ("causal", "sinks")),
+        ("explicit", None, ("bias of keys", "wide")),
+        slow("unchecked", 8, ("mask", "dropout")),
+        slow("explicit", 8, ("lengths", "segments")),
+        slow("checked", None, ("bias", "offset")),
+        slow("auto", 8, ("wide", "soft cap")),
+    ],
+)
+def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
+    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
+    text = check(kind, features, n=n, more={"context_parallel": "ring"}, over=EIGHT, length=32, keys=32)
+    assert " while(" in text
+    of_keys = 2 if "segments" in features else 1  # packed arrays, of each dtype one
+    assert counted(text)["collective-permute"] < (2 * of_keys + 1) * 7 + of_keys  # where all steps are written out
+
+
+@pytest.mark.parametrize("n", [None, 1024])
+def test_a_thousand_devices_are_lowered_for_in_no_more_than_two_seconds(n, monkeypatch):
+    """Of the processor's time; a model of each pair of devices would take a minute."""
+    asked, seen = [], _devices._Work._seen
+    monkeypatch.setattr(_devices._Work, "_seen", lambda *args: asked.append(args) or seen(*args))
+    mesh = AbstractMesh((1024,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        x = jax.ShapeDtypeStruct((1, 2**21, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
+        f = jax.jit(functools.partial(attend, is_causal=True, zigzag=n))
+        start = time.process_time()
+        text = f.trace(x, x, x).lower(lowering_platforms=("cpu",)).as_text()
+        assert time.process_time() - start < 2
+    assert len(asked) < 4 * 1024
+    assert text.count("stablehlo.while") > 1
+    assert text.count("stablehlo.collective_permute") < 16
+
+
+@X64
+def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
+    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
+    assert " while(" in check("explicit", ("lengths", "sinks"), whole_queries=True, over=EIGHT)
 
 
 @X64

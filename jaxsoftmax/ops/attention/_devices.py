@@ -44,6 +44,7 @@ STRATEGIES = ("ring", "all_gather", "all_to_all")
 _OPERATIONS, _BYTES, _STEP = 6e14, 2.6e11, 3e-5
 _MOST_GATHERED = 2**29  # bytes of keys and values that a device may have of the others
 _MOST_COMBINED = 30 << 20  # bytes that XLA sends by one collective, unless XLA_FLAGS says how many
+_MOST_UNROLLED = 16  # steps of a ring, or states of devices, that are written out: of more, those alike are one loop
 _MOST_MERGED = 2**22  # numbers of the states of all devices, above which they are summed up and not gathered
 
 # Operands and results with an axis of queries, of keys, and of both: of the latter only the queries are cut.
@@ -110,6 +111,11 @@ class _Cut:
         granule = device * self.pieces + xp.arange(self.pieces, dtype=np.int32)
         return self.size * start_of(granule, granules(self.devices, self.zigzag), self.zigzag, xp.where)
 
+    @functools.cached_property
+    def all_starts(self) -> np.ndarray:
+        """Those of all devices, int64 `[devices, pieces]`."""
+        return self.starts(np.arange(self.devices)[:, None], np).astype(np.int64)
+
     def places(self, device):
         """Where those are in arrays of the whole sequence."""
         return device * self.length + self.size * jnp.arange(self.pieces, dtype=np.int32)
@@ -130,6 +136,19 @@ class _Part:
     cols: slice
     window: tuple[int | None, int | None]
     halves: bool = False
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps of a ring that are alike: one, or several in a loop, in which each device hands keys on to the next.
+
+    Attributes:
+      shifts: from how many devices before the keys come, one after the other.
+      parts: what attends to them.
+    """
+
+    shifts: range
+    parts: list[_Part]
 
 
 class _Work:
@@ -156,10 +175,12 @@ class _Work:
         has_order = window != (None, None) or {"seeds", "query_lengths", "key_lengths"} & set(given)
         self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
         self.halves = False
+        self.steps = self._steps() if self.rows.axes and self.rows.axes == self.cols.axes else []
         self.way = self._way(context_parallel)
         self.halves = self.way == "ring" and self._is_halved()
         if self.halves:
             self.rows, self.cols = (replace(cut, zigzag=None) for cut in (self.rows, self.cols))
+            self.steps = self._steps()
         # One function, so that parts of the same shapes are traced and lowered once.
         self.run = jax.jit(
             lambda this, operands, window, **more: run(_MAPS[this], operands, window=window, **params, **more),
@@ -191,33 +212,42 @@ class _Work:
 
     def _cheapest(self, ways) -> str:
         """The one that should take the least time, by a model of what is computed and what is sent."""
+        if len(ways) == 1:
+            return ways[0]
         (*batch, length, heads, size), (*_, keys, key_heads, _) = self.given["query"].shape, self.given["key"].shape
         sizes, devices = size + self.given["value"].shape[-1], self.rows.devices
         of_head = math.prod(batch) * sizes * self.given["query"].dtype.itemsize
         of_queries, of_keys = of_head * heads * length, of_head * key_heads * keys
         of_scores = sum(self.given[name].nbytes for name in ("bias", "mask") if name in self.given)
         block = 2 * math.prod(batch) * heads * length * keys * sizes / _OPERATIONS
-        share = block * np.array([[self._share(i, j) for j in range(devices)] for i in range(devices)])
-        i = np.arange(devices)
-        own, *others = (share[i, (i - shift) % devices].max() for shift, _ in self._steps())
+        shares = block * np.array([self._shares(shift) for shift in range(devices)])
+        own, *others = (shares[shift].max() for shift, _ in self.steps)
         seconds = {
             "ring": own + sum(max(step, of_keys / _BYTES) + _STEP for step in others),
-            "all_gather": share.sum(1).max() + (devices - 1) * of_keys / _BYTES + _STEP,
-            "all_to_all": share.sum() / devices + (of_queries + of_keys + devices * of_scores) / _BYTES + 2 * _STEP,
+            "all_gather": shares.sum(0).max() + (devices - 1) * of_keys / _BYTES + _STEP,
+            "all_to_all": shares.sum() / devices + (of_queries + of_keys + devices * of_scores) / _BYTES + 2 * _STEP,
         }
         if (devices - 1) * of_keys > _MOST_GATHERED:
             seconds["all_gather"] = math.inf
         return min(ways, key=seconds.__getitem__)
 
-    def _share(self, i, j) -> float:
-        """How much of the keys of device `j` the queries of device `i` see, about: of 8 positions of each piece."""
+    def _shares(self, shift) -> np.ndarray:
+        """The share of the keys `shift` devices before it that the queries of each device see, from 8 positions of a piece."""
+        left, right = self._sides()
+        row, col = (cut.size * (np.arange(8) + 0.5) / 8 for cut in (self.rows, self.cols))
+        ahead = np.sort(np.subtract.outer(col, row).ravel())
+        apart = self._apart(shift)
+        seen = np.searchsorted(ahead, right - apart, "right") - np.searchsorted(ahead, -left - apart, "left")
+        return np.maximum(seen, 0).mean((1, 2)) / ahead.size
+
+    def _sides(self) -> tuple[float, float]:
+        """Positions that a query sees to the left and to the right, infinite where nothing ends them."""
         left, right = (math.inf if side is None else side for side in self.window)
-        row, col = (
-            np.add.outer(cut.starts(device, np), (np.arange(8) + 0.5) * (cut.size / 8)).ravel()
-            for cut, device in ((self.rows, i), (self.cols, j))
-        )
-        ahead = col[None, :] - row[:, None]
-        return float(np.mean((ahead <= right) & (-ahead <= left)))
+        return left, right
+
+    def _apart(self, shift) -> np.ndarray:
+        """Positions of keys `shift` devices before, less those of queries, `[devices, pieces of queries, pieces of keys]`."""
+        return np.roll(self.cols.all_starts, shift, 0)[:, None, :] - self.rows.all_starts[:, :, None]
 
     def _is_halved(self) -> bool:
         """Whether keys of others are seen by halves: in zigzag order, if nothing but a causal mask depends on positions.
@@ -246,21 +276,24 @@ class _Work:
             found += [_Part(late, early, sides[0]), _Part(early, late, sides[1])]
         return found
 
-    def _sees(self, i, j, part) -> bool:
-        """Whether a query of device `i` may see a key of device `j`."""
-        if "query_offset" in self.given or part.halves:
-            return True
-        left, right = (math.inf if side is None else side for side in self.window)
-        rows, cols = self.rows.starts(i, np)[part.rows], self.cols.starts(j, np)[part.cols]
-        return bool(np.any((cols <= rows + self.rows.size - 1 + right) & (cols + self.cols.size - 1 >= rows - left)))
+    def _seen(self, shift, parts) -> np.ndarray:
+        """Tells whether a query of each device may see a key of the device `shift` before it, `[parts, devices]`."""
+        found = np.ones((len(parts), self.rows.devices), bool)
+        if "query_offset" in self.given:
+            return found
+        (left, right), apart = self._sides(), self._apart(shift)
+        for sees, part in zip(found, parts, strict=True):
+            if not part.halves:
+                own = apart[:, part.rows, part.cols]
+                sees[:] = ((own <= self.rows.size - 1 + right) & (own + self.cols.size - 1 >= -left)).any((1, 2))
+        return found
 
     def _steps(self) -> list[tuple[int, list[_Part]]]:
         """From how many devices before the keys come, and what attends to them, as far as some device sees any."""
-        devices, found = self.rows.devices, []
-        for shift in range(devices):
-            parts = [
-                part for part in self._parts(shift) if any(self._sees(i, (i - shift) % devices, part) for i in range(devices))
-            ]
+        found = []
+        for shift in range(self.rows.devices):
+            parts = self._parts(shift)
+            parts = [part for part, sees in zip(parts, self._seen(shift, parts), strict=True) if sees.any()]
             if shift == 0 and not (parts and parts[0].rows == slice(None)):
                 parts.insert(0, self._parts()[0])  # which has every row
             if parts:
@@ -269,9 +302,8 @@ class _Work:
 
     def _pairs(self, shift):
         """Which devices send keys, and which get them: those that see any."""
-        devices, parts = self.rows.devices, self._parts(shift)
-        pairs = [(j, (j + shift) % devices) for j in range(devices)]
-        return [(j, i) for j, i in pairs if any(self._sees(i, j, part) for part in parts)]
+        devices, sees = self.rows.devices, self._seen(shift, self._parts(shift)).any(0)
+        return [(j, i) for j in range(devices) if sees[i := (j + shift) % devices]]
 
     # The maps.
 
@@ -291,7 +323,7 @@ class _Work:
 
         def attend(_, keys, device, parts, shift):
             options = {"return_lse": True, "is_partial": self.is_partial or not is_one}
-            return [self._attend(name, part, keys, device, **options) for part in parts], None
+            return [self._attend(name, part, keys, device, **options) for part in parts], {}
 
         found, _ = self._over_keys(attend, None, lambda found, _: found)
         if is_one:
@@ -307,7 +339,7 @@ class _Work:
 
     def _along_ring(self, sinks):
         """`[out, lse]`. Each part of the keys starts from the state of the parts before it; the first part has the sinks."""
-        last_shift, last_parts = self._steps()[-1]
+        last_shift, last_parts = self.steps[-1]
 
         def attend(found, keys, device, parts, shift):
             for part in parts:
@@ -317,7 +349,7 @@ class _Work:
                 more |= {"return_lse": True, "is_partial": not is_last}
                 own = self._attend(primitive.ATTENTION.name, part, keys, device, extra, **more)
                 found = own if found is None else [self._replaced(*pair, part) for pair in zip(found, own, strict=True)]
-            return found, None
+            return found, {}
 
         (out, lse), _ = self._over_keys(attend, None, lambda found, _: found)
         out = out if self.is_partial else out.astype(self.given["query"].dtype)
@@ -342,8 +374,12 @@ class _Work:
             else:
                 both = lax.all_gather(both, axes)
             o, m = jnp.split(both, [o.shape[-1]], -1)
-            states = [state_of(o[i], jnp.swapaxes(m[i, ..., 0], -1, -2), self.dtype) for i in range(self.cols.devices)]
-            return functools.reduce(online.merge, states)
+
+            def pushed(i, state):
+                return online.merge(state, state_of(o[i], jnp.swapaxes(m[i, ..., 0], -1, -2), self.dtype))
+
+            first = state_of(o[0], jnp.swapaxes(m[0, ..., 0], -1, -2), self.dtype)
+            return _repeated(pushed, 1, devices, first)
         top = lax.pmax(lax.stop_gradient(m), axes)
         return online.State(top, *lax.psum(online.rescale(finished, top)[1:], axes))
 
@@ -363,7 +399,7 @@ class _Work:
                     more = {"d_sinks": jnp.expand_dims(sinks, self.at)}
                 found = [self._in_rows(x.astype(self.dtype), part) for x in self._attend(name, part, keys, device, more)]
                 sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
-            return sums, None
+            return sums, {}
 
         (out, lse), _ = self._over_keys(attend, None, lambda sums, _: sums)
         if self.way == "merge":
@@ -398,7 +434,7 @@ class _Work:
                         sums[name_] = self._replaced(sums[name_], x, part)
                     else:
                         _add(visitors, name_, self._in_cols(x.astype(self.dtype), part))
-            return sums, self._sent_home(visitors, shift)
+            return sums, visitors
 
         def arrived(sums, visitors):
             sums = dict(sums)
@@ -434,50 +470,107 @@ class _Work:
     # What an attention of parts takes, and gives.
 
     def _over_keys(self, attend, carry, arrived, *, own_last=False):
-        """`carry, sent = attend(carry, keys, device, parts, shift)` for the keys of each device that matter.
+        """`carry, visitors = attend(carry, keys, device, parts, shift)` for the keys of each device that matter.
 
-        Own ones come first, or last with `own_last`, so that nothing is on its way when the last step has run. `sent` is on its
-        way while the next step runs, and then `carry = arrived(carry, sent)`; that of the last step comes back with `carry`.
-        `device` is whose keys they are, None if they are those of all in their order.
+        Own ones come first, or last with `own_last`, so that nothing is on its way when the last step has run. `visitors` are
+        derivatives of the keys, by name: they are sent home while the next step runs, and then `carry = arrived(carry, sent)`;
+        those of the last step come back with `carry`. `device` is whose keys they are, None if they are those of all in their
+        order. `shift` is None in a loop.
         """
         home, everything = {name: self._in_pieces(name) for name in self.given if name in _OF_KEYS}, slice(None)
         if self.way == "all_gather":
-            return attend(carry, self._gathered(), None, [_Part(everything, everything, self.window)], 0)
+            carry, visitors = attend(carry, self._gathered(), None, [_Part(everything, everything, self.window)], 0)
+            return carry, {name: self._scattered(x.astype(self.dtype)) for name, x in visitors.items()}
         if self.way == "merge":
             parts = [_Part(everything, slice(piece, piece + 1), self.window) for piece in range(self.cols.pieces)]
             return attend(carry, home, self.cols.index, parts, 0)
-        own, *others = self._steps()
-        steps = [*others, own] if own_last else [own, *others]
-        shifts = [shift for shift, _ in steps]
-        devices, index, last = self.rows.devices, self.rows.index, None
-        arriving = self._sent_by(shifts[0], home)  # as they are: the first step waits for them
+        own, *others = self._stretches()
+        stretches = [*others, own] if own_last else [own, *others]
+        index = self.rows.index
+        arriving = self._sent_by(stretches[0], home)  # as they are: the first step waits for them
         outgoing: dict[str, jax.Array] = {}
-        if any(shifts[1:]):
+        if any(stretch.shifts[0] for stretch in stretches[1:]):
             outgoing = home if _are_sent_together(home) else _packed(home)
-        for (shift, parts), following in zip(steps, [*shifts[1:], None], strict=True):
+        last: dict[str, jax.Array] = {}
+        for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
+            shift, sums = stretch.shifts[-1], {}
+            if len(stretch.shifts) > 1:
+                carry, arriving, sums = self._handed_on(attend, arrived(carry, last), arriving, home, stretch)
+                last = {}
             keys = _unpacked(arriving, home) if shift else home
             arriving = self._sent_by(following, outgoing)  # started before the attention, which runs meanwhile
-            carry, sent = attend(carry, keys, lax.rem(index - shift + devices, jnp.int32(devices)), parts, shift)
-            carry = arrived(carry, last) if last is not None else carry
+            carry, visitors = attend(carry, keys, self._before(index, shift), stretch.parts, shift)
+            sent = self._sent_home(visitors, sums, shift)
+            carry = arrived(carry, last) if last else carry
             if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
                 carry, arriving, home, outgoing = lax.optimization_barrier((carry, arriving, home, outgoing))
             last = sent
         return carry, last
 
-    def _sent_by(self, shift, keys):
-        """The keys of so many devices before, on their way; none of a device's own, or where there is no such step."""
-        return self._sent(keys, self._pairs(shift)) if shift else {}
+    def _stretches(self) -> list[_Stretch]:
+        """The steps, of which those that follow one another and are alike are one loop where there are many."""
+        found: list[_Stretch] = []
+        for shift, parts in self.steps:
+            before = found[-1] if found and len(self.steps) > _MOST_UNROLLED else None
+            if before and before.shifts[0] and before.shifts.stop == shift and before.parts == parts:
+                found[-1] = _Stretch(range(before.shifts[0], shift + 1), parts)
+            else:
+                found.append(_Stretch(range(shift, shift + 1), parts))
+        return found
+
+    def _handed_on(self, attend, carry, arriving, home, stretch):
+        """Runs a loop but its last step: `carry`, the keys of that step, and the sums of their derivatives up to there.
+
+        Those derivatives go on with the keys, so that they are added in the order of the steps, as at home.
+        """
+        devices, index, hops = self.rows.devices, self.rows.index, np.any(self._needs(stretch)[1:], 0)
+        keys_on = [(int(i - 1) % devices, int(i)) for i in np.flatnonzero(hops)]
+        sums_on = [(i, (i + 1) % devices) for i in range(devices)]
+
+        def step(shift, found):
+            carry, keys, sums = found
+            following = self._sent(keys, keys_on)  # started before the attention, which runs meanwhile
+            device = self._before(index, jnp.asarray(shift, jnp.int32))
+            carry, visitors = attend(carry, _unpacked(keys, home), device, stretch.parts, None)
+            visitors = _packed(visitors) if visitors else {}
+            sums = jax.tree.map(jnp.add, sums, visitors) if sums else visitors
+            return lax.optimization_barrier((carry, following, self._sent(sums, sums_on)))
+
+        first, *_, last = stretch.shifts
+        return _repeated(step, first + 1, last, step(first, (carry, arriving, {})))
+
+    def _needs(self, stretch) -> np.ndarray:
+        """In each step of a stretch the devices that must have the keys: for themselves, or for one behind."""
+        found = [self._seen(shift, stretch.parts).any(0) for shift in stretch.shifts]
+        for here, behind in zip(found[-2::-1], found[:0:-1], strict=True):
+            here |= np.roll(behind, -1)
+        return np.array(found)
+
+    def _before(self, index, shift):
+        """The number of the device `shift` before `index`."""
+        return lax.rem(index - shift + self.rows.devices, jnp.int32(self.rows.devices))
+
+    def _sent_by(self, stretch, keys):
+        """The keys of a stretch's first step, on their way; none of a device's own, or where there is no stretch."""
+        if stretch is None or stretch.shifts[0] == 0:
+            return {}
+        devices, shift, needs = self.rows.devices, stretch.shifts[0], self._needs(stretch)[0]
+        return self._sent(keys, [(j, i) for j in range(devices) if needs[i := (j + shift) % devices]])
 
     def _sent(self, arrays, pairs):
         return jax.tree.map(lambda x: lax.ppermute(x, self.rows.axes, pairs), arrays)
 
-    def _sent_home(self, visitors, shift):
-        """Derivatives of keys, on their way to whose keys they are."""
-        if self.way == "all_gather":
-            return {name: self._scattered(x.astype(self.dtype)) for name, x in visitors.items()}
+    def _sent_home(self, visitors, sums, shift):
+        """Derivatives of keys, on their way to whose keys they are, with `sums` that have come along with the keys."""
         if shift == 0 or not visitors:
             return visitors
-        return _unpacked(self._sent(_packed(visitors), [(i, j) for j, i in self._pairs(shift)]), visitors)
+        if sums:
+            before = _unpacked(sums, visitors)
+            visitors, devices = {name: before[name] + x for name, x in visitors.items()}, self.rows.devices
+            pairs = [((j + shift) % devices, j) for j in range(devices)]
+        else:
+            pairs = [(i, j) for j, i in self._pairs(shift)]
+        return _unpacked(self._sent(_packed(visitors), pairs), visitors)
 
     def _gathered(self):
         """The keys of all devices in their order; masks and biases get it too."""
@@ -633,6 +726,13 @@ class _Work:
             start = self.rows.index * x.shape[head]
             return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, head)
         return x
+
+
+def _repeated(body, start: int, stop: int, carry):
+    """Repeats `carry = body(i, carry)`, in a loop if there are many; two in its body swap buffers, so that none is copied."""
+    if stop - start < _MOST_UNROLLED:
+        return functools.reduce(lambda carry, i: body(i, carry), range(start, stop), carry)
+    return lax.fori_loop(start, stop, body, carry, unroll=2)
 
 
 def _add(sums, name, x):

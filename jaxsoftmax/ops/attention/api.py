@@ -483,12 +483,19 @@ def update_pages(
         raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
     batch, length = key.shape[:-3], key.shape[-3]
     table, first = _table(name, page_table, batch), _lengths("positions", positions, batch, name)
+    scales = _scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
+    # Pages are whole but for their heads, and on explicit mesh axes so is what is written into them.
+    whole, heads = (None,) * len(batch), (None, "heads", None)
+    given = [key_pages, value_pages, key, value, table, first, *scales.values()]
+    axes = [(None, *heads)] * 2 + [(*whole, *heads)] * 2 + [(*whole, None), whole]
+    axes += [(*(None,) * (scale.ndim - 1), "heads") for scale in scales.values()]
+    key_pages, value_pages, key, value, table, first, *of_heads = sharding.placed_alike(given, axes)
+    scales = dict(zip(scales, of_heads, strict=True))
     at = first[..., None] + lax.broadcasted_iota(np.int32, (*batch, length), len(batch))
     inside = (at >= 0) & (at < table.shape[-1] * page)
     numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
     numbers = jnp.where(inside & (numbers >= 0), numbers, count)  # beyond the last page: such updates are dropped
     place = numbers, at % page
-    scales = _scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
     found = []
     for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
         if (own := scales.get(f"{which}_scale")) is not None:
