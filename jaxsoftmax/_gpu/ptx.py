@@ -56,7 +56,11 @@ def emit(
         ]
         return arrays if isinstance(results, list) else arrays[0]
 
-    return inline(*refs, *map(jnp.int32, scalars), *(array for array, _ in arrays))
+    return inline(*refs, *map(_int32, scalars), *(array for array, _ in arrays))
+
+
+def _int32(number):
+    return number if isinstance(number, jax.Array) and number.dtype == jnp.int32 else jnp.int32(number)
 
 
 def keep_loop() -> None:
@@ -81,22 +85,19 @@ def block_barrier() -> None:
 
 def widened(values: jax.Array, layout: Any) -> jax.Array:
     """bfloat16 values as float32, in one operation for each; where a word has two, `arith.extf` takes two for the second."""
+    kind = plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout)
+    return emit(lambda values: list(map(widened_register, values.registers.flat)), arrays=[(values, layout)], results=kind)
 
-    def widen(values):
-        kind = ptx_layout.registers_element_type(ir.F32Type.get())
-        registers = []
-        for register in values.registers.flat:
-            words = vector.bitcast(words_of(register.type), register)
-            bits = llvm.mlir_undef(ir.VectorType.get((2 * words.type.shape[0],), integer(32)))
-            for k in range(words.type.shape[0]):
-                word = llvm.extractelement(words, constant(k))
-                for q, half in enumerate((arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))):
-                    bits = llvm.insertelement(bits, half, constant(2 * k + q))
-            registers.append(vector.bitcast(kind, bits))
-        return registers
 
-    ptx_layout = layout.to_mgpu()
-    return emit(widen, None, (), [(values, layout)], plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout))
+def widened_register(register):
+    """A vector of bfloat16, of an even size, as float32."""
+    words = vector.bitcast(words_of(register.type), register)
+    bits = llvm.mlir_undef(ir.VectorType.get((2 * words.type.shape[0],), integer(32)))
+    for k in range(words.type.shape[0]):
+        word = llvm.extractelement(words, constant(k))
+        for q, half in enumerate((arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))):
+            bits = llvm.insertelement(bits, half, constant(2 * k + q))
+    return vector.bitcast(ir.VectorType.get(register.type.shape, ir.F32Type.get()), bits)
 
 
 def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:

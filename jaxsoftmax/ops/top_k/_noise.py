@@ -97,7 +97,11 @@ def words_of(block: Any, row: Any, key0: Any, key1: Any, multiply: Multiply = mu
 
 def half(words: Words, index: int) -> jax.Array:
     """One of the `HALVES` of words, as the upper half of a word."""
-    word = words[index % WORDS]
+    return half_of(words[index % WORDS], index)
+
+
+def half_of(word: jax.Array, index: int) -> jax.Array:
+    """The half of this number, given the word that has it."""
     return word << np.uint32(16) if index < WORDS else word & np.uint32(0xFFFF0000)
 
 

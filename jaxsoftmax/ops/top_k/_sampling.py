@@ -12,6 +12,9 @@
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,6 +26,7 @@ from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.fused import fused, product
 from jaxsoftmax._gpu.ptx import utils
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
@@ -109,7 +113,7 @@ def _draw(plan, x, of_rows, parts):
             tops = drawing.tops(loaded)
             if states is not None:
                 carry = states.push(carry, list(map(drawing.held.converted, loaded)), tops[0])
-            drawing.draw(steps, load, tops, (lambda x, _: drawing.min_p_keeps(x)) if "min_p" in of_rows else None)
+            drawing.draw(steps, load, tops, drawing.min_p_keeps() if "min_p" in of_rows else None)
             return carry
 
         row.sweep(x_ref, drawing.held, visit, states, ahead=False)  # random words take long enough
@@ -185,9 +189,9 @@ def _redraw(target, x, rejected, index, of_rows):
                     drawing.draw(steps, load, drawing.tops(load()), kept)
                     return carry
 
-                def kept(x, columns):
-                    is_before = last.is_after(x, columns)
-                    return is_before if "min_p" not in of_rows else jnp.logical_and(is_before, drawing.min_p_keeps(x))
+                kept = _Kept(_is_after, (last.value, last.column))
+                if "min_p" in of_rows:
+                    kept = _Kept(_is_after_and_min_p_keeps, (*kept.numbers, *drawing.min_p_keeps().numbers))
 
                 drawing.winner.clear()
                 look.clear()
@@ -294,11 +298,11 @@ class _Drawing:
         self.winner.share(self.row.tile.memory.rank)
         return self.winner.column()
 
-    def min_p_keeps(self, x) -> jax.Array:
-        """Whether `min_p` keeps what is of these scores, of a row whose maximum is known."""
-        weights, least = self.row.weights(x, self.of_row["m"], self.inverse), self.of_row["min_p"]
+    def min_p_keeps(self) -> "_Kept":
+        """Returns the filter of `min_p`, for a row whose maximum is known."""
+        inverse, least = [] if self.inverse is None else [self.inverse], self.of_row["min_p"]
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
-        return weights >= self.row.tile.along(least)
+        return _Kept(_min_p_keeps, (self.of_row["m"], least, *inverse))
 
     def tops(self, loaded) -> tuple[jax.Array, list[jax.Array]]:
         """The maxima at each place, or NaN: of all steps, in float32, and of each group of steps, in the dtype of memory.
@@ -309,34 +313,27 @@ class _Drawing:
         groups = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
         return self.held.converted(larger(groups)), groups
 
-    def draw(self, steps, load, tops, kept=None) -> None:
-        """Draws among the elements of a sweep for which `kept(scores, columns)` holds, or among all; `tops` are their maxima.
+    def draw(self, steps, load, tops, kept: "_Kept | None" = None) -> None:
+        """Draws among the elements of a sweep that `kept` keeps, or among all; `tops` are their maxima.
 
         What is looked at alone is loaded again, from where it takes no registers.
         """
-        winner, lowest = self.winner, self.row.tile.accumulator(-jnp.inf)
+        winner, inverse = self.winner, [] if self.inverse is None else [self.inverse]
 
-        def at_temperature(scores, is_kept=None):
-            scores = scores if self.inverse is None else scores * self.row.tile.along(self.inverse)
-            if kept is None:
-                return scores
-            # Those that are kept may overflow: then they are alike, but more than the others.
-            scores = jnp.maximum(scores, self.row.tile.along(jnp.float32(jnp.finfo(jnp.float32).min)))
-            return scores if is_kept is None else jnp.where(is_kept, scores, lowest)
+        def at_temperature(scores):
+            return fused(_at_temperature, (kept is not None,), [scores, *inverse], self.layout)
 
         words = self._words(steps[0])
 
         def compare(index):
-            found, columns = self.held.converted(load(index)), self.place + steps[index] * self.width
-            score = at_temperature(found, None if kept is None else kept(found, columns))
-            upper = _noise.half(words, index)
+            found, column = load(index), jnp.int32(steps[index] * self.width)
+            operands = [found, words[index % _noise.WORDS], self.place, column, *inverse, *(kept.numbers if kept else ())]
+            options = index, kept and kept.test, len(inverse)
+            score, upper, columns = fused(_scored, options, operands, self.layout)
 
             def push():
-                lower = _noise.half(self._words(steps[0], _noise.LOWER), index)
-                noise = _noise.gumbel(upper | lower >> np.uint32(16))
-                total = score + (noise if self.noise is None else noise * self.row.tile.along(self.noise))
-                total = jnp.where(total == total, total + 0, -lowest)  # NaN before all numbers, and -0 as 0
-                winner.push(total, columns, self.layout)
+                operands = [score, upper, self.place, *self._counter(steps[0]), *([] if self.noise is None else [self.noise])]
+                winner.push(fused(_total, (index,), operands, self.layout), columns, self.layout)
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
@@ -346,19 +343,116 @@ class _Drawing:
         @pl.when(winner.may_win(at_temperature(top), jnp.minimum(*least), self.noise, self.layout) != 0)
         def _():
             for number, (group, upper) in enumerate(zip(groups, least, strict=False)):
-                score = at_temperature(self.held.converted(group))
+                score = at_temperature(group)
 
                 @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
                 def _(number=number):
                     for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
                         compare(index)
 
-    def _words(self, step, more=0):
+    def _words(self, step):
         """The random words of a sweep, whose first step is this one, a multiple of their halves."""
-        block = (self.place + step // _noise.HALVES * _noise.STRIDE).astype(jnp.uint32) + np.uint32(more)
-        of_row = (self.row.tile.along(self.of_row[name]) for name in ("row", "key0", "key1"))
-        row, key0, key1 = (plgpu.layout_cast(array, self.layout) for array in of_row)
-        return _noise.words_of(block, row, key0, key1, functools.partial(ptx.product, layout=self.layout))
+        return fused(_random_words, (0,), [self.place, *self._counter(step)], self.layout)
+
+    def _counter(self, step) -> list[Any]:
+        return [jnp.int32(step // _noise.HALVES * _noise.STRIDE), *(self.of_row[name] for name in ("row", "key0", "key1"))]
+
+
+# What is computed for each element of a step, by functions that are `fused`.
+
+
+def _along(number, like):
+    return lax.broadcast_in_dim(number, like.shape, ())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random_words(more: int, place, first, row, key0, key1):
+    block = (place + first).astype(jnp.uint32) + np.uint32(more)
+    row, key0, key1 = (_along(number, place) for number in (row, key0, key1))
+    return _noise.words_of(block, row, key0, key1, product)
+
+
+def _at_temperature(is_filtered: bool, scores, inverse=None):
+    """Scores that are compared. If they overflow, those that a filter keeps are alike, but more than the others."""
+    scores = scores.astype(jnp.float32)
+    scores = scores if inverse is None else scores * _along(inverse, scores)
+    return jnp.maximum(scores, jnp.finfo(jnp.float32).min) if is_filtered else scores
+
+
+def _scored(index: int, test, temperatures: int, found, word, place, first, *numbers):
+    """Returns the scores that are compared, the upper halves of the random words and the columns of one step of a sweep."""
+    found, columns = found.astype(jnp.float32), place + _along(first, place)
+    scores = _at_temperature(test is not None, found, *numbers[:temperatures])
+    if test is not None:
+        scores = jnp.where(test(found, columns, *numbers[temperatures:]), scores, -jnp.inf)
+    return scores, _noise.half_of(word, index), columns
+
+
+def _total(index: int, score, upper, place, first, row, key0, key1, noise=None):
+    """Returns the scores with noise of one step of a sweep."""
+    words = _random_words(_noise.LOWER, place, first, row, key0, key1)
+    noise_of_columns = _noise.gumbel(upper | _noise.half(words, index) >> np.uint32(16))
+    total = score + (noise_of_columns if noise is None else noise_of_columns * _along(noise, score))
+    return jnp.where(total == total, total + 0, jnp.inf)  # NaN before all numbers, and -0 as 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A filter of the elements to draw from.
+
+    Attributes:
+      test: a function of scores, columns and `numbers`.
+      numbers: scalars.
+    """
+
+    test: Callable[..., jax.Array]
+    numbers: tuple[Any, ...]
+
+
+def _weights(x, m, inverse=None):
+    return online.weights(x, _along(m, x), axis=(), scale=None if inverse is None else _along(inverse, x))
+
+
+def _min_p_keeps(x, columns, m, least, inverse=None):
+    del columns
+    return _weights(x, m, inverse) >= _along(least, x)
+
+
+def _is_after(x, columns, value, column):
+    """Tells which elements come before an entry with this value in this column, where 0 and -0 are equal."""
+    value, column = _along(value, x), _along(column, x)
+    return jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
+
+
+def _is_after_and_min_p_keeps(x, columns, value, column, *of_row):
+    return jnp.logical_and(_is_after(x, columns, value, column), _min_p_keeps(x, columns, *of_row))
+
+
+def _is_after_at(x, place, first, value, column):
+    """`_is_after` for the step that begins with the column `first`."""
+    return _is_after(x, place + _along(first, x), value, column)
+
+
+def _is_after_all_of(x, value, are_higher):
+    """`_is_after` for columns that are all higher than the entry's if `are_higher`, a scalar, is true, else all lower.
+
+    If the entry is -inf, elements of -inf at lower columns are not counted: they weigh nothing.
+    """
+    value, are_higher = _along(value, x), _along(are_higher, x)
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    next_bits = jnp.where(value == 0, jnp.int32(-(2**31) + 1), bits + jnp.where(value > 0, -1, 1))
+    return x > jnp.where(are_higher, value, lax.bitcast_convert_type(next_bits, jnp.float32))
+
+
+def _added(test, count: int, total, before, x, *numbers):
+    """The sums of the weights of all elements, and of those before an entry, with those of a step more.
+
+    Elements are before it for which `test(x, *numbers)` holds, of the first `count` numbers.
+    """
+    x = x.astype(jnp.float32)
+    weight = _weights(x, *numbers[count:])
+    counted = jnp.where(test(x, *numbers[:count]), weight, 0)
+    return total + weight, before + counted
 
 
 class _Look:
@@ -370,7 +464,7 @@ class _Look:
         of_row = {name: _of_row(ref, tile.memory.row) for name, ref in of_row.items()}
         self.top_p, self.min_p = of_row["top_p"], of_row.get("min_p")
         self.held = tile.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
-        self.width, self.place = layout.threads * layout.vector, tile.column(0)
+        self.width, self.layout, self.place = layout.threads * layout.vector, layout.layout, tile.column(0)
         self.states = States(row, ref, of_row.get("inverse"), of_row["m"])
 
     def clear(self) -> None:
@@ -379,30 +473,30 @@ class _Look:
         ptx.block_barrier()
 
     def at(self, column) -> "_Entry":
-        return _Entry(self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32), column, self.row.tile.along)
+        return _Entry(self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32), column)
 
     def visit(self, entry: "_Entry", number, steps, load, in_loop, carry):
         """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry."""
         del number
 
-        def added(is_before):
-            def add(carry):
-                total, before = carry
-                for i in range(len(steps)):
-                    x = self.held.converted(load(i))
-                    weight = self.states.weights(x)
-                    counted = jnp.where(is_before(i, x), weight, 0)
-                    total, before = total + weight, before + counted
-                return total, before
+        of_weights = [self.states.m, *([] if self.states.size is None else [self.states.size])]
 
-            return add
+        def added(is_before, operands, carry):
+            for index in range(len(steps)):
+                carry = fused(_added, is_before, [*carry, load(index), *operands(index), *of_weights], self.layout)
+            return carry
 
-        by_column = added(lambda i, x: entry.is_after(x, self.place + steps[i] * self.width))
+        def by_column(carry):
+            def operands(index):
+                return self.place, jnp.int32(steps[index] * self.width), entry.value, entry.column
+
+            return added((_is_after_at, 4), operands, carry)
+
         if not in_loop:
             return by_column(carry)
         # Of whole sweeps, whose elements are in order, almost all lie on one side of the entry.
         first, end = steps[0] * self.width, (steps[-1] + 1) * self.width
-        by_score = added(lambda _, x: entry.is_after_all_of(x, are_higher=entry.column <= first))
+        by_score = functools.partial(added, (_is_after_all_of, 2), lambda index: (entry.value, entry.column <= first))
         return lax.cond(jnp.logical_and(first < entry.column, entry.column < end), by_column, by_score, carry)
 
     def result(self, entry: "_Entry") -> tuple[jax.Array, jax.Array]:
@@ -420,23 +514,9 @@ class _Look:
         return rejected.astype(jnp.int32), d
 
 
+@dataclass(frozen=True)
 class _Entry:
-    """An entry of a row: what is before it in the order of `top_k`, where 0 and -0 are equal."""
+    """An entry of a row: its score and its column, scalars."""
 
-    def __init__(self, value, column, along):
-        self.value, self.column, self._along = value, column, along
-
-    def is_after(self, x, columns) -> jax.Array:
-        """Whether elements of these scores, at these columns, come before the entry."""
-        value, column = self._along(self.value), self._along(self.column)
-        return jnp.logical_or(x > value, jnp.logical_and(x == value, columns < column))
-
-    def is_after_all_of(self, x, are_higher) -> jax.Array:
-        """`is_after` for columns that are all higher than the entry's if `are_higher`, a scalar, is true, else all lower.
-
-        If the entry is -inf, elements of -inf at lower columns are not counted: they weigh nothing.
-        """
-        value = self._along(self.value)
-        bits = lax.bitcast_convert_type(value, jnp.int32)
-        next_bits = jnp.where(value == 0, jnp.int32(-(2**31) + 1), bits + jnp.where(value > 0, -1, 1))
-        return x > jnp.where(self._along(are_higher), value, lax.bitcast_convert_type(next_bits, jnp.float32))
+    value: Any
+    column: Any

@@ -163,8 +163,12 @@ class Row:
         own = of_slice * self.plan.slices // blocks  # sweeps of a block, of the last ones fewer
         carry = () if states is None else states.start()
 
+        def first_of(i):
+            return looped.start + i * unroll
+
         def steps_of(i):
-            return [looped.start + i * unroll + k for k in range(unroll)]
+            first = first_of(i)
+            return [first, *(first + k for k in range(1, unroll))]
 
         def loaded(steps, index=None):
             return [held.load(step) for step in steps] if index is None else held.load(steps[index])
@@ -182,20 +186,20 @@ class Row:
             swept = stop - first
 
             def copy(i, more: int = 0):
-                ring.copy(steps_of(i)[0] + (layout.joined - more), unroll + more, stop - i)
+                ring.copy(first_of(i) + (layout.joined - more), unroll + more, stop - i)
 
             def sweep(i, carry):
-                following, carry = carry
+                (following, carry), steps = carry, steps_of(i)
                 if ring is not None:
                     ptx.await_copies(copied - 1)
-                    carry = visit(i - first, steps_of(i), functools.partial(from_ring, steps_of(i)), True, carry)
+                    carry = visit(i - first, steps, functools.partial(from_ring, steps), True, carry)
                     copy(i + copied)
                 elif ahead:
                     here = following
                     following = loaded(steps_of(jnp.minimum(i + 1, stop - 1)))  # the last again, from a cache
-                    carry = visit(i - first, steps_of(i), functools.partial(from_registers, here), True, carry)
+                    carry = visit(i - first, steps, functools.partial(from_registers, here), True, carry)
                 else:
-                    carry = visit(i - first, steps_of(i), functools.partial(loaded, steps_of(i)), True, carry)
+                    carry = visit(i - first, steps, functools.partial(loaded, steps), True, carry)
                 if states is not None and states.has_sums:
                     is_last = (i + 1) % of_slice == 0
                     is_last = jnp.logical_and(is_last, i + 1 != count) if rest else jnp.logical_or(is_last, i + 1 == count)

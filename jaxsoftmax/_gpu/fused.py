@@ -1,0 +1,147 @@
+"""Elementwise functions as one operation of a kernel: their layout is stated, so Mosaic has nothing to infer for each step.
+
+To lower an operation of `jax.numpy` in a kernel takes Pallas half a millisecond, most of it for the inference of layouts. Here
+the function is traced by itself, and each of its operations is what Mosaic's own lowering makes of it: machine code and bits
+are the same.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from jaxsoftmax._core.compat import utils
+from jaxsoftmax._gpu import ptx
+
+
+def fused(function: Callable[..., Any], static: tuple[Any, ...], arrays: Sequence[jax.Array], layout: Any) -> Any:
+    """Returns `function(*static, *arrays)`.
+
+    Args:
+      function: elementwise, of arrays alike in shape and of scalars. It returns an array of that shape, or a tuple of them, and
+        uses nothing but its arguments: it is traced once in a process for each of their types.
+      static: its first arguments, which are hashable.
+      arrays: in this layout, and scalars.
+      layout: of the results too.
+    """
+    types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in map(jnp.asarray, arrays))
+    traced, shapes = _traced(function, static, types)
+    kinds = [plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout) for a in jax.tree.leaves(shapes)]
+
+    def make(*given):
+        return [array.registers.flat for array in _run(traced.jaxpr, traced.consts, given, layout.to_mgpu())]
+
+    found = ptx.emit(make, arrays=[(a, layout if a.ndim else ptx.SPLAT) for a in arrays], results=kinds)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+@functools.cache
+def _traced(function, static, types):
+    return jax.make_jaxpr(functools.partial(function, *static), return_shape=True)(*types)
+
+
+def product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the high and the low words of the products of a uint32 array and a number, in a function that is `fused`."""
+    return tuple(_product.bind(a, factor=b))
+
+
+_product = jex.core.Primitive("wide_product")
+_product.multiple_results = True
+_product.def_abstract_eval(lambda a, *, factor: [a, a])
+
+
+def _wide_product(array, *, factor):
+    def halves(register):
+        is_vector = isinstance(register.type, ir.VectorType)
+        wide = ir.VectorType.get(register.type.shape, ptx.integer(64)) if is_vector else ptx.integer(64)
+        whole = arith.muli(arith.extui(wide, register), utils.c(factor, wide))
+        return [arith.trunci(register.type, part) for part in (arith.shrui(whole, utils.c(32, wide)), whole)]
+
+    registers = zip(*map(halves, array.registers.flat), strict=True)
+    return [ptx.fragmented(list(part), array.layout, array.shape, False) for part in registers]
+
+
+def _run(jaxpr, constants, given, layout) -> list[Any]:
+    """The results of a traced function, as arrays of Mosaic GPU."""
+    values = dict(zip(jaxpr.constvars, map(_constant, constants), strict=True))
+    values |= zip(jaxpr.invars, given, strict=True)
+
+    def read(atom):
+        return _constant(atom.val) if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands, params = list(map(read, equation.invars)), equation.params
+        if equation.primitive.name in ("jit", "pjit", "closed_call"):
+            results = _run(params["jaxpr"].jaxpr, params["jaxpr"].consts, operands, layout)
+        elif equation.primitive.name == "broadcast_in_dim":
+            results = [_whole(operands[0], params["shape"], layout)]
+        elif equation.primitive is _product:
+            results = _wide_product(*operands, **params)
+        else:
+            results = [_OPERATIONS[equation.primitive.name](*operands, **params)]
+        values |= zip(equation.outvars, results, strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
+def _constant(value):
+    """A number as an array of Mosaic GPU without axes."""
+    dtype = jnp.result_type(value)
+    return _splat(utils.c(np.asarray(value).item(), utils.dtype_to_ir_type(dtype)), (), dtype)
+
+
+def _splat(value, shape, dtype):
+    return ptx.fragmented([value], plgpu.Layout.WG_SPLAT(shape).to_mgpu(), shape, utils.is_signed(dtype))
+
+
+def _whole(number, shape, layout):
+    """A number for each element of an array."""
+    return type(number).splat(number.registers.item(), shape, layout, is_signed=number.is_signed)
+
+
+def _converted(array, *, new_dtype, **params):
+    if array.mlir_dtype == ir.BF16Type.get() and new_dtype == jnp.float32 and array.layout.vector_length % 2 == 0:
+        return ptx.fragmented(list(map(ptx.widened_register, array.registers.flat)), array.layout, array.shape, None)
+    return array.astype(utils.dtype_to_ir_type(new_dtype), is_signed=utils.is_signed(new_dtype))
+
+
+def _bits(array, *, new_dtype):
+    return array.bitcast(utils.dtype_to_ir_type(new_dtype), output_is_signed=utils.is_signed(new_dtype))
+
+
+def _selected(condition, no, yes):
+    """Mosaic takes the sign of integers from what is selected first, which must not be a number for all."""
+    some = next((a for a in (condition, no) if a.registers.size > 1 or a.layout != yes.layout), None)
+    if some is not None and len(some.shape) and yes.registers.ndim < some.registers.ndim:
+        yes = type(yes).splat(yes.registers.item(), some.shape, some.layout, is_signed=yes.is_signed)
+    return condition.select(yes, no)
+
+
+def _plain(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation whose parameters say nothing that its operands do not."""
+    return lambda *operands, **params: operation(*operands)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "convert_element_type": _converted,
+    "bitcast_convert_type": _bits,
+    "select_n": _plain(_selected),
+    "exp": _plain(lambda a: a.exp(approx=True)),
+    "log": _plain(lambda a: a.log(approx=True)),
+    "abs": _plain(lambda a: a.abs()),
+    "neg": _plain(operator.neg),
+    "max": _plain(lambda a, b: a.max(b)),
+    "min": _plain(lambda a, b: a.min(b)),
+    "shift_left": _plain(operator.lshift),
+    "shift_right_logical": _plain(operator.rshift),
+    **{name: _plain(getattr(operator, name)) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "xor")},
+    "and": _plain(operator.and_),
+    "or": _plain(operator.or_),
+}
