@@ -454,7 +454,7 @@ def test_the_default_precision_is_that_of_the_context():
 def test_other_gpus_are_refused(capability):
     (decision,) = explain(lambda given: attend(**given), operands(), gpu=capability)
     assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
-    assert decision.implementation == "xla"
+    assert decision.implementation != "mosaic"
 
 
 def test_elsewhere_it_is_refused():

@@ -540,7 +540,7 @@ def test_float64_is_refused(f):
 def test_other_gpus_are_refused(capability):
     (decision,) = explain(OPS["softmax"], shaped(5, 63), gpu=capability)
     assert dict(decision.refusals)["mosaic"] == f"it needs compute capability 9.x, got cuda {capability}"
-    assert decision.implementation == "xla"
+    assert decision.implementation != "mosaic"
 
 
 def test_elsewhere_it_is_refused():
