@@ -17,7 +17,8 @@ generated. The ways differ in what the attention modules take as `attention_fn`:
 It prints tokens/s of all sequences together, and by how much the logits of the first new token differ from those of the first
 way. Plot and numbers go to --out.
 
-With --checkpoint the model is what train_tiny_lm.py trained, with the attention of jaxsoftmax: it goes on from --prompt.
+With --checkpoint the model is what train_tiny_lm.py trained, with the attention of jaxsoftmax: it goes on from --prompt. The
+text and the numbers go to --out, too, where it is given.
 
 Both print which implementation of jaxsoftmax runs. With --temperature, --top-k, --top-p or --min-p, and always with a
 checkpoint, the same loop runs with each way to choose a token:
@@ -52,6 +53,7 @@ from matplotlib.figure import Figure
 
 import jaxsoftmax
 from examples import train_tiny_lm
+from examples.axes import label_logarithmic
 from examples.train_tiny_lm import InputError, Parser
 from jaxsoftmax.flax import attention_fn
 
@@ -343,9 +345,10 @@ def plot(path: Path, speeds: list[Speed], title: str) -> None:
         own = [(speed.length, speed.tokens_per_second) for speed in of_way if speed.tokens_per_second]
         if own:
             axes.plot(*np.array(own).T, "o-", label=name)
-    axes.set(xlabel="tokens in the cache", ylabel="tokens/s", xscale="log", yscale="log", title=title)
+    axes.set(xlabel="tokens in the cache", ylabel="tokens/s", yscale="log", title=title)
+    label_logarithmic(axes, sorted({speed.length for speed in speeds}))
     axes.legend(frameon=False)
-    axes.grid(which="both", alpha=0.3)
+    axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -399,8 +402,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     option("--vocabulary", type=whole, metavar="N", help="tokens that there are (default: 256)")
     only_help = f"which ways to run, of {','.join(WAYS)} (default: all that run here)"
     option("--only", type=some_ways, metavar="WAY,...", help=only_help)
-    option("--out", type=Path, metavar="DIR", help="where the results go (default: runs/generate)")
-    checkpoint_help = "go on from --prompt with the model that train_tiny_lm.py left there; takes none of the options above"
+    option("--out", type=Path, metavar="DIR", help="where the results go (default: runs/generate; with --checkpoint nowhere)")
+    checkpoint_help = (
+        "go on from --prompt with the model that train_tiny_lm.py left there; takes --out alone of the options above"
+    )
     option("--checkpoint", type=Path, metavar="DIR", help=checkpoint_help)
     option("--prompt", metavar="TEXT", help="what the text begins with (default: 'The ')")
     option(
@@ -417,7 +422,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     here = [way for way in WAYS if on_gpu or way != "cudnn"]
     defaults = (ON_GPU if on_gpu else ELSEWHERE) | {"vocabulary": 256, "only": here, "out": Path("runs/generate")}
     if args.checkpoint is not None:
-        if given := [name for name in defaults if getattr(args, name) is not None]:
+        if given := [name for name in defaults if name != "out" and getattr(args, name) is not None]:
             raise InputError(f"argument --{given[0].replace('_', '-')}: not allowed with argument --checkpoint")
         defaults = {"prompt": "The ", "tokens": 256}
     elif args.prompt is not None:
@@ -453,6 +458,8 @@ def versions(vocabulary: int) -> str:
 def go_on(args: argparse.Namespace) -> None:
     """Prints how fast a trained model goes on from the prompt, and the text of what it says."""
     model, settings = train_tiny_lm.trained(args.checkpoint, "argument --checkpoint")
+    if args.out is not None:
+        make_folder(args.out)
     prompt = np.frombuffer(os.fsencode(args.prompt), np.uint8)
     tokens = jnp.broadcast_to(jnp.asarray(prompt, jnp.int32), (args.batch, len(prompt)))
     before, last = jnp.split(tokens, [len(prompt) - 1], 1)
@@ -470,17 +477,31 @@ def go_on(args: argparse.Namespace) -> None:
     own = timed(graph, params, fill, last, jax.random.key(args.seed), args.tokens, choices)
     for name, (speed, _) in own.items():
         print(shown(name, speed, own["none"][0]))
-    for row in np.asarray(own["jaxsoftmax"][1], np.uint8):
-        print(f"\n{train_tiny_lm.readable(np.append(prompt, row))}")
+    texts = [train_tiny_lm.readable(np.append(prompt, row)) for row in np.asarray(own["jaxsoftmax"][1], np.uint8)]
+    print(*(f"\n{text}" for text in texts), sep="\n")
+    if args.out is not None:
+        length = len(prompt) + args.tokens
+        write_speeds(args.out, [Speed("flash", length, name, speed) for name, (speed, _) in own.items()])
+        (args.out / "text.txt").write_text("\n\n".join(texts) + "\n")
+        print(f"\nwrote text.txt and tokens_per_second.csv to {args.out}")
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"argument --out: {out} cannot be used: {error.strerror}") from error
+
+
+def write_speeds(out: Path, speeds: list[Speed]) -> None:
+    with (out / "tokens_per_second.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([Speed._fields, *speeds])
 
 
 def compare(args: argparse.Namespace) -> None:
     sizes = args.layers, args.width, args.heads, args.kv_heads
     setting = Setting(*sizes, args.vocabulary, args.batch, args.dtype, args.seed)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"argument --out: {args.out} cannot be used: {error.strerror}") from error
+    make_folder(args.out)
     heads = f"{setting.heads} heads on {setting.kv_heads} of keys, of {setting.width // setting.heads}"
     title = titled(setting.layers, heads, setting.batch, setting.dtype)
     choices = ways_to_choose(args)
@@ -498,8 +519,7 @@ def compare(args: argparse.Namespace) -> None:
             print(f"{length:8}  {way:6} {columns}  {differences.get(way, math.nan):.2g}")
         speeds += own
     plot(args.out / "tokens_per_second.png", speeds, title)
-    with (args.out / "tokens_per_second.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([Speed._fields, *speeds])
+    write_speeds(args.out, speeds)
     print(f"\nwrote tokens_per_second.png and tokens_per_second.csv to {args.out}")
 
 

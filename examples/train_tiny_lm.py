@@ -3,6 +3,7 @@
     uv run examples/train_tiny_lm.py                    # a bar says how long it still takes
     uv run examples/train_tiny_lm.py --attention jax    # the same run through jax.nn.softmax
     uv run examples/train_tiny_lm.py --resume           # go on after Ctrl-C, with identical results
+    uv run examples/train_tiny_lm.py --resume --steps 2000    # go on after a run of 1000 steps is finished
     uv run examples/train_tiny_lm.py --compare          # flash, softmax and jax, one after another: losses and tokens/s
     uv run --extra cuda13 examples/train_tiny_lm.py --preset small --compare    # a model of GPT-2's size, on a GPU
 
@@ -504,6 +505,11 @@ def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> Non
         shutil.rmtree(path)
 
 
+def is_finished(record: dict[str, Any]) -> bool:
+    """Whether a run has come to its last step, after which it is evaluated."""
+    return bool(record["held_out"]) and record["held_out"][-1][0] == record["settings"]["steps"]
+
+
 def read_record(save: Path, settings: dict[str, Any] | None, option: str) -> dict[str, Any]:
     """The record of a checkpoint, once it and the files beside it are as they were saved, and it has these settings."""
     record = json.loads((save / "record.json").read_text())
@@ -512,7 +518,7 @@ def read_record(save: Path, settings: dict[str, Any] | None, option: str) -> dic
     saved, files = record["settings"], file_digests(save / "arrays")
     settings = {name: saved[name] for name in (*saved, *RECORDED)} if settings is None else settings
     differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
-    if differing:
+    if differing and not (differing == ["steps"] and is_finished(record) and settings["steps"] > saved["steps"]):
         changes = "; ".join(f"{name} was {saved.get(name)}, now {settings.get(name)}" for name in differing)
         raise InputError(f"{option}: {save} is of another run: {changes}")
     for name, expected in record.pop("files").items():
@@ -563,9 +569,13 @@ def laid_out(like: Any, arrays: dict[str, np.ndarray], save: Path, option: str) 
 
 
 def restore_checkpoint(out: Path, state: TrainState, settings: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-    """The state of the newest checkpoint, laid out as `state`, and its record."""
+    """The state of the newest checkpoint, laid out as `state`, and its record; a finished run may get more steps."""
     save, record, arrays = read_checkpoint(out, settings, "--resume")
-    return laid_out(state, arrays, save, "--resume"), record
+    more = settings["steps"] - record["settings"]["steps"]
+    if more:
+        arrays["losses"] = np.pad(arrays["losses"], (0, more))
+        print(f"a finished run goes on to step {settings['steps']}, with the learning rate of a run of so many")
+    return laid_out(state, arrays, save, "--resume"), record | {"settings": settings}
 
 
 def trained(out: Path, option: str) -> tuple[LanguageModel, argparse.Namespace]:
@@ -620,7 +630,8 @@ def train(args: argparse.Namespace, run: Run, state: TrainState, record: dict[st
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} at step {stop}: try a smaller --lr")
             record["seconds"] += time.perf_counter() - began
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second(args, stop, record):,.0f} tokens/s", refresh=False)
+            speed = f"{tokens_per_second(args, stop, record):,.0f} tokens/s"
+            bar.set_postfix_str(f"{loss / math.log(2):.3f} bits/byte, {speed}", refresh=False)
             bar.update(stop - step)
             step = stop
             if step % args.eval_every == 0 or step == args.steps:
@@ -807,7 +818,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     out_help = "where the results go; a run already there stays until the new one has a checkpoint and results of its own"
     add("--out", out_help, type=Path, metavar="DIR")
     resume_help = (
-        "continue from the checkpoint in --out, with --deterministic bit for bit; give the options but --mesh as before"
+        "continue from the checkpoint in --out, with --deterministic bit for bit; give the options but --mesh as before. A"
+        " finished run goes on to more --steps, with the learning rate of a run of so many"
     )
     parser.add_argument("--resume", action="store_true", help=resume_help)
     args = parser.parse_args(argv)

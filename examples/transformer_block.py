@@ -43,6 +43,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import jaxsoftmax
+from examples.axes import label_logarithmic
 from jaxsoftmax.flax import attention_fn
 
 # The ways, and what the figure calls them.
@@ -380,10 +381,9 @@ def draw(axes: Axes, costs: list[Cost], quantity: str) -> None:
         if unfit:
             points = [c.length for c in unfit], [getattr(c, quantity) for c in unfit]
             axes.plot(*points, "x", color=line.get_color(), markersize=12)
-    axes.set_xscale("log", base=2)
     if any(getattr(c, quantity) for c in costs):  # matplotlib has no logarithmic axis of nothing
         axes.set_yscale("log")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    label_logarithmic(axes, lengths)
     axes.grid(alpha=0.3)
 
 

@@ -3,7 +3,8 @@
 python -m examples.worklog              all parts, in the order below
 python -m examples.worklog times        run times of rungs and peers, of softmax with top-k and of attention
 python -m examples.worklog bytes        bytes that they move, by the GPU's counters, which Nsight Compute reads
-python -m examples.worklog cpu          naive, safe and online softmax on one CPU core, and jax.nn on all
+python -m examples.worklog cpu          naive, safe and online softmax on one CPU core, and jax.nn on all; alone it needs no
+                                        GPU, and without one its rows go to the folder cpu
 python -m examples.worklog times bytes --op softmax_top_k
                                         the same of one op alone
 python -m examples.worklog page check   tables and figures from the result files; the page's claims. Neither needs a GPU
@@ -69,8 +70,10 @@ def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
     problems, folder = [], options.results / (options.gpu or "h200")
     if MEASURING.intersection(chosen):
         gpu, commit = harness.gpu_name(), options.commit or harness.commit()
+        if gpu is None and MEASURING.intersection(chosen) == {"cpu"}:
+            gpu = "cpu"
         if gpu is None:
-            return _fail("JAX sees no GPU, and there is nothing to measure without one; choose page or check")
+            return _fail("JAX sees no GPU, and there is nothing to measure without one; choose cpu, page or check")
         if commit is None:
             return _fail("argument --commit: needed, as this is no git checkout")
         path = functools.partial(results.path_for, options.results, gpu)
@@ -83,6 +86,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[str]) -> int:
             problems += counters.count(path("worklog_bytes"), gpu, commit, options.op)
         if "cpu" in chosen:
             problems += serial.time_serial(path("worklog_cpu"), gpu, commit)
+            print(path("worklog_cpu"))
     for problem in problems:
         print(f"not recorded: {problem}", file=sys.stderr)
     measured = Measured.read(folder)

@@ -46,7 +46,7 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
         with mpl.rc_context(plot.STYLE):
             figure = Figure(figsize=(12 if panels_of is _draw_times else 9, height), layout="constrained")
             panels = panels_of(figure, measured)
-            plot.legend(figure, panels)
+            plot.legend(figure, panels, plot.A_COPY)
             figure.suptitle(f"softmax, float32, {newest.gpu}, jax {newest.jax}")
             figure.savefig(path, transparent=True, metadata={"Date": None})
     return paths
@@ -98,7 +98,7 @@ def _draw_roofline(figure: Any, measured: Measured) -> Any:
     axis.set_xticks(ticks, [f"{x:.3g}\n{OPERATIONS / 4 / x:.0f}N" for x in ticks])
     for x in ticks:
         _name_points(axis, x, {shown(name): (y, _COLOURS[name]) for name, (own, y) in points.items() if own == x})
-    words = f"dashed: the copy's speed\nthe peak of float32, {PEAK / 1e12:.0f} TFLOP/s, begins at {PEAK / 1e9 / speed:.0f}"
+    words = f"the peak of float32, {PEAK / 1e12:.0f} TFLOP/s, begins at {PEAK / 1e9 / speed:.0f}"
     axis.text(0.02, 0.96, f"{words} operations a byte", transform=axis.transAxes, va="top", fontsize=8)
     return np.array([axis])
 

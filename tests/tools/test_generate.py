@@ -2,6 +2,8 @@
 
 import csv
 import functools
+import math
+import re
 from pathlib import Path
 
 import jax
@@ -10,8 +12,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import jaxsoftmax
+from examples.axes import label_logarithmic
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate.py"
 SMALL = {"lengths": "9,12", "layers": 2, "width": 32, "heads": 4, "kv-heads": 2, "tokens": 4, "batch": 3, "only": "jax,flash"}
@@ -157,6 +162,32 @@ def test_the_seed_fixes_the_text(example, checkpoint, capsys):
     assert text != text_of(example, capsys, checkpoint, *options, "--seed", "2")
     one, other = text.split("\n\n#")
     assert one != other
+
+
+def test_text_and_numbers_of_a_checkpoint_are_written_where_it_is_asked_for(example, checkpoint, capsys, tmp_path):
+    out = tmp_path / "some" / "folder"
+    text = text_of(example, capsys, checkpoint, "#", "--batch", "2", "--out", str(out)).partition("\n\nwrote")[0]
+    assert (out / "text.txt").read_text() == f"#{text}\n"
+    header, *rows = (out / "tokens_per_second.csv").read_text().splitlines()
+    assert header == ",".join(example.Speed._fields)
+    assert [row.split(",")[:3] for row in rows] == [["flash", "25", way] for way in ("none", "argmax", "jaxsoftmax", "jax")]
+    assert sorted(path.name for path in out.iterdir()) == ["text.txt", "tokens_per_second.csv"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.021, 0.46), (212.0, 248.0), (3.0, 90000.0)])
+def test_axes_have_the_lengths_that_were_measured_and_plain_numbers(low, high):
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([128, 512, 3000], [low, math.sqrt(low * high), high])
+    axes.set_yscale("log")
+    label_logarithmic(axes, [128, 512, 3000])
+    FigureCanvasAgg(figure).draw()
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "512", "3000"]
+    assert not axes.get_xticks(minor=True).size
+    assert not axes.get_yticks(minor=True).size
+    shown = [label.get_text() for label, at in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True) if low <= at <= high]
+    assert len(shown) >= 2
+    assert all(re.fullmatch(r"[\d.]+(e\+0\d)?", label) for label in shown), shown
 
 
 def test_text_at_temperature_0_is_the_most_likely(example, checkpoint, capsys):

@@ -418,6 +418,27 @@ def test_resuming_a_finished_run_changes_no_result(example, text, finished, copi
     assert results(finished) == results(copied)  # the speed too
 
 
+def test_a_finished_run_goes_on_to_more_steps(example, text, finished, copied, interrupting, capfd):
+    steps = SMALL["--steps"]
+    interrupting(2)
+    assert example.main(arguments(text, copied, "--resume", steps=steps + 20)) == 130
+    out, error = capfd.readouterr()
+    assert f"a finished run goes on to step {steps + 20}" in out
+    assert re.search(r"[\d.]+ bits/byte, [\d,]+ tokens/s", error), "the unit of the bar is that of what is held out"
+    error = refused(example, capfd, *arguments(text, copied, "--resume", steps=steps + 30))
+    assert f"steps was {steps + 20}, now {steps + 30}" in error, "it is not finished"
+    interrupting(0)
+    assert example.main(arguments(text, copied, "--resume", steps=steps + 20)) == 0
+    before, after = results(finished), results(copied)
+    assert after["settings"] == before["settings"] | {"steps": steps + 20}
+    assert len(after["training_losses_nats"]) == steps + 20
+    assert after["training_losses_nats"][:steps] == before["training_losses_nats"]
+    assert 0 < min(after["training_losses_nats"][steps:]) < before["training_losses_nats"][0]
+    assert after["held_out_history"][: len(before["held_out_history"])] == before["held_out_history"]
+    assert after["held_out_history"][-1][0] == steps + 20
+    assert f"steps was {steps + 20}, now {steps}" in refused(example, capfd, *arguments(text, copied, "--resume"))
+
+
 def test_starting_over_keeps_the_old_run_until_it_has_its_own(example, text, finished, copied, monkeypatch, capfd):
     before = snapshot(copied)
 

@@ -614,7 +614,7 @@ def test_bad_arguments(arguments, capsys):
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["times"], ["bytes", "page"], ["cpu"]])
+@pytest.mark.parametrize("arguments", [[], ["times"], ["bytes", "page"], ["times", "cpu"]])
 def test_without_a_gpu_nothing_is_written(arguments, tmp_path, page, capsys, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     before = page.read_text()
@@ -622,6 +622,15 @@ def test_without_a_gpu_nothing_is_written(arguments, tmp_path, page, capsys, mon
     assert "no GPU" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
     assert page.read_text() == before
+
+
+def test_the_part_of_the_cpu_needs_no_gpu(monkeypatch, tmp_path, page, capsys):
+    monkeypatch.setattr(harness, "gpu_name", lambda: None)
+    called = []
+    monkeypatch.setattr(serial, "time_serial", lambda path, gpu, commit: called.append((path, gpu)) or [])
+    assert command.main(["cpu", "--results", str(tmp_path), "--page", str(page), "--commit", "abc1234"]) == 0
+    assert called == [(tmp_path / "cpu" / "worklog_cpu.csv", "cpu")]
+    assert str(called[0][0]) in capsys.readouterr().out
 
 
 def test_all_parts_run_in_order(monkeypatch, tmp_path, page, capsys):
