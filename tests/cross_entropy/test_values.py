@@ -467,3 +467,17 @@ def test_explained():
     explanation = explain(jax.grad(total), jax.ShapeDtypeStruct((8, 5000), jnp.bfloat16), platform="cuda")
     assert [d.primitive for d in explanation] == ["cross_entropy", "cross_entropy_vjp"]
     cases.assert_all_run_on("mosaic", explanation)
+
+
+def test_more_classes_than_an_index_holds_are_refused():
+    def shaped(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    x, labels = shaped(1, 2**31), shaped(1, dtype="int32")
+    for name, operands in {
+        "cross_entropy": [(x, labels), (x, x)],
+        "linear_cross_entropy": [(shaped(1, 4), shaped(4, 2**31), labels)],
+    }.items():
+        for given in operands:
+            with pytest.raises(ValueError, match=f"^{name}: there must be at most 2147483647 classes, got 2147483648"):
+                jax.eval_shape(getattr(jaxsoftmax, name), *given)

@@ -1,6 +1,7 @@
 """Samples: their noise word by word, their distribution by chi-squared tests, and the laws that filters obey."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from scipy import stats
 
 import jaxsoftmax
@@ -263,7 +266,7 @@ def compiled(*names):
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.0625, 4, width=32),
     top_k=st.integers(-1, 8),
-    top_p=st.floats(0, 1.5, width=32),
+    top_p=st.floats(0, 1, width=32),
     min_p=st.floats(-0.5, 1, width=32),
 )
 def test_a_sample_is_one_of_those_that_are_kept(x, seed, temperature, top_k, top_p, min_p):
@@ -378,6 +381,58 @@ def test_filters_that_leave_nothing_out(options):
     np.testing.assert_array_equal(jaxsoftmax.categorical(KEY, x, **options), jaxsoftmax.categorical(KEY, x))
 
 
+@pytest.mark.parametrize("as_given", [float, lambda number: [number] * 2, np.float32, lambda number: jnp.full(2, number)])
+def test_nan_keeps_all(as_given):
+    x, nan = logits_of((2, 30)), as_given(np.nan)
+    expected = jaxsoftmax.categorical(KEY, x)
+    for options in ({"top_p": nan}, {"min_p": nan}, {"top_p": nan, "min_p": nan, "top_k": 30}):
+        np.testing.assert_array_equal(jaxsoftmax.categorical(KEY, x, **options), expected, str(options))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, -np.inf, np.nan, 0.0])
+def test_a_traced_temperature_that_is_none_takes_the_largest(temperature):
+    x = logits_of((2, 30))
+
+    def draw(x, temperature):
+        return jaxsoftmax.categorical(KEY, x, temperature=temperature, top_p=0.9, return_log_prob=True)
+
+    index, log_prob = jax.jit(draw)(x, jnp.float32(temperature))
+    gradients = jax.jit(jax.grad(lambda *given: jnp.sum(draw(*given)[1]), (0, 1)))(x, jnp.float32(temperature))
+    np.testing.assert_array_equal(index, np.argmax(x, -1))
+    for zeros in (log_prob, *gradients):
+        np.testing.assert_array_equal(zeros, np.zeros_like(zeros))
+
+
+def test_what_is_traced_is_taken_to_the_nearest_limit():
+    x, f = logits_of((2, 30)), jax.jit(lambda **options: jaxsoftmax.categorical(KEY, x, **options))
+    for options, limits in (
+        ({"top_p": 1.5}, {"top_p": 1.0}),
+        ({"top_p": -1.0}, {"top_p": 0.0}),
+        ({"min_p": 7.0}, {"min_p": 1.0}),
+    ):
+        np.testing.assert_array_equal(f(**options), jaxsoftmax.categorical(KEY, x, **limits), str(options))
+
+
+def test_arguments_in_the_places_of_jax():
+    x = logits_of((30, 2))
+    np.testing.assert_array_equal(jaxsoftmax.categorical(KEY, x, 0, (5, 2)), jaxsoftmax.categorical(KEY, x.T, shape=(5, 2)))
+    names = [list(inspect.signature(f).parameters)[:4] for f in (jaxsoftmax.categorical, jax.random.categorical)]
+    assert names[0] == names[1] == ["key", "logits", "axis", "shape"]
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_samples_are_sharded_as_asked(is_jitted):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
+    x, options = logits_of((8, 30)), {"top_p": 0.9, "return_log_prob": True}
+    expected = jaxsoftmax.categorical(KEY, x, **options)
+    with jax.set_mesh(mesh):
+        f = functools.partial(jaxsoftmax.categorical, KEY, out_sharding=P("rows"), **options)
+        samples = (jax.jit(f) if is_jitted else f)(x)
+    for array, other in zip(samples, expected, strict=True):
+        assert array.sharding.spec == P("rows")
+        np.testing.assert_allclose(array, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-300, np.float32(1e-30), 1e30, 1e300, np.inf])
 def test_extreme_temperatures(temperature):
     x = np.float32([[5, 10, -np.inf, 7], [-1e4, -1e5, 1e4, 9e3]])
@@ -409,7 +464,13 @@ WRONG = [
     ({"top_k": 2.0}, TypeError, "top_k must be a concrete integer, got 2.0"),
     ({"top_k": True}, TypeError, "top_k must be a concrete integer, got True"),
     ({"top_k": np.ones(2)}, TypeError, "top_k must be integers, got float32"),
-    ({"top_p": -0.1}, ValueError, "top_p must be 0 or more, got -0.1"),
+    ({"top_p": -0.1}, ValueError, "top_p must be from 0 to 1, got -0.1"),
+    ({"top_p": 1.5}, ValueError, "top_p must be from 0 to 1, got 1.5"),
+    ({"top_p": [0.5, 2]}, ValueError, "top_p must be from 0 to 1"),
+    ({"temperature": np.float32([1, np.nan])}, ValueError, "temperature must be 0 or more"),
+    ({"top_k": [1, np.nan]}, TypeError, "top_k must be integers, got float32"),
+    ({"out_sharding": "rows"}, TypeError, "out_sharding does not fit"),
+    ({"out_sharding": P("rows")}, ValueError, "out_sharding does not fit"),
     ({"top_p": "all"}, TypeError, "top_p must be an array of numbers, got str"),
     ({"min_p": 1.5}, ValueError, "min_p must be 1 or less, got 1.5"),
     ({"where": X}, TypeError, "where must be boolean, got float32"),

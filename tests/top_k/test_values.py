@@ -288,6 +288,28 @@ def test_explain_names_the_implementation(implementation):
     assert (decision.primitive, decision.implementation) == ("softmax_top_k", implementation)
 
 
+def test_sizes_that_are_symbolic_or_too_large_for_an_index():
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a, b"), jnp.float32)
+    large = jax.ShapeDtypeStruct((1, 2**31 + 1), jnp.float32)
+    for name in ("top_k", "softmax_top_k"):
+        f = getattr(jaxsoftmax, name)
+        with pytest.raises(ValueError, match=f"^{name}: k must be from 0 to b, .* got 3: .* constraint 'b >= 3'"):
+            jax.eval_shape(lambda x, f=f: f(x, 3), x)
+        with pytest.raises(TypeError, match=f"^{name}: k must be a concrete integer, got b"):
+            jax.eval_shape(lambda x, f=f: f(x, x.shape[1]), x)
+        with pytest.raises(ValueError, match=f"^{name}: .* must have at most 2147483648 entries along axis"):
+            jax.eval_shape(lambda x, f=f: f(x, 3), large)
+        known = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a, b", constraints=["b >= 3"]), jnp.float32)
+        exported = jax.export.export(jax.jit(lambda x, f=f: f(x, 3)[1]), platforms=["cpu"])(known)
+        assert exported.call(np.zeros((2, 4), np.float32)).shape == (2, 3)
+    sample = functools.partial(jaxsoftmax.categorical, jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^categorical: top_k must be a concrete integer, got b"):
+        jax.eval_shape(lambda x: sample(x, top_k=x.shape[1]), x)
+    with pytest.raises(ValueError, match=r"^categorical: logits must have at most 2147483648 entries along axis"):
+        jax.eval_shape(sample, large)
+    assert jax.eval_shape(lambda x: sample(x, temperature=x.shape[1]), x).shape == x.shape[:1]
+
+
 X = np.zeros((2, 3), np.float32)
 WRONG = [
     ({"x": X > 0}, TypeError, "top_k: x must be floating or integer, got bool"),

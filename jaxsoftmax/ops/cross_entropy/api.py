@@ -306,7 +306,8 @@ def linear_cross_entropy(
     def loss(of_rows, of_classes, *operands):
         """The losses of this device's rows, or their sum over the devices that share the rows."""
         shared = (*axis_name, *of_classes)
-        head, all_classes = _Head(axis, *options, implementation, shared), classes * lax.axis_size(axis_name)
+        head = _Head(axis, *options, implementation, shared)
+        all_classes = _countable(name, classes * lax.axis_size(axis_name))
         here = dict(zip(given, operands, strict=True))
         hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
         factors = here.get("weights", jnp.ones_like(labels, kind))
@@ -435,13 +436,21 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
     return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
+def _countable(function: str, classes: Any) -> Any:
+    """Returns the number of classes on all devices, unless int32 does not hold it."""
+    most = np.iinfo(np.int32).max
+    if isinstance(classes, int) and classes > most:
+        raise ValueError(f"{function}: there must be at most {most} classes, got {classes}")
+    return classes
+
+
 def _there(where, shape, axes, axis_name) -> tuple[Any, Any]:
     """How many classes of each row of logits of this shape take part, and how many there are, on all devices.
 
     Where a mask is of rows, the first is at least one.
     """
     here = math.prod([shape[axis] for axis in axes])
-    classes = here * lax.axis_size(axis_name)
+    classes = _countable(_NAME, here * lax.axis_size(axis_name))
     if where is None:
         return classes, classes
     is_of_rows = all(where.shape[axis] == 1 for axis in axes)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments, dispatch, sharding
@@ -167,14 +168,15 @@ def softmax_top_k(
 def categorical(
     key: ArrayLike,
     logits: ArrayLike,
-    *,
     axis: int = -1,
     shape: Sequence[int] | None = None,
+    *,
     temperature: ArrayLike | None = None,
     top_k: ArrayLike | None = None,
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     return_log_prob: Literal[False] = False,
     implementation: str | None = None,
 ) -> jax.Array: ...
@@ -184,14 +186,15 @@ def categorical(
 def categorical(
     key: ArrayLike,
     logits: ArrayLike,
-    *,
     axis: int = -1,
     shape: Sequence[int] | None = None,
+    *,
     temperature: ArrayLike | None = None,
     top_k: ArrayLike | None = None,
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     return_log_prob: Literal[True],
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -200,14 +203,15 @@ def categorical(
 def categorical(
     key: ArrayLike,
     logits: ArrayLike,
-    *,
     axis: int = -1,
     shape: Sequence[int] | None = None,
+    *,
     temperature: ArrayLike | None = None,
     top_k: ArrayLike | None = None,
     top_p: ArrayLike | None = None,
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     return_log_prob: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -224,17 +228,18 @@ def categorical(
       axis: the axis of the classes. It counts in the shape to which `logits` and `where` broadcast.
       shape: that of the samples, as in `jax.random.categorical`: one to which the shape of `logits` without `axis` broadcasts,
         and so do those of the arguments below. None for the one to which they broadcast together.
-      temperature: a number or an array, 0 or more. Where it is 0 (or traced, and negative or NaN), the largest logit is taken,
-        at the lowest index among equals. One below 2^-64 counts as that. None for 1.
+      temperature: a number or an array, 0 or more. Where it is 0, the largest logit is taken, at the lowest index among equals;
+        in an array of JAX also where it is negative or NaN. One below 2^-64 counts as 0. None for 1.
       top_k: keep so many of the largest entries, in the order of `top_k`: an integer from 1 on, or an array of integers, in
         which those below 1 keep all. None keeps all. On Hopper up to 1024 are found by a kernel; where an array holds more, or
         keeps all, the reference sorts all rows.
       top_p: keep the shortest beginning, in the order of `top_k`, that has a share of `top_p` of the weight that is left; one
-        entry at least. Without a `top_k`, 0 and -0 are equal there. A number from 0 on, or an array. From 1 on, NaN and None
-        keep all.
+        entry at least. Without a `top_k`, 0 and -0 are equal there. A number from 0 to 1, or an array. 1, NaN and None keep
+        all. In an array of JAX more than 1 keeps all too, and a negative number keeps one entry.
       min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, NaN and None
-        keep all.
+        keep all. In an array of JAX more than 1 counts as 1.
       where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
+      out_sharding: the sharding of samples over explicit mesh axes, as in `jax.random.categorical`. None for that of `logits`.
       return_log_prob: whether to return how likely samples were too.
       implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
 
@@ -264,7 +269,7 @@ def categorical(
     options = {
         "temperature": _option("temperature", temperature, kind, 0, math.inf),
         "top_k": _limit(top_k, size),
-        "top_p": _option("top_p", top_p, kind, 0, math.inf),
+        "top_p": _option("top_p", top_p, kind, 0, 1),
         "min_p": _option("min_p", min_p, kind, -math.inf, 1),
     }
     batch = _shape_of_samples(shape, x.shape[:-1], options)
@@ -272,7 +277,7 @@ def categorical(
         options |= dict.fromkeys(("top_k", "top_p", "min_p"))  # the largest is kept in any case
     if _is_empty(batch):
         index, log_prob = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, kind)
-        return (index, log_prob) if return_log_prob else index
+        return _placed((index, log_prob) if return_log_prob else index, out_sharding)
 
     most, is_certain = _most_kept(options["top_k"], size)
     if most is None and isinstance(options["top_k"], int) and implementation not in (None, "xla"):
@@ -288,9 +293,19 @@ def categorical(
     }
     index, state = _sample(operands, most, is_certain, return_log_prob, implementation)
     if not return_log_prob:
-        return jnp.squeeze(index, -1)
+        return _placed(jnp.squeeze(index, -1), out_sharding)
     log_prob = _log_prob(operands, index, state, implementation)
-    return jnp.squeeze(index, -1), jnp.squeeze(log_prob, -1)
+    return _placed((jnp.squeeze(index, -1), jnp.squeeze(log_prob, -1)), out_sharding)
+
+
+def _placed(samples, out_sharding):
+    """The results of `categorical`, sharded as it is asked to."""
+    if out_sharding is None:
+        return samples
+    try:
+        return jax.sharding.reshard(samples, out_sharding)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_CATEGORICAL}: out_sharding does not fit: {error}") from None
 
 
 def _sample(operands, most, is_certain, return_state, implementation):
@@ -378,6 +393,10 @@ def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, 
         allowed = f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "none, as it needs one"
         what = f"axis {arguments.shown(axis)} is out of range for {name} with {x.ndim} dimensions"
         raise ValueError(f"{function}: {what}, allowed are {allowed}")
+    if isinstance(size := x.shape[axis], int) and size > _INT32.max + 1:
+        raise ValueError(
+            f"{function}: {name} must have at most {_INT32.max + 1} entries along axis, as indices are int32, got {size}"
+        )
     where = None if where is None else sharding.with_whole_rows(jnp.moveaxis(where, axis, -1))
     return sharding.with_whole_rows(jnp.moveaxis(x, axis, -1)), where, axis % x.ndim
 
@@ -385,22 +404,35 @@ def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, 
 def _count(function: str, value: Any, size: Any) -> int:
     """`k`, of rows of this size, which may be symbolic."""
     k = arguments.integer(function, "k", value)
-    if k < 0 or (isinstance(size, int) and k > size):
+    try:
+        is_allowed = 0 <= k <= size
+    except jax.errors.InconclusiveDimensionOperation:
+        constraint = f"a symbolic size needs the constraint '{size} >= {k}'"
+        raise ValueError(f"{function}: k must be from 0 to {size}, the size of axis, got {k}: {constraint}") from None
+    if not is_allowed:
         raise ValueError(f"{function}: k must be from 0 to {size}, the size of axis, got {arguments.shown(k)}")
     return k
 
 
 def _option(name: str, value: Any, kind: np.dtype, least: float, most: float) -> float | jax.Array | None:
-    """A concrete number, or an array of this dtype; concrete ones are held against the limits."""
+    """A concrete number, or an array of this dtype. Numbers, lists and arrays of NumPy are held against the limits.
+
+    NaN is no temperature. Of the filters it keeps all.
+    """
     value = arguments.listed(_CATEGORICAL, name, value)
     if value is None:
         return None
     is_number = isinstance(value, int | float | np.generic)
     value = arguments.number(_CATEGORICAL, name, value) if is_number else value
     array = None if is_number else _real(_CATEGORICAL, name, value)
-    if not isinstance(value, jax.Array) and not np.all((least <= np.asarray(value)) & (np.asarray(value) <= most)):
-        allowed = f"{least} or more" if math.isinf(most) else f"{most} or less"
-        raise ValueError(f"{_CATEGORICAL}: {name} must be {allowed}, got {arguments.shown(value)}")
+    if isinstance(value, float | np.ndarray):
+        is_allowed = (least <= np.asarray(value)) & (np.asarray(value) <= most)
+        if name != "temperature":
+            is_allowed |= np.isnan(np.asarray(value, np.float64))
+        if not np.all(is_allowed):
+            bounds = {math.inf: f"{least} or more", -math.inf: f"{most} or less"}
+            allowed = bounds.get(most, bounds.get(least, f"from {least} to {most}"))
+            raise ValueError(f"{_CATEGORICAL}: {name} must be {allowed}, got {arguments.shown(value)}")
     return value if array is None else array.astype(kind)
 
 
@@ -409,7 +441,7 @@ def _limit(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
     value = arguments.listed(_CATEGORICAL, "top_k", value)
     if value is None:
         return None
-    if isinstance(value, int | np.integer | float | np.floating | np.bool_):
+    if isinstance(value, int | np.integer | float | np.floating | np.bool_) or export.is_symbolic_dim(value):
         limit = arguments.integer(_CATEGORICAL, "top_k", value)
         if limit < 1:
             raise ValueError(f"{_CATEGORICAL}: top_k must be 1 or more, got {arguments.shown(limit)}")
@@ -481,8 +513,8 @@ def _as_operands(options, ndim, kind, most) -> dict[str, Any]:
         "inverse": inverse,
         "noise": noise,
         "top_k": None if isinstance(limit, int) and limit == most else limit,
-        "top_p": None if isinstance(top_p, float) and top_p >= 1 else top_p,
-        "min_p": None if isinstance(min_p, float) and min_p <= 0 else min_p,
+        "top_p": None if isinstance(top_p, float) and not top_p < 1 else top_p,
+        "min_p": None if isinstance(min_p, float) and not min_p > 0 else min_p,
     }
     return {name: None if option is None else _operand(option, ndim, kind) for name, option in found.items()}
 
