@@ -478,6 +478,6 @@ def test_more_classes_than_an_index_holds_are_refused():
         "cross_entropy": [(x, labels), (x, x)],
         "linear_cross_entropy": [(shaped(1, 4), shaped(4, 2**31), labels)],
     }.items():
-        for given in operands:
+        for types in operands:
             with pytest.raises(ValueError, match=f"^{name}: there must be at most 2147483647 classes, got 2147483648"):
-                jax.eval_shape(getattr(jaxsoftmax, name), *given)
+                jax.eval_shape(getattr(jaxsoftmax, name), *types)
