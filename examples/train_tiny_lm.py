@@ -506,7 +506,7 @@ def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> Non
 
 
 def is_finished(record: dict[str, Any]) -> bool:
-    """Whether a run has come to its last step, after which it is evaluated."""
+    """Tells whether a run has come to its last step, after which it is evaluated."""
     return bool(record["held_out"]) and record["held_out"][-1][0] == record["settings"]["steps"]
 
 

@@ -220,7 +220,7 @@ def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load wi
 
 
 def standardize_text() -> None:
-    """In a kernel: its text depends on nothing but the kernel.
+    """Makes the text of the kernel that calls it depend on nothing but the kernel.
 
     A hash of the text is in the custom call. JAX 0.11 puts the number of kernels that the process lowered before into the text,
     so a compilation cache misses what another process compiled.
