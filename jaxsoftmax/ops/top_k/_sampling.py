@@ -323,7 +323,11 @@ class _Drawing:
         def at_temperature(scores):
             return fused(_at_temperature, (kept is not None,), [scores, *inverse], self.layout)
 
-        words = self._words(steps[0])
+        counter = [
+            jnp.int32(steps[0] // _noise.HALVES * _noise.STRIDE),
+            *(self.of_row[name] for name in ("row", "key0", "key1")),
+        ]
+        words = fused(_random_words, (0,), [self.place, *counter], self.layout)
 
         def compare(index):
             found, column = load(index), jnp.int32(steps[index] * self.width)
@@ -332,7 +336,7 @@ class _Drawing:
             score, upper, columns = fused(_scored, options, operands, self.layout)
 
             def push():
-                operands = [score, upper, self.place, *self._counter(steps[0]), *([] if self.noise is None else [self.noise])]
+                operands = [score, upper, self.place, *counter, *([] if self.noise is None else [self.noise])]
                 winner.push(fused(_total, (index,), operands, self.layout), columns, self.layout)
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
@@ -349,13 +353,6 @@ class _Drawing:
                 def _(number=number):
                     for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
                         compare(index)
-
-    def _words(self, step):
-        """The random words of a sweep, whose first step is this one, a multiple of their halves."""
-        return fused(_random_words, (0,), [self.place, *self._counter(step)], self.layout)
-
-    def _counter(self, step) -> list[Any]:
-        return [jnp.int32(step // _noise.HALVES * _noise.STRIDE), *(self.of_row[name] for name in ("row", "key0", "key1"))]
 
 
 # What is computed for each element of a step, by functions that are `fused`.
