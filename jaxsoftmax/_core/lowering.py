@@ -57,7 +57,7 @@ def on_reference(
 
     if this.is_aligned:
         return run(*given)
-    if sharding.explicit_mesh(types) is None:
+    if not any(map(sharding.has_explicit_axes, types)):
         return run(*given, devices=types[0].sharding.mesh.size)
     names_in, names_out = this.axes(names, len(results), **params)
     return sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)(*given)

@@ -57,7 +57,8 @@ def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
     """
 
     def jvp(primals, tangents, *, names, **params):
-        nonzero = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+        pairs = zip(names, primals, tangents, strict=True)
+        nonzero = {name: sharding.placed_as(t, primal) for name, primal, t in pairs if type(t) is not ad.Zero}
         results, tangents_out = rule(dict(zip(names, primals, strict=True)), nonzero, **params)
         return results, [_zero(result) if t is None else t for result, t in zip(results, tangents_out, strict=True)]
 

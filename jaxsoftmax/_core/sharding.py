@@ -98,6 +98,12 @@ def _resharded(operands, names):
     return moved, mesh, dims
 
 
+def placed_as(array: jax.Array, placed: jax.Array) -> jax.Array:
+    """A tangent of `placed`, on explicit mesh axes sharded as that is."""
+    kind = jax.typeof(placed)
+    return _moved(array, kind.sharding, placed) if has_explicit_axes(kind) else array
+
+
 def _moved(operand: jax.Array, sharding: NamedSharding, placed: jax.Array) -> jax.Array:
     """The operand sharded so, over the devices of `placed`."""
     kind = jax.typeof(operand)
@@ -221,8 +227,8 @@ def partitioned(
 def on_explicit_axes(
     function, avals_in, avals_out, names_in: Names, names_out: Names, joined=(), is_aligned=False
 ) -> Callable[..., Any]:
-    """`partitioned` on a mesh all of whose axes are explicit, or manual already."""
-    mesh = explicit_mesh(avals_in)
+    """`partitioned` over the explicit axes of a mesh: all of them, or those that are not left to the compiler inside."""
+    mesh = next(aval.sharding.mesh for aval in avals_in if has_explicit_axes(aval))
     dims = _dims(avals_in, names_in)
     local = functools.partial(function, over=_cuts(dims, joined, avals_in, names_in))
     return jax.shard_map(

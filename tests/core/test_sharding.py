@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+import jaxsoftmax.flax
+from jaxsoftmax import online
 
 from .. import cases, kernels, oracle
 
@@ -375,3 +377,180 @@ def test_export_from_a_mesh_of_several_devices_holds_the_kernel_where_shards_are
             forced = jax.jit(functools.partial(jaxsoftmax.softmax, implementation="probe"))
             with pytest.raises(NotImplementedError, match="the compiler has to ask back, which an exported program cannot"):
                 jax.export.export(forced, platforms=["cuda"])(sharded)
+
+
+# Operands of ops, and how they are sharded over data and model: on explicit meshes nobody has to set the mesh.
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def of_attention(query, key, value, **options):
+    return jaxsoftmax.dot_product_attention(query, key, value, **options)
+
+
+ROWS_AND_COLUMNS, DATA, HEADS, SEEN = P("data", "model"), P("data"), P("data", None, "model"), numbers(8, 16, seed=1) < 1
+TABLE, PAGES, OF_HEADS = np.array([[0, 1], [2, 3], [4, 5], [0, 2]], np.int32), numbers(6, 4, 4, 8), P(None, None, "model")
+ATTENTION = {name: (numbers(4, 8, 4, 8, seed=seed), HEADS) for seed, name in enumerate(("query", "key", "value"))}
+LENGTHS, LABELS = (np.array([3, 7, 5, 1], np.int32), DATA), (np.array([0, 5, 15, 3, 7, 2, 9, 12], np.int32), DATA)
+
+# By name: a function, its operands by name with their specs, and in which of them it is differentiated.
+PLACED = {
+    "softmax": (
+        jaxsoftmax.softmax,
+        {"x": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, DATA), "scale": (np.array(0.7), P())},
+        ("x", "scale"),
+    ),
+    "log_softmax": (jaxsoftmax.log_softmax, {"x": (numbers(8, 16), DATA), "where": (SEEN[:1], P(None, "model"))}, ("x",)),
+    "logsumexp": (
+        functools.partial(jaxsoftmax.logsumexp, axis=-1),
+        {"a": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, ROWS_AND_COLUMNS), "b": (np.abs(numbers(16)), P("model"))},
+        ("a", "b"),
+    ),
+    "cross_entropy": (
+        functools.partial(jaxsoftmax.cross_entropy, label_smoothing=0.1, ignore_index=3),
+        {"logits": (numbers(8, 16), ROWS_AND_COLUMNS), "labels": LABELS, "where": (SEEN[:, 1], DATA)},
+        ("logits",),
+    ),
+    "cross_entropy of probabilities": (
+        functools.partial(jaxsoftmax.cross_entropy, z_loss=0.1, return_lse=True),
+        {"logits": (numbers(8, 16), ROWS_AND_COLUMNS), "labels": (np.abs(numbers(8, 16)), ROWS_AND_COLUMNS)},
+        ("logits", "labels"),
+    ),
+    "linear_cross_entropy": (
+        jaxsoftmax.linear_cross_entropy,
+        {
+            "hidden": (numbers(8, 4), DATA),
+            "weight": (numbers(4, 16), P(None, "model")),
+            "labels": LABELS,
+            "bias": (numbers(16), P("model")),
+        },
+        ("hidden", "weight", "bias"),
+    ),
+    "attention": (
+        functools.partial(of_attention, is_causal=True),
+        ATTENTION | {"mask": (numbers(4, 1, 8, 8) < 1, DATA), "bias": (numbers(1, 4, 8, 8), P(None, "model"))},
+        ("query", "value", "bias"),
+    ),
+    "attention to a sequence": (
+        of_attention,
+        {name: (array, ROWS_AND_COLUMNS) for name, (array, _) in ATTENTION.items()} | {"key_value_seq_lengths": LENGTHS},
+        ("query", "key"),
+    ),
+    "attention with dropout": (
+        functools.partial(of_attention, dropout_rate=0.5),
+        ATTENTION | {"dropout_rng": (jax.random.key_data(jax.random.key(0)), P())},
+        ("query",),
+    ),
+    "attention_fn": (
+        jaxsoftmax.flax.attention_fn,
+        {name: ATTENTION[name] for name in ATTENTION} | {"mask": (numbers(4, 1, 8, 8) < 1, DATA)},
+        ("key",),
+    ),
+    "paged_attention": (
+        jaxsoftmax.paged_attention,
+        {
+            "query": (numbers(4, 1, 4, 8), HEADS),
+            "key_pages": (PAGES, OF_HEADS),
+            "value_pages": (PAGES, OF_HEADS),
+            "page_table": (TABLE, DATA),
+            "lengths": LENGTHS,
+        },
+        ("query",),
+    ),
+    "update_pages": (
+        jaxsoftmax.update_pages,
+        {
+            "key_pages": (PAGES, OF_HEADS),
+            "value_pages": (PAGES, OF_HEADS),
+            "key": (numbers(4, 1, 4, 8), HEADS),
+            "value": (numbers(4, 1, 4, 8), HEADS),
+            "page_table": (TABLE, DATA),
+            "positions": LENGTHS,
+        },
+        (),
+    ),
+    "quantize": (
+        functools.partial(jaxsoftmax.quantize, dtype=jnp.int8),
+        {"x": (numbers(4, 8, 2, 8), HEADS), "scale": (np.abs(numbers(2)), P("model"))},
+        (),
+    ),
+    "top_k": (functools.partial(jaxsoftmax.top_k, k=3), {"x": (numbers(8, 16), DATA), "where": (SEEN, DATA)}, ("x",)),
+    "softmax_top_k": (
+        functools.partial(jaxsoftmax.softmax_top_k, k=3),
+        {"logits": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, DATA)},
+        ("logits",),
+    ),
+    "categorical": (
+        functools.partial(jaxsoftmax.categorical, top_k=5, return_log_prob=True),
+        {
+            "key": (jax.random.key_data(jax.random.key(0)), P()),
+            "logits": (numbers(8, 16), DATA),
+            "temperature": (np.abs(numbers(8)) + 0.1, DATA),
+        },
+        (),
+    ),
+    "online": (
+        lambda a, b: online.finish(online.merge(online.lift(a), online.lift(b))),
+        {"a": (numbers(8, 16), ROWS_AND_COLUMNS), "b": (numbers(8, 16), DATA)},
+        ("a",),
+    ),
+}
+
+
+def cotangent_of(result):
+    """1 where a result is finite, sharded as it is."""
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        return np.zeros(result.shape, jax.dtypes.float0)
+    return jnp.isfinite(result).astype(result.dtype)
+
+
+SELDOM = {
+    "paged_attention",
+    "log_softmax",
+    "cross_entropy of probabilities",
+    "attention with dropout",
+    "attention_fn",
+    "quantize",
+    "softmax_top_k",
+    "online",
+}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "jitted", "name"),
+    [
+        pytest.param(
+            (*kinds,), jitted, name, id=f"{name}, {kinds[0].name}, {kinds[1].name}, {'jit' if jitted else 'eager'}", marks=marks
+        )
+        for name in PLACED
+        for kinds, jitted in itertools.product(
+            [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2], [False, True]
+        )
+        if (name, kinds[::-1]) != ("paged_attention", (AxisType.Auto, AxisType.Explicit))  # JAX cannot tell how pages would be
+        for marks in [() if AxisType.Auto not in kinds and not jitted and name not in SELDOM else pytest.mark.slow]
+    ],
+)
+@X64
+def test_operands_need_not_be_placed_on_a_mesh_nor_the_mesh_be_set(name, kinds, jitted):
+    """The first operand alone is placed, then all others alone."""
+    function, operands, differentiated = PLACED[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices("cpu"))
+    plain = {operand: jnp.asarray(array) for operand, (array, _) in operands.items()}
+
+    def everything(given):
+        moving = {operand: given[operand] for operand in differentiated}
+        results, pull = jax.vjp(lambda moving: function(**given | moving), moving)
+        return results, pull(jax.tree.map(cotangent_of, results)) if moving else ()
+
+    expected = jax.jit(everything)(plain)
+    first, *others = operands
+    for placed in ([first], others):
+        given = {
+            operand: jax.device_put(array, NamedSharding(mesh, operands[operand][1])) if operand in placed else array
+            for operand, array in plain.items()
+        }
+        actual = (jax.jit(everything) if jitted else everything)(given)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-7)
