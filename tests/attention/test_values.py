@@ -805,6 +805,128 @@ def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+HUGE = {
+    "plain": {},
+    "negative": {"scale": -0.3},
+    "causal": {"is_causal": True},
+    "cap": {"logits_soft_cap": 1e12},
+    "bias": {"bias": np.linspace(-1e10, 1e10, 56, dtype=np.float32).reshape(1, 1, 1, 56)},
+    "sinks": {"sinks": np.ones(4, np.float32)},
+}
+
+
+@QUICKLY
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [pytest.param(kind, cut, marks=cases.slow_unless(not cut or kind == "plain")) for kind in HUGE for cut in (False, True)],
+)
+def test_scores_of_1e10(kind, cut, monkeypatch):
+    """One key has all of the weight of a row, or, where a tile has whole rows, all keys have equal weights."""
+    if cut:
+        monkeypatch.setattr(xla, "ONE_TILE", 0)
+        monkeypatch.setattr(xla, "BLOCK", (16, 24))
+    options, given = HUGE[kind], arrays()
+    for spread in (1, 0) if not cut and kind != "bias" else (1,):
+        given = given | {name: np.float32(1e5) * (spread * given[name] + (1 - spread)) for name in ("query", "key")}
+        dout, dlse = given["value"][:, :40].repeat(2, 2), np.ones((2, 40, 4), np.float32)
+        moving = {name: given[name] for name in ("query", "key", "value")}
+
+        @jax.jit
+        def both(moving, dout=dout, dlse=dlse):
+            results, vjp = jax.vjp(lambda moving: attend(**moving, **options, return_residual=True), moving)
+            return results, vjp((dout, dlse))[0]
+
+        (out, lse), cotangents = both(moving)
+        named = {"is_causal": True} if kind == "causal" else options
+        truths = attention_oracle.attention(**moving, **named)
+        right = attention_oracle.cotangents(dout, dlse, **moving, **named)
+        for actual, truth in [(out, truths[0]), (lse, truths[1]), *((cotangents[name], right[name]) for name in moving)]:
+            np.testing.assert_allclose(actual, truth.value, rtol=1e-4, atol=1e-4 * np.max(np.abs(truth.value)))
+
+
+NOT_SEEN = {  # operands, options: query 4 sees no key, and keys 5 and 6 no query
+    "mask": lambda: ({"mask": not_seen()}, {}),
+    "bias": lambda: ({"bias": np.where(not_seen(), 0.5, -np.inf)}, {}),
+    "bias of NaN, sinks, cap": lambda: (
+        {"bias": np.where(not_seen(), 0.5, np.nan), "mask": not_seen(), "sinks": np.arange(4.0)},
+        {"logits_soft_cap": 2.0},
+    ),
+    "lengths, dropout": lambda: (
+        {"query_seq_lengths": np.array([4, 4]), "key_value_seq_lengths": np.array([5, 5])},
+        {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1)},
+    ),
+    "window, all": lambda: (
+        {"query_seq_lengths": np.array([4, 4]), "sinks": np.arange(4.0)},
+        {"local_window_size": (3, 1), "logits_soft_cap": 2.0, "dropout_rate": 0.3, "dropout_rng": jax.random.key(1)},
+    ),
+    "segments": lambda: (
+        {"query_segment_ids": np.array([[1] * 4 + [2]] * 2), "key_value_segment_ids": np.array([[1] * 5 + [3] * 2] * 2)},
+        {},
+    ),
+}
+
+
+def not_seen():
+    return (np.arange(5)[:, None] < 4) & (np.arange(7) < 5) & np.ones((2, 1, 1, 1), bool)
+
+
+@QUICKLY
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        pytest.param(kind, cut, marks=cases.slow_unless(kind in ("mask", "bias of NaN, sinks, cap") and not cut))
+        for kind in NOT_SEEN
+        for cut in (False, True)
+    ],
+)
+def test_no_derivative_of_a_derivative_knows_what_nobody_sees(kind, cut, monkeypatch):
+    if cut:
+        monkeypatch.setattr(xla, "ONE_TILE", 0)
+        monkeypatch.setattr(xla, "BLOCK", (2, 3))
+    more, options = NOT_SEEN[kind]()
+    fixed = {name: array for name, array in more.items() if name not in MOVING}
+    start = small("float64", size=3) | {name: array for name, array in more.items() if name in MOVING}
+    tangent = {name: np.cos(np.arange(array.size)).reshape(array.shape) for name, array in start.items()}
+    dout, rows = np.sin(np.arange(2 * 5 * 4 * 3)).reshape(2, 5, 4, 3), (np.arange(5) < 4)[:, None, None]
+
+    @jax.jit
+    def derivatives(moving, tangent, dout):
+        def f(moving):
+            out, lse = attend(**moving, **fixed, **options, return_residual=True)
+            return out, jnp.where(lse == -jnp.inf, 0, lse)
+
+        def total(tree):
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(tree))
+
+        def reverse(moving):
+            return jax.vjp(f, moving)[1]((dout, jnp.ones((2, 5, 4))))[0]
+
+        def forward(moving):
+            return jax.jvp(f, (moving,), (tangent,))[1]
+
+        return {
+            "reverse over reverse": jax.grad(lambda moving: total(reverse(moving)))(moving),
+            "reverse over forward": jax.grad(lambda moving: total(forward(moving)))(moving),
+            "forward over reverse": jax.jvp(reverse, (moving,), (tangent,))[1],
+        }
+
+    expected = derivatives(start, tangent, dout)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(expected))
+    for poison in (np.nan, np.inf):
+
+        def spoilt(arrays, poison=poison):
+            found = {name: array.copy() for name, array in arrays.items()}
+            for array, of_queries in ((found["query"], True), (found["key"], False), (found["value"], False)):
+                array[:, 4 if of_queries else 5 :] = poison
+            return found
+
+        actual = derivatives(spoilt(start), spoilt(tangent), np.where(rows, dout, poison))
+        for name, found in actual.items():
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected[name]), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9, err_msg=f"{poison}: {name}")
+
+
 def test_rows_that_see_nothing():
     given, _ = FEATURES["plain"]()
     mask = np.zeros((40, 56), bool)

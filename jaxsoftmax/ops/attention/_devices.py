@@ -397,7 +397,8 @@ class _Work:
                 more = {}
                 if sinks is not None and part.rows == slice(None) and sums is None:
                     more = {"d_sinks": jnp.expand_dims(sinks, self.at)}
-                found = [self._in_rows(x.astype(self.dtype), part) for x in self._attend(name, part, keys, device, more)]
+                parts_of_sums = self._attend(name, part, keys, device, more, is_partial=True)
+                found = [self._in_rows(x.astype(self.dtype), part) for x in parts_of_sums]
                 sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
             return sums, {}
 

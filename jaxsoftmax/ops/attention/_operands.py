@@ -90,7 +90,12 @@ def dequantised(given, dtype=None):
 
 def _times(array, scale, dtype):
     """Keys or values of 8 bits, `[..., keys, heads, size]`, times the scales `[..., heads]`, rounded to a dtype."""
-    return (array.astype(scale.dtype) * scale[..., None, :, None]).astype(dtype)
+    array, scale = array.astype(scale.dtype), scale[..., None, :, None]
+    product = array * scale
+    # The derivatives of what is not finite are 0: it may belong to keys that no query sees, whose cotangents are 0.
+    is_finite = jnp.isfinite(lax.stop_gradient(product))
+    known = jnp.where(is_finite, array, 0) * jnp.where(is_finite, scale, 0)
+    return jnp.where(is_finite, known, lax.stop_gradient(product)).astype(dtype)
 
 
 def types_without_pages(types):

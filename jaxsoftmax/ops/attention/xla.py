@@ -53,19 +53,21 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **giv
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):
-        scores, _, seen = tile.scores()
-        value = _clean(tile["value"], seen, along=-2).astype(problem.dtype)
+        scores, _ = tile.scores()
+        value, unit = tile.seen_part("value").astype(problem.dtype), problem.unit
         so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.kept()
         if kept is None:
-            pushed = online.push(so_far, scores, value)
+            pushed = online.push(so_far, scores, value, scale=unit)
         else:
-            lifted = online.lift(scores)
-            weights = kept * online.weights(scores, lifted.m)
-            pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value)))
+            lifted = online.lift(scores, scale=unit)
+            weights = kept * online.weights(scores, lifted.m, scale=unit)
+            pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value)), scale=unit)
         return online.State(*(tile.put(ROWS, *args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
 
     state = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype))
+    if problem.unit is not None:
+        state = state._replace(m=jnp.where(state.m == -jnp.inf, -jnp.inf, problem.unit * state.m))
     if (sinks := problem["sinks"]) is not None:  # a key without a value
         scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
         state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
@@ -84,28 +86,31 @@ def paged_attention(**given):
     return dot_product_attention(**absent | gathered, **options, dropout_rate=0.0)
 
 
-def dot_product_attention_jvp(**given):
-    """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, of which each may be None."""
-    problem = _Problem(**given)
+def dot_product_attention_jvp(*, is_partial=False, **given):
+    """`[dout, dlse]` of the operands, out, lse and the tangents of `MOVING`, any of which may be None.
+
+    With `is_partial` the keys are some of those of out and lse.
+    """
+    problem = _Problem(**given, is_partial=is_partial)
     dtype, rows, value_size = problem.dtype, problem.rows, problem["value"].shape[-1]
 
     def add(sums, tile):
-        scores, slope, seen = tile.scores()
+        scores, slope = tile.scores()
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.zeros_like(scores)
-        if (dq := tile["d_query"]) is not None:
-            ds += problem.scale * slope * _product(dq, tile["key"].mT)
-        if (dk := tile["d_key"]) is not None:
-            ds += problem.scale * slope * _product(tile["query"], dk.mT)
+        if tile["d_query"] is not None:
+            ds += problem.scale * slope * _product(tile.seen_part("d_query"), tile.seen_part("key").mT)
+        if tile["d_key"] is not None:
+            ds += problem.scale * slope * _product(tile.seen_part("query"), tile.seen_part("d_key").mT)
         if (dbias := tile["d_bias"]) is not None:
             ds += dbias.astype(dtype)
-        ds = p * _where(seen, ds, 0)
+        ds = p * _where(tile.seen, ds, 0)
         dlse = jnp.sum(ds, -1)
         if kept is not None:
             p, ds = p * kept, ds * kept
-        dout = _product(ds, _clean(tile["value"], seen, along=-2).astype(dtype))
-        if (dv := tile["d_value"]) is not None:
-            dout += _product(p, _clean(dv, seen, along=-2).astype(dtype))
+        dout = _product(ds, tile.seen_part("value").astype(dtype))
+        if tile["d_value"] is not None:
+            dout += _product(p, tile.seen_part("d_value").astype(dtype))
         return [tile.add(ROWS, sums[0], dout, -2), tile.add(ROWS, sums[1], dlse, -1)]
 
     dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
@@ -122,33 +127,32 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto`, if
     given, is such a part for the queries from other keys, and is added to this one.
     """
-    problem = _Problem(**given)
+    problem = _Problem(**given, is_partial=is_partial)
     dtype = problem.dtype
+    problem.forget_rows_without_keys()
     delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
     if (dout := problem["d_out"]) is not None:
         delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
-    if dout is not None and given["sinks"] is not None:  # dout may hold NaN in rows that see their sink alone
-        alone = (problem["lse"] == problem["sinks"].astype(dtype))[..., 0] & jnp.all(problem["out"] == 0, -1)
-        delta = jnp.where(alone, 0, delta)
     if (dlse := problem["d_lse"]) is not None:
         delta -= dlse[..., 0].astype(dtype)
     problem.arrays["delta"] = delta[..., None]
 
     def add(sums, tile):
-        scores, slope, seen = tile.scores()
+        scores, slope = tile.scores()
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.broadcast_to(-tile["delta"], scores.shape)
-        if (dout := tile["d_out"]) is not None:
-            dp = _product(dout, tile["value"].mT)
+        dout = None
+        if tile["d_out"] is not None:
+            dout = tile.seen_part("d_out").astype(dtype)
+            dp = _product(tile.seen_part("d_out"), tile.seen_part("value").mT)
             ds += dp if kept is None else kept * dp
-            dout = _clean(dout, seen, along=-1).astype(dtype)
-        ds = p * _where(seen, ds, 0)
+        ds = p * _where(tile.seen, ds, 0)
         sums, dx = dict(sums), slope * ds
         if "query" in sums:
-            dq = _product(dx, _clean(tile["key"], seen, along=-2).astype(dtype))
+            dq = _product(dx, tile.seen_part("key").astype(dtype))
             sums["query"] = tile.add(ROWS, sums["query"], dq, -2)
         if "key" in sums:
-            dk = _summed_product(dx, _clean(tile["query"], seen, along=-1).astype(dtype))
+            dk = _summed_product(dx, tile.seen_part("query").astype(dtype))
             sums["key"] = tile.add(COLS, sums["key"], dk, -2)
         if "value" in sums and dout is not None:
             dv = _summed_product(p if kept is None else p * kept, dout)
@@ -197,6 +201,7 @@ class _Problem:
         zigzag=None,
         context_parallel=None,
         axis_name=None,
+        is_partial=False,
         **given: Any,
     ):
         del precision, deterministic  # met as far as XLA's products do
@@ -211,6 +216,13 @@ class _Problem:
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
         self.block = self._block(devices)
+        # What scores are multiples of: their maximum is exact, and what is multiplied is a difference to it. XLA would contract
+        # `scale * x - m` to one operation, and `m` was rounded: by 512 where it is 1e10.
+        self.unit = None
+        if self["bias"] is None:
+            self.unit = np.asarray(abs(scale) if soft_cap is None else soft_cap, self.dtype)
+        # Where a tile has all keys of its rows, weights are normalized anew: a large lse cannot hold the logarithm of a sum.
+        self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
 
     def __getitem__(self, name) -> Any:
         return self.arrays.get(name)
@@ -258,6 +270,16 @@ class _Problem:
         if right is not None:
             visible &= j * cols <= (i + 1) * rows - 1 + right
         return visible
+
+    def forget_rows_without_keys(self):
+        """Sets the cotangents of rows to 0 that see no key: they may hold NaN. Those of lse count where there is a sink."""
+        lse = self["lse"]
+        empty = alone = lse == -jnp.inf
+        if (sinks := self["sinks"]) is not None:
+            alone |= (lse == sinks.astype(self.dtype)) & jnp.all(self["out"] == 0, -1, keepdims=True)
+        for name, rows in (("d_out", alone), ("d_lse", empty)):
+            if (array := self[name]) is not None:
+                self.arrays[name] = jnp.where(rows, jnp.zeros_like(array), array)
 
     def weight_of_sink(self):
         """`exp(sink - lse)`, `[*batch, K, G, T]`; 0 where there is nothing at all to see."""
@@ -324,21 +346,31 @@ class _Tile:
         return lax.dynamic_update_slice(whole, here, starts)
 
     def scores(self):
-        """Scores, `-inf` where not seen; their derivative by `scale * product`; what is seen, None for all."""
-        problem = self.problem
-        scores, slope = problem.scale * _product(self["query"], self["key"].mT), 1.0
+        """Scores in multiples of the problem's unit, `-inf` where not seen, and their derivative by `scale * product`."""
+        problem, unit = self.problem, self.problem.unit
+        scores, slope = _product(self.seen_part("query"), self.seen_part("key").mT), 1.0
         scores = jnp.broadcast_to(scores, (*problem.batch, *scores.shape[len(problem.batch) :]))
         if problem.soft_cap is not None:
-            bent = jnp.tanh(scores / problem.soft_cap)
-            scores, slope = problem.soft_cap * bent, 1 - bent * bent
+            bent = jnp.tanh(_where(self.seen, problem.scale * scores / problem.soft_cap, 0))
+            scores, slope = bent if unit is not None else problem.soft_cap * bent, 1 - bent * bent
+        elif unit is None:
+            scores = problem.scale * scores
+        elif problem.scale < 0:
+            scores = -scores
         if (bias := self["bias"]) is not None:
             scores += bias.astype(problem.dtype)
-        seen = self._seen()
-        if seen is not None and problem.soft_cap is not None:
-            slope = _where(seen, slope, 0)
-        return _where(seen, scores, -jnp.inf), slope, seen
+        return _where(self.seen, scores, -jnp.inf), slope
 
-    def _seen(self):
+    def seen_part(self, name):
+        """An operand of queries or keys, with 0 for those that see nothing, or that nothing sees: they may hold NaN."""
+        array, seen = self[name], self.seen
+        if seen is None:
+            return array
+        seen = jnp.any(seen, -1, keepdims=True) if "T" in _axes[name] else jnp.any(seen, (-2, -3), keepdims=True).mT
+        return jnp.where(seen, array, jnp.zeros_like(array))
+
+    @functools.cached_property
+    def seen(self):
         """Which keys which queries see, to be broadcast with the scores, or None for all."""
         (rows, new_rows), (cols, new_cols) = self._positions(0), self._positions(1)
         (left, right), lengths = self.problem.window, [self.problem[name] for name in ("query_lengths", "key_lengths")]
@@ -358,8 +390,25 @@ class _Tile:
         return functools.reduce(jnp.logical_and, terms) if terms else None
 
     def weights(self, scores):
-        """`exp(scores - lse)`, 0 where nothing is seen."""
-        return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), scores != -jnp.inf)
+        """`exp(scores - lse)` of scores in multiples of the unit, 0 where nothing is seen."""
+        unit, is_seen = self.problem.unit, scores != -jnp.inf
+        if self.problem.has_whole_rows:
+            return self._normalized(scores, is_seen)
+        if unit is not None:  # a maximum stands between product and difference: XLA cannot contract them
+            scores = jnp.maximum(unit * jnp.where(is_seen, scores, 0), jnp.finfo(scores.dtype).min)
+        return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen)
+
+    def _normalized(self, scores, is_seen):
+        """The weights of whole rows, as parts of their sum and that of the sink."""
+        unit = self.problem.unit
+        top = online.shift(jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf))
+        weights = _exp_of_difference(scores, jnp.broadcast_to(top, scores.shape), is_seen, unit)
+        sums = jnp.sum(weights, -1, keepdims=True)
+        if (sinks := self["sinks"]) is not None:
+            above = sinks.astype(top.dtype) - (top if unit is None else unit * top)
+            weights *= jnp.exp(jnp.minimum(-above, 0))
+            sums = sums * jnp.exp(jnp.minimum(-above, 0)) + jnp.exp(jnp.minimum(above, 0))
+        return weights / jnp.where(sums == 0, 1, sums)
 
     def kept(self):
         """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
@@ -419,17 +468,10 @@ def _summed_product(a, b):
     return jnp.einsum("...gts,...gth->...sh", a, b, precision=lax.Precision.HIGHEST)[..., None, :, :]
 
 
-def _clean(array, seen, along):
-    """`array`, of whose rows those are 0 that nothing sees: they may hold NaN. `along` are the other ones in the scores."""
-    if seen is None:
-        return array
-    seen = jnp.any(seen, (along, -3), keepdims=True).mT if along == -2 else jnp.any(seen, along, keepdims=True)
-    return jnp.where(seen, array, jnp.zeros_like(array))
-
-
-def _exp_of_difference(a, b, where):
-    """`exp(a - b)` where `where`, else 0, and so its derivatives."""
-    return jnp.where(where, jnp.exp(jnp.where(where, a, 0) - jnp.where(where, b, 0)), 0)
+def _exp_of_difference(a, b, where, unit=None):
+    """`exp(unit * (a - b))` where `where`, else 0, and so its derivatives."""
+    difference = jnp.where(where, a, 0) - jnp.where(where, b, 0)
+    return jnp.where(where, jnp.exp(difference if unit is None else unit * difference), 0)
 
 
 def _where(seen, array, otherwise):
