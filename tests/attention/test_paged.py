@@ -186,6 +186,14 @@ def test_values_and_derivatives_on_two_devices(kind, sharded):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_a_traced_scale():
+    arrays = paged(dtype="float32", size=16)
+    found, slope = jax.value_and_grad(lambda scale: jnp.sum(attend(**arrays, scale=scale)))(0.3)
+    plus, minus = (float(jnp.sum(attend(**arrays, scale=0.3 + step))) for step in (1e-2, -1e-2))
+    np.testing.assert_allclose(found, jnp.sum(attend(**arrays, scale=0.3)), rtol=1e-5)
+    np.testing.assert_allclose(slope, (plus - minus) / 2e-2, rtol=5e-2)
+
+
 def test_the_transpose_in_values():
     arrays = paged(dtype="float32", size=16)
     values = arrays.pop("value_pages")
@@ -373,6 +381,11 @@ WRONG = {
     ),
     "heads that do not divide": ({"query": np.zeros((3, 2, 7, 16), np.float32)}, ValueError, ["key_pages", "divides"]),
     "query of two axes": ({"query": np.zeros((7, 16), np.float32)}, ValueError, ["query", "[*batch, T, N, H]", "(7, 16)"]),
+    "query without an axis of tokens": (
+        {"query": np.zeros((3, 8, 16), np.float32)},
+        ValueError,
+        ["query must", "one token", "page_table [*batch, M]", "(3, 8, 16)", "(3, 20)"],
+    ),
     "query of integers": ({"query": np.zeros((3, 2, 8, 16), int)}, TypeError, ["query", "floating"]),
     "table of floats": ({"page_table": np.zeros((3, 20))}, TypeError, ["page_table", "integers"]),
     "table of another batch": ({"page_table": np.zeros((2, 20), int)}, ValueError, ["page_table", "[*batch, M]", "(2, 20)"]),
@@ -407,6 +420,14 @@ def test_wrong_arguments_are_named(kind):
         ({"value": np.zeros((3, 2, 2, 16))}, ["value", "as many tokens"]),
         ({"positions": np.zeros(4, int)}, ["positions", "(4,)"]),
         ({"page_table": np.zeros(20, int)}, ["page_table", "(20,)"]),
+        (
+            {name: np.zeros((3, 2, 16)) for name in ("key", "value")},
+            ["key must", "one token", "page_table [*batch, M]", "(3, 2, 16)", "(3, 20)"],
+        ),
+        (
+            {"key_pages": np.zeros((40, 16, 2, 16), np.int8), "value_pages": np.zeros((40, 16, 2, 16), np.int8)},
+            ["key_scale must be given", "int8", "got None"],
+        ),
     ],
     ids=str,
 )

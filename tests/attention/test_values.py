@@ -805,6 +805,47 @@ def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+TRACED_SCALES = (0.3, -0.4, 0.0)
+
+
+@QUICKLY
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_traced_scale_is_differentiated_and_mapped(order):
+    given = small()
+    options = {"is_causal": True, "mask": random((2, 1, 5, 7)) | (np.arange(7) == 0)}
+
+    def loss(scale, attention):
+        return jnp.sum(jnp.sin(attention(*given.values(), scale=scale, **options)))
+
+    def derivative(attention):
+        f = functools.partial(loss, attention=attention)
+        return jax.value_and_grad(f if order == 1 else jax.grad(f))
+
+    with jax.default_matmul_precision("highest"):
+        scales = jnp.array(TRACED_SCALES)
+        expected = [jax.jit(derivative(jax.nn.dot_product_attention))(scale) for scale in scales]
+        actual = jax.jit(jax.vmap(derivative(attend)))(scales)
+        for one, other in zip(actual, np.transpose(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_traced_scale_multiplies_queries_and_rounds_them_once(dtype):
+    given = small(dtype)
+    found = jax.jit(lambda scale: attend(**given, scale=scale))(0.3)
+    query = (given["query"].astype(np.float32) * np.float32(0.3)).astype(given["query"].dtype)
+    np.testing.assert_array_equal(found, attend(**given | {"query": query}, scale=1))
+    found = jax.jit(lambda scale: attend(**given, scale=scale))(-0.25)  # a power of two rounds nothing
+    np.testing.assert_array_equal(found, attend(**given, scale=-0.25))
+
+
+def test_a_traced_scale_runs_on_kernels():
+    types = [jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)] * 3
+    learn = jax.grad(lambda scale, *args: jnp.sum(attend(*args, scale=scale, precision=None).astype(jnp.float32)))
+    found = explain(learn, jax.ShapeDtypeStruct((), jnp.float32), *types, platform="cuda")
+    assert [decision.implementation for decision in found] == ["mosaic", "mosaic"]
+
+
 HUGE = {
     "plain": {},
     "negative": {"scale": -0.3},
@@ -1888,7 +1929,7 @@ BAD = {
         ValueError,
         ["dropout_rng", "key of jax.random", "(3,)"],
     ),
-    "negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "negative", "-1"]),
+    "negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "negative", "None", "-1"]),
     "negative side": ({"local_window_size": (3, -2)}, ValueError, ["local_window_size", "negative", "(3, -2)"]),
     "three sides": ({"local_window_size": (1, 2, 3)}, ValueError, ["local_window_size", "pair", "(1, 2, 3)"]),
     "window of floats": ({"local_window_size": 1.5}, TypeError, ["local_window_size", "int", "1.5"]),
@@ -1923,6 +1964,7 @@ BAD = {
     "dropout with a number": ({"dropout_rate": 0.1, "dropout_rng": 3}, TypeError, ["dropout_rng", "key", "int"]),
     "implementation": ({"implementation": "cudnn"}, ValueError, ["implementation", "'xla'", "'cudnn'"]),
     "precision": ({"precision": "exact"}, ValueError, ["precision", "jax.lax.dot", "'exact'"]),
+    "precision of a dtype": ({"precision": "bf16"}, ValueError, ["precision", "'bfloat16'", "'BF16_BF16_F32'", "'bf16'"]),
     "one precision of two": ({"precision": ("high", "low")}, ValueError, ["precision", "jax.lax.dot", "'low'"]),
     "precision is a number": ({"precision": 2}, TypeError, ["precision", "string", "2"]),
     "three precisions": ({"precision": ("high",) * 3}, ValueError, ["precision", "two", "('high', 'high', 'high')"]),

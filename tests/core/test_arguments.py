@@ -108,7 +108,7 @@ LOGSUMEXP = {name: SOFTMAX[name] for name in ("axis", "where", "axis_name", "imp
 ATTENTION = {
     "bias": {"None", "a float", "nan", "a traced float"},
     "mask": {"None", "a traced bool"} | BOOLS,
-    "scale": {"None", "an int", "a float", "a long double", "0-d int", "0-d int of JAX"},
+    "scale": {"None", "an int", "a float", "a long double", "a traced float", "0-d int", "0-d int of JAX"},
     "query_seq_lengths": {"None", "ints"},
     "key_value_seq_lengths": {"None", "ints"},
     "local_window_size": {"None", "an int", "a huge int", "ints", "0-d int", "0-d int of JAX"},

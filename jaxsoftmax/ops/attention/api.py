@@ -32,7 +32,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -67,7 +67,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -101,7 +101,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -148,7 +148,8 @@ def dot_product_attention(
       value: `[*batch, S, K, Hv]`, of the dtype of key.
       bias: floating, broadcast to `[*batch, N, T, S]`, added to the scores.
       mask: boolean, broadcast to `[*batch, N, T, S]`: which keys a query sees.
-      scale: a concrete number that multiplies the products; None for `1 / sqrt(H)`.
+      scale: a number that multiplies the products; None for `1 / sqrt(H)`. One that is traced, which may be differentiated,
+        multiplies the queries instead: in float32, and then rounded to their dtype, as Flax scales queries.
       is_causal: whether a query sees no key after its own position: keys are counted from 0, queries from `query_offset`.
       query_seq_lengths: integers `[*batch]`: how many queries there are; those behind them see nothing.
       key_value_seq_lengths: integers `[*batch]`: how many keys there are.
@@ -222,7 +223,8 @@ def dot_product_attention(
         raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
     if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
-    batch, (length, heads, head_size), keys = query.shape[:-3], query.shape[-3:], key.shape[-3]
+    query, scale = _scaled(_NAME, query, scale)
+    batch, (length, heads), keys = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     axes, devices = _axis_name(axis_name, whole_queries)
     lengths = length * (1 if whole_queries else devices), keys * devices  # of the whole sequences
     sequence = _sequence(context_parallel, zigzag, lengths)
@@ -249,7 +251,7 @@ def dot_product_attention(
             operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
     options = {
-        "scale": 1 / math.sqrt(head_size) if scale is None else _scale(scale, query.dtype),
+        "scale": scale,
         "window": window,
         "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         "dropout_rate": rate if drops else 0.0,
@@ -280,7 +282,7 @@ def paged_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
     query_offset: ArrayLike | None = None,
@@ -304,7 +306,7 @@ def paged_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
     query_offset: ArrayLike | None = None,
@@ -327,7 +329,7 @@ def paged_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
     query_offset: ArrayLike | None = None,
@@ -360,7 +362,7 @@ def paged_attention(
         above counts as these.
       bias: floating, broadcast to `[*batch, N, T, M * page]`.
       mask: boolean, likewise.
-      scale: a concrete number, None for `1 / sqrt(H)`.
+      scale: a number, None for `1 / sqrt(H)`.
       is_causal: whether a query sees no key after its own position.
       local_window_size: how many keys before and after its own position a query sees.
       query_offset: integers `[*batch]`, or one for all: the position of the first query. None for `lengths - T`: queries are
@@ -393,6 +395,7 @@ def paged_attention(
         raise TypeError(f"{name}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
     if query.ndim < 3 or 0 in query.shape[-2:]:
         raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
+    query, scale = _scaled(name, query, scale)
     batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
     key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
     if key_pages.dtype != query.dtype and key_pages.dtype.name not in BYTES:
@@ -405,7 +408,7 @@ def paged_attention(
             f"{name}: key_pages must have the head size of query, and a number of heads that divides that of query,"
             f" got shapes {key_pages.shape} and {query.shape}"
         )
-    table = _table(name, page_table, batch)
+    table = _table(name, page_table, batch, query=query.shape)
     keys = table.shape[-1] * key_pages.shape[-3]
     lengths = _lengths("lengths", lengths, batch, name)
     operands = {"query": query, "page_table": table, "key_lengths": lengths}
@@ -427,7 +430,7 @@ def paged_attention(
         primitive.PAGED,
         operands,
         return_lse=return_residual,
-        scale=1 / math.sqrt(size) if scale is None else _scale(scale, query.dtype, name),
+        scale=scale,
         window=window,
         soft_cap=None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, accumulator(query.dtype)),
         precision=_precision(precision, name),
@@ -461,7 +464,8 @@ def update_pages(
       value: `[*batch, T, K, Hv]`, likewise.
       page_table: integers `[*batch, M]`, as `paged_attention` takes it.
       positions: integers `[*batch]`: that of the first new token of each sequence, how many keys it had.
-      key_scale: floating `[K]` or `[pages, K]`, of pages of float8_e4m3fn or int8, as `paged_attention` takes it; None for 1.
+      key_scale: floating `[K]` or `[pages, K]`, of pages of float8_e4m3fn or int8, as `paged_attention` takes it. None for 1 in
+        float8_e4m3fn; int8, which holds whole numbers, must have one.
       value_scale: likewise, of values.
 
     Returns:
@@ -476,13 +480,16 @@ def update_pages(
     key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
     key, value = (arguments.array(name, which, array, "floating") for which, array in (("key", key), ("value", value)))
     count, page = key_pages.shape[:2]
+    for which, scale in (("key", key_scale), ("value", value_scale)):
+        if scale is None and key_pages.dtype == jnp.int8:
+            raise ValueError(f"{name}: {which}_scale must be given for pages of int8, which hold whole numbers, got None")
     for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
         if array.ndim < 3 or array.shape[-2:] != pages.shape[-2:]:
             raise ValueError(f"{name}: {which} must have the axes [*batch, T, *{pages.shape[-2:]}], got shape {array.shape}")
     if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
     batch, length = key.shape[:-3], key.shape[-3]
-    table, first = _table(name, page_table, batch), _lengths("positions", positions, batch, name)
+    table, first = _table(name, page_table, batch, key=key.shape), _lengths("positions", positions, batch, name)
     scales = _scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
     # Pages are whole but for their heads, and on explicit mesh axes so is what is written into them.
     whole, heads = (None,) * len(batch), (None, "heads", None)
@@ -591,10 +598,16 @@ def _floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
     return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
 
 
-def _table(function: str, value: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
-    """A table of pages, `[*batch, M]`, int32."""
+def _table(function: str, value: ArrayLike, batch: tuple[int, ...], **shapes: tuple[int, ...]) -> jax.Array:
+    """A table of pages, `[*batch, M]`, int32; `shapes` has the name and the shape of the array from which the batch comes."""
     table = arguments.array(function, "page_table", arguments.listed(function, "page_table", value), "integers")
-    if table.ndim != len(batch) + 1 or table.shape[:-1] != batch:
+    if table.ndim != len(batch) + 1:
+        ((name, shape),) = shapes.items()
+        raise ValueError(
+            f"{function}: {name} must have the axes [*batch, tokens, heads, size], also for one token, and page_table"
+            f" [*batch, M], got shapes {shape} and {table.shape}"
+        )
+    if table.shape[:-1] != batch:
         raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
     return _of_32_bits(table)
 
@@ -619,9 +632,12 @@ def _operands(**arrays: ArrayLike) -> list[jax.Array]:
                 f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(BYTES)},"
                 f" got {array.dtype} and {query.dtype}"
             )
-        if array.ndim < 3 or array.ndim != query.ndim:
-            shapes = f"{array.shape} with a query of {query.shape}" if name != "query" else array.shape
-            raise ValueError(f"{_NAME}: {name} must have the axes {expected}, got shape {shapes}")
+        if array.ndim < 3:
+            raise ValueError(f"{_NAME}: {name} must have the axes {expected}, got shape {array.shape}")
+        if array.ndim != query.ndim:
+            raise ValueError(
+                f"{_NAME}: query must have the axes {axes[0]} and {name} {expected}, got shapes {query.shape} and {array.shape}"
+            )
         if array.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{_NAME}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}")
         if 0 in array.shape[-2:]:
@@ -713,13 +729,27 @@ def _segments(queries, keys, batch, length, keys_length):
     return {"query_segments": queries, "key_segments": keys}
 
 
-def _scale(value, dtype, function=_NAME):
-    scale = arguments.number(function, "scale", value, "; multiply the query instead")
-    kind = jnp.finfo(accumulator(dtype))
-    if not abs(scale) <= float(kind.max):
-        raise ValueError(f"{function}: scale must be finite in {kind.dtype}, got {scale}")
+def _scaled(function, query, scale) -> tuple[jax.Array, float]:
+    """The query and a concrete scale, 1 if the scale is traced: it multiplies the query then, which is rounded once."""
+    kind = accumulator(query.dtype)
+    if scale is None:
+        return query, 1 / math.sqrt(query.shape[-1])
+    if not isinstance(scale, jax.core.Tracer):
+        return query, _scale(function, scale, kind)
+    scale = arguments.array(function, "scale", scale)
+    if scale.shape != () or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        raise TypeError(f"{function}: scale must be a real number, got {arguments.shown(scale)}")
+    return (query.astype(kind) * scale.astype(kind)).astype(query.dtype), 1.0
+
+
+def _scale(function, value, kind):
+    scale, limits = arguments.number(function, "scale", value), jnp.finfo(kind)
+    if not abs(scale) <= float(limits.max):
+        raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {scale}")
     return scale
 
+
+_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # those of jax.lax.Precision
 
 _MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
     lax.Precision.HIGHEST,
@@ -754,7 +784,11 @@ def _one_precision(value, function):
     try:
         return lax.Precision(value)
     except ValueError:
-        raise ValueError(f"{function}: precision must be one that jax.lax.dot takes, got {arguments.shown(value)}") from None
+        names = ", ".join(map(repr, _PRECISIONS))
+        raise ValueError(
+            f"{function}: precision must be one that jax.lax.dot takes, None, {names}, or the name of a"
+            f" jax.lax.DotAlgorithmPreset such as 'BF16_BF16_F32', got {arguments.shown(value)}"
+        ) from None
 
 
 def _axis_name(value, whole_queries) -> tuple[tuple[str, ...], int]:
@@ -857,7 +891,9 @@ def _window(value, is_causal, length, keys, is_offset, function=_NAME) -> tuple[
             f"{function}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}"
         ) from None
     if any(side is not None and side < 0 for side in (left, right)):
-        raise ValueError(f"{function}: local_window_size must not be negative, got {arguments.shown(value)}")
+        raise ValueError(
+            f"{function}: local_window_size must not be negative, and None is for all keys, got {arguments.shown(value)}"
+        )
     ends = (None, None) if is_offset else (length, keys)
     return _side(left, ends[0]), _side(0 if is_causal else right, ends[1])
 

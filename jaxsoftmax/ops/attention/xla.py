@@ -218,7 +218,7 @@ class _Problem:
         self.block = self._block(devices)
         # What scores are multiples of: their maximum is exact, and what is multiplied is a difference to it. XLA would contract
         # `scale * x - m` to one operation, and `m` was rounded: by 512 where it is 1e10.
-        self.unit = None
+        self.unit: Any = None
         if self["bias"] is None:
             self.unit = np.asarray(abs(scale) if soft_cap is None else soft_cap, self.dtype)
         # Where a tile has all keys of its rows, weights are normalized anew: a large lse cannot hold the logarithm of a sum.
