@@ -270,24 +270,35 @@ class _Tile:
             else:
                 copy(name, stage, place.b, first, size, key_head)
 
-        pages = self._pages(place, high - 1)
-        if "k" in letters:
-            copy_block("key", 0, pages)
-        if "q" in letters:
-            for consumer in range(self.plan.config.consumers):
-                copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
+        def copy_queries(consumer):
+            copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
 
-        def copy_both(i, before):
-            pages = self._pages(place, high - 1 - i)
+        def copy_step(i, before, has_keys=True, has_queries=False, has_values=True):
+            """Copies keys `i`, the queries behind the first of them, and values `i - 1`, whose pages were loaded before."""
+            pages = self._pages(place, jnp.maximum(high - 1 - i, 0))
             if "k" in letters:
-                copy_block("key", i, pages)
+                _when(has_keys, lambda: copy_block("key", i, pages))
+            if "q" in letters:
+                _when(has_queries, lambda: self._each_consumer(copy_queries))
             if "v" in letters:
-                copy_block("value", i - 1, before)
+                _when(has_values, lambda: copy_block("value", i - 1, before))
             return pages
 
-        pages = lax.fori_loop(1, count, copy_both, pages)
-        if "v" in letters:
-            copy_block("value", count - 1, pages)
+        if self.plan.config.split or self.plan.page:  # the code of a copy is long: it is there once, and lowered once
+            none = [jnp.int32(0)] * (self.plan.pages_of_block if self.plan.page else 0)
+            lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
+            return
+        copy_step(0, [], has_queries=True, has_values=False)
+        lax.fori_loop(1, count, copy_step, [])
+        copy_step(count, [], has_keys=False)
+
+    def _each_consumer(self, do):
+        """Does `do(consumer)` for each of them, in a loop where its code is long."""
+        if self.plan.config.split:
+            pl.loop(0, self.plan.config.consumers)(do)
+        else:
+            for consumer in range(self.plan.config.consumers):
+                do(consumer)
 
     def _pages(self, place, block):
         """The numbers of the pages of a key block, behind the last key that of the last; none where there are no pages."""
@@ -316,13 +327,14 @@ class _Tile:
         plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
         full, rows = self.memory[f"{letter}_full"].at[slot], min(self.plan.page, self.plan.config.block_kv)
         start = lax.rem(first, jnp.int32(self.plan.page)) if rows < self.plan.page else 0
-        for i, number in enumerate(pages):
-            entry, into = own.index(b) * self.plan.pages + number, pl.ds(i * rows, rows)
+        entries = [own.index(b) * self.plan.pages + number for number in pages]
 
-            def copy_part(cols, part, entry=entry, into=into):
-                plgpu.copy_gmem_to_smem(own.ref.at[entry].at[pl.ds(start, rows), head, cols], part.at[into], full)
+        def copy_part(cols, part):
+            for i, entry in enumerate(entries):
+                into = part.at[pl.ds(i * rows, rows)]
+                plgpu.copy_gmem_to_smem(own.ref.at[entry].at[pl.ds(start, rows), head, cols], into, full)
 
-            self.copy_parts(letter, slot, copy_part)
+        self.copy_parts(letter, slot, copy_part)
 
     def at(self, name, rows, head):
         """How rows of a head are addressed: those of all heads that share keys, or of keys."""
@@ -722,6 +734,14 @@ class _Rows:
             part[...] = o[:, i * part.shape[1] : (i + 1) * part.shape[1]].astype(self.dtype)
         plgpu.commit_smem()
         self.tile.copy_parts(letter, self.consumer, lambda cols, part: plgpu.copy_smem_to_gmem(part, out.at[b, *at, cols]))
+
+
+def _when(condition, do):
+    """Does it where the condition holds, which may be known while tracing."""
+    if condition is True:
+        do()
+    elif condition is not False:
+        pl.when(condition)(do)
 
 
 def _pairs_of_terms(left, right):
