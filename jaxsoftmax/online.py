@@ -223,7 +223,12 @@ def finish(state: State) -> State:
 
 def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
     """`exp(scale * (scores - m))`: what each score adds to `d` of a state whose maximum is `m`; 0 for a score of `-inf`."""
-    exponent = scores - _along(shift(m), scores, axis)
+    return exponentials(scores, shift(m), axis=axis, scale=scale)
+
+
+def exponentials(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
+    """`weights` for an `m` that `shift` has made finite, once for several blocks of scores."""
+    exponent = scores - _along(m, scores, axis)
     if scale is not None:  # 0 * -inf would be NaN
         scaled = exponent * _along(scale, scores, axis).astype(exponent.dtype)
         exponent = jnp.where(exponent == -jnp.inf, exponent, scaled)
@@ -263,7 +268,8 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
     last = parts[0].ndim - 1
     if values is not None and (len(parts) > 1 or axis not in (-1, last, (-1,), (last,))):
         raise ValueError(f"online: with values the block must be the last axis of one array of scores, got axis {axis}")
-    weight = functools.reduce(jnp.add, (weights(part, m, axis=axis, scale=scale) for part in parts))
+    shifted = shift(m)
+    weight = functools.reduce(jnp.add, (exponentials(part, shifted, axis=axis, scale=scale) for part in parts))
     d = weight if axis == () else jnp.sum(weight, axis)
     if values is None:
         return d, None

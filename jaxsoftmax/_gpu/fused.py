@@ -6,6 +6,7 @@ are the same.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import ptx
@@ -67,6 +68,43 @@ def _wide_product(array, *, factor):
 
     registers = zip(*map(halves, array.registers.flat), strict=True)
     return [ptx.fragmented(list(part), array.layout, array.shape, False) for part in registers]
+
+
+def reciprocal(a: jax.Array) -> jax.Array:
+    """Returns `1 / a` of float32 to within one unit in the last place, in a function that is `fused`.
+
+    A division takes six instructions more.
+    """
+    return _reciprocal.bind(a)
+
+
+_reciprocal = jex.core.Primitive("approximate_reciprocal")
+_reciprocal.def_abstract_eval(lambda a: a)
+
+
+def _reciprocals(array):
+    registers = []
+    for register in array.registers.flat:
+        for place in range(register.type.shape[0]):
+            value = llvm.extractelement(register, ptx.constant(place))
+            value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=value.type)
+            register = llvm.insertelement(register, value, ptx.constant(place))
+        registers.append(register)
+    return ptx.fragmented(registers, array.layout, array.shape, None)
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """Returns `tanh` to float32's rounding, which the hardware's is not, in a function that is `fused`.
+
+    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
+    """
+    square = x * x
+    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
+    large = 1 - 2 * reciprocal(1 + jnp.exp2(x * (2 * math.log2(math.e))))
+    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 
 
 def _run(jaxpr, constants, given, layout) -> list[Any]:
@@ -134,6 +172,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "bitcast_convert_type": _bits,
     "select_n": _plain(_selected),
     "exp": _plain(lambda a: a.exp(approx=True)),
+    "exp2": _plain(lambda a: a.exp2(approx=True)),
+    "approximate_reciprocal": _plain(_reciprocals),
+    "div": _plain(operator.truediv),
     "log": _plain(lambda a: a.log(approx=True)),
     "abs": _plain(lambda a: a.abs()),
     "neg": _plain(operator.neg),

@@ -134,37 +134,6 @@ def fma(a: jax.Array, b: jax.Array, c: jax.Array, layout: Any) -> jax.Array:
     return emit(multiply_add, None, (), [(a, layout), (b, layout), (c, layout)], kind)
 
 
-def reciprocal(values: jax.Array, layout: Any) -> jax.Array:
-    """`1 / values` of float32 to within one unit in the last place: a division takes six instructions more."""
-
-    def invert(values):
-        registers = []
-        for register in values.registers.flat:
-            for place in range(register.type.shape[0]):
-                value = llvm.extractelement(register, constant(place))
-                value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=value.type)
-                register = llvm.insertelement(register, value, constant(place))
-            registers.append(register)
-        return registers
-
-    kind = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout)
-    return emit(invert, arrays=[(values, layout)], results=kind)
-
-
-def tanh(x: jax.Array, layout: Any) -> jax.Array:
-    """`tanh` to float32's rounding, which the hardware's is not.
-
-    Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
-    """
-    square = x * x
-    series = functools.reduce(lambda sum, c: sum * square + c, _TANH[1:], _TANH[0])
-    large = 1 - 2 * reciprocal(1 + jnp.exp2(x * (2 * math.log2(math.e))), layout)
-    return jnp.where(jnp.abs(x) < 0.625, x + x * square * series, large)
-
-
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-
-
 def plus_where(register, places, place, addend):
     """An MLIR vector of float32 with `addend` more where `places`, for each element an int32 plus a number, are `place`.
 

@@ -22,6 +22,7 @@ def arithmetic(bound, x, narrow, columns, factor):
     scaled = x * lax.broadcast_in_dim(factor, x.shape, ()) - narrow.astype(jnp.float32)
     weights = jnp.exp(-jnp.abs(scaled)) + jnp.log(jnp.maximum(jnp.abs(x), jnp.float32(0.5)))
     is_near = ((columns + 3 > bound) & (scaled <= 1)) | (x != x) | (columns == 7) | (weights < jnp.minimum(x, 0)) | (x >= 2)
+    weights += jnp.exp2(-jnp.abs(x)) / 3
     words = lax.bitcast_convert_type(x, jnp.uint32)
     words = (words << np.uint32(3)) ^ (words >> np.uint32(5)) & np.uint32(0xFFFF0000)
     return jnp.where(is_near, weights, lax.bitcast_convert_type(words >> np.uint32(2), jnp.float32)), words

@@ -494,3 +494,10 @@ def test_example_of_the_docstring():
     results = doctest.testmod(online)
     assert results.attempted > 5
     assert results.failed == 0
+
+
+@pytest.mark.parametrize("function", [merge, push])
+def test_scores_that_are_no_state_are_refused(function):
+    x = np.zeros((2, 3), np.float32)
+    with pytest.raises(TypeError, match=rf"online\.{function.__name__}: \w+ must be a State, got an array of shape \(2, 3\)"):
+        function(x, x)

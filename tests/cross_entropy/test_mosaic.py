@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
+from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax.ops.cross_entropy import mosaic as ours
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 
 from .. import cases, kernels, oracle
@@ -255,3 +257,30 @@ def test_native_classes_that_gpus_share_are_within_the_budget(kind, dtype, cols,
     expected = truth(x, labels, -1, None, **options)
     assert oracle.error(np.asarray(found[0]), expected.loss) <= 1
     assert oracle.error(np.asarray(found[1]), expected.gradient(c)) <= 1
+
+
+def operations(jaxpr):
+    """How many operations a jaxpr has, with those of what its operations run."""
+    inner = [leaf for equation in jaxpr.eqns for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)]
+    return len(jaxpr.eqns) + sum(operations(getattr(leaf, "jaxpr", leaf)) for leaf in inner if is_jaxpr(leaf))
+
+
+def is_jaxpr(value):
+    return hasattr(value, "eqns")
+
+
+@pytest.mark.parametrize("cols", [8192, 400003])
+def test_kernels_have_few_operations(cols):
+    """Each takes about a millisecond to lower, for an inference of its layout among others: a soft cap is one, in each step."""
+    x = jax.ShapeDtypeStruct((8, cols), jnp.bfloat16)
+    labels, row = (jax.ShapeDtypeStruct((8, 1), dtype) for dtype in (jnp.int32, jnp.float32))
+    params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": 30.0, "target": HOPPER}
+
+    def forward(x, labels):
+        return ours.cross_entropy(x, labels, None, return_total=True, return_state=True, **params)
+
+    def backward(x, labels, *of_row):
+        return ours.cross_entropy_vjp(x, *of_row, labels, None, **params)
+
+    assert operations(jax.make_jaxpr(forward)(x, labels).jaxpr) < 450
+    assert operations(jax.make_jaxpr(backward)(x, labels, *[row] * 5).jaxpr) < 300

@@ -148,10 +148,9 @@ class Tile:
         2 to what that is off by, at most 64: weights below 2^-62 may count as 0 where `m` is beyond 2^27. Beyond 1.4e9 scores
         that differ do so by 128 at least, so that their weights are 0, in whatever unit.
         """
-        layout = self.memory.layout
+        layout, m = self.memory.layout, online.shift(m)
         if scale is not None or not (layout.config.unroll and (layout.config.parked or layout.config.grid)):
-            return functools.partial(online.weights, m=m, scale=scale), 1
-        m = online.shift(m)
+            return functools.partial(online.exponentials, m=m, scale=scale), 1
         unit = jnp.where(jnp.abs(m) < 1.4e9, jnp.float32(math.log2(math.e)), jnp.float32(1))
         t = m * unit
         off = ptx.fma(m, unit, -t, layout.row_layout if m.ndim else ptx.SPLAT)

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.problem import Problem, is_along
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import fused
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
@@ -165,7 +165,7 @@ def _scores(tile, x, inside, where, soft_cap):
     """The scores, and `-inf` where there are none; a cap is finite beyond the end, too."""
     if soft_cap is not None:
         layout = tile.memory.layout.layout
-        x = apply_mask(inside, each(lambda x: soft_cap * ptx.tanh(x / soft_cap, layout), x), -jnp.inf)
+        x = apply_mask(inside, each(lambda x: fused.fused(_capped, (soft_cap,), [x], layout), x), -jnp.inf)
     return apply_mask(where, x, -jnp.inf)
 
 
@@ -181,9 +181,16 @@ def _gradient(tile, x, weights, a, b, c, labels, where, soft_cap):
     total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
     if b is not None:
         total = tile.plus_at(total, labels, b)
-    return total if soft_cap is None else each(functools.partial(_sloped, soft_cap, tile.memory.layout.layout), total, x)
+    if soft_cap is None:
+        return total
+    layout = tile.memory.layout.layout
+    return each(lambda total, x: fused.fused(_sloped, (soft_cap,), [total, x], layout), total, x)
 
 
-def _sloped(soft_cap, layout, total, x):
-    slope = 1 - ptx.tanh(x / soft_cap, layout) ** 2
-    return select(total != 0, total * slope, 0)
+def _capped(soft_cap, x):
+    return soft_cap * fused.tanh(x / soft_cap)
+
+
+def _sloped(soft_cap, total, x):
+    bent = fused.tanh(x / soft_cap)
+    return jnp.where(total != 0, total * (1 - bent * bent), 0)

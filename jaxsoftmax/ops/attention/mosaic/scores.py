@@ -3,14 +3,13 @@
 The forward kernel has queries as rows, the backward kernel keys: products of the tensor cores are S = Q K' and S' = K Q'.
 """
 
-import functools
 import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import fused
 from jaxsoftmax.ops.attention import _dropout
 
 LOG2E = math.log2(math.e)
@@ -38,4 +37,6 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     return _dropout.keep(first_word, second_word, row, col, rate)
 
 
-tanh = functools.partial(ptx.tanh, layout=LAYOUT)
+def tanh(x):
+    """Returns `tanh` of scores."""
+    return fused.fused(fused.tanh, (), [x], LAYOUT)
