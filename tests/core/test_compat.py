@@ -210,6 +210,9 @@ def undocumented(source):
         owners = [owner for owner in compat.EXPERIMENTAL if f"{module}.".startswith(f"{owner}.")]
         known = None if not owners else compat.EXPERIMENTAL[owners[-1]][1]
         is_listed = bool(owners) and (known is None or name in ("", *known.split()))
+        is_listed |= not name and any(
+            listed.startswith(f"{module}.") for listed in compat.EXPERIMENTAL
+        )  # what is used says more
         if module is None or name.startswith("_") or not (module in PUBLIC or is_listed):
             yield f"{module}: {name}"
 
