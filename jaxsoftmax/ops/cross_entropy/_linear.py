@@ -32,11 +32,15 @@ from jax import lax
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operands import Map, Operand
-from jaxsoftmax._core.primitive import bind, define
+from jaxsoftmax._core.primitive import bind, define, reverse_only
 
 # Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
 MOST_WITH_GRADIENT = 2**29
 MOST = 2**28
+REVERSE_ONLY = (
+    "linear_cross_entropy: it has no forward mode (jax.jvp, jax.jacfwd, jax.linearize as a function of tangents);"
+    " take cross_entropy(hidden @ weight + bias, labels), which has whole logits in memory"
+)
 _TILE = 128  # rows that tensor cores take at a time
 
 
@@ -95,7 +99,9 @@ def of_batch(numbers, hidden, weight, labels) -> list[jax.Array]:
 
 
 def _losses_forward(head, hidden, weight, bias, labels):
-    return losses(head, hidden, weight, bias, labels), (hidden, weight, bias, labels)
+    # Forward mode over this one has no rule either.
+    given = [None if array is None else reverse_only(REVERSE_ONLY, array) for array in (hidden, weight, bias)]
+    return losses(head, *given, labels), (hidden, weight, bias, labels)
 
 
 def _losses_backward(head, saved, cotangents):

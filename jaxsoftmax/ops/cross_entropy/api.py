@@ -334,14 +334,8 @@ def linear_cross_entropy(
 
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
     names = [axes.get(operand, ()) for operand in given]
-    operands = [operand if operand is labels else reverse_only(_REVERSE_ONLY, operand) for operand in given.values()]
+    operands = [operand if operand is labels else reverse_only(_linear.REVERSE_ONLY, operand) for operand in given.values()]
     return sharding.on_shards(loss, operands, names, "classes", len(rows) if reduction == "none" else 0)
-
-
-_REVERSE_ONLY = (
-    "linear_cross_entropy: it has no forward mode (jax.jvp, jax.jacfwd, jax.linearize as a function of tangents);"
-    " take cross_entropy(hidden @ weight + bias, labels), which has whole logits in memory"
-)
 
 
 @dataclass(frozen=True)
