@@ -763,6 +763,14 @@ def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
     test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", False, feature, 64)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["causal", "deterministic", "dropout", "segments"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_native_rings_that_are_loops(in_order, feature, monkeypatch):
+    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 1)
+    test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", in_order, feature, 64)
+
+
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
 @pytest.mark.parametrize(
     ("name", "keys"),
