@@ -212,13 +212,16 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
 
     def on_shard(*operands, over):
         given, over = dict(zip(names, operands, strict=True)), over | manual
-        if over or params.get("zigzag") is not None:
+        if over or is_judged or params.get("zigzag") is not None:
+            unknown = {} if over or is_judged else {"context_parallel": None}
             with compat.unchecked() if manual else contextlib.nullcontext():
-                return _merged(this, run, given, over, is_manual=bool(manual), **params)
+                return _merged(this, run, given, over, is_manual=bool(manual), **params | unknown)
         return run(this, given, **params)
 
     manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)
     devices, obstacle = sharding.partitioning(ctx)
+    # Where it is known how a sequence is sharded, `_devices` refuses to share one that is whole.
+    is_judged = params.get("context_parallel") is not None and sharding.tells_what_is_whole(ctx.avals_in[0], devices)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     is_shared = devices > 1 or bool(manual)
@@ -239,7 +242,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         return mlir.lower_fun(function)(compat.on_mesh_that_is_set(bare), *operands)
 
     def whole(*operands):
-        if manual or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing
+        if manual or is_judged or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing
             return on_shard(*operands, over={})
         return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
 

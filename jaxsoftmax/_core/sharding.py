@@ -198,6 +198,17 @@ def partitioning(ctx: Any) -> tuple[int, str | None]:
     return devices, None
 
 
+def tells_what_is_whole(aval: Any, devices: int) -> bool:
+    """Says whether axes are whole of which the type names no mesh axis, in a program for this number of devices.
+
+    They may be sharded over automatic axes, and over those of a mesh of one device.
+    """
+    mesh = aval.sharding.mesh
+    if mesh.empty:
+        return devices == 1
+    return AxisType.Auto not in mesh.axis_types and (devices > 1 or AxisType.Manual in mesh.axis_types)
+
+
 def _explicit_axes(mesh):
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 

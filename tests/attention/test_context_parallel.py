@@ -404,17 +404,17 @@ def test_a_batch_of_sinks_alone(which):
     given, options = case(("sinks",))
     sinks, mesh = np.stack([given.pop("sinks")] * 2) + np.arange(2)[:, None], mesh_of("explicit")
     specs = {name: P() if which == "keys" and name == "query" else P(None, "x") for name in given}
-    options |= {"context_parallel": "ring"} if which == "ring" else {}
 
-    def f(given):
+    def f(given, way=None):
         def one(sinks):
-            return attend(**given, **options, sinks=sinks, return_residual=True)
+            return attend(**given, **options, sinks=sinks, context_parallel=way, return_residual=True)
 
         return with_gradients(lambda moving: jax.vmap(one)(moving["sinks"]))({"sinks": sinks})
 
     expected = jax.jit(f)(given)
     with jax.set_mesh(mesh):
-        actual = jax.jit(f)({name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()})
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
+        actual = jax.jit(functools.partial(f, way="ring" if which == "ring" else None))(placed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), actual, expected)
 
 
@@ -836,6 +836,11 @@ ERRORS = {
     "zigzag": (lambda: call(zigzag=3), ValueError, ["zigzag", "16 queries"]),
     "zigzag of strings": (lambda: call(zigzag="2"), TypeError, ["zigzag must be an int"]),
     "context_parallel": (lambda: call(context_parallel="rings"), ValueError, ["context_parallel", "'ring'", "'rings'"]),
+    "context_parallel of whole sequences": (
+        lambda: call(context_parallel="ring"),
+        ValueError,
+        ["context_parallel must be None", "no sequence is sharded", "'ring'", "axis_name"],
+    ),
     "axis_name": (lambda: call(axis_name="nowhere"), ValueError, ["axis_name", "shard_map", "nowhere"]),
     "whole_queries": (lambda: call(whole_queries=True), ValueError, ["whole_queries", "axis_name"]),
     "whole_queries of 1": (lambda: call(whole_queries=1), TypeError, ["whole_queries", "True or False"]),
@@ -868,3 +873,15 @@ def test_a_way_that_cannot_be_gone_says_why(options, words):
         x = jax.device_put(np.zeros((1, 16, 2, 4), np.float32), NamedSharding(mesh, P(None, "x")))
         with pytest.raises(NotImplementedError, match=words):
             attend(x, x, x, **options)
+
+
+def test_context_parallel_is_refused_where_types_say_that_sequences_are_whole():
+    mesh = mesh_of("explicit")
+    x = jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(mesh, P("x")))
+    ring = functools.partial(attend, context_parallel="ring")
+    on_shards = jax.shard_map(lambda x: ring(x, x, x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    for f in (lambda x: ring(x, x, x), on_shards):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match="context_parallel must be None where no sequence is sharded"):
+            jax.jit(f)(x)
+    one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])  # the same program where there is one device
+    jax.jit(lambda x: ring(x, x, x))(jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(one, P(None, "x"))))

@@ -176,6 +176,11 @@ class _Work:
         self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
         self.halves = False
         self.steps = self._steps() if self.rows.axes and self.rows.axes == self.cols.axes else []
+        if context_parallel is not None and not {"queries", "keys"} & set(over):
+            raise ValueError(
+                "dot_product_attention: context_parallel must be None where no sequence is sharded, got"
+                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map say axis_name"
+            )
         self.way = self._way(context_parallel)
         self.halves = self.way == "ring" and self._is_halved()
         if self.halves:

@@ -179,7 +179,8 @@ def dot_product_attention(
       context_parallel: how devices share a sequence over which queries and keys are sharded alike: `"ring"`, keys and values go
         round while devices attend to those that are there; `"all_gather"`, each gets all keys; `"all_to_all"`, each gets the
         whole sequence for some of the heads, of which N and K must be multiples of their number. None for the one that should
-        be fastest. Where queries are sharded and keys are not, or keys and not queries, there is nothing to choose.
+        be fastest. Where queries are sharded and keys are not, or keys and not queries, there is nothing to choose. Where
+        both are whole, as without a mesh or in a `jax.shard_map` without `axis_name`, anything but None raises ValueError.
         docs/scaling.md names flags of XLA that make rings faster.
       zigzag: the `n` of `jaxsoftmax.zigzag`, by which queries, keys, values and all else with an axis T or S are ordered; None
         for their own order. Positions are those of that. It gives `n` devices that share a sequence equal work in a causal
