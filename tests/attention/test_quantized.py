@@ -170,6 +170,26 @@ def test_derivatives(in_pages):
     np.testing.assert_allclose(tangents, jax.jit(lambda x: jax.jvp(plain_loss, (x,), (x,)))(moving), rtol=1e-4)
 
 
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_scales_do_not_know_a_nan_in_keys_that_nobody_sees(in_pages):
+    query = test_values.random((1, 3, 4, 16), "bias")
+    stored, scale = in_bytes((3, 4, 2, 16), "float8_e4m3fn", 0), scales_of((3, 2) if in_pages else 2, 0)
+
+    @jax.jit
+    def attend(stored, *scales):
+        given = {"key_scale": scales[0], "value_scale": scales[1]}
+        if in_pages:
+            return jaxsoftmax.paged_attention(query, stored, stored, np.array([[0, 1, 2]]), np.array([8]), **given)
+        keys = stored.reshape(1, 12, 2, 16)
+        return jaxsoftmax.dot_product_attention(query, keys, keys, key_value_seq_lengths=np.array([8]), **given)
+
+    spoilt = stored.copy()
+    spoilt[2] = np.nan
+    gradient = jax.grad(lambda *args: jnp.sum(jnp.sin(attend(*args))), (1, 2))
+    for one, other in zip(gradient(spoilt, scale, scale), gradient(stored, scale, scale), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_the_transpose_in_values():
     arrays = quantised(length=3, size=16, kind="float8_e4m3fn")
     arrays["value_scale"] = np.full(2, 10, np.float32)  # else cotangents of the values are too small for 8 bits
