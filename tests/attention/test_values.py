@@ -1986,11 +1986,9 @@ def test_bad_arguments_are_named(kind):
 
 
 def test_what_must_be_concrete_says_so():
-    for name in ("scale", "logits_soft_cap", "dropout_rate"):
+    for name in ("logits_soft_cap", "dropout_rate"):
         with pytest.raises(TypeError, match=f"{name} must be a concrete number, got a traced one"):
             jax.jit(lambda x, name=name: attend(Q, K, K, **{name: x}))(0.5)
-    with pytest.raises(TypeError, match="multiply the query instead"):
-        jax.jit(lambda x: attend(Q, K, K, scale=x))(0.5)
     with pytest.raises(ValueError, match=r"dropout_rng must be one key, got shape \(2,\)"):
         attend(Q, K, K, dropout_rate=0.1, dropout_rng=jax.random.split(jax.random.key(0)))
 
