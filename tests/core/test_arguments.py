@@ -163,9 +163,10 @@ CATEGORICAL = {name: SOFTMAX_TOP_K[name] for name in ("logits", "axis", "where",
     "shape": {"None"},
     "temperature": SHARE | {"floats"},
     "top_k": {"None", "an int", "a huge int", "0-d int", "0-d int of JAX", "ints"},
-    "top_p": SHARE | {"floats"},
-    "min_p": SHARE,
+    "top_p": SHARE | {"nan"},
+    "min_p": SHARE | {"nan"},
     "return_log_prob": BOOLS,
+    "out_sharding": {"None"},
 }
 
 

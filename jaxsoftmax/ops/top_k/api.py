@@ -299,9 +299,12 @@ def categorical(
 
 
 def _placed(samples, out_sharding):
-    """The results of `categorical`, sharded as it is asked to."""
+    """Reshards the results of `categorical` as its caller asks."""
     if out_sharding is None:
         return samples
+    if not isinstance(out_sharding, NamedSharding | PartitionSpec):
+        kind = type(out_sharding).__name__
+        raise TypeError(f"{_CATEGORICAL}: out_sharding must be None, a NamedSharding or a PartitionSpec, got {kind}")
     try:
         return jax.sharding.reshard(samples, out_sharding)
     except (TypeError, ValueError) as error:
