@@ -270,8 +270,9 @@ class _Tile:
             else:
                 copy(name, stage, place.b, first, size, key_head)
 
-        def copy_queries(consumer):
-            copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
+        def copy_queries():
+            for consumer in range(self.plan.config.consumers):
+                copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
 
         def copy_step(i, before, has_keys=True, has_queries=False, has_values=True):
             """Copies keys `i`, the queries behind the first of them, and values `i - 1`, whose pages were loaded before."""
@@ -279,26 +280,19 @@ class _Tile:
             if "k" in letters:
                 _when(has_keys, lambda: copy_block("key", i, pages))
             if "q" in letters:
-                _when(has_queries, lambda: self._each_consumer(copy_queries))
+                _when(has_queries, copy_queries)
             if "v" in letters:
                 _when(has_values, lambda: copy_block("value", i - 1, before))
             return pages
 
-        if self.plan.config.split or self.plan.page:  # the code of a copy is long: it is there once, and lowered once
-            none = [jnp.int32(0)] * (self.plan.pages_of_block if self.plan.page else 0)
+        if self.plan.page:  # the code of a copy is long: it is there once, and lowered once
+            # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
+            none = [jnp.int32(0)] * self.plan.pages_of_block
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
         copy_step(0, [], has_queries=True, has_values=False)
         lax.fori_loop(1, count, copy_step, [])
         copy_step(count, [], has_keys=False)
-
-    def _each_consumer(self, do):
-        """Does `do(consumer)` for each of them, in a loop where its code is long."""
-        if self.plan.config.split:
-            pl.loop(0, self.plan.config.consumers)(do)
-        else:
-            for consumer in range(self.plan.config.consumers):
-                do(consumer)
 
     def _pages(self, place, block):
         """The numbers of the pages of a key block, behind the last key that of the last; none where there are no pages."""
