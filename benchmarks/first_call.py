@@ -90,7 +90,7 @@ def _lowered(contender: Contender, arguments: Iterable[Any], platforms: tuple[st
 
 
 def _types(program: Cell, contender: Contender, times: int = 1) -> tuple[Any, ...]:
-    """The types of the arguments, with a batch so many times as large."""
+    """Returns the types of the contender's arguments, for a batch that is `times` as large."""
 
     def arguments(key):
         arrays = program.inputs(key, False)
@@ -102,7 +102,7 @@ def _types(program: Cell, contender: Contender, times: int = 1) -> tuple[Any, ..
 
 
 def in_a_process(program: str, contender: str, *, runs: bool, cache: str | None = None, before: str = "") -> dict[str, Any]:
-    """What `main` prints in a process of its own, with a compilation cache in a folder, after it lowered another program."""
+    """Returns what `main` prints in a new process that has a compilation cache and has lowered another program first."""
     environment = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",

@@ -199,7 +199,7 @@ def partitioning(ctx: Any) -> tuple[int, str | None]:
 
 
 def tells_what_is_whole(aval: Any, devices: int) -> bool:
-    """Says whether axes are whole of which the type names no mesh axis, in a program for this number of devices.
+    """Says whether axes without a mesh axis in their type are whole, in a program for this number of devices.
 
     They may be sharded over automatic axes, and over those of a mesh of one device.
     """

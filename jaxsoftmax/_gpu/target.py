@@ -14,7 +14,7 @@ from jaxsoftmax._core import arguments
 
 @dataclass(frozen=True)
 class Target:
-    """What is lowered for.
+    """The platform and GPU that a program is lowered for.
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".

@@ -107,7 +107,7 @@ _SLOTS = 2  # in shared memory, for what is said of a tile
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
-    """The shared memory of a block that works by tickets, where so many words are said of a tile to so many listeners.
+    """Returns the shared memory of a block that works by tickets, from the words a tile has and the warps that hear them.
 
     `in_order` says that tickets are taken in order of arrival, by one warp.
     """

@@ -150,7 +150,7 @@ class ColumnMemory(Memory):
         return arith.divui(row, constant(layout.tiles)), col, along, inside
 
     def _starts(self, ref, place, itemsize, source=None):
-        """Where a thread's vectors start, those of the first step.
+        """Returns where the vectors of a thread start in the first step.
 
         The address, the place along the rows, whether the rows are there at all, elements between neighbours along the rows,
         and of a mask that repeats within a vector, from that address, the places of its elements or the one of all.

@@ -113,7 +113,7 @@ class _Cut:
 
     @functools.cached_property
     def all_starts(self) -> np.ndarray:
-        """Those of all devices, int64 `[devices, pieces]`."""
+        """Returns the first positions of the pieces of all devices, int64 `[devices, pieces]`."""
         return self.starts(np.arange(self.devices)[:, None], np).astype(np.int64)
 
     def places(self, device):
@@ -514,7 +514,7 @@ class _Work:
         return carry, last
 
     def _stretches(self) -> list[_Stretch]:
-        """The steps, of which those that follow one another and are alike are one loop where there are many."""
+        """Groups consecutive steps that are alike into stretches; each becomes one loop where there are many steps."""
         found: list[_Stretch] = []
         for shift, parts in self.steps:
             before = found[-1] if found and len(self.steps) > _MOST_UNROLLED else None
@@ -546,7 +546,7 @@ class _Work:
         return _repeated(step, first + 1, last, step(first, (carry, arriving, {})))
 
     def _needs(self, stretch) -> np.ndarray:
-        """In each step of a stretch the devices that must have the keys: for themselves, or for one behind."""
+        """Finds the devices that need the keys in each step of a stretch, for themselves or for a device behind them."""
         found = [self._seen(shift, stretch.parts).any(0) for shift in stretch.shifts]
         for here, behind in zip(found[-2::-1], found[:0:-1], strict=True):
             here |= np.roll(behind, -1)

@@ -492,7 +492,7 @@ def update_pages(
     batch, length = key.shape[:-3], key.shape[-3]
     table, first = _table(name, page_table, batch, key=key.shape), _lengths("positions", positions, batch, name)
     scales = _scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
-    # Pages are whole but for their heads, and on explicit mesh axes so is what is written into them.
+    # Pages are whole except along heads. On explicit mesh axes, what is written into them is sharded likewise.
     whole, heads = (None,) * len(batch), (None, "heads", None)
     given = [key_pages, value_pages, key, value, table, first, *scales.values()]
     axes = [(None, *heads)] * 2 + [(*whole, *heads)] * 2 + [(*whole, None), whole]

@@ -260,7 +260,7 @@ class Call:
 
 
 def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """How an operand or result is indexed by batch entry, head, row and column: see `problem.indexed`."""
+    """Returns the index of an operand or result by batch entry, head, row and column: see `problem.indexed`."""
     # Spans belong to blocks: of keys there may be several where there is one query.
     axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[name]
     own = shape[len(shape) - len(axes) :]

@@ -44,12 +44,12 @@ ROWS, COLS = 0, 1  # the axes of the scores
 
 
 def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **given):
-    """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Problem` says what else is `given`.
+    """`[out, lse]`, or `[out]`: `return_lse` says whether lse is a result. `_Attention` says what else is `given`.
 
     With `is_partial` out, which is one of several that are merged, is not rounded to the dtype of the queries. `onto` is
     `(out, lse)` of other keys, if there are any: the results are those of all of these keys together.
     """
-    problem = _Problem(**dequantised(given, accumulator(given["query"].dtype)))
+    problem = _Attention(**dequantised(given, accumulator(given["query"].dtype)))
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):
@@ -91,7 +91,7 @@ def dot_product_attention_jvp(*, is_partial=False, **given):
 
     With `is_partial` the keys are some of those of out and lse.
     """
-    problem = _Problem(**given, is_partial=is_partial)
+    problem = _Attention(**given, is_partial=is_partial)
     dtype, rows, value_size = problem.dtype, problem.rows, problem["value"].shape[-1]
 
     def add(sums, tile):
@@ -127,7 +127,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto`, if
     given, is such a part for the queries from other keys, and is added to this one.
     """
-    problem = _Problem(**given, is_partial=is_partial)
+    problem = _Attention(**given, is_partial=is_partial)
     dtype = problem.dtype
     problem.forget_rows_without_keys()
     delta = jnp.zeros(problem.rows, dtype)  # of each row, what its scores get less than their own share
@@ -178,7 +178,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
 
 
-class _Problem:
+class _Attention:
     """Operands in which query heads are grouped by the key head that they share, and what tiles of scores are made of.
 
     All have five axes behind the batch, of which one may be 1: key heads K, query heads of each G, and then rows and columns:
@@ -296,7 +296,7 @@ class _Tile:
     before it counts as not seen.
     """
 
-    problem: _Problem
+    problem: _Attention
     index: tuple[Any, Any]
 
     def _first(self, axis):

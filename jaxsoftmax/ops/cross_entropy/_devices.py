@@ -48,7 +48,7 @@ def part(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
 
 
 def joined(parts, labels, dtype, over, return_state=False):
-    """What the primitive gives of the rows, from what `part` gives on each device."""
+    """Merges the results of `part` on each device into those of whole rows."""
     (cut,) = over.values()
     m, d, chosen, *total = merged(*parts, over=over)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)

@@ -153,7 +153,7 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
 
 
 def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
-    """What the primitive gives of rows, how many classes of each take part, and which rows count, None for all."""
+    """Binds the primitive for integer labels; counts the classes that take part in each row, and says which rows count."""
     rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
     labels = _broadcast("labels", labels, rows)
     if where is not None:
@@ -177,7 +177,7 @@ def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse
 
 
 def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap, return_total, implementation):
-    """What the primitive gives for labels that are weights of classes, and how many classes of each row take part."""
+    """Binds the primitive for labels that are weights of classes; counts the classes that take part in each row."""
     ndim = max(logits.ndim, labels.ndim)
     axes = tuple(sorted(axis - logits.ndim + ndim for axis in axes))
     logits, labels = (lax.expand_dims(array, range(ndim - array.ndim)) for array in (logits, labels.astype(dtype)))
@@ -439,7 +439,7 @@ def _countable(function: str, classes: Any) -> Any:
 
 
 def _there(where, shape, axes, axis_name) -> tuple[Any, Any]:
-    """How many classes of each row of logits of this shape take part, and how many there are, on all devices.
+    """Counts the classes that take part in each row of logits of this shape, and all of them, over all devices.
 
     Where a mask is of rows, the first is at least one.
     """

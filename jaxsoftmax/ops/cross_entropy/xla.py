@@ -94,7 +94,7 @@ def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
 
 
 def results_of(labels, m, d, chosen, *total, dtype, return_state=False):
-    """What `cross_entropy` gives, of the states of rows and the scores of their labels: 0 for rows that do not count."""
+    """Computes the results of `cross_entropy` from states and labels' scores: 0 for rows that do not count."""
     counts = labels != NO_ROW
     m, chosen, *total = (jnp.where(counts, number, 0) for number in (m, chosen, *total))
     d = jnp.where(counts, d, 1)
@@ -104,7 +104,7 @@ def results_of(labels, m, d, chosen, *total, dtype, return_state=False):
 
 
 def _of_counting(counts, x, m, d, labels, where, axes):
-    """Rows in the dtype of their state, and the state, of what counts; the rest may hold NaN, and so would derivatives."""
+    """Casts rows to the dtype of their state, and clears what does not count: NaN there would show in derivatives."""
     is_seen = jnp.zeros_like(x, bool) | counts  # sharded as x
     if where is not None:
         is_seen &= where | _is_at(x, labels, axes)

@@ -84,7 +84,7 @@ LEAST_FOR_SUMS = 2**24
 
 
 def unprofitable_sum(x, over) -> str | None:
-    """Why the reference should be faster than one kernel that sums along rows over devices, or None."""
+    """Says why the reference should be faster than one kernel that sums along rows over devices, or None."""
     size, devices = x.size * x.dtype.itemsize, math.prod(lax.axis_size(axis) for axis in mesh_axes(over))
     if devices <= 2 or size >= LEAST_FOR_SUMS:
         return None
@@ -112,7 +112,7 @@ LEAST_FOR_STATES = 2**27
 
 
 def unprofitable(x) -> str | None:
-    """Why the reference should be faster than kernels that make states of a part of rows, or None."""
+    """Says why the reference should be faster than kernels that make states of a part of rows, or None."""
     size = x.size * x.dtype.itemsize
     if size >= LEAST_FOR_STATES:
         return None
@@ -134,7 +134,7 @@ def _saved(x, d, where, over):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where) -> jax.Array:
-    """Log-sum-exp of rows of which each device along mesh axes has a part, inside a `shard_map` of the user.
+    """Computes the log-sum-exp of rows that devices along mesh axes share, inside a `shard_map` of the user.
 
     Its collectives stand beside the primitives, and not in their rules, so that JAX transposes them, which it does in one way
     where the `shard_map` checks what varies and in another where it does not.

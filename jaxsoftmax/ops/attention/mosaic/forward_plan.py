@@ -243,7 +243,7 @@ def names_of(given: Mapping[str, Any], has_reach: bool) -> frozenset[str]:
 
 
 def tables(plan: Plan, given: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """What the kernel reads of segments and of a mask that all heads share, by name: which key blocks matter to a tile."""
+    """Returns by name the tables of key blocks that matter to a tile, from segments and from a mask that all heads share."""
     lengths, sizes, found = (plan.query[0], plan.key[0]), (plan.block_q, plan.config.block_kv), {}
     if "ranges" in plan.names:
         found["ranges"] = blocks.ranges(given["query_segments"], given["key_segments"], *sizes)
