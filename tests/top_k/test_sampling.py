@@ -469,7 +469,7 @@ WRONG = [
     ({"top_p": [0.5, 2]}, ValueError, "top_p must be from 0 to 1"),
     ({"temperature": np.float32([1, np.nan])}, ValueError, "temperature must be 0 or more"),
     ({"top_k": [1, np.nan]}, TypeError, "top_k must be integers, got float32"),
-    ({"out_sharding": "rows"}, TypeError, "out_sharding does not fit"),
+    ({"out_sharding": "rows"}, TypeError, "out_sharding must be None, a NamedSharding"),
     ({"out_sharding": P("rows")}, ValueError, "out_sharding does not fit"),
     ({"top_p": "all"}, TypeError, "top_p must be an array of numbers, got str"),
     ({"min_p": 1.5}, ValueError, "min_p must be 1 or less, got 1.5"),
