@@ -278,7 +278,7 @@ def infer_layouts_sooner() -> None:
     """Makes JAX 0.11.2 infer the layouts of kernels as JAX 0.12 does: the same ones, in as little as a third of the time.
 
     For each operation of a kernel JAX 0.11.2 copies, compares and searches the layouts of all others, and prints the kernel to
-    sort by its text. What replaces that is JAX 0.12's.
+    sort by its text. The replacements are written here, and give the layouts that JAX 0.12 gives.
     """
     if jax.__version_info__ != (0, 11, 2):
         return

@@ -82,7 +82,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation(Sequence[Decision]):
-    """What `explain` found: a sequence of decisions that prints as a table.
+    """The decisions that `explain` found: a sequence that prints as a table.
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".

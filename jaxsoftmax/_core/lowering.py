@@ -242,7 +242,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
         return mlir.lower_fun(function)(compat.on_mesh_that_is_set(bare), *operands)
 
     def whole(*operands):
-        if manual or is_judged or (is_kernel and params.get("zigzag") is not None):  # of which kernels know nothing
+        if manual or is_judged or (is_kernel and params.get("zigzag") is not None):  # kernels do not know the order of tokens
             return on_shard(*operands, over={})
         return run(this, dict(zip(names, operands, strict=True)), chosen, devices, **params)
 

@@ -306,7 +306,7 @@ class _Work:
         return found
 
     def _pairs(self, shift):
-        """Which devices send keys, and which get them: those that see any."""
+        """Finds the devices that send keys, and those that get them because they see any."""
         devices, sees = self.rows.devices, self._seen(shift, self._parts(shift)).any(0)
         return [(j, i) for j in range(devices) if sees[i := (j + shift) % devices]]
 
