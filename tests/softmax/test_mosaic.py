@@ -1500,11 +1500,8 @@ def test_one_of_each_kind(kernel, masked):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(24, 131072), (33, 50256), (300, 8192), (64, 1024), (40, 2408), (1, 2**20)], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "where"])
-def test_native_rows_that_gpus_share_are_within_the_budget_and_have_the_same_bits(
-    name, kind, dtype, shape, masked, monkeypatch
-):
+def test_native_rows_that_gpus_share_are_within_the_budget_and_have_the_same_bits(name, kind, dtype, shape, masked):
     """From 1 KiB of a row on each device kernels tell each other their states; below, a collective does."""
-    monkeypatch.setattr(_devices, "unprofitable_sum", lambda x, over: None)  # they would be right where they do not pay
     devices = cases.several("gpu")
     mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(kind,), devices=devices)
     rng = np.random.default_rng(0)
