@@ -137,7 +137,7 @@ def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[A
     """Makes all calls share rows in this way."""
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
     is_one, reason = WAYS[way]
-    always = mock.patch.object(devices, "unprofitable", lambda x: reason)
+    always = mock.patch.object(devices, "unprofitable", return_value=reason)
     merges = contextlib.nullcontext() if is_one else mock.patch.object(mosaic, "merges", return_value=False)
     with context(), merges, always:
         yield

@@ -50,7 +50,9 @@ def modules_of(f, *avals):
 
 
 @pytest.mark.skipif(tuple(jax.__version_info__) not in compat.TESTED, reason="this JAX infers layouts as it likes")
-@pytest.mark.parametrize("name", ["attention", "attention in float32", "categorical", pytest.param("attention, everything", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention in float32", "categorical", pytest.param("attention, everything", marks=pytest.mark.slow)]
+)
 def test_layouts_that_are_inferred_sooner_are_the_same(name):
     def sampled(x, key):
         return jaxsoftmax.categorical(key, x, temperature=0.5)

@@ -190,8 +190,13 @@ def test_kernels_of_several_devices_share_rows_where_mosaic_can_reach_the_others
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_kernel"),
-    [((64, 16384), "float32", True), ((8192, 2048), "bfloat16", True), ((32768, 2048), "float32", True)]
-    + [((32768, 2048), "bfloat16", False), ((32768, 4096), "bfloat16", True)],
+    [
+        ((64, 16384), "float32", True),
+        ((8192, 2048), "bfloat16", True),
+        ((32768, 2048), "float32", True),
+        ((32768, 2048), "bfloat16", False),
+        ((32768, 4096), "bfloat16", True),
+    ],
     ids=str,
 )
 def test_four_devices_share_many_rows_where_each_has_two_kilobytes_of_one(shape, dtype, is_kernel):

@@ -29,7 +29,7 @@ from jaxsoftmax._gpu.rows.columns import places_of_vector
 from jaxsoftmax._gpu.rows.flat import FlatLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.target import ANY_HOPPER, HOPPER
-from jaxsoftmax.ops.softmax import _devices, mosaic
+from jaxsoftmax.ops.softmax import mosaic
 
 from .. import cases, kernels, oracle
 from ..core.test_sharding import collectives_of

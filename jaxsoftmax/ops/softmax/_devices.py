@@ -6,7 +6,6 @@ the others two numbers forward, and one in a derivative. A kernel that tells the
 """
 
 import functools
-import math
 from typing import Any
 
 import jax

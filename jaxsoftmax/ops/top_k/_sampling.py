@@ -32,7 +32,7 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
 from jaxsoftmax.ops.top_k._candidates import FLAG, start_of
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start, step_at
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
@@ -185,8 +185,8 @@ def _redraw(target, x, rejected, index, of_rows):
                 last = look.at(column)
 
                 def visit(number, steps, load, in_loop, carry):
-                    del number, in_loop
-                    drawing.draw(steps, load, drawing.tops(load()), kept)
+                    del number
+                    drawing.draw(steps, load, drawing.tops(load()), kept, is_rolled=in_loop)
                     return carry
 
                 kept = _Kept(_is_after, (last.value, last.column))
@@ -198,7 +198,7 @@ def _redraw(target, x, rejected, index, of_rows):
                 row.sweep(x_ref, drawing.held, visit, ahead=False)
                 column = drawing.column()
                 entry = look.at(column)
-                row.sweep(x_ref, look.held, functools.partial(look.visit, entry), look.states)
+                row.sweep(x_ref, look.held, functools.partial(look.visit, entry, is_rolled=True), look.states)
                 return look.result(entry)[0], column
 
             _, column = lax.while_loop(lambda given: given[0] != 0, again, (jnp.int32(1), index[which]))
@@ -313,10 +313,11 @@ class _Drawing:
         groups = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
         return self.held.converted(larger(groups)), groups
 
-    def draw(self, steps, load, tops, kept: "_Kept | None" = None) -> None:
+    def draw(self, steps, load, tops, kept: "_Kept | None" = None, is_rolled: bool = False) -> None:
         """Draws among the elements of a sweep that `kept` keeps, or among all; `tops` are their maxima.
 
-        What is looked at alone is loaded again, from where it takes no registers.
+        What is looked at alone is loaded again, from where it takes no registers. If the sweep `is_rolled`, a loop takes the
+        steps of a group, so that a quarter of the code is lowered and compiled; `load` then takes an int32.
         """
         winner, inverse = self.winner, [] if self.inverse is None else [self.inverse]
 
@@ -329,15 +330,17 @@ class _Drawing:
         ]
         words = fused(_random_words, (0,), [self.place, *counter], self.layout)
 
-        def compare(index):
-            found, column = load(index), jnp.int32(steps[index] * self.width)
-            operands = [found, words[index % _noise.WORDS], self.place, column, *inverse, *(kept.numbers if kept else ())]
-            options = index, kept and kept.test, len(inverse)
-            score, upper, columns = fused(_scored, options, operands, self.layout)
+        def compare(group, number):
+            index = group * _noise.WORDS + number
+            found, column = load(index), jnp.int32(step_at(steps, index) * self.width)
+            known, choice = (number, []) if isinstance(number, int) else (None, [number])
+            word = fused(_word, (None,), [number, *words], self.layout) if choice else words[number]
+            operands = [found, word, self.place, column, *inverse, *(kept.numbers if kept else ())]
+            score, upper, columns = fused(_scored, (group, kept and kept.test, len(inverse)), operands, self.layout)
 
             def push():
-                operands = [score, upper, self.place, *counter, *([] if self.noise is None else [self.noise])]
-                winner.push(fused(_total, (index,), operands, self.layout), columns, self.layout)
+                operands = [score, upper, *choice, self.place, *counter, *([] if self.noise is None else [self.noise])]
+                winner.push(fused(_total, (group, known), operands, self.layout), columns, self.layout)
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
@@ -351,8 +354,12 @@ class _Drawing:
 
                 @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
                 def _(number=number):
-                    for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
-                        compare(index)
+                    count = min(_noise.WORDS, len(steps) - number * _noise.WORDS)
+                    if is_rolled:
+                        lax.fori_loop(0, count, lambda k, _: compare(number, k), None)
+                        return
+                    for k in range(count):
+                        compare(number, k)
 
 
 # What is computed for each element of a step, by functions that are `fused`.
@@ -376,20 +383,36 @@ def _at_temperature(is_filtered: bool, scores, inverse=None):
     return jnp.maximum(scores, jnp.finfo(jnp.float32).min) if is_filtered else scores
 
 
-def _scored(index: int, test, temperatures: int, found, word, place, first, *numbers):
+def _word(number: int | None, *operands):
+    """Returns one of four words: the one of this number, or if that is None, of the scalar that comes before the words."""
+    if number is not None:
+        return operands[number]
+    chosen, first, *others = operands
+    for k, other in enumerate(others, 1):
+        first = jnp.where(_along(chosen == k, first), other, first)
+    return first
+
+
+def _scored(group: int, test, temperatures: int, found, word, place, first, *numbers):
     """Returns the scores that are compared, the upper halves of the random words and the columns of one step of a sweep."""
     found, columns = found.astype(jnp.float32), place + _along(first, place)
     scores = _at_temperature(test is not None, found, *numbers[:temperatures])
     if test is not None:
         scores = jnp.where(test(found, columns, *numbers[temperatures:]), scores, -jnp.inf)
-    return scores, _noise.half_of(word, index), columns
+    return scores, _noise.half_of(word, group), columns
 
 
-def _total(index: int, score, upper, place, first, row, key0, key1, noise=None):
-    """Returns the scores with noise of one step of a sweep."""
+def _total(group: int, number: int | None, score, upper, *operands):
+    """Returns the scores with noise of one step of a sweep.
+
+    `number` is that of the step in its group; if it is None, `operands` begin with it.
+    """
+    chosen, operands = operands[: number is None], operands[number is None :]
+    place, first, row, key0, key1, *noise = operands
     words = _random_words(_noise.LOWER, place, first, row, key0, key1)
-    noise_of_columns = _noise.gumbel(upper | _noise.half(words, index) >> np.uint32(16))
-    total = score + (noise_of_columns if noise is None else noise_of_columns * _along(noise, score))
+    lower = _noise.half_of(_word(number, *chosen, *words), group)
+    noise_of_columns = _noise.gumbel(upper | lower >> np.uint32(16))
+    total = score + (noise_of_columns * _along(noise[0], score) if noise else noise_of_columns)
     return jnp.where(total == total, total + 0, jnp.inf)  # NaN before all numbers, and -0 as 0
 
 
@@ -472,8 +495,11 @@ class _Look:
     def at(self, column) -> "_Entry":
         return _Entry(self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32), column)
 
-    def visit(self, entry: "_Entry", number, steps, load, in_loop, carry):
-        """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry."""
+    def visit(self, entry: "_Entry", number, steps, load, in_loop, carry, is_rolled: bool = False):
+        """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry.
+
+        If the sweep `is_rolled`, columns are compared in all of it: that lowers less than a branch for most sweeps.
+        """
         del number
 
         of_weights = [self.states.m, *([] if self.states.size is None else [self.states.size])]
@@ -489,7 +515,7 @@ class _Look:
 
             return added((_is_after_at, 4), operands, carry)
 
-        if not in_loop:
+        if not in_loop or is_rolled:
             return by_column(carry)
         # Of whole sweeps, whose elements are in order, almost all lie on one side of the entry.
         first, end = steps[0] * self.width, (steps[-1] + 1) * self.width
