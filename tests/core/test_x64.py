@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -111,6 +112,16 @@ HAS_GRADIENT = [name for name in CALLS if not name.startswith(("decoding", "page
 
 def lowered(name, is_differentiated, implementation="mosaic"):
     """The program of a call, or of its gradient in all that is floating."""
+    return kernels.lowered_for_cuda(program(name, is_differentiated, implementation), leaves_of(name))
+
+
+def leaves_of(name):
+    _, operands, named, _ = CALLS[name]
+    return jax.tree.leaves((operands, named))
+
+
+def program(name, is_differentiated, implementation="mosaic"):
+    """A call, or its gradient in all that is floating, as a function of its leaves."""
     function, operands, named, options = CALLS[name]
     function = functools.partial(getattr(jaxsoftmax, function), implementation=implementation, **options)
     leaves, tree = jax.tree.flatten((operands, named))
@@ -121,10 +132,10 @@ def lowered(name, is_differentiated, implementation="mosaic"):
         operands, named = jax.tree.unflatten(tree, given.values())
         return function(*operands, **named)
 
-    if not is_differentiated:
-        return kernels.lowered_for_cuda(functools.partial(results, []), leaves)
-    gradient = jax.grad(lambda moved, leaves: total(results(moved, leaves)))
-    return kernels.lowered_for_cuda(gradient, [leaves[index] for index in moving], leaves)
+    def gradients(leaves):
+        return jax.grad(lambda moved: total(results(moved, leaves)))([leaves[index] for index in moving])
+
+    return gradients if is_differentiated else functools.partial(results, [])
 
 
 def total(results):
@@ -145,6 +156,40 @@ def test_kernels_lower_in_double_precision(name, names):
 )
 def test_every_call_lowers_in_double_precision(name, is_differentiated):
     kernels.assert_ran(lowered(name, is_differentiated), "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("name", "is_differentiated"),
+    [(name, which) for name in QUICK for which in (False, True) if not which or name in HAS_GRADIENT],
+)
+def test_native_results_have_the_same_bits_in_double_precision(name, is_differentiated):
+    rng = np.random.default_rng(0)
+
+    def array(kind):
+        if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
+            return jax.random.key(3)
+        if kind.dtype == bool:
+            return rng.random(kind.shape) < 0.8
+        if jnp.issubdtype(kind.dtype, jnp.floating):
+            return np.asarray(np.abs(rng.standard_normal(kind.shape)), kind.dtype)
+        return rng.integers(1, 16, kind.shape).astype(kind.dtype)  # lengths, labels, pages and segments that there are
+
+    leaves = list(map(array, leaves_of(name)))
+    f = program(name, is_differentiated)
+    found = jax.tree.leaves(jax.jit(f)(leaves))
+    with jax.enable_x64(False):
+        expected = jax.tree.leaves(jax.jit(lambda leaves: f(leaves))(leaves))
+    is_summed_in_any_order = is_differentiated and name.startswith("attention")
+    for ours, other in zip(found, expected, strict=True):
+        ours, other = np.asarray(ours), np.asarray(other)
+        if is_summed_in_any_order:
+            np.testing.assert_allclose(
+                np.float32(ours), np.float32(other), rtol=1e-2, atol=1e-4 * np.abs(np.float32(other)).max()
+            )
+        else:
+            np.testing.assert_array_equal(ours, other)
 
 
 @triton_kernels.needs_triton

@@ -389,7 +389,7 @@ def _word(number: int | None, *operands):
         return operands[number]
     chosen, first, *others = operands
     for k, other in enumerate(others, 1):
-        first = jnp.where(_along(chosen == k, first), other, first)
+        first = jnp.where(_along(chosen == np.int32(k), first), other, first)
     return first
 
 
