@@ -308,6 +308,25 @@ def test_probabilities_and_logits_broadcast_as_in_optax(shape, of_labels, axis, 
     oracle.assert_same_in_float64((ours, gradients), (theirs, expected))
 
 
+@QUICKLY
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("shape", "of_labels", "axis"),
+    [((1, 7), (4,), -1), ((3, 1, 7), (3, 5), -1), ((7, 1, 1), (2, 3), 0), ((1, 7, 3), (2, 3), 1), ((1, 7), (0,), -1)],
+    ids=cases.ident,
+)
+def test_rows_of_logits_broadcast_to_classes_as_in_optax(shape, of_labels, axis):
+    rng = np.random.default_rng(0)
+    x, labels = 3 * rng.standard_normal(shape), rng.integers(0, 7, of_labels)
+    of_optax = functools.partial(optax.softmax_cross_entropy_with_integer_labels, axis=axis)
+    with jax.numpy_rank_promotion("allow"):
+        theirs, expected = of_optax(x, labels), jax.grad(lambda x: jnp.sum(jnp.sin(of_optax(x, labels))))(x)
+    ours = jaxsoftmax.cross_entropy(x, labels, axis)
+    assert ours.shape == of_labels
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.cross_entropy(x, labels, axis))))(x)
+    oracle.assert_same_in_float64((ours, gradient), (theirs, expected))
+
+
 @pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.uint8])
 def test_one_hot_labels_of_any_dtype(dtype):
     x, labels = np.random.default_rng(0).standard_normal((5, 5)).astype(np.float32), np.arange(5)

@@ -82,9 +82,9 @@ def cross_entropy(
 
     Args:
       logits: `[*rows, classes]`, floating, the classes along `axis`.
-      labels: `[*rows]`, integers: the class of each row. Or, floating, how likely each class is: they broadcast against
-        `logits`, and `logits` against them; what is 0 adds nothing, where the logit is `-inf` too. Or, boolean or integers in
-        the shape of `logits`, one-hot.
+      labels: `[*rows]`, integers: the class of each row. Rows of `logits` broadcast along axes of size 1. Or, floating, how
+        likely each class is: they broadcast against `logits`, and `logits` against them; what is 0 adds nothing, where the
+        logit is `-inf` too. Or, boolean or integers in the shape of `logits`, one-hot.
       axis: that of the classes in `logits`, or several: a label counts in `logits[axis]`, flattened in the order of `axis`.
       where: boolean: the rows that take part, where it has as many axes as there are of rows, as in optax; else, broadcast
         against `logits`, the classes that do.
@@ -154,6 +154,7 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
 
 def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
     """Binds the primitive for integer labels; counts the classes that take part in each row, and says which rows count."""
+    logits = _of_as_many_rows(logits, labels, axes)
     rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
     labels = _broadcast("labels", labels, rows)
     if where is not None:
@@ -174,6 +175,14 @@ def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse
     else:
         found = bind(CROSS_ENTROPY, operands, return_state=False, **params)
     return [jnp.squeeze(part, at) for part in found], there, counts
+
+
+def _of_as_many_rows(logits, labels, axes):
+    """Broadcasts an axis of size 1 of the rows of logits to the size that labels have there, as optax does."""
+    others = [axis for axis in range(logits.ndim) if axis not in axes]
+    sizes = dict(zip(reversed(others), reversed(labels.shape), strict=False))
+    shape = tuple([sizes.get(axis, size) if size == 1 else size for axis, size in enumerate(logits.shape)])
+    return logits if shape == logits.shape else jnp.broadcast_to(logits, shape)
 
 
 def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap, return_total, implementation):
