@@ -198,7 +198,7 @@ def _redraw(target, x, rejected, index, of_rows):
                 row.sweep(x_ref, drawing.held, visit, ahead=False)
                 column = drawing.column()
                 entry = look.at(column)
-                row.sweep(x_ref, look.held, functools.partial(look.visit, entry, is_rolled=True), look.states)
+                row.sweep(x_ref, look.held, functools.partial(look.visit, entry), look.states)
                 return look.result(entry)[0], column
 
             _, column = lax.while_loop(lambda given: given[0] != 0, again, (jnp.int32(1), index[which]))
@@ -495,11 +495,8 @@ class _Look:
     def at(self, column) -> "_Entry":
         return _Entry(self.x_ref[self.row.tile.memory.row, column].astype(jnp.float32), column)
 
-    def visit(self, entry: "_Entry", number, steps, load, in_loop, carry, is_rolled: bool = False):
-        """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry.
-
-        If the sweep `is_rolled`, columns are compared in all of it: that lowers less than a branch for most sweeps.
-        """
+    def visit(self, entry: "_Entry", number, steps, load, in_loop, carry):
+        """Adds the weights of a sweep's elements to the sums of all, and of what is before the entry."""
         del number
 
         of_weights = [self.states.m, *([] if self.states.size is None else [self.states.size])]
@@ -515,7 +512,7 @@ class _Look:
 
             return added((_is_after_at, 4), operands, carry)
 
-        if not in_loop or is_rolled:
+        if not in_loop:
             return by_column(carry)
         # Of whole sweeps, whose elements are in order, almost all lie on one side of the entry.
         first, end = steps[0] * self.width, (steps[-1] + 1) * self.width
