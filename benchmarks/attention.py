@@ -39,7 +39,7 @@ WINDOW = 1024
 SOFT_CAP = 30.0
 BLOCK = 128  # queries and keys of a block, where blocks are counted
 
-_FEW_QUERIES = 3
+_FEW_QUERIES = 131  # more than those of a decoding step, which splits keys and so adds up in another order
 _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: each is compiled anew
 
 
