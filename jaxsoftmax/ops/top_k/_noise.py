@@ -97,12 +97,12 @@ def words_of(block: Any, row: Any, key0: Any, key1: Any, multiply: Multiply = mu
 
 def half(words: Words, index: int) -> jax.Array:
     """One of the `HALVES` of words, as the upper half of a word."""
-    return half_of(words[index % WORDS], index // WORDS)
+    return half_of(words[index % WORDS], index)
 
 
-def half_of(word: jax.Array, group: int) -> jax.Array:
-    """The lower half of a word, for the first `WORDS` halves, or the upper one, for the others, as the upper half of a word."""
-    return word << np.uint32(16) if group == 0 else word & np.uint32(0xFFFF0000)
+def half_of(word: jax.Array, index: int) -> jax.Array:
+    """The half of this number, given the word that has it."""
+    return word << np.uint32(16) if index < WORDS else word & np.uint32(0xFFFF0000)
 
 
 def _halves(block, row, key0, key1):

@@ -32,7 +32,7 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax.mosaic import logsumexp
 from jaxsoftmax.ops.top_k import _noise
 from jaxsoftmax.ops.top_k._candidates import FLAG, start_of
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start, step_at
+from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
 from jaxsoftmax.ops.top_k._winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
@@ -185,8 +185,8 @@ def _redraw(target, x, rejected, index, of_rows):
                 last = look.at(column)
 
                 def visit(number, steps, load, in_loop, carry):
-                    del number
-                    drawing.draw(steps, load, drawing.tops(load()), kept, is_rolled=in_loop)
+                    del number, in_loop
+                    drawing.draw(steps, load, drawing.tops(load()), kept)
                     return carry
 
                 kept = _Kept(_is_after, (last.value, last.column))
@@ -313,11 +313,10 @@ class _Drawing:
         groups = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
         return self.held.converted(larger(groups)), groups
 
-    def draw(self, steps, load, tops, kept: "_Kept | None" = None, is_rolled: bool = False) -> None:
+    def draw(self, steps, load, tops, kept: "_Kept | None" = None) -> None:
         """Draws among the elements of a sweep that `kept` keeps, or among all; `tops` are their maxima.
 
-        What is looked at alone is loaded again, from where it takes no registers. If the sweep `is_rolled`, a loop takes the
-        steps of a group, so that a quarter of the code is lowered and compiled; `load` then takes an int32.
+        What is looked at alone is loaded again, from where it takes no registers.
         """
         winner, inverse = self.winner, [] if self.inverse is None else [self.inverse]
 
@@ -330,17 +329,15 @@ class _Drawing:
         ]
         words = fused(_random_words, (0,), [self.place, *counter], self.layout)
 
-        def compare(group, number):
-            index = group * _noise.WORDS + number
-            found, column = load(index), jnp.int32(step_at(steps, index) * self.width)
-            known, choice = (number, []) if isinstance(number, int) else (None, [number])
-            word = fused(_word, (None,), [number, *words], self.layout) if choice else words[number]
-            operands = [found, word, self.place, column, *inverse, *(kept.numbers if kept else ())]
-            score, upper, columns = fused(_scored, (group, kept and kept.test, len(inverse)), operands, self.layout)
+        def compare(index):
+            found, column = load(index), jnp.int32(steps[index] * self.width)
+            operands = [found, words[index % _noise.WORDS], self.place, column, *inverse, *(kept.numbers if kept else ())]
+            options = index, kept and kept.test, len(inverse)
+            score, upper, columns = fused(_scored, options, operands, self.layout)
 
             def push():
-                operands = [score, upper, *choice, self.place, *counter, *([] if self.noise is None else [self.noise])]
-                winner.push(fused(_total, (group, known), operands, self.layout), columns, self.layout)
+                operands = [score, upper, self.place, *counter, *([] if self.noise is None else [self.noise])]
+                winner.push(fused(_total, (index,), operands, self.layout), columns, self.layout)
 
             pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)(push)
 
@@ -354,12 +351,9 @@ class _Drawing:
 
                 @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
                 def _(number=number):
-                    count = min(_noise.WORDS, len(steps) - number * _noise.WORDS)
-                    if is_rolled:
-                        lax.fori_loop(0, count, lambda k, _: compare(number, k), None)
-                        return
-                    for k in range(count):
-                        compare(number, k)
+                    # Not a loop: of the kernel that redraws it lowers a quarter less, but a row drawn anew takes 4% longer.
+                    for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
+                        compare(index)
 
 
 # What is computed for each element of a step, by functions that are `fused`.
@@ -383,36 +377,20 @@ def _at_temperature(is_filtered: bool, scores, inverse=None):
     return jnp.maximum(scores, jnp.finfo(jnp.float32).min) if is_filtered else scores
 
 
-def _word(number: int | None, *operands):
-    """Returns one of four words: the one of this number, or if that is None, of the scalar that comes before the words."""
-    if number is not None:
-        return operands[number]
-    chosen, first, *others = operands
-    for k, other in enumerate(others, 1):
-        first = jnp.where(_along(chosen == np.int32(k), first), other, first)
-    return first
-
-
-def _scored(group: int, test, temperatures: int, found, word, place, first, *numbers):
+def _scored(index: int, test, temperatures: int, found, word, place, first, *numbers):
     """Returns the scores that are compared, the upper halves of the random words and the columns of one step of a sweep."""
     found, columns = found.astype(jnp.float32), place + _along(first, place)
     scores = _at_temperature(test is not None, found, *numbers[:temperatures])
     if test is not None:
         scores = jnp.where(test(found, columns, *numbers[temperatures:]), scores, -jnp.inf)
-    return scores, _noise.half_of(word, group), columns
+    return scores, _noise.half_of(word, index), columns
 
 
-def _total(group: int, number: int | None, score, upper, *operands):
-    """Returns the scores with noise of one step of a sweep.
-
-    `number` is that of the step in its group; if it is None, `operands` begin with it.
-    """
-    chosen, operands = operands[: number is None], operands[number is None :]
-    place, first, row, key0, key1, *noise = operands
+def _total(index: int, score, upper, place, first, row, key0, key1, noise=None):
+    """Returns the scores with noise of one step of a sweep."""
     words = _random_words(_noise.LOWER, place, first, row, key0, key1)
-    lower = _noise.half_of(_word(number, *chosen, *words), group)
-    noise_of_columns = _noise.gumbel(upper | lower >> np.uint32(16))
-    total = score + (noise_of_columns * _along(noise[0], score) if noise else noise_of_columns)
+    noise_of_columns = _noise.gumbel(upper | _noise.half(words, index) >> np.uint32(16))
+    total = score + (noise_of_columns if noise is None else noise_of_columns * _along(noise, score))
     return jnp.where(total == total, total + 0, jnp.inf)  # NaN before all numbers, and -0 as 0
 
 

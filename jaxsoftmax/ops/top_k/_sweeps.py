@@ -171,13 +171,13 @@ class Row:
             return [first, *(first + k for k in range(1, unroll))]
 
         def loaded(steps, index=None):
-            return [held.load(step) for step in steps] if index is None else held.load(step_at(steps, index))
+            return [held.load(step) for step in steps] if index is None else held.load(steps[index])
 
         def from_registers(here, index=None):
             return here if index is None else here[index]
 
         def from_ring(steps, index=None):
-            return ring.load(steps[0], unroll) if index is None else ring.load(step_at(steps, index), 1)[0]
+            return ring.load(steps[0], unroll) if index is None else ring.load(steps[index], 1)[0]
 
         swept: Any = 0  # sweeps of the loop
         if count:
@@ -299,11 +299,6 @@ class States:
             return [online.shift(jnp.max(found[0]))]
         state = self.row.tile.merge_along(State(*found), self.size)
         return [online.shift(state.m), state.d]
-
-
-def step_at(steps, index):
-    """The step of a sweep at an index, which may be an int32 in the sweeps of a loop, whose steps are in order."""
-    return steps[index] if isinstance(index, int) else steps[0] + index
 
 
 def choose(condition, a, b):
