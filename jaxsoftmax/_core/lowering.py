@@ -60,7 +60,10 @@ def on_reference(
     if not any(map(sharding.has_explicit_axes, types)):
         return run(*given, devices=types[0].sharding.mesh.size)
     names_in, names_out = this.axes(names, len(results), **params)
-    return sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)(*given)
+    mapped = sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)
+    if sharding.explicit_mesh(types) is None:  # outside of jit JAX takes automatic axes for manual ones (0.11, 0.12)
+        mapped = jax.jit(mapped)
+    return list(map(sharding.placing, mapped(*given)))
 
 
 def _joined(this: Map, params) -> Sequence[Any]:

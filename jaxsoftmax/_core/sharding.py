@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxsoftmax._core import compat
@@ -57,7 +60,7 @@ def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[An
 
 def placed_alike(operands: list[Any], names: Names) -> list[Any]:
     """The operands, sharded alike over explicit mesh axes, for an op that is no primitive."""
-    return _resharded(operands, names)[0]
+    return list(map(placing, _resharded(operands, names)[0]))
 
 
 def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int) -> Any:
@@ -79,7 +82,7 @@ def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, j
         out_specs=PartitionSpec(*map(dims.get, range(ndim))),
         axis_names=set() if is_all_explicit else {*over[0], *over[1]},
     )
-    return mapped(*operands)
+    return placing(mapped(*operands))
 
 
 def _resharded(operands, names):
@@ -99,9 +102,59 @@ def _resharded(operands, names):
 
 
 def placed_as(array: jax.Array, placed: jax.Array) -> jax.Array:
-    """A tangent of `placed`, on explicit mesh axes sharded as that is."""
+    """Places a tangent of `placed` as that is sharded, on explicit mesh axes.
+
+    A linear function of the tangent may run later, outside of `jit`, on arrays that are not of the types it was traced for. So
+    what `jax.linearize` returns places its tangents, and what `jax.vjp` returns its cotangents.
+    """
     kind = jax.typeof(placed)
-    return _moved(array, kind.sharding, placed) if has_explicit_axes(kind) else array
+    if not has_explicit_axes(kind):
+        return array
+    devices = None if isinstance(placed, jax.core.Tracer) else placed.sharding
+    return _place.bind(_moved(array, kind.sharding, placed), sharding=kind.sharding, devices=devices)
+
+
+@jax.custom_jvp
+def placing(array: jax.Array) -> jax.Array:
+    """Returns the array. Its tangents and cotangents are sharded as it is, wherever the user placed them."""
+    return array
+
+
+@placing.defjvp
+def _placing_jvp(primals, tangents):
+    return primals[0], placed_as(tangents[0], primals[0])
+
+
+# Places a tangent as `sharding`, which its type has, says. `devices` is that sharding over devices. It is None inside `jit`,
+# which knows the devices.
+_place = Primitive("place")
+_place.def_abstract_eval(lambda t, *, sharding, devices: t.update(sharding=sharding))
+ad.deflinear2(_place, lambda cotangent, t, **params: [_place.bind(cotangent, **params | {"sharding": t.aval.sharding})])
+
+
+@_place.def_impl
+def _place_now(t, *, sharding, devices):
+    if jax.typeof(t).sharding == sharding:
+        return t
+    return jax.sharding.reshard(t, sharding) if devices is None else jax.device_put(t, devices)
+
+
+mlir.register_lowering(
+    _place, mlir.lower_fun(lambda t, **params: _place_now(t, **params | {"devices": None}), multiple_results=False)
+)
+
+
+def _place_batch(ts, dims, *, sharding, devices):
+    t = jnp.moveaxis(ts[0], dims[0], 0)
+    kind = jax.typeof(t).sharding
+    over = None if kind.mesh.empty else kind.spec[0]
+    batched = NamedSharding(sharding.mesh, PartitionSpec(over, *sharding.spec))
+    if devices is not None:
+        devices = NamedSharding(devices.mesh, PartitionSpec(over, *devices.spec))
+    return _place.bind(t, sharding=batched, devices=devices), 0
+
+
+batching.primitive_batchers[_place] = _place_batch
 
 
 def _moved(operand: jax.Array, sharding: NamedSharding, placed: jax.Array) -> jax.Array:
@@ -109,7 +162,7 @@ def _moved(operand: jax.Array, sharding: NamedSharding, placed: jax.Array) -> ja
     kind = jax.typeof(operand)
     if kind.sharding.mesh.empty:  # its type names no devices, nor does the mesh of a type, which an eager call has to know
         return _placed(operand, placed, sharding)
-    return operand if kind.sharding.spec == sharding.spec else jax.sharding.reshard(operand, sharding)
+    return operand if kind.sharding.spec == sharding.spec else jax.sharding.reshard(placing(operand), sharding)
 
 
 @functools.partial(jax.jit, static_argnames="sharding", keep_unused=True)
@@ -125,7 +178,7 @@ def with_whole_rows(array: jax.Array) -> jax.Array:
     spec = kind.sharding.spec
     if len(spec) < array.ndim or spec[-1] is None or not has_explicit_axes(kind):
         return array
-    return jax.sharding.reshard(array, NamedSharding(kind.sharding.mesh, PartitionSpec(*spec[:-1], None)))
+    return _moved(array, NamedSharding(kind.sharding.mesh, PartitionSpec(*spec[:-1], None)), array)
 
 
 def varying(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:

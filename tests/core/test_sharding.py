@@ -449,6 +449,11 @@ PLACED = {
         },
         ("hidden", "weight", "bias"),
     ),
+    "linear_cross_entropy of each row": (
+        functools.partial(jaxsoftmax.linear_cross_entropy, reduction="none"),
+        {"hidden": (numbers(8, 4), DATA), "weight": (numbers(4, 16), P(None, "model")), "labels": LABELS},
+        ("hidden", "weight"),
+    ),
     "attention": (
         functools.partial(of_attention, is_causal=True),
         ATTENTION | {"mask": (numbers(4, 1, 8, 8) < 1, DATA), "bias": (numbers(1, 4, 8, 8), P(None, "model"))},
@@ -478,7 +483,7 @@ PLACED = {
             "page_table": (TABLE, DATA),
             "lengths": LENGTHS,
         },
-        ("query",),
+        ("query", "key_pages", "value_pages"),
     ),
     "update_pages": (
         jaxsoftmax.update_pages,
@@ -549,7 +554,6 @@ SELDOM = {
         for kinds, jitted in itertools.product(
             [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2], [False, True]
         )
-        if (name, kinds[::-1]) != ("paged_attention", (AxisType.Auto, AxisType.Explicit))  # JAX cannot tell how pages would be
         for marks in [() if AxisType.Auto not in kinds and not jitted and name not in SELDOM else pytest.mark.slow]
     ],
 )
@@ -575,3 +579,65 @@ def test_operands_need_not_be_placed_on_a_mesh_nor_the_mesh_be_set(name, kinds, 
         actual = (jax.jit(everything) if jitted else everything)(given)
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-7)
+
+
+MIXED = [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)]
+
+
+def plain_and_placed(kinds, name):
+    """A function of what an op is differentiated in, and that: with no operand placed, and with all of them on a mesh."""
+    function, operands, differentiated = PLACED[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices("cpu"))
+    plain = {operand: jnp.asarray(array) for operand, (array, _) in operands.items()}
+    placed = {operand: jax.device_put(plain[operand], NamedSharding(mesh, spec)) for operand, (_, spec) in operands.items()}
+
+    def of_moving(given):
+        return lambda moving: function(**given | moving), {operand: given[operand] for operand in differentiated}
+
+    return of_moving(plain), of_moving(placed)
+
+
+def off_the_mesh(array, seed=7):
+    """Numbers for a tangent or a cotangent of an array, on one device."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return np.zeros(array.shape, jax.dtypes.float0)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(array.shape).astype(array.dtype))
+
+
+def assert_close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if b.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name"),
+    [
+        pytest.param(kinds, name, id=f"{name}, {kinds[0].name}, {kinds[1].name}", marks=marks)
+        for name, kinds in itertools.product(PLACED, [(AxisType.Explicit,) * 2, *MIXED])
+        if PLACED[name][2] and (name, kinds) != ("attention to a sequence", MIXED[1])  # which has no result there
+        for marks in [() if name in ("linear_cross_entropy of each row", "paged_attention") else pytest.mark.slow]
+    ],
+)
+@X64
+def test_cotangents_need_not_be_placed_on_the_mesh(name, kinds):
+    plain, placed = plain_and_placed(kinds, name)
+    results, pull = jax.vjp(*plain)
+    cotangents = jax.tree.map(off_the_mesh, results)
+    assert_close(jax.vjp(*placed)[1](cotangents), pull(cotangents))
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, *MIXED], ids=["explicit", "explicit, auto", "auto, explicit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax_top_k",
+        "attention",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("log_softmax", "attention with dropout", "paged_attention")],
+    ],
+)
+@X64
+def test_tangents_need_not_be_placed_on_the_mesh_where_a_derivative_is_linearized(name, kinds):
+    plain, placed = plain_and_placed(kinds, name)
+    tangents = {operand: off_the_mesh(array) for operand, array in plain[1].items()}
+    assert_close(jax.linearize(*placed)[1](tangents), jax.jvp(plain[0], (plain[1],), (tangents,))[1])

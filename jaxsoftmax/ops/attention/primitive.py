@@ -160,9 +160,9 @@ def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
 
 
 def _gathered(operands, params):
-    """`paged_attention` as a function that gathers pages: on explicit meshes that of the reference."""
+    """`paged_attention` as a function that gathers pages: on explicit mesh axes that of the reference."""
     types = [jax.typeof(operand) for operand in operands.values()]
-    if sharding.explicit_mesh(types) is None:
+    if not any(map(sharding.has_explicit_axes, types)):
         return bind(ATTENTION, without_pages(operands), dropout_rate=0.0, **params)
     results = [jax.typeof(result) for result in jax.eval_shape(lambda: bind(PAGED, operands, **params))]
     return jax.tree.leaves(lowering.on_reference(PAGED, operands, results, **params))
