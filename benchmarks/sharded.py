@@ -138,7 +138,8 @@ def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[A
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
     is_one, reason = WAYS[way]
     always = mock.patch.object(devices, "unprofitable", return_value=reason)
-    merges = contextlib.nullcontext() if is_one else mock.patch.object(mosaic, "merges", return_value=False)
+    way = {"_least_shared": lambda rows: 0} if is_one else {"merges": lambda *args, **params: False}
+    merges = mock.patch.multiple(mosaic, **way)
     with context(), merges, always:
         yield
 

@@ -87,3 +87,11 @@ def test_layouts_that_are_inferred_sooner_are_the_same(name):
         for owner, replaced in names:
             patches.enter_context(mock.patch.object(owner, replaced, getattr(owner, replaced).__wrapped__))
         assert modules_of(*programs[name]) == sooner
+
+
+@pytest.mark.skipif(tuple(jax.__version_info__) not in compat.TESTED, reason="nothing is replaced in this JAX")
+def test_what_mosaic_takes_it_takes_where_layouts_are_remembered():
+    compat.infer_layouts_sooner()
+    tiling = plgpu.Layout.WGMMA.to_mgpu().tiling
+    assert tuple(tiling.tile_shape([128, 64])) == tiling.tile_shape((128, 64))
+    assert plgpu.Layout.WG_STRIDED([128], vec_size=1).to_mgpu().shape == [128]

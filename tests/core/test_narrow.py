@@ -76,6 +76,20 @@ def with_tangents(f):
     return lambda x, t: {"value": f(x), "tangent": jax.jvp(f, (x,), (t,))[1]}
 
 
+def with_cotangents(f):
+    """The cotangent of `x` for each of the results of a function, by the name of the op."""
+
+    def of_each(x, t):
+        found = {}
+        for name in f(x):
+            results, pull = jax.vjp(lambda x, name=name: f(x)[name], x)
+            cotangents = jax.tree.map(lambda y: jnp.resize(t, y.shape).astype(y.dtype), results)
+            found[name] = pull(cotangents)
+        return {"cotangent": found}
+
+    return of_each
+
+
 def of_linear(x, c):
     """The losses of a linear layer whose logits are `x` itself, and their gradient."""
     weight = jnp.eye(x.shape[1], dtype=x.dtype)
@@ -93,7 +107,7 @@ def assert_rounded_once(f, x, narrow):
     found, exact = (jax.jit(f)(*given) for given in (arrays, [array.astype(np.float64) for array in arrays]))
     for what in found:
         for name, actual in found[what].items():
-            saved = oracle.half_unit(narrow) if what == "tangent" and name in OF_RESULTS else 0.0
+            saved = oracle.half_unit(narrow) if what != "value" and name in OF_RESULTS else 0.0
             for a, b in zip(*map(jax.tree.leaves, (actual, exact[what][name])), strict=True):
                 size = np.max(np.abs(b), initial=1)
                 truth = oracle.Truth(np.asarray(b), np.full(b.shape, (64 * oracle.EPS + 16 * saved) * size))
@@ -108,3 +122,21 @@ def test_results_are_rounded_once(dtype):
     if narrow.itemsize == 2:
         assert_rounded_once(with_tangents(of_heads), x[:6], narrow)
         assert_rounded_once(of_linear, x, narrow)
+
+
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float16"]))
+def test_cotangents_are_rounded_once(dtype):
+    """Cotangents that come from two uses of an operand are added up before they are rounded."""
+    x = np.random.default_rng(0).standard_normal((ROWS, CLASSES))
+    x[np.arange(ROWS), LABELS] += 8  # whose two cotangents almost cancel
+    assert_rounded_once(with_cotangents(of_rows), x, jnp.dtype(dtype))
+
+
+def test_cotangents_of_rows_that_are_broadcast_are_rounded_once():
+    x = np.random.default_rng(0).standard_normal((1, CLASSES))
+    labels = np.arange(1000) ** 2 % CLASSES
+
+    def cotangent(x, t):
+        return {"cotangent": {"rows": jax.grad(lambda x: jnp.mean(jaxsoftmax.cross_entropy(x, labels)))(x)}}
+
+    assert_rounded_once(cotangent, x, jnp.dtype("bfloat16"))

@@ -167,9 +167,14 @@ SHARED, BY_STATES = ["softmax_forward_mosaic", "softmax_jacobian_mosaic"], ["log
     [
         (True, (64, 16384), SHARED, None),
         (True, (64, 512), SHARED, None),
-        (True, (64, 256), [], "each device has 32768 bytes of rows that they share, and kernels pay from 134217728 on"),
+        (
+            True,
+            (64, 256),
+            [],
+            "each device has 32768 bytes of rows that they share, and kernels that make states pay from 134217728 on",
+        ),
         (False, (64, 16384), [], "each device has 2097152 bytes of rows that they share"),
-        (False, (4096, 16384), BY_STATES, "a kernel sums over devices only where"),
+        (False, (4096, 16384), BY_STATES, "one kernel runs on all devices where each has 1 KiB of a row"),
     ],
 )
 def test_kernels_of_several_devices_share_rows_where_mosaic_can_reach_the_others(in_order, shape, ran, reason):
@@ -206,7 +211,7 @@ def test_four_devices_share_many_rows_where_each_has_two_kilobytes_of_one(shape,
         explanation = jaxsoftmax.explain(lambda x, t: jax.vjp(jaxsoftmax.softmax, x)[1](t)[0], x, x, platform="cuda")
     ran = {decision.implementation for decision in explanation}
     assert ran == ({"mosaic"} if is_kernel else {"xla"})
-    assert ("bytes of rows that they share" in str(explanation)) != is_kernel
+    assert ("2 KiB if there are more than 16384 rows" in str(explanation)) != is_kernel
 
 
 @pytest.mark.parametrize("shape", [(8192, 2, 8192), (8192, 16384, 1)], ids=str)

@@ -403,7 +403,7 @@ WRONG = {
         ValueError,
         "ignore_index must be None where labels are floating or one-hot, got 0",
     ),
-    "labels shape": (lambda: loss(X, LABELS[:3]), ValueError, r"labels must broadcast to shape \(4,\), got \(3,\)"),
+    "labels shape": (lambda: loss(X, LABELS[:3]), ValueError, r"labels must broadcast with rows of shape \(4,\), got \(3,\)"),
     "probabilities": (
         lambda: loss(X, X[:3]),
         ValueError,

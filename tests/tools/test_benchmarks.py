@@ -1,5 +1,6 @@
 """The benchmarks: result files, bars, the command line, and that no speed is recorded of what is wrong."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.machinery
@@ -915,6 +916,20 @@ def test_bits_are_compared_where_they_must_be_the_same(monkeypatch):
     assert not measured(dataclasses.replace(cell, repeatable=False), peers=frozenset())[0].problems
     assert all(cell.repeatable for cell in ATTENTION.values())
     assert all(cell.repeatable == ("deterministic=1" in cell.options) for cell in GRADIENTS.values())
+
+
+def test_each_way_to_share_rows_is_what_its_name_says():
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    x = jax.ShapeDtypeStruct((32768, 2048), "bfloat16", sharding=sharding)  # a shape that the library leaves to the reference
+    ran = {}
+    for way in sharded.WAYS:
+        with jax.set_mesh(mesh), sharded._made_to(way, contextlib.nullcontext):
+            decisions = jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
+        ran[way] = [(decision.primitive, decision.implementation) for decision in decisions]
+    states = [("logsumexp", "mosaic"), ("logsumexp_vjp", "mosaic")]
+    reference = [(name, "xla") for name, _ in states]
+    assert ran == {"one kernel": [("softmax", "mosaic")], "states": states, "reference": reference}
 
 
 @pytest.mark.parametrize("options", ["mask=1x1xTxS", "causal=1 documents=12", "sinks=1"])

@@ -154,7 +154,7 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
 
 def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
     """Binds the primitive for integer labels; counts the classes that take part in each row, and says which rows count."""
-    logits = _of_as_many_rows(logits, labels, axes)
+    logits = _of_as_many_rows(logits, labels, axes, params["dtype"])
     rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
     labels = _broadcast("labels", labels, rows)
     if where is not None:
@@ -177,12 +177,19 @@ def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse
     return [jnp.squeeze(part, at) for part in found], there, counts
 
 
-def _of_as_many_rows(logits, labels, axes):
-    """Broadcasts an axis of size 1 of the rows of logits to the size that labels have there, as optax does."""
+def _of_as_many_rows(logits, labels, axes, dtype):
+    """Broadcasts axes of size 1 of the rows of logits to the sizes that labels have there, as optax does.
+
+    Logits that are broadcast have the dtype of the arithmetic, in which their gradient adds up.
+    """
     others = [axis for axis in range(logits.ndim) if axis not in axes]
-    sizes = dict(zip(reversed(others), reversed(labels.shape), strict=False))
-    shape = tuple([sizes.get(axis, size) if size == 1 else size for axis, size in enumerate(logits.shape)])
-    return logits if shape == logits.shape else jnp.broadcast_to(logits, shape)
+    rows = tuple([logits.shape[axis] for axis in others])
+    try:
+        sizes = dict(zip(others, lax.broadcast_shapes(rows, labels.shape), strict=True))
+    except ValueError:
+        raise ValueError(f"{_NAME}: labels must broadcast with rows of shape {rows}, got {labels.shape}") from None
+    shape = tuple([sizes.get(axis, size) for axis, size in enumerate(logits.shape)])
+    return logits if shape == logits.shape else jnp.broadcast_to(logits.astype(dtype), shape)
 
 
 def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap, return_total, implementation):
@@ -198,7 +205,8 @@ def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap
     if where is not None:
         where = _mask(where, shape, axes)
         logits = jnp.broadcast_to(logits, lax.broadcast_shapes(logits.shape, where.shape))
-    scores = capped(select(where, logits, 0).astype(dtype), soft_cap)
+    logits = logits.astype(dtype)  # once: cotangents of narrow logits would be rounded before they are added up
+    scores = capped(select(where, logits, 0), soft_cap)
     params = {"axes": axes, "dtype": dtype, "implementation": implementation}
     lse = _log_sum_exp(axis_name, params, logits if soft_cap is None else scores, where)
     labels, nll = select(where, labels, 0), lse - scores

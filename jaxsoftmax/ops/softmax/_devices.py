@@ -70,8 +70,7 @@ def _log_softmax_derivative(run, this, over, *, x, m, d, t, where, scale, **para
 def _with_sums(run, this, given, over, **params):
     """A derivative that needs a sum along whole rows: by one kernel that sums over devices, or by the reference."""
     found = run.together(this, given, over, **params)
-    reason = "a kernel sums over devices only where each has a long part of a row and their memory can be reached"
-    return found or run.on_reference(this, given, reason, axis_name=mesh_axes(over), **params)
+    return found or run.on_reference(this, given, OF_ONE_KERNEL, axis_name=mesh_axes(over), **params)
 
 
 def logsumexp_jvp(run, x, m, d, t, where, scale, *, dtype, over, **params):
@@ -88,9 +87,15 @@ def logsumexp_vjp(run, x, m, d, t, where, scale, *, over, **params):
 
 # Bytes of a device's part of all rows, from which on kernels that make states of it, and read it again, are faster than the
 # reference, which reads it as often in fewer steps: on four H200s logsumexp and its gradient of [8192, 32768] in bfloat16, as
-# many as these, take 144 us on kernels, 179 on the reference and 214 with jax.nn. With a quarter of the bytes, [8192, 8192],
-# gradients on kernels behind the reference's states take 95, the reference alone 98 and jax.nn 100.
+# many as these, take 144 us on kernels, 179 on the reference and 214 with jax.nn. On four H100s, beside other work, softmax of
+# these took 182 in two kernels, 233 and 238, and of a quarter, [2048, 32768], 149, 104 and 98.
 LEAST_FOR_STATES = 2**27
+
+
+OF_ONE_KERNEL = (
+    "one kernel runs on all devices where each has 1 KiB of a row, or 2 KiB if there are more than 16384 rows, and their memory"
+    " can be reached"
+)
 
 
 def unprofitable(x) -> str | None:
@@ -98,7 +103,10 @@ def unprofitable(x) -> str | None:
     size = x.size * x.dtype.itemsize
     if size >= LEAST_FOR_STATES:
         return None
-    return f"each device has {size} bytes of rows that they share, and kernels pay from {LEAST_FOR_STATES} on"
+    return (
+        f"each device has {size} bytes of rows that they share, and kernels that make states pay from {LEAST_FOR_STATES} on;"
+        f" {OF_ONE_KERNEL}"
+    )
 
 
 def _state(run, given, axes, dtype, over):

@@ -284,6 +284,8 @@ def categorical(
         limit = f"top_k must be {_MOST_FOUND} or less, got {options['top_k']}"
         raise NotImplementedError(f"{_CATEGORICAL}: implementation={implementation!r} cannot run: {limit}")
     words = jax.random.bits(key, (2,), jnp.uint32)
+    if return_log_prob:  # of narrow logits two cotangents would be rounded before they are added up
+        x = x.astype(kind)
     operands = _as_operands(options, len(batch) + 1, kind, most) | {
         "x": lax.expand_dims(_with_infinity(x, where), range(len(batch) - x.ndim + 1)),
         "row": lax.iota(jnp.uint32, math.prod(batch)).reshape(*batch, 1),
