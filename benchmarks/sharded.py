@@ -138,8 +138,8 @@ def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[A
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
     is_one, reason = WAYS[way]
     always = mock.patch.object(devices, "unprofitable", return_value=reason)
-    way = {"_least_shared": lambda rows: 0} if is_one else {"merges": lambda *args, **params: False}
-    merges = mock.patch.multiple(mosaic, **way)
+    name, value = ("_least_shared", 0) if is_one else ("merges", False)
+    merges = mock.patch.object(mosaic, name, return_value=value)
     with context(), merges, always:
         yield
 
