@@ -8,6 +8,8 @@ python -m benchmarks decoding              likewise, attention of a few queries 
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
+python -m benchmarks reference             likewise, the reference, which runs where no kernel does, and its counterparts; on a
+                                           CPU too, results/cpu-<its name>/xla
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run; without a GPU how long
                                            they take to lower for CUDA, results/cpu
 python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
@@ -39,6 +41,7 @@ from benchmarks import (
     linear_cross_entropy,
     links,
     plot,
+    reference,
     results,
     sharded,
     softmax,
@@ -57,6 +60,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "cross_entropy": cross_entropy.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
     "top_k": top_k.cells,
+    "reference": reference.cells,
     "first_call": first_call.cells,
     "sharded": sharded.cells,
     "sharded_rows": sharded.row_cells,
@@ -172,6 +176,12 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     gpu = harness.gpu_name()
     if gpu is None and options.suite == "first_call":
         gpu, cells = first_call.WITHOUT_A_GPU, first_call.on(first_call.WITHOUT_A_GPU, cells)
+    timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
+    if options.suite == "reference":
+        options.implementation = reference.IMPLEMENTATION
+        if gpu is None:
+            gpu, cells = reference.machine(), reference.as_programs(cells)
+            timing["effort"] = reference.ON_A_CPU
     if gpu is None:
         return _fail("JAX sees no GPU, and there is nothing to measure without one")
     devices = harness.device_count() if options.suite in ON_SEVERAL else 1
@@ -194,7 +204,6 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     if options.suite == "first_call":
         problems, left_out = first_call.measure(cells, gpu, commit, write, peers=options.peers), []
     else:
-        timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
         if options.suite in ROUNDS:
             timing["effort"] = harness.Effort(ROUNDS[options.suite])
         run = harness.Run(gpu, commit, write, peers=options.peers, **timing)

@@ -204,7 +204,7 @@ def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...
         return f"{bar.peer} not measured"
     if bar.limit == SCALING:
         return peer.us / (cell.devices * ours.us)
-    return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.us / peer.us
+    return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.fastest_us / peer.fastest_us
 
 
 def _percentiles(

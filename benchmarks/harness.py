@@ -28,12 +28,16 @@ _HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together."""
+    """How much is measured: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together.
+
+    A round of a program lasts `turn` seconds at least.
+    """
 
     rounds: int = 5
     calls: int = 10
     cache: int = 4 * 50 * 2**20  # four times the L2 cache of an H200
     most_buffers: int = 64
+    turn: float = 0
 
     def buffers(self, cell: Cell) -> int:
         if cell.pass_ == FIRST_CALL or cell.devices > 1:  # whose calls follow on one another
@@ -53,6 +57,7 @@ class Entrant:
     times: list[float] = field(default_factory=list)
     temporaries: int | None = None
     kernel_us: float | None = None
+    calls: int = 0
 
 
 class Run:
@@ -215,11 +220,16 @@ class Run:
         """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""
 
         def warm_up(entrant: Entrant) -> None:
+            start = time.perf_counter()
             for arguments in entrant.arguments:
                 synchronize(entrant.contender.framework, entrant.function(*arguments))
+            seconds = (time.perf_counter() - start) / len(entrant.arguments)
+            entrant.calls = max(least, len(entrant.arguments))
+            if cell.program:
+                entrant.calls = max(entrant.calls, math.ceil(self._effort.turn / seconds))
 
         def take_turn(entrant: Entrant) -> None:
-            calls = max(least, len(entrant.arguments))
+            calls = entrant.calls
             entrant.times.append(clock(entrant.function, entrant.arguments, calls, entrant.contender.framework))
 
         clock, least = self._clock, self._effort.calls
@@ -245,7 +255,7 @@ class Run:
             return None
 
     def _record(self, cell: Cell, entrant: Entrant) -> None:
-        us = statistics.median(entrant.times) / cell.calls
+        us, least_us = (of(entrant.times) / cell.calls for of in (statistics.median, min))
         kernel_us = entrant.kernel_us and entrant.kernel_us / cell.calls
         if cell.op == "copy":
             self._copy_speed[cell.dtype] = cell.bytes / us
@@ -269,6 +279,7 @@ class Run:
             error=entrant.error,
             temporaries=entrant.temporaries,
             kernel_us=kernel_us,
+            least_us=least_us if self._effort.turn else None,
         )
         self._write(row)
         share = "" if row.copy_share is None else f"{row.copy_share:.3f}"

@@ -54,6 +54,7 @@ class Row(Origin):
       temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
         without the column.
       kernel_us: on several devices, microseconds that kernels run, the mean over devices; likewise None elsewhere.
+      least_us: on a machine that others may use too, the microseconds of the fastest round; likewise None elsewhere.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Row(Origin):
     error: float | None
     temporaries: int | None = None
     kernel_us: float | None = None
+    least_us: float | None = None
 
     @property
     def speed(self) -> float:
@@ -81,6 +83,11 @@ class Row(Origin):
         return self.flops / self.us / 1e6
 
     @property
+    def fastest_us(self) -> float:
+        """`least_us` where it is measured, else `us`."""
+        return self.us if self.least_us is None else self.least_us
+
+    @property
     def cell(self) -> tuple[str, ...]:
         return self.op, self.pass_, self.dtype, self.shape, self.options
 
@@ -91,7 +98,7 @@ def columns_of(kind: type[Origin]) -> tuple[str, ...]:
 
 
 COLUMNS = columns_of(Row)
-_OF_NEWER_FILES = ("temporaries", "kernel_us")  # the last columns, of which a file may lack some at the end
+_OF_NEWER_FILES = ("temporaries", "kernel_us", "least_us")  # the last columns, of which a file may lack some at the end
 
 
 def new_run() -> str:
@@ -168,7 +175,7 @@ def check(path: Path, columns: Sequence[str]) -> Sequence[str]:
 
 
 def _format(row: Row) -> list[str]:
-    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us = astuple(row)
+    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us = astuple(row)
     return [
         *names,
         f"{us:.3f}",
@@ -178,6 +185,7 @@ def _format(row: Row) -> list[str]:
         "" if error is None else f"{error:.4g}",
         "" if temporaries is None else str(temporaries),
         "" if kernel_us is None else f"{kernel_us:.3f}",
+        "" if least_us is None else f"{least_us:.3f}",
     ]
 
 

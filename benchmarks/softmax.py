@@ -7,6 +7,7 @@ output, once, and no other; for `forward+backward`, those of the two passes toge
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -459,6 +460,31 @@ def _with_mask(dtype, shape, word, mask: Callable[[Any], Any], mask_bytes: int, 
             : 1 if pass_ == FIRST_CALL else 2
         ],
         lambda x, where: [oracle.softmax(x, -1, where)],
+    )
+
+
+def masked_cell(dtype: str, shape: tuple[int, ...], backward: bool = False) -> Cell:
+    """Softmax with a random mask of every element, and with its vjp if `backward`."""
+    forward = _with_mask(dtype, shape, "full", functools.partial(_random_mask, shape=shape), math.prod(shape))
+    if not backward:
+        return forward
+
+    def inputs(key, hurtful):
+        x, where = forward.inputs(key, hurtful)
+        return x, where, _normal(key, shape, dtype)
+
+    def of(module):
+        def both(x, where, c):
+            y, vjp = jax.vjp(lambda x: module.softmax(x, -1, where), x)
+            return y, vjp(c)[0]
+
+        return {"build": lambda: both}
+
+    def truth(x, where, c):
+        return [oracle.softmax(x, -1, where), oracle.softmax_derivative(x, c, where=where, saved=dtype)]
+
+    return replace(
+        forward, pass_="forward+backward", inputs=inputs, contenders=_ours_and_jax_nn(of), truth=truth, bytes=2 * forward.bytes
     )
 
 

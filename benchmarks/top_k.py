@@ -56,18 +56,18 @@ def cells(fewer: int = 1) -> list[Cell]:
 def _cells(sized: Callable[[tuple[int, int]], tuple[int, int]]) -> Iterator[Cell]:
     for dtype in DTYPES:
         for shape in (*((rows, cols) for cols in VOCABULARIES for rows in ROWS), *OTHERS):
-            yield _top_k(dtype, sized(shape), K)
-    yield from (_top_k("float32", sized(OF_A_BATCH[0]), k) for k in COUNTS)
-    yield from (_top_k(dtype, sized(shape), 1) for dtype in DTYPES for shape in OF_STEPS)
+            yield cell_of(dtype, sized(shape), K)
+    yield from (cell_of("float32", sized(OF_A_BATCH[0]), k) for k in COUNTS)
+    yield from (cell_of(dtype, sized(shape), 1) for dtype in DTYPES for shape in OF_STEPS)
     for dtype in DTYPES:
-        yield from (_weights(dtype, sized(shape), K) for shape in (*OF_A_BATCH, *FEW))
+        yield from (weights_cell(dtype, sized(shape), K) for shape in (*OF_A_BATCH, *FEW))
         for shape in map(sized, ROUTERS):
             for normalize in NORMALIZE:
-                yield _weights(dtype, shape, EXPERTS, normalize, is_router=True)
+                yield weights_cell(dtype, shape, EXPERTS, normalize, is_router=True)
                 yield _gradient(dtype, shape, EXPERTS, normalize)
     for dtype in DTYPES:
         for options in FILTERS:
-            yield from (_categorical(dtype, sized(shape), options) for shape in (*OF_A_BATCH, *OF_STEPS[1:]))
+            yield from (sampled_cell(dtype, sized(shape), options) for shape in (*OF_A_BATCH, *OF_STEPS[1:]))
 
 
 def _size(shape: tuple[int, ...], dtype: str) -> int:
@@ -151,7 +151,7 @@ def _no_truth(*rows):
 # Cells.
 
 
-def _top_k(dtype: str, shape: tuple[int, int], k: int) -> Cell:
+def cell_of(dtype: str, shape: tuple[int, int], k: int) -> Cell:
     sample = functools.partial(_found_by_peers, k, None)
     contenders = [
         Contender(OURS, lambda: lambda x: library.top_k(x, k)),
@@ -181,7 +181,7 @@ def _flashinfer_top_k(k: int) -> Callable[..., Any]:
     return lambda x: find(x, k, sorted=True)[0]
 
 
-def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: str = "all", is_router: bool = False) -> Cell:
+def weights_cell(dtype: str, shape: tuple[int, int], k: int, normalize: str = "all", is_router: bool = False) -> Cell:
     written = shape[0] * k * (jnp.dtype(dtype).itemsize + 4) if is_router else 0
     sample = functools.partial(_found_by_peers, k, normalize)
     contenders = (
@@ -260,7 +260,7 @@ def _backward_of_torch() -> Callable[..., Any]:
     return lambda weights, x, cotangent: torch().autograd.grad(weights, x, cotangent, retain_graph=True)
 
 
-def _categorical(dtype: str, shape: tuple[int, int], options: dict[str, Any]) -> Cell:
+def sampled_cell(dtype: str, shape: tuple[int, int], options: dict[str, Any]) -> Cell:
     def inputs(key, hurtful):
         return *one_array(shape, dtype)(key, hurtful), jax.random.fold_in(key, 4)
 

@@ -29,6 +29,7 @@ from benchmarks import (
     linear_cross_entropy,
     links,
     plot,
+    reference,
     results,
     sharded,
     softmax,
@@ -54,6 +55,7 @@ LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
+REFERENCE = {cell.name: cell for cell in reference.cells()}
 SHARDED = {cell.name: cell for cell in sharded.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -167,11 +169,11 @@ def test_rows_are_appended_and_read_back(tmp_path):
 def test_columns():
     assert ",".join(results.COLUMNS) == (
         "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error,temporaries,"
-        "kernel_us"
+        "kernel_us,least_us"
     )
 
 
-@pytest.mark.parametrize("missing", [("temporaries", "kernel_us"), ("kernel_us",)])
+@pytest.mark.parametrize("missing", [("temporaries", "kernel_us", "least_us"), ("kernel_us", "least_us"), ("least_us",)])
 def test_a_file_without_the_newest_columns_is_read_and_appended_to(tmp_path, missing):
     cell = CELLS["softmax forward float32 32768x4096"]
     rows = [a_row(cell, run=run, error=error) for run, error in (("1", 0.5), ("2", None))]
@@ -1732,6 +1734,41 @@ def test_flops_bytes_and_blocks_of_attention():
     ends = np.cumsum(lengths)
     low = [(ends - lengths)[ends > 128 * block][0] // 128 for block in range(128)]
     assert of("1x16384x16x128 causal=1 documents=12").blocks == sum(block + 1 - low[block] for block in range(128))
+
+
+def test_the_reference_is_measured_on_a_cpu_beside_its_counterpart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reference, "ON_A_CPU", harness.Effort(rounds=2, calls=1, cache=0, turn=1e-4))
+    asked = [
+        "reference",
+        "--only",
+        "^logsumexp .* 4096x64$|^cross_entropy .* 4096x10$",
+        "--commit",
+        "abc",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(asked) == 0
+    (path,) = tmp_path.glob("cpu*/xla/reference.csv")
+    rows = results.read(path)
+    assert len(rows) == 2 * 2 * 2 * 2  # ops, dtypes, passes, contenders
+    assert {row.implementation for row in rows} == {"xla", "jax.nn", "optax"}
+    assert all(row.least_us <= row.us and row.temporaries is not None for row in rows)
+    assert "0.0" in capsys.readouterr().out
+
+
+def test_every_op_of_the_reference_has_one_counterpart():
+    assert all(len(cell.contenders) == 2 and cell.contenders[0].name == OURS for cell in REFERENCE.values())
+    assert len({cell.shape for cell in REFERENCE.values()}) >= 40
+    assert len(REFERENCE) == len(reference.cells())
+
+
+@pytest.mark.parametrize(("us", "least_us", "missed"), [(2.0, 1.0, False), (1.0, 1.2, True)])
+def test_the_reference_is_held_to_the_fastest_rounds(us, least_us, missed):
+    cell = REFERENCE["softmax forward float32 512x1024"]
+    ours, other = (dataclasses.replace(a_row(cell, name, us=1.0), least_us=1.0) for name in ("xla", "jax.nn"))
+    held = bars.of_file(bars.load("reference"), "xla")
+    _, found = bars.misses(held, [cell], [dataclasses.replace(ours, us=us, least_us=least_us), other])
+    assert bool(found) == missed
 
 
 GRADIENT = "attention first_call bfloat16 4x4096x16x128 causal=1 grad=1"
