@@ -17,20 +17,20 @@ from jaxsoftmax._core.dtypes import accumulator
 
 def softmax(x, where, scale, *, axes, dtype):
     """`exp(s - max s) / sum(exp(s - max s))` of the scores `s = scale * x`."""
-    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
-    m = _max(directed, axes)
-    weights = jnp.exp(_exponent(directed - m, where, scale))
+    acc = accumulator(x.dtype, dtype)
+    m = _max(x, where, scale, axes, acc)
+    weights = jnp.exp(_exponent(_directed(x, where, scale, acc) - m, where, scale))
     y = weights / sum_along(weights, axes)
     return select(where, y, 0).astype(dtype)
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state):
     """`(s - max s) - log d`, and the state `(m, d)` if asked for."""
-    directed = _directed(x, where, scale, accumulator(x.dtype, dtype))
-    m = _max(directed, axes)
+    acc = accumulator(x.dtype, dtype)
+    m = _max(x, where, scale, axes, acc)
     if where is not None:  # a row with nothing to see would save d = NaN
         m = select(m != -jnp.inf, m, 0)
-    exponent = _exponent(directed - m, where, scale)
+    exponent = _exponent(_directed(x, where, scale, acc) - m, where, scale)
     d = sum_along(jnp.exp(exponent), axes)
     out = select(where, exponent - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
@@ -38,7 +38,7 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state):
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state):
     """`max s + log d`, and the state `(m, d)` if asked for."""
-    m, d = state_of(x.astype(accumulator(x.dtype, dtype)), where, scale, axes)
+    m, d = state_of(x, where, scale, axes, accumulator(x.dtype, dtype))
     lse = lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
@@ -59,8 +59,9 @@ def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axi
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """`t - p * sum(t)` of a cotangent `t`, the transpose of `log_softmax_jvp`."""
-    p, t = weights_of_state(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
-    return select(where, t - p * sum_along(t, axes, axis_name), 0).astype(dtype)
+    weights, d = _weights_and_sum(x, m, d, where, scale)
+    t = _tangent(select(where, t, 0), m, scale, scale_tangent)
+    return select(where, t - weights * (sum_along(t, axes, axis_name) / d), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
@@ -72,7 +73,8 @@ def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
     """`p * t` of a cotangent `t`, the transpose of `logsumexp_jvp`."""
     del axes  # the sum over the row is in the state
-    return select(where, weights_of_state(x, m, d, where, scale) * _tangent(t, m, scale, scale_tangent), 0).astype(dtype)
+    weights, d = _weights_and_sum(x, m, d, where, scale)
+    return select(where, weights * (_tangent(t, m, scale, scale_tangent) / d), 0).astype(dtype)
 
 
 def scores_tangent(x, scale, dx, dscale):
@@ -86,11 +88,10 @@ def scores_tangent(x, scale, dx, dscale):
     return sum(parts[1:], start=parts[0])
 
 
-def state_of(x, where, scale, axes):
-    """The state `(m, d)` of rows, with a finite `m`."""
-    directed = _directed(x, where, scale, x.dtype)
-    m = online.shift(_max(directed, axes))
-    return m, sum_along(jnp.exp(_exponent(directed - m, where, scale)), axes)
+def state_of(x, where, scale, axes, acc):
+    """Returns the state `(m, d)` of rows in the dtype `acc`, with a finite `m`."""
+    m = online.shift(_max(x, where, scale, axes, acc))
+    return m, sum_along(jnp.exp(_exponent(_directed(x, where, scale, acc) - m, where, scale)), axes)
 
 
 def lse_of(m, d, scale) -> jax.Array:
@@ -114,8 +115,11 @@ def _exponent(shifted, where, scale) -> jax.Array:
 
 @jax.custom_jvp
 def saved_exponent(x, m, scale) -> jax.Array:
-    """`s - max s` with the saved maximum, which counts as a constant."""
-    return _exponent(_directed(x, None, scale, m.dtype) - online.shift(m), None, scale)
+    """`s - max s` with the saved maximum, which counts as a constant.
+
+    Where that is infinite, the saved sum is NaN. It is what the forward pass computes, which XLA then does once.
+    """
+    return _exponent(_directed(x, None, scale, m.dtype) - m, None, scale)
 
 
 @saved_exponent.defjvp
@@ -127,9 +131,15 @@ def _saved_exponent_jvp(primals, tangents):
 
 def weights_of_state(x, m, d, where, scale) -> jax.Array:
     """The softmax weights, from the saved state."""
+    weights, d = _weights_and_sum(x, m, d, where, scale)
+    return weights / d
+
+
+def _weights_and_sum(x, m, d, where, scale):
+    """The softmax weights times their sum, and that sum: a row's factor divides once by it, an array's elements each."""
     if where is not None:
         d = select(d != 0, d, 1)  # a row with nothing to see
-    return jnp.exp(select(where, saved_exponent(select(where, x, 0), m, scale), -jnp.inf)) / d
+    return jnp.exp(select(where, saved_exponent(select(where, x, 0), m, scale), -jnp.inf)), d
 
 
 def _tangent(t, m, scale, scale_tangent) -> jax.Array:
@@ -141,8 +151,13 @@ def _scaled(values, scale):
     return values if scale is None else values * scale.astype(values.dtype)
 
 
-def _max(scores, axes):
-    return jnp.max(scores, axes, keepdims=True, initial=-jnp.inf)
+def _max(x, where, scale, axes, acc):
+    """Returns the maxima of rows in the direction of the scores.
+
+    16-bit numbers are compared as they are: XLA would write float32 ones, which a maximum and a sum both read, to memory.
+    """
+    narrow = x.dtype in (jnp.float16, jnp.bfloat16)
+    return jnp.max(_directed(x, where, scale, x.dtype if narrow else acc), axes, keepdims=True, initial=-jnp.inf).astype(acc)
 
 
 def sum_along(values, axes, axis_name=()):
