@@ -16,11 +16,12 @@ NO_CLASS, NO_ROW = -1, -2  # what labels say of a row without a label among its 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state):
     """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
-    scores = capped(x.astype(accumulator(x.dtype, dtype)), soft_cap)
-    sums = [chosen_score(x, labels, axes, soft_cap, scores.dtype)]
+    acc = accumulator(x.dtype, dtype)
+    scores = x if soft_cap is None else capped(x.astype(acc), soft_cap)
+    sums = [chosen_score(x, labels, axes, soft_cap, acc)]
     if return_total:
-        sums.append(sum_along(select(where, scores, 0), axes))
-    return results_of(labels, *state_of(scores, where, None, axes), *sums, dtype=dtype, return_state=return_state)
+        sums.append(sum_along(select(where, scores.astype(acc), 0), axes))
+    return results_of(labels, *state_of(scores, where, None, axes, acc), *sums, dtype=dtype, return_state=return_state)
 
 
 def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total):
@@ -38,21 +39,43 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, replaces=False):
     """`(a * p + b * onehot(label) + c) * ds/dx`. Where all three are 0, what the row holds has no effect."""
     del replaces  # XLA sees for itself that nothing else reads `x`
+    acc = m.dtype
     counts = labels != NO_ROW
     counts &= functools.reduce(jnp.logical_or, [part != 0 for part in (a, b, c) if part is not None])
-    x, m, d = _of_counting(counts, x, m, d, labels, where, axes)
-    total = jnp.zeros_like(x)
-    a, b, c = (None if part is None else part.astype(x.dtype) + total for part in (a, b, c))  # sharded as x
-    if a is not None:
-        p = weights_of_state(capped(x, soft_cap), m, d, where, None)
-        total += select(a != 0, a * p, 0)
-    if b is not None:
-        total += select(_is_at(x, labels, axes), b, 0)
-    if c is not None:
-        total += select(where, c, 0)
-    if soft_cap is not None:
-        total = select(total != 0, total * slope(x, soft_cap), 0)
-    return total.astype(dtype)
+    a, b, c = (None if part is None else part.astype(acc) for part in (a, b, c))
+
+    def of_scores(x, where, b=None):
+        """The results for scores of rows, and with `b` for those of their labels, which count where `where` is false, too."""
+        total = jnp.zeros_like(x, acc) if b is None else jnp.zeros_like(x, acc) + b
+        if a is not None:
+            total += _weighted(a, counts, x, m, d, where, soft_cap)
+        if c is not None:
+            total += select(where, jnp.zeros_like(x, acc) + c, 0)
+        if soft_cap is not None:
+            seen = counts if where is None or b is not None else counts & where
+            bare = select(jnp.zeros_like(x, bool) | seen, x.astype(acc), 0)
+            total = select(total != 0, total * slope(bare, soft_cap), 0)
+        return total.astype(dtype)
+
+    whole = of_scores(x, where)
+    if b is None:
+        return whole
+    own_where = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
+    return _put(whole, labels, of_scores(_at(x, labels, axes, 0), own_where, b), axes)
+
+
+def _weighted(a, counts, x, m, d, where, soft_cap):
+    """`a * p`, and 0 where `a` is 0, whatever the row holds.
+
+    What does not count is cleared before the exponential. Behind it LLVM makes a branch of a select, and the loop scalar: the
+    gradient of `[64, 50257]` in float32 takes 8.0 ms so, 3.4 with optax.
+    """
+    counts &= a != 0
+    seen = jnp.zeros_like(x, bool) | counts
+    seen = seen if where is None else seen & where
+    d = select(counts, d, 1) if where is None else select(counts & (d != 0), d, 1)
+    exponent = capped(select(seen, x.astype(m.dtype), 0), soft_cap) - select(counts, m, 0)
+    return a / d * jnp.exp(select(where, exponent, -jnp.inf))
 
 
 def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss):
@@ -152,6 +175,23 @@ def _at(values, labels, axes, otherwise):
     else:
         found = jnp.take_along_axis(values, jnp.clip(labels, 0, size - 1), axis, mode="promise_in_bounds")
     return jnp.where((labels >= 0) & (labels < size), found, otherwise)
+
+
+def _put(values, labels, own, axes):
+    """Puts a number of each row at its label, if that is one of the row.
+
+    A comparison of every place with the label takes as long on a CPU as all else of a gradient.
+    """
+    (axis,) = axes
+    size = values.shape[axis]
+    is_symbolic = not all(isinstance(size, int) for size in values.shape)
+    if size == 0 or is_symbolic or any(jax.typeof(values).sharding.spec):  # along explicit mesh axes JAX does not scatter
+        return jnp.where(_is_at(values, labels, axes), own, values)
+    index = jnp.where((labels >= 0) & (labels < size), labels, size)  # outside, where nothing is put
+    rows = tuple([a for a in range(values.ndim) if a != axis])
+    places = lax.ScatterDimensionNumbers((), (axis,), (axis,), operand_batching_dims=rows, scatter_indices_batching_dims=rows)
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(values, index[..., None], own.astype(values.dtype), places, unique_indices=True, mode=drop)
 
 
 def _is_at(values, place, axes):
