@@ -2069,3 +2069,10 @@ def test_explain_shows_attention_and_its_derivatives():
     assert [d.primitive for d in found] == ["dot_product_attention", "dot_product_attention_vjp"]
     found = explain(lambda q: jax.jvp(lambda q: attend(q, K, K), (q,), (q,)), Q, platform="cpu")
     assert [d.primitive for d in found] == ["dot_product_attention", "dot_product_attention_jvp"]
+
+
+def test_a_window_in_which_all_is_seen():
+    for queries, keys, left, right in itertools.product((1, 3, 6), (1, 2, 5), (None, 0, 2), (None, 0, 1)):
+        row, col = np.arange(queries)[:, None], np.arange(keys)
+        seen = (col >= row - (9 if left is None else left)) & (col <= row + (9 if right is None else right))
+        assert xla.sees_all(queries, keys, left, right) == (np.all(seen.any(1)) and np.all(seen.any(0)))

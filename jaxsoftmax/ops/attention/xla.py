@@ -55,6 +55,11 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **giv
     def push(state, tile):
         scores, _ = tile.scores()
         value, unit = tile.seen_part("value").astype(problem.dtype), problem.unit
+        if problem.is_one_tile:  # as in derivatives, with which XLA then shares what is equal
+            m, weights = tile.exponentials(scores)
+            kept = tile.kept()
+            sums = jnp.sum(weights, -1)
+            return online.State(m[..., 0], sums, _product(weights if kept is None else kept * weights, value))
         so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.kept()
         if kept is None:
@@ -139,14 +144,14 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
 
     def add(sums, tile):
         scores, slope = tile.scores()
-        p, kept = tile.weights(scores), tile.kept()
+        (p, share), kept = tile.weights_and_share(scores), tile.kept()
         ds = jnp.broadcast_to(-tile["delta"], scores.shape)
         dout = None
         if tile["d_out"] is not None:
-            dout = tile.seen_part("d_out").astype(dtype)
+            dout = tile.seen_part("d_out").astype(dtype) * share
             dp = _product(tile.seen_part("d_out"), tile.seen_part("value").mT)
             ds += dp if kept is None else kept * dp
-        ds = p * _where(tile.seen, ds, 0)
+        ds = p * (_where(tile.seen, ds, 0) * share)
         sums, dx = dict(sums), slope * ds
         if "query" in sums:
             dq = _product(dx, tile.seen_part("key").astype(dtype))
@@ -223,6 +228,8 @@ class _Attention:
             self.unit = np.asarray(abs(scale) if soft_cap is None else soft_cap, self.dtype)
         # Where a tile has all keys of its rows, weights are normalized anew: a large lse cannot hold the logarithm of a sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
+        self.is_one_tile = self.block == self.lengths
+        self.sees_all = self.is_one_tile and self._sees_all()
 
     def __getitem__(self, name) -> Any:
         return self.arrays.get(name)
@@ -271,6 +278,12 @@ class _Attention:
             visible &= j * cols <= (i + 1) * rows - 1 + right
         return visible
 
+    def _sees_all(self):
+        """Tells whether each query sees a key, and each key is seen, whatever the operands hold: no NaN is hidden then."""
+        names = ("query_offset", "query_lengths", "key_lengths", "query_segments", "mask", "bias")
+        is_known = self.zigzag is None and all(isinstance(length, int) for length in self.lengths)
+        return is_known and all(self[name] is None for name in names) and sees_all(*self.lengths, *self.window)
+
     def forget_rows_without_keys(self):
         """Sets the cotangents of rows to 0 that see no key: they may hold NaN. Those of lse count where there is a sink."""
         lse = self["lse"]
@@ -286,6 +299,14 @@ class _Attention:
         lse = self["lse"][..., 0]
         sinks = jnp.broadcast_to(self["sinks"][..., 0].astype(self.dtype), lse.shape)
         return _exp_of_difference(sinks, lse, lse != -jnp.inf)
+
+
+def sees_all(queries: int, keys: int, left: int | None, right: int | None) -> bool:
+    """Tells whether in a window each query sees a key and each key is seen. None on a side is for no limit."""
+    left, right = (queries + keys if side is None else side for side in (left, right))
+    rows, cols = np.arange(queries), np.arange(keys)
+    each_query = np.all((rows - left < keys) & (rows + right >= 0))
+    return bool(each_query and np.all((cols - right < queries) & (cols + left >= 0)))
 
 
 @dataclass(frozen=True)
@@ -333,10 +354,15 @@ class _Tile:
         return part if part.shape == whole.shape else lax.dynamic_update_slice_in_dim(whole, part, self._first(which), axis)
 
     def add(self, which, whole, part, axis):
+        """`whole` with `part` added; where there is one tile, nothing was there before."""
+        if self.problem.is_one_tile:
+            return part
         return self.put(which, whole, self.cut(which, whole, axis) + part, axis)
 
     def add_scores(self, whole, part):
         """Adds to what may have size 1 along any axis: those are summed."""
+        if self.problem.is_one_tile:
+            return summed_to(part, whole.shape)
         here = self.cut(COLS, self.cut(ROWS, whole, -2), -1)
         here += summed_to(part, here.shape)
         if here.shape == whole.shape:
@@ -364,7 +390,7 @@ class _Tile:
     def seen_part(self, name):
         """An operand of queries or keys, with 0 for those that see nothing, or that nothing sees: they may hold NaN."""
         array, seen = self[name], self.seen
-        if seen is None:
+        if seen is None or self.problem.sees_all:
             return array
         seen = jnp.any(seen, -1, keepdims=True) if "T" in _axes[name] else jnp.any(seen, (-2, -3), keepdims=True).mT
         return jnp.where(seen, array, jnp.zeros_like(array))
@@ -391,24 +417,38 @@ class _Tile:
 
     def weights(self, scores):
         """`exp(scores - lse)` of scores in multiples of the unit, 0 where nothing is seen."""
+        weights, share = self.weights_and_share(scores)
+        return weights * share
+
+    def weights_and_share(self, scores):
+        """`weights` as a product: of numbers of their shape, and of numbers of rows, which are multiplied where it is cheap."""
         unit, is_seen = self.problem.unit, scores != -jnp.inf
         if self.problem.has_whole_rows:
-            return self._normalized(scores, is_seen)
+            return self._normalized(scores)
         if unit is not None:  # a maximum stands between product and difference: XLA cannot contract them
             scores = jnp.maximum(unit * jnp.where(is_seen, scores, 0), jnp.finfo(scores.dtype).min)
-        return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen)
+        return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen), jnp.ones((), scores.dtype)
 
-    def _normalized(self, scores, is_seen):
-        """The weights of whole rows, as parts of their sum and that of the sink."""
+    def exponentials(self, scores):
+        """The maximum of whole rows, in multiples of the unit, and `exp(scores - maximum)`, 0 where nothing is seen."""
         unit = self.problem.unit
-        top = online.shift(jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf))
-        weights = _exp_of_difference(scores, jnp.broadcast_to(top, scores.shape), is_seen, unit)
-        sums = jnp.sum(weights, -1, keepdims=True)
+        m = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf)
+        difference = scores - online.shift(m)
+        if unit is not None and unit == 0:  # 0 * -inf would be NaN
+            is_seen = scores != -jnp.inf
+            return m, jnp.where(is_seen, jnp.exp(unit * jnp.where(is_seen, difference, 0)), 0)
+        return m, jnp.exp(difference if unit is None else unit * difference)
+
+    def _normalized(self, scores):
+        """The weights of whole rows, and their share in the sum of these and of that of the sink."""
+        m, weights = self.exponentials(scores)
+        sums, unit, top = jnp.sum(weights, -1, keepdims=True), self.problem.unit, online.shift(m)
+        factor = jnp.ones((), sums.dtype)
         if (sinks := self["sinks"]) is not None:
             above = sinks.astype(top.dtype) - (top if unit is None else unit * top)
-            weights *= jnp.exp(jnp.minimum(-above, 0))
-            sums = sums * jnp.exp(jnp.minimum(-above, 0)) + jnp.exp(jnp.minimum(above, 0))
-        return weights / jnp.where(sums == 0, 1, sums)
+            factor = jnp.exp(jnp.minimum(-above, 0))
+            sums = sums * factor + jnp.exp(jnp.minimum(above, 0))
+        return weights, factor / jnp.where(sums == 0, 1, sums)
 
     def kept(self):
         """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
@@ -465,7 +505,8 @@ def _product(a, b):
 def _summed_product(a, b):
     """`a^T b`, summed over the query heads that share a key head: `[..., K, 1, S, H]` of `[..., K, G, T, S | H]`."""
     a, b = (jnp.broadcast_to(x, (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *x.shape[-2:])) for x in (a, b))
-    return jnp.einsum("...gts,...gth->...sh", a, b, precision=lax.Precision.HIGHEST)[..., None, :, :]
+    # What is transposed on a CPU is the smaller one.
+    return jnp.einsum("...gth,...gts->...hs", b, a, precision=lax.Precision.HIGHEST).mT[..., None, :, :]
 
 
 def _exp_of_difference(a, b, where, unit=None):
