@@ -257,7 +257,7 @@ def without(cell: Cell, *names: str) -> Cell:
     return replace(cell, contenders=tuple(contender for contender in cell.contenders if contender.name not in names))
 
 
-def forward_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
+def forward_cell(op: str, dtype: str, shape: tuple[int, ...]) -> Cell:
     contenders = [*_ours_and_jax_nn(_plain(op)), of_torch(op)]
     if op == "softmax":
         if dtype in DTYPES and shape[1] in COMPILED_BY_TORCH:
@@ -277,7 +277,7 @@ def forward_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
     )
 
 
-def logsumexp_cell(dtype: str, shape: tuple[int, int]) -> Cell:
+def logsumexp_cell(dtype: str, shape: tuple[int, ...]) -> Cell:
     """It reads once, as sums do."""
     return Cell(
         "logsumexp",
@@ -409,7 +409,7 @@ def _both(elements: int) -> Iterator[Cell]:
             yield from (both_cell(op, dtype, shape_of(elements, cols)) for cols in (4096, 32768))
 
 
-def both_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
+def both_cell(op: str, dtype: str, shape: tuple[int, ...]) -> Cell:
     """The forward pass and its vjp, from the cotangent of the output."""
     is_summed = op == "logsumexp"
     return Cell(
