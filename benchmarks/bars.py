@@ -11,8 +11,8 @@ or left out for any; and one limit:
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
     scaling_at_least         of n devices: the time of ours on one device, over n times its time on all
 
-and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` are for runs that
-asked for it, as another one is preferred on the GPU that the bars are for; the others are for what the library chooses (see
+and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` and `xla` are for runs that
+asked for them, as another one is preferred on the GPU that the bars are for; the others are for what the library chooses (see
 `of_file`). More may be said of it:
 
     columns       the first and the last size of the last axis that it holds for, such as [64, 32768]
@@ -104,7 +104,7 @@ def of_file(bars: Sequence[Bar], implementation: str | None, machine: str | None
     """Those that a result file is held to, of runs that asked for an implementation, or for none, in a machine's folder."""
     bars = [bar for bar in bars if bar.machines is None or machine in bar.machines]
     if implementation is None:
-        return [bar for bar in bars if bar.implementation != "triton"]
+        return [bar for bar in bars if bar.implementation not in ("triton", "xla")]
     return [bar for bar in bars if bar.implementation == implementation]
 
 

@@ -597,14 +597,14 @@ def test_runs_on_triton_have_bars_of_their_own(tmp_path, capsys, suite, rows, na
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(missed)
 
 
-def test_bars_of_triton_are_for_runs_that_asked_for_it():
+def test_bars_of_triton_and_the_reference_are_for_runs_that_asked_for_them():
     for suite in SUITES:
         loaded = bars.load(suite)
         for implementation in ("mosaic", "triton", "xla"):
             assert {bar.implementation for bar in bars.of_file(loaded, implementation)} <= {implementation}
         chosen = bars.of_file(loaded, None, "h200x2")
         assert {bar.implementation for bar in chosen} <= {None, "mosaic"}
-        assert len(chosen) + len(bars.of_file(loaded, "triton")) == len(loaded)
+        assert len(chosen) + sum(len(bars.of_file(loaded, name)) for name in ("triton", "xla")) == len(loaded)
 
 
 def test_what_triton_was_chosen_for_clears_no_bar_of_mosaic(tmp_path, capsys):
