@@ -11,9 +11,9 @@ or left out for any; and one limit:
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
     scaling_at_least         of n devices: the time of ours on one device, over n times its time on all
 
-and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` and `xla` are for runs that
-asked for them, as another one is preferred on the GPU that the bars are for; the others are for what the library chooses (see
-`of_file`). More may be said of it:
+and `implementation` if ours must be one: a speed that another one reaches does not count. Bars of `triton` and `xla` are for
+runs that asked for them, as another one is preferred on the GPU that the bars are for; the others are for what the library
+chooses (see `of_file`). More may be said of it:
 
     columns       the first and the last size of the last axis that it holds for, such as [64, 32768]
     percentile    with `ratio_at_least`: of the cells of an op, pass and dtype at most so many percent may be below
