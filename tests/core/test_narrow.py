@@ -132,6 +132,23 @@ def test_cotangents_are_rounded_once(dtype):
     assert_rounded_once(with_cotangents(of_rows), x, jnp.dtype(dtype))
 
 
+def test_second_derivatives_of_capped_losses_are_rounded_once():
+    x = 4 * np.random.default_rng(0).standard_normal((ROWS, CLASSES))
+
+    def second(x, t):
+        def loss(x):
+            return jnp.sum(jaxsoftmax.cross_entropy(x, LABELS, logits_soft_cap=3.0))
+
+        return {"cotangent": {"capped": jax.grad(lambda x: jnp.sum(jax.grad(loss)(x).astype(wide(x)) * t.astype(wide(x))))(x)}}
+
+    narrow = jnp.dtype("bfloat16")
+    arrays = [array.astype(narrow) for array in (x, np.random.default_rng(1).standard_normal(x.shape))]
+    found, exact = (jax.jit(second)(*given)["cotangent"]["capped"] for given in (arrays, [a.astype(float) for a in arrays]))
+    # Twice: the gradient is rounded, and so is its cotangent.
+    budget = 2 * oracle.half_unit(narrow) * np.abs(exact) + 64 * oracle.EPS
+    assert oracle.error(found, oracle.Truth(np.asarray(exact), np.asarray(budget))) <= 1
+
+
 def test_cotangents_of_rows_that_are_broadcast_are_rounded_once():
     x = np.random.default_rng(0).standard_normal((1, CLASSES))
     labels = np.arange(1000) ** 2 % CLASSES

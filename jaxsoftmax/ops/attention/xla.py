@@ -302,7 +302,7 @@ class _Attention:
 
 
 def sees_all(queries: int, keys: int, left: int | None, right: int | None) -> bool:
-    """Tells whether in a window each query sees a key and each key is seen. None on a side is for no limit."""
+    """Tells whether in a window each query sees a key, if there are keys, and each key is seen. None is for no limit."""
     left, right = (queries + keys if side is None else side for side in (left, right))
     rows, cols = np.arange(queries), np.arange(keys)
     each_query = np.all((rows - left < keys) & (rows + right >= 0))
@@ -434,7 +434,7 @@ class _Tile:
         unit = self.problem.unit
         m = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf)
         difference = scores - online.shift(m)
-        if unit is not None and unit == 0:  # 0 * -inf would be NaN
+        if unit is not None and unit < np.finfo(unit.dtype).tiny:  # 0 * -inf would be NaN, and XLA makes less than this 0
             is_seen = scores != -jnp.inf
             return m, jnp.where(is_seen, jnp.exp(unit * jnp.where(is_seen, difference, 0)), 0)
         return m, jnp.exp(difference if unit is None else unit * difference)

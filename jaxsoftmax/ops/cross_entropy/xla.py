@@ -40,6 +40,7 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     """`(a * p + b * onehot(label) + c) * ds/dx`. Where all three are 0, what the row holds has no effect."""
     del replaces  # XLA sees for itself that nothing else reads `x`
     acc = m.dtype
+    x = x.astype(acc)  # once: cotangents of narrow logits would be rounded before they are added up
     counts = labels != NO_ROW
     counts &= functools.reduce(jnp.logical_or, [part != 0 for part in (a, b, c) if part is not None])
     a, b, c = (None if part is None else part.astype(acc) for part in (a, b, c))
@@ -53,7 +54,7 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
             total += select(where, jnp.zeros_like(x, acc) + c, 0)
         if soft_cap is not None:
             seen = counts if where is None or b is not None else counts & where
-            bare = select(jnp.zeros_like(x, bool) | seen, x.astype(acc), 0)
+            bare = select(jnp.zeros_like(x, bool) | seen, x, 0)
             total = select(total != 0, total * slope(bare, soft_cap), 0)
         return total.astype(dtype)
 
@@ -74,7 +75,7 @@ def _weighted(a, counts, x, m, d, where, soft_cap):
     seen = jnp.zeros_like(x, bool) | counts
     seen = seen if where is None else seen & where
     d = select(counts, d, 1) if where is None else select(counts & (d != 0), d, 1)
-    exponent = capped(select(seen, x.astype(m.dtype), 0), soft_cap) - select(counts, m, 0)
+    exponent = capped(select(seen, x, 0), soft_cap) - select(counts, m, 0)
     return a / d * jnp.exp(select(where, exponent, -jnp.inf))
 
 

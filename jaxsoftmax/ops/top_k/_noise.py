@@ -1,8 +1,8 @@
 """Gumbel noise of samples, by a counter: what a column of a row gets depends on a key, the row and the column alone.
 
 So it is the same whichever implementation computes it, in whichever order, on however many devices, and nothing is stored. All
-is arithmetic of 32 bits that runs in a Pallas kernel as well, which passes a product of its own: `multiply(a, b)` of a uint32
-array and a number below 2^32 gives the high and the low 32 bits.
+but a product is arithmetic of 32 bits. A Pallas kernel passes a product of its own: `multiply(a, b)` of a uint32 array and a
+number below 2^32 gives the high and the low 32 bits.
 
 The noise of a column is that of a word of 32 random bits. The upper half alone says how large it can be, which is enough for
 almost all columns of a row. So one evaluation of Philox gives the upper halves of eight columns, which are `STRIDE` apart:
