@@ -430,14 +430,9 @@ class _Tile:
         return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen), jnp.ones((), scores.dtype)
 
     def exponentials(self, scores):
-        """The maximum of whole rows, in multiples of the unit, and `exp(scores - maximum)`, 0 where nothing is seen."""
-        unit = self.problem.unit
-        m = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf)
-        difference = scores - online.shift(m)
-        if unit is not None and unit < np.finfo(unit.dtype).tiny:  # 0 * -inf would be NaN, and XLA makes less than this 0
-            is_seen = scores != -jnp.inf
-            return m, jnp.where(is_seen, jnp.exp(unit * jnp.where(is_seen, difference, 0)), 0)
-        return m, jnp.exp(difference if unit is None else unit * difference)
+        """Returns the maxima of whole rows, in multiples of the unit, and `exp(scores - maximum)`, 0 where nothing is seen."""
+        m = jnp.max(lax.stop_gradient(scores), -1, initial=-jnp.inf)
+        return m[..., None], online.weights(scores, m, scale=self.problem.unit)
 
     def _normalized(self, scores):
         """The weights of whole rows, and their share in the sum of these and of that of the sink."""
@@ -509,10 +504,9 @@ def _summed_product(a, b):
     return jnp.einsum("...gth,...gts->...hs", b, a, precision=lax.Precision.HIGHEST).mT[..., None, :, :]
 
 
-def _exp_of_difference(a, b, where, unit=None):
-    """`exp(unit * (a - b))` where `where`, else 0, and so its derivatives."""
-    difference = jnp.where(where, a, 0) - jnp.where(where, b, 0)
-    return jnp.where(where, jnp.exp(difference if unit is None else unit * difference), 0)
+def _exp_of_difference(a, b, where):
+    """`exp(a - b)` where `where`, else 0, and so its derivatives."""
+    return jnp.where(where, jnp.exp(jnp.where(where, a, 0) - jnp.where(where, b, 0)), 0)
 
 
 def _where(seen, array, otherwise):

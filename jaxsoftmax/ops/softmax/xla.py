@@ -117,7 +117,8 @@ def _exponent(shifted, where, scale) -> jax.Array:
 def saved_exponent(x, m, scale) -> jax.Array:
     """`s - max s` with the saved maximum, which counts as a constant.
 
-    Where that is infinite, the saved sum is NaN. It is what the forward pass computes, which XLA then does once.
+    Where the maximum is infinite, the saved sum is NaN, and so are the weights. The forward pass computes the same exponent, so
+    XLA computes it once.
     """
     return _exponent(_directed(x, None, scale, m.dtype) - m, None, scale)
 
@@ -136,7 +137,7 @@ def weights_of_state(x, m, d, where, scale) -> jax.Array:
 
 
 def _weights_and_sum(x, m, d, where, scale):
-    """The softmax weights times their sum, and that sum: a row's factor divides once by it, an array's elements each."""
+    """Returns the softmax weights times their sum, and that sum, by which it costs less to divide a row's factor."""
     if where is not None:
         d = select(d != 0, d, 1)  # a row with nothing to see
     return jnp.exp(select(where, saved_exponent(select(where, x, 0), m, scale), -jnp.inf)), d

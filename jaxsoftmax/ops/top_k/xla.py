@@ -24,8 +24,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     # A sign is turned, also that of NaN, and nothing is rounded.
     directed = x if scale is None else jnp.where(scale < 0, -x, x)
     directed = select(where, directed, least(x.dtype))
-    is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    if k == 1 and not is_byte:  # XLA computes its operand together with it, and searches instead of sorting
+    if k == 1 and not _is_float_of_8_bits(x.dtype):  # XLA computes the operand with it, and searches instead of sorting
         values, indices = _largest(directed)
     else:
         values, indices = _sorted_out(directed, k)
@@ -221,9 +220,9 @@ def least(dtype):
 
 
 def _sorted_out(x, k):
-    """`lax.top_k`. XLA's for CPUs is fast for 32 bits alone: of 16, the 40 largest of [64, 50257] take 100 ms, in float32 6.
+    """Returns what `lax.top_k` does. NaN of 8 bits is left to it.
 
-    What becomes of NaN of 8 bits is left to it.
+    On CPUs XLA is fast for 32 bits alone: the 40 largest of [64, 50257] take 6 ms in float32 and 100 in bfloat16.
     """
 
     def as_it_is(x):
@@ -236,10 +235,13 @@ def _sorted_out(x, k):
         indices = lax.top_k(_order(x).astype(jnp.float32), k)[1]
         return at(x, indices), indices
 
-    is_byte = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    if x.dtype.itemsize > 2 or is_byte:
+    if x.dtype.itemsize > 2 or _is_float_of_8_bits(x.dtype):
         return as_it_is(x)
     return lax.platform_dependent(x, cpu=in_float32, default=as_it_is)
+
+
+def _is_float_of_8_bits(dtype) -> bool:
+    return dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _order(x):
