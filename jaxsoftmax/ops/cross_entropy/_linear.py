@@ -87,6 +87,7 @@ LINEAR_CROSS_ENTROPY = define(
         _types,
         _results,
         is_uncut=True,
+        knows_devices=True,
     )
 )
 

@@ -43,12 +43,38 @@ def logsumexp(x, where, scale, *, axes, dtype, return_state):
     return [lse, m, d] if return_state else [lse]
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=()):
-    """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric."""
+def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=(), devices=None):
+    """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric.
+
+    Where `y` is 0, so is the result, whatever `t` holds. `devices` is None where the function may be differentiated.
+    """
     acc = accumulator(y.dtype, t.dtype, dtype)
-    y, seen = y.astype(acc), y != 0  # elsewhere the result is 0, whatever t holds
-    t = _scaled(select(seen, t.astype(acc), 0), scale)
-    return select(seen, y * (t - sum_along(y * t, axes, axis_name)), 0).astype(dtype)
+
+    def product(y, t, seen):
+        t = _scaled(select(seen, t.astype(acc), 0), scale)
+        return select(seen, y * (t - sum_along(y * t, axes, axis_name)), 0).astype(dtype)
+
+    def selecting(y, t):
+        return product(y.astype(acc), t, y != 0)
+
+    def mending(y, t):
+        return _finite_or(product(y.astype(acc), t, None), axes, lambda: selecting(y, t))
+
+    # A flag of all rows is asked for in `mending`, which several devices would have to exchange.
+    if devices != 1 or axis_name or not all(y.shape[axis] for axis in axes):
+        return selecting(y, t)
+    return lax.platform_dependent(y, t, cpu=mending, default=selecting)
+
+
+def _finite_or(result, axes, mended):
+    """Returns `result`, or `mended()` where the first number of a row is not finite, which then none is.
+
+    XLA:CPU makes one vectorised loop of a product without selects: the gradient of `[64, 12, 128, 128]` takes 26 ms, with them
+    43, and with `jax.nn` 43; in bfloat16 18, 51 and 43. A loop runs once or never, and does not copy its result as a branch does.
+    """
+    first = lax.slice(result, [0] * result.ndim, [1 if axis in axes else size for axis, size in enumerate(result.shape)])
+    state = (~jnp.all(jnp.isfinite(first)), result)
+    return lax.while_loop(lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), mended()), state)[1]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):

@@ -5,7 +5,7 @@ together, the shortest beginning that weighs a share of `top_p` or more; of that
 more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up to 0, and NaN. The first is kept in any case. Where
 there is no `top_k`, 0 and -0 are equal in this order.
 
-Parameters are those of the primitives. XLA may cut the operands over so many `devices`, which changes nothing here.
+Parameters are those of the primitives.
 """
 
 import jax.numpy as jnp
@@ -18,9 +18,8 @@ from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select, weight
 from jaxsoftmax.ops.top_k._noise import gumbel_rows
 
 
-def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
+def top_k(x, where, scale, *, k, return_state, dtype):
     """The `k` largest entries of rows, where they are, and the state `(m, d)` if asked for."""
-    del devices
     # A sign is turned, also that of NaN, and nothing is rounded.
     directed = x if scale is None else jnp.where(scale < 0, -x, x)
     directed = select(where, directed, least(x.dtype))
@@ -36,16 +35,15 @@ def top_k(x, where, scale, *, k, return_state, dtype, devices=1):
     return [values.astype(dtype), indices, *state]
 
 
-def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, devices=1):
+def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype):
     """The `k` largest weights of rows, where they are, and the state `(m, d)` if asked for."""
-    params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "devices": devices}
+    params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype}
     found = weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
     return found[: 2 + 2 * return_state]
 
 
-def softmax_top_k_jvp(indices, t, x, m, d, weights, where, scale, *, normalize, return_mean, dtype, scale_tangent, devices=1):
+def softmax_top_k_jvp(indices, t, x, m, d, weights, where, scale, *, normalize, return_mean, dtype, scale_tangent):
     """`w * (t - mean)` with `t` at the indices, and if asked for the mean of `t` over whole rows."""
-    del devices
     found = _weights_of_found(indices, t, x, m, d, weights, where, scale, normalize)
     t = t.astype(found.dtype)
     if scale_tangent and scale is not None:
@@ -59,9 +57,8 @@ def softmax_top_k_jvp(indices, t, x, m, d, weights, where, scale, *, normalize, 
     return [_where_weighed(found, found * (chosen - mean)).astype(dtype), *means[: int(return_mean)]]
 
 
-def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent, devices=1):
+def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent):
     """The transpose of `softmax_top_k_jvp`: rows of `size`, for the cotangents `c` and `b` of its two results."""
-    del devices
     found, common = parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
     kind = next(part.dtype for part in (common, found) if part is not None)
     total = jnp.zeros((*indices.shape[:-1], size), kind)
@@ -127,9 +124,8 @@ def _state_of_found(values, seen, scale):
     return m, jnp.sum(weights, -1, keepdims=True)
 
 
-def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state, devices=1):
+def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state):
     """The indices of samples, and the state `(m, d)` of `inverse * x` if asked for."""
-    del devices
     x = x.astype(accumulator(x.dtype))
     scores = select(where, x, -jnp.inf)
     noise_of_columns = gumbel_rows(key0, key1, row, x.shape[-1]).astype(x.dtype)
