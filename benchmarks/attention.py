@@ -478,8 +478,7 @@ def _contenders(call: Call):
         return
     if call.dtype == "float32":  # the others have none
         yield of_xla(call)  # in TF32
-        highest = jax.default_matmul_precision("highest")
-        yield Contender("jax.nn highest", lambda: _as_measured(call, highest(_of_jax_nn(call, "xla"))))
+        yield of_xla_in_float32(call)
         return
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
         # Alone, as it captures a CUDA graph when it is built, which what others start at that time breaks.
@@ -510,6 +509,12 @@ def of_ours(call: Call) -> Contender:
 def of_xla(call: Call) -> Contender:
     """JAX's own without cuDNN, which holds the scores."""
     return Contender("jax.nn", lambda: _as_measured(call, _of_jax_nn(call, "xla")))
+
+
+def of_xla_in_float32(call: Call) -> Contender:
+    """The same with products of float32, which by default are those of TF32 on a GPU."""
+    highest = jax.default_matmul_precision("highest")
+    return Contender("jax.nn highest", lambda: _as_measured(call, highest(_of_jax_nn(call, "xla"))))
 
 
 def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,18 +5,17 @@ counterpart, and have the memory of the compiled program. `--implementation xla`
 what is measured.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import attention, cross_entropy, softmax, top_k
 from benchmarks.attention import Call
-from benchmarks.cells import OURS, Cell
+from benchmarks.cells import FIRST_CALL, OURS, Cell
 from benchmarks.harness import Effort
 
 IMPLEMENTATION = "xla"
-COUNTERPARTS = frozenset({"jax.nn", "optax", "jax"})
+COUNTERPARTS = frozenset({"jax.nn", "jax.nn highest", "optax", "jax"})
 ON_A_CPU = Effort(rounds=15, calls=1, cache=0, turn=0.02)
 
 _OPS = ("softmax", "log_softmax", "logsumexp")
@@ -58,7 +57,7 @@ _CALLS = (
 
 def cells() -> list[Cell]:
     """All cells: each op forward and with its gradient, where it has one, in two dtypes."""
-    found = [*_of_rows(), *_masked(), *_losses(), *_attention(), *_largest()]
+    found = [*_of_rows(), *_masked(), *_losses(), *_attention(), *_largest(), *_first_calls()]
     return list(map(_beside_its_counterpart, found))
 
 
@@ -76,11 +75,15 @@ def _of_rows() -> Iterator[Cell]:
     for op in _OPS:
         for dtype in _DTYPES:
             for shape in _SHAPES:
-                make = softmax.logsumexp_cell if op == "logsumexp" else functools.partial(softmax.forward_cell, op)
-                yield make(dtype, shape)
-                yield softmax.both_cell(op, dtype, shape)
+                yield from (_cell_of_rows(op, dtype, shape, backward) for backward in (False, True))
             for shape in _SHAPES[:4]:
                 yield _gradient_alone(softmax.both_cell(op, dtype, shape))
+
+
+def _cell_of_rows(op: str, dtype: str, shape: tuple[int, ...], backward: bool) -> Cell:
+    if backward:
+        return softmax.both_cell(op, dtype, shape)
+    return softmax.logsumexp_cell(dtype, shape) if op == "logsumexp" else softmax.forward_cell(op, dtype, shape)
 
 
 def _gradient_alone(cell: Cell) -> Cell:
@@ -112,7 +115,10 @@ def _attention() -> Iterator[Cell]:
         for call in _CALLS:
             for backward in (False, True)[: 1 + ("mask" not in call.extras)]:
                 own = replace(call, dtype=dtype, backward=backward)
-                yield replace(attention.cell_of(own), contenders=(attention.of_ours(own), attention.of_xla(own)))
+                contenders = [attention.of_ours(own), attention.of_xla(own)]
+                if dtype == "float32":  # as ours is, also where that of JAX is TF32
+                    contenders.append(attention.of_xla_in_float32(own))
+                yield replace(attention.cell_of(own), contenders=tuple(contenders))
 
 
 def _largest() -> Iterator[Cell]:
@@ -122,6 +128,19 @@ def _largest() -> Iterator[Cell]:
             yield top_k.cell_of(dtype, shape, 40)
             yield top_k.weights_cell(dtype, shape, 40)
         yield top_k.weights_cell(dtype, (4096, 64), 8)
+
+
+def _first_calls() -> Iterator[Cell]:
+    """Cells whose time is that to trace, lower and compile."""
+    for dtype in _DTYPES:
+        for backward in (False, True):
+            found = [_cell_of_rows(op, dtype, (512, 1024), backward) for op in _OPS]
+            found.append(cross_entropy.cell_of(dtype, (512, 1000), backward=backward))
+            call = replace(_CALLS[0], dtype=dtype, backward=backward)
+            found.append(replace(attention.cell_of(call), contenders=(attention.of_ours(call), attention.of_xla(call))))
+            for cell in found:
+                options = f"{cell.options} grad=1".strip() if backward else cell.options
+                yield replace(cell, pass_=FIRST_CALL, options=options, bytes=0, flops=0, program=True)
 
 
 def machine() -> str:
