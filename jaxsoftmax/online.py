@@ -302,6 +302,15 @@ def shift(m: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(m) < jnp.inf, m, 0)  # not `zeros_like`, which reshards under a mesh: no kernel can
 
 
+def finite(m: jax.Array) -> jax.Array:
+    """What to subtract, as `shift` gives it, in operations that XLA fuses with reductions and exponentials around it.
+
+    A select is none of them. Infinity becomes the largest number, which infinity exceeds by infinity, too.
+    """
+    most = jnp.finfo(m.dtype).max
+    return -jnp.maximum(-jnp.maximum(m, -most), -most)
+
+
 def _over_values(row: jax.Array, o: jax.Array) -> jax.Array:
     """A figure for each row, repeated for each of its values."""
     return lax.broadcast_in_dim(row, o.shape, tuple(range(row.ndim)))

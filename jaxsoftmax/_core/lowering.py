@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, dispatch, fusion, sharding
 from jaxsoftmax._core.operands import Map
-from jaxsoftmax._gpu.target import Target, target_for
+from jaxsoftmax._gpu.target import Machine, Target, target_for
 
 _call = Primitive("jaxsoftmax")
 _call.multiple_results = True
@@ -58,7 +58,7 @@ def on_reference(
     if this.is_aligned:
         return run(*given)
     if not any(map(sharding.has_explicit_axes, types)):
-        return run(*given, **({"devices": types[0].sharding.mesh.size} if this.knows_devices else {}))
+        return run(*given, **({"machine": Machine(types[0].sharding.mesh.size)} if this.knows_machine else {}))
     names_in, names_out = this.axes(names, len(results), **params)
     mapped = sharding.on_explicit_axes(run, types, results, names_in, names_out, this.joined)
     if sharding.explicit_mesh(types) is None:  # outside of jit JAX takes automatic axes for manual ones (0.11, 0.12)
@@ -116,7 +116,7 @@ class Run:
         call, decision = chosen or self.choose(this, _types_of(operands), **params)
         if decision.implementation == "xla":
             operands = {name: a.astype(dtype) for (name, a), dtype in zip(operands.items(), call.dtypes, strict=True)}
-            options = {"devices": devices} if this.knows_devices else {}
+            options = {"machine": Machine(devices, self.target)} if this.knows_machine else {}
         else:
             options = {"target": self.target}
         return self._run(this, operands, decision, **params, **options)

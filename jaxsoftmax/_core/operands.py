@@ -45,7 +45,7 @@ class Map:
       is_uncut: whether kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
         and XLA shards it.
       is_cut: whether the reference too runs on shards, as kernels do: of a map for which XLA would gather the batch.
-      knows_devices: whether the reference gets `devices`: over how many of them XLA may shard its operands.
+      knows_machine: whether the reference gets a `machine`, on which XLA runs it.
       joined: the names of axes along which devices merge what they have, by the function of the map's name in the op's
         `_devices`. Where operands all have the same axes they are those of the parameter `axes`.
     """
@@ -58,7 +58,7 @@ class Map:
     linear: tuple[str, ...] = ()
     is_uncut: bool = False
     is_cut: bool = False
-    knows_devices: bool = False
+    knows_machine: bool = False
     joined: tuple[str, ...] = ()
 
     # What derives from these: the operands by their names, and whether they and the results all have the same axes.

@@ -40,6 +40,22 @@ class Target:
         return f"{self.name} ({capability}, {self.multiprocessors} multiprocessors)"
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a reference runs on.
+
+    Attributes:
+      devices: over how many XLA may shard its operands.
+      target: of each; None if it is not known.
+    """
+
+    devices: int
+    target: Target | None = None
+
+
+ONE_DEVICE = Machine(1)
+
+
 # Bytes of shared memory that a block can have, by compute capability. Source: CUDA C++ Programming Guide, table of technical
 # specifications.
 _SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}

@@ -20,6 +20,7 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._gpu import tiles as kernel_tiles
+from jaxsoftmax._gpu.target import lowering_for, of_capability
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention import primitive, xla
 
@@ -177,13 +178,14 @@ def function(options, fixed, implementation=None):
     options = dict(options)
     if (seed := options.get("dropout_rng")) is not None:
         options["dropout_rng"] = jax.random.key(seed)
-    options |= {"implementation": implementation, "precision": "high" if implementation in KERNELS else "highest"}
+    options = {"implementation": implementation, "precision": "high" if implementation in KERNELS else "highest"} | options
     return lambda moving: attend(**moving, **fixed, **options, return_residual=True)
 
 
 def truth_of(truth, name, given, options, *args):
     """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
-    options = {name: value for name, value in options.items() if name != "deterministic"}
+    is_float32, is_coarse = given["query"].dtype == np.float32, options.get("precision") == "high"
+    options = {name: value for name, value in options.items() if name not in ("deterministic", "precision")}
     rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
     broadcast = options.pop("broadcast_dropout", False)
     if seed is not None:
@@ -200,7 +202,7 @@ def truth_of(truth, name, given, options, *args):
         *(given[k] for k in ("query", "key", "value")),
         **{k: a for k, a in given.items() if k not in ("query", "key", "value")},
         **options,
-        product=attention_oracle.THREE_PRODUCTS if name in KERNELS and given["query"].dtype == np.float32 else 0.0,
+        product=attention_oracle.THREE_PRODUCTS if (name in KERNELS and is_float32) or is_coarse else 0.0,
     )
 
 
@@ -286,6 +288,27 @@ def test_values_and_cotangents_of_float32_kernels(implementation, forced, featur
 )
 def test_values_and_cotangents_of_each_dtype(implementation, forced, feature, dtype):
     check_cotangents(forced, *FEATURES[feature](dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)", "rows that see nothing", "dropout"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_native_reference_whose_weights_are_multiplied_in_three_products(feature, dtype):
+    given, options = FEATURES[feature](dtype)
+    check_cotangents("xla", given, options | {"precision": "high"})
+
+
+@pytest.mark.gpu
+def test_native_infinite_values_stay_infinite_in_three_products():
+    query, key, value = (random_of(seed) for seed in range(3))
+    value[0, 3, 1, 5] = np.inf
+    out = jax.jit(functools.partial(jaxsoftmax.dot_product_attention, implementation="xla"))(query, key, value)
+    assert np.array_equal(np.isposinf(out), np.broadcast_to(np.isposinf(value).any(1, keepdims=True), out.shape))
+    assert not np.any(np.isnan(out))
+
+
+def random_of(seed):
+    return np.random.default_rng(seed).standard_normal((1, 64, 2, 16)).astype(jnp.bfloat16)
 
 
 def check_cotangents(forced, given, options):
@@ -1615,6 +1638,29 @@ def test_a_long_sequence_is_right():
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("gpu", "options", "three"),
+    [
+        (of_capability((9, 0)), {}, True),
+        (of_capability((8, 0)), {}, True),
+        (of_capability((7, 5)), {}, False),
+        (of_capability((9, 0)), {"precision": "highest"}, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_on_gpus_weights_of_16_bits_are_multiplied_in_three_products(gpu, options, three, dtype):
+    def gradients(*operands):
+        attention = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla", **options)
+        return jax.vjp(attention, *operands)[1](operands[0])
+
+    x = jax.ShapeDtypeStruct((1, 32, 2, 16), dtype)
+    with lowering_for(gpu):
+        program = jax.jit(gradients).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    # Queries and keys are multiplied forward and backward, values and cotangents once; weights in the result and derivatives.
+    counts = len(re.findall("num_primitive_operations = 3", program)), program.count("dot_general")
+    assert counts == (4 * (three and dtype != "float32"), 7)
+
+
 def test_float64_is_computed_in_float64():
     given = arrays(dtype="float64")
     out, lse = attend(**given, is_causal=True, return_residual=True)

@@ -148,6 +148,21 @@ def test_infinite_scores_obey_the_laws(a, b):
     np.testing.assert_array_equal(np.isneginf(finish(state).m), np.isneginf(m))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_finite_maxima_weigh_scores_as_shift_does(dtype):
+    """Where maxima are infinite, too, for scores that are not close to the largest numbers."""
+    with jax.enable_x64(True):
+        scores = jnp.asarray([[1, 2, -jnp.inf], [-jnp.inf] * 3, [jnp.inf, 2, -jnp.inf], [jnp.nan, 1, 2]], dtype)
+        m = jnp.max(scores, 1, keepdims=True)
+        found, expected = (jnp.exp(scores - of(m)) for of in (online.finite, online.shift))
+        assert online.finite(m).dtype == dtype
+        np.testing.assert_array_equal(found[:2], expected[:2])
+        assert found[2].tolist() == [jnp.inf, 0, 0]  # of which the sum is infinite, as that of the others is
+        assert jnp.all(jnp.isnan(found[3]))
+        most = jnp.finfo(dtype).max
+        np.testing.assert_array_equal(online.finite(jnp.asarray([most, -most, 0], dtype)), [most, -most, 0])
+
+
 def test_nan_stays_nan():
     state = lift(jnp.array([[1.0, jnp.nan]]))
     for other in (identity((1,)), lift(jnp.array([[jnp.inf]])), lift(jnp.array([[-jnp.inf]]))):

@@ -284,6 +284,44 @@ def test_complex_derivatives(name):
             oracle.assert_same_in_float64(*pair_of_results)
 
 
+def gradient(x, cotangent, axis=-1):
+    return jax.vjp(lambda x: jaxsoftmax.softmax(x, axis=axis), x)[1](cotangent)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2)], ids=str)
+def test_cotangents_have_no_effect_where_a_weight_is_0(dtype, axis):
+    """On a CPU the gradient is computed without a look at weights first, and again where NaN came of it."""
+    rng = np.random.default_rng(5)
+    x, cotangent = (jnp.asarray(rng.standard_normal((16, 24, 64)), dtype) for _ in range(2))
+    absent = rng.random(x.shape) < 0.3
+    x = jnp.where(absent, -jnp.inf, x)
+    expected = oracle.softmax_derivative(x, jnp.where(absent, 0, cotangent), axis, saved=dtype)
+    for value in (jnp.nan, jnp.inf, -jnp.inf, jnp.finfo(dtype).max):
+        found = jax.jit(gradient, static_argnums=2)(x, jnp.where(absent, value, cotangent), axis)
+        assert not np.any(found[absent])
+        assert oracle.error(found, expected) < 1
+
+
+def test_nan_where_there_is_a_weight_is_that_of_its_row():
+    rng = np.random.default_rng(6)
+    x, cotangent = (jnp.asarray(rng.standard_normal((64, 512)), jnp.float32) for _ in range(2))
+    x = x.at[:, ::3].set(-jnp.inf)
+    found = np.asarray(jax.jit(gradient)(x, cotangent.at[5, 1].set(jnp.nan)))
+    assert not np.any(found[:, ::3])
+    assert np.array_equal(np.flatnonzero(np.isnan(found).any(-1)), [5])
+
+
+def test_only_a_large_gradient_on_one_device_is_computed_without_selects_first():
+    def loops(x):
+        return jax.jit(gradient).lower(x, x).as_text().count("stablehlo.while")
+
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    sharded = jax.device_put(jnp.ones((256, 128)), jax.NamedSharding(mesh, jax.P("x")))
+    on_a_cpu = int(jax.default_backend() == "cpu")
+    assert [loops(jnp.ones((256, 128))), loops(jnp.ones((8, 128))), loops(sharded)] == [on_a_cpu, 0, 0]
+
+
 def test_debug_nans_names_the_op():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="softmax"):
         jaxsoftmax.softmax(jnp.full(3, -jnp.inf))

@@ -59,7 +59,7 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
 
 
-_SEQUENCES: dict[str, Any] = {"joined": ("queries", "keys"), "is_cut": True, "knows_devices": True}
+_SEQUENCES: dict[str, Any] = {"joined": ("queries", "keys"), "is_cut": True, "knows_machine": True}
 ATTENTION = define(
     Map(
         "attention",
@@ -99,7 +99,7 @@ PAGED = define(
         PAGED_OPERANDS,
         _types,
         lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
-        knows_devices=True,
+        knows_machine=True,
     )
 )
 

@@ -29,6 +29,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
+from jaxsoftmax._gpu.target import ONE_DEVICE
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
 from jaxsoftmax.ops.attention._zigzag import position_of
@@ -55,11 +56,6 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **giv
     def push(state, tile):
         scores, _ = tile.scores()
         value, unit = tile.seen_part("value").astype(problem.dtype), problem.unit
-        if problem.is_one_tile:  # as in derivatives, with which XLA then shares what is equal
-            m, weights = tile.exponentials(scores)
-            kept = tile.kept()
-            sums = jnp.sum(weights, -1)
-            return online.State(m[..., 0], sums, _product(weights if kept is None else kept * weights, value))
         so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.kept()
         if kept is None:
@@ -67,17 +63,27 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **giv
         else:
             lifted = online.lift(scores, scale=unit)
             weights = kept * online.weights(scores, lifted.m, scale=unit)
-            pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value)), scale=unit)
+            pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value, problem)), scale=unit)
         return online.State(*(tile.put(ROWS, *args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
 
-    state = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype))
+    def of_one_tile(tile):  # as in derivatives, with which XLA then shares what is equal
+        m, weights, sums = tile.exponentials(tile.scores()[0])
+        (weights, share), kept = tile.normalized(m, weights, sums), tile.kept()
+        product = _product(weights if kept is None else kept * weights, tile.seen_part("value").astype(problem.dtype), problem)
+        return online.State(m[..., 0], sums[..., 0]), product * share
+
+    if problem.is_one_tile:
+        state, out = of_one_tile(_Tile(problem, (0, 0)))
+    else:
+        state, out = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype)), None
     if problem.unit is not None:
         state = state._replace(m=jnp.where(state.m == -jnp.inf, -jnp.inf, problem.unit * state.m))
     if (sinks := problem["sinks"]) is not None:  # a key without a value
         scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
-        state = online.push(state, scores, jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype))
+        zeros = None if state.o is None else jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype)
+        state = online.push(state, scores, zeros)
     state = online.finish(state)
-    out, lse = _heads_last(state.o), lax.collapse(state.m, -3, -1)
+    out, lse = _heads_last(state.o if out is None else out), lax.collapse(state.m, -3, -1)
     out, lse = (out, lse) if onto is None else merged(onto, (out, lse))
     out = out if is_partial else out.astype(problem["query"].dtype)
     return [out, lse] if return_lse else [out]
@@ -113,9 +119,9 @@ def dot_product_attention_jvp(*, is_partial=False, **given):
         dlse = jnp.sum(ds, -1)
         if kept is not None:
             p, ds = p * kept, ds * kept
-        dout = _product(ds, tile.seen_part("value").astype(dtype))
+        dout = _product(ds, tile.seen_part("value").astype(dtype), problem)
         if tile["d_value"] is not None:
-            dout += _product(p, tile.seen_part("d_value").astype(dtype))
+            dout += _product(p, tile.seen_part("d_value").astype(dtype), problem)
         return [tile.add(ROWS, sums[0], dout, -2), tile.add(ROWS, sums[1], dlse, -1)]
 
     dout, dlse = problem.over_tiles(add, [jnp.zeros((*rows, value_size), dtype), jnp.zeros(rows, dtype)])
@@ -154,13 +160,13 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
         ds = p * (_where(tile.seen, ds, 0) * share)
         sums, dx = dict(sums), slope * ds
         if "query" in sums:
-            dq = _product(dx, tile.seen_part("key").astype(dtype))
+            dq = _product(dx, tile.seen_part("key").astype(dtype), problem)
             sums["query"] = tile.add(ROWS, sums["query"], dq, -2)
         if "key" in sums:
-            dk = _summed_product(dx, tile.seen_part("query").astype(dtype))
+            dk = _summed_product(dx, tile.seen_part("query").astype(dtype), problem, problem.scale)
             sums["key"] = tile.add(COLS, sums["key"], dk, -2)
         if "value" in sums and dout is not None:
-            dv = _summed_product(p if kept is None else p * kept, dout)
+            dv = _summed_product(p if kept is None else p * kept, dout, problem)
             sums["value"] = tile.add(COLS, sums["value"], dv, -2)
         if "bias" in sums:
             sums["bias"] = tile.add_scores(sums["bias"], ds)
@@ -175,9 +181,8 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
         sums = problem.over_tiles(add, sums)
     if "sinks" in wanted:
         sums["sinks"] = (-problem.weight_of_sink() * delta)[..., None]
-    for name in ("key",) if is_partial else ("query", "key"):
-        if name in sums:
-            sums[name] *= problem.scale
+    if "query" in sums and not is_partial:
+        sums["query"] *= problem.scale
     found = [_ungrouped(name, sums[name], given[name].shape) for name in wanted]
     found = [x if onto is None or name != "query" else onto + x for x, name in zip(found, wanted, strict=True)]
     return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
@@ -190,7 +195,8 @@ class _Attention:
     queries, keys, or the size of a head. So query is `[*batch, K, G, T, H]`, key `[*batch, K, 1, S, H]`, bias
     `[*batch, K, G, T, S]`, and what belongs to rows `[*batch, K, G, T, 1]`.
 
-    Parameters are those of the primitives. XLA may cut the operands over so many `devices`, in a way that is not known here.
+    Parameters are those of the primitives. XLA may cut the operands over the devices of `machine`, in a way that is not known
+    here.
     """
 
     def __init__(
@@ -202,14 +208,14 @@ class _Attention:
         dropout_rate,
         precision="highest",
         deterministic=False,
-        devices=1,
+        machine=ONE_DEVICE,
         zigzag=None,
         context_parallel=None,
         axis_name=None,
         is_partial=False,
         **given: Any,
     ):
-        del precision, deterministic  # met as far as XLA's products do
+        del deterministic  # met as far as XLA's products do
         del context_parallel, axis_name  # which matter to `_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
@@ -220,7 +226,7 @@ class _Attention:
         self.batch = batch_of(given)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in given.items()}
-        self.block = self._block(devices)
+        self.block = self._block(machine.devices)
         # What scores are multiples of: their maximum is exact, and what is multiplied is a difference to it. XLA would contract
         # `scale * x - m` to one operation, and `m` was rounded: by 512 where it is 1e10.
         self.unit: Any = None
@@ -229,6 +235,11 @@ class _Attention:
         # Where a tile has all keys of its rows, weights are normalized anew: a large lse cannot hold the logarithm of a sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
         self.is_one_tile = self.block == self.lengths
+        # Of products with float32 weights. Where operands have 16 bits, three products of bfloat16 each err by 2^-16: the
+        # gradient of [1, 512, 8, 64] takes 56 us on an H100 so, 85 in float32, and 42 with `jax.nn`, which rounds weights.
+        is_coarse = query.dtype.itemsize == 2 and precision == "high"
+        has_three = machine.target is not None and (machine.target.compute_capability or (0, 0)) >= (8, 0)
+        self.precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if is_coarse and has_three else lax.Precision.HIGHEST
         self.sees_all = self.is_one_tile and self._sees_all()
 
     def __getitem__(self, name) -> Any:
@@ -286,6 +297,8 @@ class _Attention:
 
     def forget_rows_without_keys(self):
         """Sets the cotangents of rows to 0 that see no key: they may hold NaN. Those of lse count where there is a sink."""
+        if self.sees_all:
+            return
         lse = self["lse"]
         empty = alone = lse == -jnp.inf
         if (sinks := self["sinks"]) is not None:
@@ -424,26 +437,45 @@ class _Tile:
         """`weights` as a product: of numbers of their shape, and of numbers of rows, which are multiplied where it is cheap."""
         unit, is_seen = self.problem.unit, scores != -jnp.inf
         if self.problem.has_whole_rows:
-            return self._normalized(scores)
+            return self.normalized(*self.exponentials(scores))
         if unit is not None:  # a maximum stands between product and difference: XLA cannot contract them
             scores = jnp.maximum(unit * jnp.where(is_seen, scores, 0), jnp.finfo(scores.dtype).min)
         return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen), jnp.ones((), scores.dtype)
 
     def exponentials(self, scores):
-        """Returns the maxima of whole rows, in multiples of the unit, and `exp(scores - maximum)`, 0 where nothing is seen."""
-        m = jnp.max(lax.stop_gradient(scores), -1, initial=-jnp.inf)
-        return m[..., None], online.weights(scores, m, scale=self.problem.unit)
+        """Returns maxima of whole rows, in multiples of the unit, `exp(scores - maximum)`, and their sums.
 
-    def _normalized(self, scores):
-        """The weights of whole rows, and their share in the sum of these and of that of the sink."""
-        m, weights = self.exponentials(scores)
-        sums, unit, top = jnp.sum(weights, -1, keepdims=True), self.problem.unit, online.shift(m)
-        factor = jnp.ones((), sums.dtype)
-        if (sinks := self["sinks"]) is not None:
-            above = sinks.astype(top.dtype) - (top if unit is None else unit * top)
-            factor = jnp.exp(jnp.minimum(-above, 0))
-            sums = sums * factor + jnp.exp(jnp.minimum(above, 0))
-        return weights, factor / jnp.where(sums == 0, 1, sums)
+        The exponential is 0 where nothing is seen.
+        """
+        m, unit = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf), self.problem.unit
+        if unit is not None and unit < jnp.finfo(unit.dtype).tiny:
+            weights = online.weights(scores, m[..., 0], scale=unit)
+        else:
+            exponent = scores - online.finite(m)
+            weights = jnp.exp(exponent if unit is None else unit * exponent)
+        return m, weights, jnp.sum(weights, -1, keepdims=True)
+
+    def normalized(self, m, weights, sums):
+        """`weights_and_share` of `exponentials`.
+
+        XLA:GPU multiplies weights in the kernel that makes them, and XLA:CPU would write them once more.
+        """
+        share = self._share(m, sums)
+        return lax.platform_dependent(
+            *(weights, share),
+            cpu=lambda weights, share: (weights, share),
+            default=lambda weights, share: (weights * share, jnp.ones_like(share)),
+        )
+
+    def _share(self, m, sums):
+        """One by the sum of `exponentials` and that of the sink."""
+        if (sinks := self["sinks"]) is None:
+            return 1 / jnp.maximum(sums, 1)  # below 1 it is 0, where nothing is seen
+        unit, top = self.problem.unit, online.shift(m)
+        above = sinks.astype(top.dtype) - (top if unit is None else unit * top)
+        factor = jnp.exp(jnp.minimum(-above, 0))
+        sums = sums * factor + jnp.exp(jnp.minimum(above, 0))
+        return factor / jnp.where(sums == 0, 1, sums)
 
     def kept(self):
         """What dropout multiplies the weights with, 0 or `1 / (1 - rate)`; None without dropout."""
@@ -489,19 +521,25 @@ def summed_to(array, shape):
     return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
-def _product(a, b):
-    """A matrix product in float32 or float64: that of 16-bit numbers needs no cast, as their products are exact."""
+def _product(a, b, problem=None):
+    """A matrix product in float32 or float64: that of 16-bit numbers needs no cast, as their products are exact.
+
+    With a problem it is that of weights, in its precision.
+    """
     dtype = accumulator(a.dtype, b.dtype)
     if a.dtype != b.dtype or a.dtype.itemsize != 2:
         a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+    precision = lax.Precision.HIGHEST if problem is None else problem.precision
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
 
 
-def _summed_product(a, b):
-    """`a^T b`, summed over the query heads that share a key head: `[..., K, 1, S, H]` of `[..., K, G, T, S | H]`."""
+def _summed_product(a, b, problem, factor=1):
+    """`factor * a^T b`, summed over query heads that share a key head: `[..., K, 1, S, H]` of `[..., K, G, T, S | H]`."""
     a, b = (jnp.broadcast_to(x, (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *x.shape[-2:])) for x in (a, b))
-    # What is transposed on a CPU is the smaller one.
-    return jnp.einsum("...gth,...gts->...hs", b, a, precision=lax.Precision.HIGHEST).mT[..., None, :, :]
+    # What is transposed on a CPU is the smaller one. A factor behind the product would make XLA:CPU transpose in the product,
+    # where it is slow: the gradient of [8, 64, 8, 32] takes 1.9 ms so, and 1.6 with the factor in front.
+    product = jnp.einsum("...gth,...gts->...hs", factor * b, a, precision=problem.precision)
+    return product.mT[..., None, :, :]
 
 
 def _exp_of_difference(a, b, where):

@@ -87,7 +87,7 @@ LINEAR_CROSS_ENTROPY = define(
         _types,
         _results,
         is_uncut=True,
-        knows_devices=True,
+        knows_machine=True,
     )
 )
 

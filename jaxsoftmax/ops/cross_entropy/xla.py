@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._gpu.target import ONE_DEVICE
 from jaxsoftmax.ops.cross_entropy import _linear
 from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
@@ -61,6 +62,8 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     whole = of_scores(x, where)
     if b is None:
         return whole
+    if soft_cap is None and whole.dtype == acc:  # which rounds once, and gathers no scores
+        return _put(whole, labels, b, axes, lax.scatter_add)
     own_where = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
     return _put(whole, labels, of_scores(_at(x, labels, axes, 0), own_where, b), axes)
 
@@ -103,13 +106,13 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
     return [gradient, nll, lse, *total]
 
 
-def linear_cross_entropy(hidden, weight, labels, *, head, devices=1):
+def linear_cross_entropy(hidden, weight, labels, *, head, machine=ONE_DEVICE):
     """`head.numbers`. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
 
     def by_parts(hidden, weight, labels):
         return _linear.numbers_by_parts(head, hidden, weight, None, labels)
 
-    if devices == 1 and math.prod(weight.shape[:-2]) == 1:
+    if machine.devices == 1 and math.prod(weight.shape[:-2]) == 1:
         return _linear.of_batch(by_parts, hidden, weight, labels)
     weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
     for _ in labels.shape[:-1]:
@@ -178,8 +181,8 @@ def _at(values, labels, axes, otherwise):
     return jnp.where((labels >= 0) & (labels < size), found, otherwise)
 
 
-def _put(values, labels, own, axes):
-    """Puts a number of each row at its label, if that is one of the row.
+def _put(values, labels, own, axes, scatter=lax.scatter):
+    """Puts a number of each row at its label, if that is one of the row, or adds it there.
 
     A comparison of every place with the label takes as long on a CPU as all else of a gradient.
     """
@@ -187,12 +190,12 @@ def _put(values, labels, own, axes):
     size = values.shape[axis]
     is_symbolic = not all(isinstance(size, int) for size in values.shape)
     if size == 0 or is_symbolic or any(jax.typeof(values).sharding.spec):  # along explicit mesh axes JAX does not scatter
-        return jnp.where(_is_at(values, labels, axes), own, values)
+        return jnp.where(_is_at(values, labels, axes), own if scatter is lax.scatter else values + own, values)
     index = jnp.where((labels >= 0) & (labels < size), labels, size)  # outside, where nothing is put
     rows = tuple([a for a in range(values.ndim) if a != axis])
     places = lax.ScatterDimensionNumbers((), (axis,), (axis,), operand_batching_dims=rows, scatter_indices_batching_dims=rows)
     drop = lax.GatherScatterMode.FILL_OR_DROP
-    return lax.scatter(values, index[..., None], own.astype(values.dtype), places, unique_indices=True, mode=drop)
+    return scatter(values, index[..., None], own.astype(values.dtype), places, unique_indices=True, mode=drop)
 
 
 def _is_at(values, place, axes):

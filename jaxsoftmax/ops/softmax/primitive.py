@@ -58,7 +58,7 @@ def _map(name, operands, types, **options) -> Map:
 SOFTMAX = _map("softmax", (_X, _WHERE, _SCALE), _whole)
 LOG_SOFTMAX = _map("log_softmax", (_X, _WHERE, _SCALE), functools.partial(_with_state, _whole))
 LOGSUMEXP = _map("logsumexp", (_X, _WHERE, _SCALE), functools.partial(_with_state, _of_rows))
-SOFTMAX_JACOBIAN = _map("softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_devices=True)
+SOFTMAX_JACOBIAN = _map("softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_machine=True)
 LOG_SOFTMAX_JVP = _map("log_softmax_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
 LOG_SOFTMAX_VJP = _map("log_softmax_vjp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
 LOGSUMEXP_JVP = _map("logsumexp_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _of_rows, linear=("t",))
