@@ -307,7 +307,7 @@ def finite(m: jax.Array) -> jax.Array:
 
     A select is none of them. Infinity becomes the largest number, which infinity exceeds by infinity, too.
     """
-    most = jnp.finfo(m.dtype).max
+    most = jnp.finfo(m.dtype).max.astype(m.dtype)
     return -jnp.maximum(-jnp.maximum(m, -most), -most)
 
 

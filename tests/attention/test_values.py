@@ -1637,7 +1637,6 @@ def test_a_long_sequence_is_right():
     assert_right("xla", out, given, {"is_causal": True})
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("gpu", "options", "three"),
     [
@@ -1661,6 +1660,7 @@ def test_on_gpus_weights_of_16_bits_are_multiplied_in_three_products(gpu, option
     assert counts == (4 * (three and dtype != "float32"), 7)
 
 
+@pytest.mark.usefixtures("x64")
 def test_float64_is_computed_in_float64():
     given = arrays(dtype="float64")
     out, lse = attend(**given, is_causal=True, return_residual=True)

@@ -604,7 +604,10 @@ def test_bars_of_triton_and_the_reference_are_for_runs_that_asked_for_them():
             assert {bar.implementation for bar in bars.of_file(loaded, implementation)} <= {implementation}
         chosen = bars.of_file(loaded, None, "h200x2")
         assert {bar.implementation for bar in chosen} <= {None, "mosaic"}
-        assert len(chosen) + sum(len(bars.of_file(loaded, name)) for name in ("triton", "xla")) == len(loaded)
+        asked_for = [bar for bar in loaded if bar.implementation in ("triton", "xla")]
+        assert len(chosen) + len(asked_for) == len(loaded)
+        found = [bars.of_file(loaded, name, "cpu-intel-r-xeon-r-processor") for name in ("triton", "xla")]
+        assert sum(map(len, found)) == len(asked_for)
 
 
 def test_what_triton_was_chosen_for_clears_no_bar_of_mosaic(tmp_path, capsys):
