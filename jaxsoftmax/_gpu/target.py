@@ -54,6 +54,7 @@ class Machine:
 
 
 ONE_DEVICE = Machine(1)
+CPU = Target("cpu")
 
 
 # Bytes of shared memory that a block can have, by compute capability. Source: CUDA C++ Programming Guide, table of technical
