@@ -303,9 +303,9 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """What to subtract, as `shift` gives it, in operations that XLA fuses with reductions and exponentials around it.
+    """Makes the maximum of a row finite, to be subtracted as `shift` is, in operations that XLA fuses; a select is none of them.
 
-    A select is none of them. Infinity becomes the largest number, which infinity exceeds by infinity, too.
+    Infinity becomes the largest number, which infinity exceeds by infinity, too.
     """
     most = jnp.finfo(m.dtype).max.astype(m.dtype)
     return -jnp.maximum(-jnp.maximum(m, -most), -most)

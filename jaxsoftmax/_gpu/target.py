@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a reference runs on.
+    """The devices that XLA runs a reference on.
 
     Attributes:
       devices: over how many XLA may shard its operands.
