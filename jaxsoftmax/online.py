@@ -303,7 +303,7 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """Makes the maximum of a row finite, to be subtracted as `shift` is, in operations that XLA fuses; a select is none of them.
+    """Makes the maximum of a row finite, to be subtracted as `shift` is, in operations that XLA fuses, so without a select.
 
     Infinity becomes the largest number, which infinity exceeds by infinity, too.
     """

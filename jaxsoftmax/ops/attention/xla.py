@@ -243,9 +243,9 @@ class _Attention:
         # Where a tile has all keys of its rows, weights are normalized anew: a large lse cannot hold the logarithm of a sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
         self.is_one_tile = self.block == self.lengths
-        # The precision of products with float32 weights. Where operands have 16 bits, three products of bfloat16 each err by
-        # 2^-16: the gradient of [1, 512, 8, 64] takes 56 us on an H100 so, 85 in float32, 42 with `jax.nn`, which rounds weights.
         self.is_on_gpu = machine.target is not None and machine.target.platform in ("cuda", "rocm")
+        # The precision of products with float32 weights. Where operands have 16 bits, three products of bfloat16 each err by
+        # 2^-16: the gradient of [1, 512, 8, 64] takes 56 us on an H100 so, 85 in float32, 42 with `jax.nn`, which rounds more.
         is_coarse = query.dtype.itemsize == 2 and precision == "high"
         has_three = machine.target is not None and (machine.target.compute_capability or (0, 0)) >= (8, 0)
         self.precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if is_coarse and has_three else lax.Precision.HIGHEST
