@@ -17,7 +17,7 @@ OURS = "ours"  # the row that it becomes names the implementation that ran
 ONE = "one device"  # ours on one device, in a cell that is measured on several
 IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
 YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed: their rows have no error
-FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, on the wall clock
+FIRST_CALL = "first_call"  # the pass of a cell whose time is that to trace, compile and run, of a program without the run
 
 Truth = Callable[..., Sequence[Any]]
 Sample = Callable[[Sequence[Any], Any], list[tuple[Any, Any]]]

@@ -305,7 +305,7 @@ def shift(m: jax.Array) -> jax.Array:
 def finite(m: jax.Array) -> jax.Array:
     """Makes the maximum of a row finite, to be subtracted as `shift` is, in operations that XLA fuses, so without a select.
 
-    Infinity becomes the largest number, which infinity exceeds by infinity, too.
+    The largest number stands for infinity: infinity less that is infinity.
     """
     most = jnp.finfo(m.dtype).max.astype(m.dtype)
     return -jnp.maximum(-jnp.maximum(m, -most), -most)

@@ -1640,10 +1640,11 @@ def test_a_long_sequence_is_right():
 @pytest.mark.parametrize(
     ("gpu", "options", "three"),
     [
-        (of_capability((9, 0)), {}, True),
-        (of_capability((8, 0)), {}, True),
-        (of_capability((7, 5)), {}, False),
-        (of_capability((9, 0)), {"precision": "highest"}, False),
+        (of_capability((9, 0), name="H100"), {}, True),
+        (of_capability((8, 0), name="A100"), {}, True),
+        (of_capability((7, 5), name="T4"), {}, False),
+        (of_capability((9, 0)), {}, False),  # any of these, as where there is no GPU: what is exported may run on others
+        (of_capability((9, 0), name="H100"), {"precision": "highest"}, False),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -1658,6 +1659,40 @@ def test_on_gpus_weights_of_16_bits_are_multiplied_in_three_products(gpu, option
     # Queries and keys are multiplied forward and backward, values and cotangents once; weights in the result and derivatives.
     counts = len(re.findall("num_primitive_operations = 3", program)), program.count("dot_general")
     assert counts == (4 * (three and dtype != "float32"), 7)
+
+
+def test_of_many_tiles_too_weights_of_16_bits_are_multiplied_in_three_products():
+    x = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.bfloat16)
+    attention = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla")
+    with lowering_for(of_capability((9, 0), name="H100")):
+        program = jax.jit(attention).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("num_primitive_operations = 3") == 1
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one tile", "tiles"])
+def test_an_infinite_sink_has_all_weight(cut, monkeypatch):
+    if cut:
+        small_tiles(monkeypatch)
+    given = arrays()
+    sinks = np.array([np.inf, 0, 0, 0], np.float32)
+    out, lse = jax.jit(functools.partial(attend, return_residual=True))(**given, sinks=sinks)
+    assert not np.any(out[..., 0, :])
+    assert np.all(np.isposinf(lse[..., 0]) & np.isfinite(lse[..., 1]))
+
+
+def test_a_nan_in_a_cotangent_of_a_row_whose_scores_overflow_has_no_effect():
+    given = {name: np.ones((1, 8, 1, 4), np.float32) for name in ("query", "key", "value")}
+    given["query"][0, 3], given["key"] = 1e20, -1e20 * given["key"]
+    out, pull = jax.vjp(lambda given: attend(**given), given)
+    found = pull(jnp.ones_like(out).at[0, 3].set(jnp.nan))[0]
+    assert not np.any(out[0, 3])
+    assert all(np.all(np.isfinite(cotangent)) for cotangent in found.values())
+
+
+def test_nan_in_cotangents_of_no_keys_has_no_effect_on_sinks():
+    query, empty = np.ones((1, 2, 2, 4), np.float32), np.ones((1, 0, 2, 4), np.float32)
+    out, pull = jax.vjp(lambda sinks: attend(query, empty, empty, sinks=sinks), np.zeros(2, np.float32))
+    assert not np.any(pull(jnp.full_like(out, jnp.nan))[0])
 
 
 @pytest.mark.usefixtures("x64")

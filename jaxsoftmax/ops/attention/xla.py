@@ -54,34 +54,34 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **giv
     rows, value_size = problem.rows, problem["value"].shape[-1]
 
     def push(state, tile):
-        scores, _ = tile.scores()
+        scores, _ = tile.scores
         value, unit = tile.seen_part("value").astype(problem.dtype), problem.unit
         so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.kept()
-        if kept is None:
+        if kept is None and problem.precision is lax.Precision.HIGHEST:
             pushed = online.push(so_far, scores, value, scale=unit)
         else:
             lifted = online.lift(scores, scale=unit)
-            weights = kept * online.weights(scores, lifted.m, scale=unit)
+            weights = online.weights(scores, lifted.m, scale=unit)
+            weights = weights if kept is None else kept * weights
             pushed = online.merge(so_far, online.State(lifted.m, lifted.d, _product(weights, value, problem)), scale=unit)
         return online.State(*(tile.put(ROWS, *args) for args in zip(state, pushed, (-1, -1, -2), strict=True)))
 
     def of_one_tile(tile):  # as in derivatives, with which XLA then shares what is equal
-        m, weights, sums = tile.exponentials(tile.scores()[0])
+        m, weights, sums = tile.exponentials
         (weights, share), kept = tile.normalized(m, weights, sums), tile.kept()
         product = _product(weights if kept is None else kept * weights, tile.seen_part("value").astype(problem.dtype), problem)
         return online.State(m[..., 0], sums[..., 0]), product * share
 
     if problem.is_one_tile:
-        state, out = of_one_tile(_Tile(problem, (0, 0)))
+        state, out = of_one_tile(problem.whole)
     else:
         state, out = problem.over_tiles(push, online.identity(rows, value_size, problem.dtype)), None
     if problem.unit is not None:
         state = state._replace(m=jnp.where(state.m == -jnp.inf, -jnp.inf, problem.unit * state.m))
     if (sinks := problem["sinks"]) is not None:  # a key without a value
-        scores = jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1))
-        zeros = None if state.o is None else jnp.zeros((1,) * len(rows[:-1]) + (1, value_size), problem.dtype)
-        state = online.push(state, scores, zeros)
+        pushed = online.push(state._replace(o=None), jnp.broadcast_to(sinks.astype(problem.dtype), (*rows, 1)))
+        state = online.State(*pushed[:2], online.rescale(state, pushed.m).o)
     state = online.finish(state)
     out, lse = _heads_last(state.o if out is None else out), lax.collapse(state.m, -3, -1)
     out, lse = (out, lse) if onto is None else merged(onto, (out, lse))
@@ -106,7 +106,7 @@ def dot_product_attention_jvp(*, is_partial=False, **given):
     dtype, rows, value_size = problem.dtype, problem.rows, problem["value"].shape[-1]
 
     def add(sums, tile):
-        scores, slope = tile.scores()
+        scores, slope = tile.scores
         p, kept = tile.weights(scores), tile.kept()
         ds = jnp.zeros_like(scores)
         if tile["d_query"] is not None:
@@ -144,8 +144,8 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     # `delta` is what the scores of a row get less than their own share, sum(out dout) - dlse. The sum is taken of weights where
     # that is no slower: a program that needs `out` for nothing else multiplies no values, then. On a CPU a mask would keep XLA
     # from fusing it: the causal gradient of [1, 512, 8, 64] takes 17.6 ms so, and 10.1 from `out`.
-    has_whole_rows = problem.is_one_tile and problem.has_whole_rows and "sinks" not in wanted
-    is_of_weights = has_whole_rows and (problem.is_on_gpu or _Tile(problem, (0, 0)).seen is None)
+    is_of_weights = problem.is_one_tile and problem.has_whole_rows and "sinks" not in wanted
+    is_of_weights &= problem.is_on_gpu or problem.whole.seen is None
     delta = jnp.zeros(problem.rows, dtype)
     if (dout := problem["d_out"]) is not None and not is_of_weights:
         delta += jnp.sum(problem["out"].astype(dtype) * dout.astype(dtype), -1)
@@ -154,7 +154,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
     problem.arrays["delta"] = delta[..., None]
 
     def add(sums, tile):
-        scores, slope = tile.scores()
+        scores, slope = tile.scores
         (p, share), kept = tile.weights_and_share(scores), tile.kept()
         ds = jnp.broadcast_to(-tile["delta"], scores.shape)
         dout = None
@@ -247,7 +247,8 @@ class _Attention:
         # The precision of products with float32 weights. Where operands have 16 bits, three products of bfloat16 each err by
         # 2^-16: the gradient of [1, 512, 8, 64] takes 56 us on an H100 so, 85 in float32, 42 with `jax.nn`, which rounds more.
         is_coarse = query.dtype.itemsize == 2 and precision == "high"
-        has_three = machine.target is not None and (machine.target.compute_capability or (0, 0)) >= (8, 0)
+        gpu = machine.target  # named if it is there: a program for any GPU is to run on all
+        has_three = gpu is not None and gpu.name is not None and (gpu.compute_capability or (0, 0)) >= (8, 0)
         self.precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if is_coarse and has_three else lax.Precision.HIGHEST
         self.sees_all = self.is_one_tile and self._sees_all()
 
@@ -274,7 +275,7 @@ class _Attention:
     def over_tiles(self, step, carry):
         """`step(carry, tile)` for each tile that may hold something to see."""
         if self.block == self.lengths:
-            return step(carry, _Tile(self, (0, 0)))
+            return step(carry, self.whole)
         leaves, structure = jax.tree.flatten(carry)
         carry = structure.unflatten(vary_alike([*leaves, self["query"]])[:-1])  # as a loop in a `shard_map` wants it
 
@@ -299,17 +300,25 @@ class _Attention:
         return visible
 
     def _sees_all(self):
-        """Tells whether each query sees a key, and each key is seen, whatever the operands hold: no NaN is hidden then."""
+        """Tells whether each query sees a key, and each key is seen, but for scores of -inf: nothing has to be hidden then."""
         names = ("query_offset", "query_lengths", "key_lengths", "query_segments", "mask", "bias")
-        is_known = self.zigzag is None and all(isinstance(length, int) for length in self.lengths)
-        return is_known and all(self[name] is None for name in names) and sees_all(*self.lengths, *self.window)
+        if self.zigzag is not None or not all(isinstance(length, int) and length for length in self.lengths):
+            return False
+        return all(self[name] is None for name in names) and sees_all(*self.lengths, *self.window)
+
+    @functools.cached_property
+    def whole(self) -> "_Tile":
+        """The one tile of a small problem."""
+        return _Tile(self, (0, 0))
 
     def forget_rows_without_keys(self):
         """Sets the cotangents of rows to 0 that see no key: they may hold NaN. Those of lse count where there is a sink."""
-        if self.sees_all:
-            return
         lse = self["lse"]
-        empty = alone = lse == -jnp.inf
+        if self.sees_all and self.has_whole_rows and self["sinks"] is None:
+            # Only scores of -inf leave nothing. Weights tell of them: XLA:CPU fuses the maximum if no lse reads it.
+            empty = alone = self.whole.exponentials[2] == 0
+        else:
+            empty = alone = lse == -jnp.inf
         if (sinks := self["sinks"]) is not None:
             alone |= (lse == sinks.astype(self.dtype)) & jnp.all(self["out"] == 0, -1, keepdims=True)
         for name, rows in (("d_out", alone), ("d_lse", empty)):
@@ -393,6 +402,7 @@ class _Tile:
         starts = [jnp.asarray(start, np.int32) for start in [0] * (whole.ndim - 2) + starts]
         return lax.dynamic_update_slice(whole, here, starts)
 
+    @functools.cached_property
     def scores(self):
         """Scores in multiples of the problem's unit, `-inf` where not seen, and their derivative by `scale * product`."""
         problem, unit = self.problem, self.problem.unit
@@ -446,16 +456,18 @@ class _Tile:
         """`weights` as a product: of numbers of their shape, and of numbers of rows, which are multiplied where it is cheap."""
         unit, is_seen = self.problem.unit, scores != -jnp.inf
         if self.problem.has_whole_rows:
-            return self.normalized(*self.exponentials(scores))
+            return self.normalized(*self.exponentials)
         if unit is not None:  # a maximum stands between product and difference: XLA cannot contract them
             scores = jnp.maximum(unit * jnp.where(is_seen, scores, 0), jnp.finfo(scores.dtype).min)
         return _exp_of_difference(scores, jnp.broadcast_to(self["lse"], scores.shape), is_seen), jnp.ones((), scores.dtype)
 
-    def exponentials(self, scores):
-        """Returns maxima of whole rows, in multiples of the unit, `exp(scores - maximum)`, and their sums.
+    @functools.cached_property
+    def exponentials(self):
+        """Returns maxima of whole rows, in multiples of the unit, `exp(unit * (scores - maximum))`, and their sums.
 
         The exponential is 0 where nothing is seen.
         """
+        scores, _ = self.scores
         m, unit = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf), self.problem.unit
         if unit is not None and unit < jnp.finfo(unit.dtype).tiny:
             weights = online.weights(scores, m[..., 0], scale=unit)
@@ -475,7 +487,7 @@ class _Tile:
     def _share(self, m, sums):
         """One by the sum of `exponentials` and that of the sink."""
         if (sinks := self["sinks"]) is None:
-            return 1 / jnp.maximum(sums, 0.5)  # 0 where nothing is seen, or from 1 on: no tie, which would halve a derivative
+            return 1 / jnp.maximum(sums, 0.5)  # `sums` is 0 or at least 1: there is no tie, which would halve a derivative
         unit, top = self.problem.unit, online.shift(m)
         above = sinks.astype(top.dtype) - (top if unit is None else unit * top)
         factor = jnp.exp(jnp.minimum(-above, 0))

@@ -63,7 +63,7 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
     if b is None:
         return whole
     if soft_cap is None and whole.dtype == acc:  # which rounds once, and gathers no scores
-        return _put(whole, labels, b, axes, lax.scatter_add)
+        return _put(whole, labels, b, axes, adds=True)
     own_where = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
     return _put(whole, labels, of_scores(_at(x, labels, axes, 0), own_where, b), axes)
 
@@ -181,7 +181,7 @@ def _at(values, labels, axes, otherwise):
     return jnp.where((labels >= 0) & (labels < size), found, otherwise)
 
 
-def _put(values, labels, own, axes, scatter=lax.scatter):
+def _put(values, labels, own, axes, adds=False):
     """Puts a number of each row at its label, if that is one of the row, or adds it there.
 
     A comparison of every place with the label takes as long on a CPU as all else of a gradient.
@@ -190,11 +190,12 @@ def _put(values, labels, own, axes, scatter=lax.scatter):
     size = values.shape[axis]
     is_symbolic = not all(isinstance(size, int) for size in values.shape)
     if size == 0 or is_symbolic or any(jax.typeof(values).sharding.spec):  # along explicit mesh axes JAX does not scatter
-        return jnp.where(_is_at(values, labels, axes), own if scatter is lax.scatter else values + own, values)
+        return jnp.where(_is_at(values, labels, axes), values + own if adds else own, values)
     index = jnp.where((labels >= 0) & (labels < size), labels, size)  # outside, where nothing is put
     rows = tuple([a for a in range(values.ndim) if a != axis])
     places = lax.ScatterDimensionNumbers((), (axis,), (axis,), operand_batching_dims=rows, scatter_indices_batching_dims=rows)
     drop = lax.GatherScatterMode.FILL_OR_DROP
+    scatter = lax.scatter_add if adds else lax.scatter
     return scatter(values, index[..., None], own.astype(values.dtype), places, unique_indices=True, mode=drop)
 
 
