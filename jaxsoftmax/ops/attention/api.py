@@ -197,8 +197,8 @@ def dot_product_attention(
         default too, `mosaic` makes three bfloat16 products of each, which err by up to 2^-15 of the sum of their absolute terms
         (TF32, as `jax.nn` has it on NVIDIA GPUs: 2^-10) and give NaN for operands that are infinite, or beyond bfloat16's
         largest number, 3.39e38. Derivatives have float32 products, of the forward pass' log-sum-exp. Weights of operands of 16
-        bits, which are float32, are multiplied likewise by `xla` on NVIDIA GPUs from compute capability 8.0 on, forward and
-        backward.
+        bits, which are float32, are multiplied likewise by `xla` on an NVIDIA GPU of compute capability 8.0 or more, forward
+        and backward.
       return_residual: whether to return the log-sum-exp of the scores too.
 
     Returns:
