@@ -96,7 +96,8 @@ def test_values_and_states(target, name, dtype, shape, axis):
         _, expected_m, expected_d = getattr(xla, name)(x, None, None, axes=axis, dtype=dtype, return_state=True)
         finite = np.isfinite(expected_d)
         np.testing.assert_array_equal(np.isnan(d), np.isnan(expected_d))
-        np.testing.assert_array_equal(m[finite], expected_m[finite])
+        has_maximum = finite & (expected_d > 0)  # of nothing that is there any finite `m` will do
+        np.testing.assert_array_equal(m[has_maximum], expected_m[has_maximum])
         np.testing.assert_allclose(d[finite], expected_d[finite], rtol=1e-5)
 
 
