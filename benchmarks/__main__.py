@@ -19,6 +19,9 @@ python -m benchmarks links                 likewise, the exchanges between these
 python -m benchmarks softmax --only REGEX  measure a part, and the copies that it is compared with
 python -m benchmarks softmax --implementation triton
                                            measure ours on one implementation; results/<gpu>/triton/softmax.csv
+python -m benchmarks softmax --against PATH
+                                           measure ours here and in another checkout by turns, each in a process of its own, and
+                                           print the ratio of every cell; no result file is touched
 python -m benchmarks --check               hold what was measured last of each cell to bars.toml; needs no GPU
 python -m benchmarks --plot                draw what was measured last; needs no GPU, but matplotlib
 """
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    against,
     attention,
     bars,
     clock,
@@ -69,6 +73,8 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
 ROUNDS = {"sharded_rows": 60}  # of suites whose calls are so short that a host's other work would decide; 5 of the others
 ON_SEVERAL = frozenset({"sharded", "sharded_rows", "links"})  # suites that are measured on all GPUs; the others take one
 
+WITHOUT_TURNS = {"first_call": "starts a process for each measurement", "links": "measures nothing of ours"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 1 if a bar is missed or our op is wrong, 2 for what cannot be done."""
@@ -92,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", nargs="?", choices=SUITES, help="what to measure; with --check and --plot, all by default")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--list", action="store_true", help="print the cells, and measure nothing")
+    modes.add_argument(
+        "--against", type=_checkout, metavar="PATH", help="measure ours beside that of the checkout in this directory"
+    )
     modes.add_argument("--check", action="store_true", help="hold what was measured last of each cell to bars.toml")
     modes.add_argument("--plot", action="store_true", help="draw what was measured last of each cell")
     modes.add_argument("--self-test", action="store_true", help="compare the two ways to time, on a copy of 1 GiB")
@@ -106,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--wall-only", action="store_true", default=None, help="on several GPUs, leave out the time of kernels alone"
     )
     parser.add_argument("--commit", type=_word, metavar="HASH", help="the commit that is measured, where git cannot tell")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="with --against, a new file for its rows")
     parser.add_argument("--gpu", metavar="NAME", help="the folder to check or draw, such as h200; all by default")
     parser.add_argument(
         "--out", type=Path, default=results.FOLDER, metavar="DIR", help="where result files are; default: benchmarks/results"
@@ -124,6 +134,13 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 
+def _checkout(text: str) -> Path:
+    path = Path(text).resolve()
+    if not (path / "jaxsoftmax" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no checkout: it must be a directory with the package jaxsoftmax in it")
+    return path
+
+
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no commit")
@@ -132,17 +149,22 @@ def _word(text: str) -> str:
 
 def _refuse_what_does_not_go_together(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     measuring = not (options.list or options.check or options.plot or options.self_test)
+    recording = measuring and options.against is None
     allowed = {
         "--only": measuring or options.list,
-        "--peers": measuring,
+        "--peers": recording,
         "--implementation": measuring or options.check or options.plot,
-        "--commit": measuring,
-        "--wall-only": measuring and options.suite in ON_SEVERAL,
+        "--commit": recording,
+        "--wall-only": recording and options.suite in ON_SEVERAL,
+        "--csv": measuring and not recording,
         "--gpu": options.check or options.plot,
     }
+    where = "here" if options.against is None else "with --against"
     for name, is_allowed in allowed.items():
         if getattr(options, name.removeprefix("--").replace("-", "_")) is not None and not is_allowed:
-            parser.error(f"argument {name}: has no meaning here")
+            parser.error(f"argument {name}: has no meaning {where}")
+    if options.against is not None and options.suite in WITHOUT_TURNS:
+        parser.error(f"argument --against: {options.suite} {WITHOUT_TURNS[options.suite]}; choose another suite")
     if (measuring or options.list) and options.suite is None:
         parser.error(f"argument suite: choose from {', '.join(SUITES)}")
     if options.self_test and options.suite is not None:
@@ -173,21 +195,9 @@ def _part(cells: list[Cell], only: re.Pattern[str]) -> list[Cell]:
 
 
 def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
-    gpu = harness.gpu_name()
-    if gpu is None and options.suite == "first_call":
-        gpu, cells = first_call.WITHOUT_A_GPU, first_call.on(first_call.WITHOUT_A_GPU, cells)
-    timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
-    if options.suite == "reference":
-        options.implementation = reference.IMPLEMENTATION
-        if gpu is None:
-            gpu, cells = reference.machine(), reference.as_programs(cells)
-            timing["effort"] = reference.ON_A_CPU
-    if gpu is None:
-        return _fail("JAX sees no GPU, and there is nothing to measure without one")
-    devices = harness.device_count() if options.suite in ON_SEVERAL else 1
-    cells = [cell for cell in cells if cell.devices == devices]
-    if not cells:
-        return _fail(f"none of these cells is for {devices} GPU{'s' if devices > 1 else ''}; see --list")
+    gpu, cells, devices, timing = _on_this_machine(options, cells)
+    if options.against is not None:
+        return _compare(options, gpu, cells, timing.get("effort", harness.Effort()))
     library.implementation = options.implementation
     commit = options.commit or harness.commit()
     if commit is None:
@@ -204,8 +214,6 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     if options.suite == "first_call":
         problems, left_out = first_call.measure(cells, gpu, commit, write, peers=options.peers), []
     else:
-        if options.suite in ROUNDS:
-            timing["effort"] = harness.Effort(ROUNDS[options.suite])
         run = harness.Run(gpu, commit, write, peers=options.peers, **timing)
         run.measure(cells)
         problems, left_out = run.problems, run.left_out
@@ -219,6 +227,45 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
     if options.implementation is not None and not any(map(bars.is_ours, written)):
         return _fail(f"argument --implementation: {options.implementation} ran nothing")
     return 0
+
+
+def _on_this_machine(options: argparse.Namespace, cells: list[Cell]) -> tuple[str, list[Cell], int, dict[str, Any]]:
+    """The GPU's name, what it measures of the cells, on how many devices, and options of `harness.Run`.
+
+    Raises:
+      ValueError: there is nothing to measure.
+    """
+    gpu = harness.gpu_name()
+    if gpu is None and options.suite == "first_call":
+        gpu, cells = first_call.WITHOUT_A_GPU, first_call.on(first_call.WITHOUT_A_GPU, cells)
+    timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
+    if options.suite in ROUNDS:
+        timing["effort"] = harness.Effort(ROUNDS[options.suite])
+    if options.suite == "reference":
+        options.implementation = reference.IMPLEMENTATION
+        if gpu is None:
+            gpu, cells = reference.machine(), reference.as_programs(cells)
+            timing["effort"] = reference.ON_A_CPU
+    if gpu is None:
+        raise ValueError("JAX sees no GPU, and there is nothing to measure without one")
+    devices = harness.device_count() if options.suite in ON_SEVERAL else 1
+    cells = [cell for cell in cells if cell.devices == devices]
+    if not cells:
+        raise ValueError(f"none of these cells is for {devices} GPU{'s' if devices > 1 else ''}; see --list")
+    return gpu, cells, devices, timing
+
+
+def _compare(options: argparse.Namespace, gpu: str, cells: list[Cell], effort: harness.Effort) -> int:
+    cells = [cell for cell in cells if any(contender.name == OURS for contender in cell.contenders)]
+    if not cells:
+        return _fail("argument --only: none of these cells measures ours; see --list")
+    found = against.compare(
+        SUITES[options.suite], cells, options.against, gpu, effort, implementation=options.implementation, path=options.csv
+    )
+    print(found.summary())
+    if found.is_wrong_here:
+        return 1
+    return 0 if found.rows else _fail("nothing was measured")
 
 
 def _check(options: argparse.Namespace) -> int:

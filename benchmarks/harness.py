@@ -21,6 +21,7 @@ from benchmarks.clock import Clock, kernel_clock, mean_of_devices_us, synchroniz
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 
+ROOT = Path(__file__).parents[1]  # of this checkout
 _GROSS = 0.1  # the relative error from which on a peer computes something else
 _CALLS_OF_A_PROGRAM = 5  # in a round, at most: each takes milliseconds
 _HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':>8} {'of copy':>8} {'error':>9} {'temp MB':>8}"
@@ -100,15 +101,15 @@ class Run:
             self._measure(cell)
         self._say(f"{time.perf_counter() - start:.0f} s")
 
+    def ours(self, cell: Cell) -> Entrant | None:
+        """Ours alone, with its values checked, for `take_turn`; None where `problems` or `left_out` says why not."""
+        inputs = self._inputs_that_fit(cell)
+        (contender,) = [contender for contender in cell.contenders if contender.name == OURS]
+        return None if inputs is None else self._enter(cell, contender, inputs)
+
     def _measure(self, cell: Cell) -> None:
-        self._last = None  # whose memory is needed
-        try:
-            inputs = self._inputs(cell)
-        except Exception as problem:
-            if not _is_out_of_memory(problem):
-                raise
-            self.left_out.append(f"{cell.name}: its inputs do not fit into memory, {_words(problem)}")
-            self._say(f"{self.left_out[-1]}, left out")
+        inputs = self._inputs_that_fit(cell)
+        if inputs is None:
             return
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
@@ -117,16 +118,25 @@ class Run:
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
         entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
         entrants = [entrant for entrant in entrants if entrant is not None]
-        if cell.pass_ != FIRST_CALL:
+        if cell.pass_ != FIRST_CALL or cell.program:
             self._time(cell, entrants)
-        elif cell.program:
-            self._time_first_calls(entrants)
         fastest: dict[str, Entrant] = {}
         for entrant in sorted((e for e in entrants if e.times), key=lambda e: statistics.median(e.times)):
             fastest.setdefault(entrant.implementation, entrant)
         for entrant in entrants:
             if fastest.get(entrant.implementation) is entrant:
                 self._record(cell, entrant)
+
+    def _inputs_that_fit(self, cell: Cell) -> list[tuple[Any, ...]] | None:
+        self._last = None  # whose memory is needed
+        try:
+            return self._inputs(cell)
+        except Exception as problem:
+            if not _is_out_of_memory(problem):
+                raise
+            self.left_out.append(f"{cell.name}: its inputs do not fit into memory, {_words(problem)}")
+            self._say(f"{self.left_out[-1]}, left out")
+            return None
 
     def _inputs(self, cell: Cell) -> list[tuple[Any, ...]]:
         key = jax.random.key(0)
@@ -220,47 +230,43 @@ class Run:
 
     def _time(self, cell: Cell, entrants: list[Entrant]) -> None:
         """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""
-
-        def warm_up(entrant: Entrant) -> None:
-            start = time.perf_counter()
-            for arguments in entrant.arguments:
-                synchronize(entrant.contender.framework, entrant.function(*arguments))
-            seconds = (time.perf_counter() - start) / len(entrant.arguments)
-            entrant.calls = max(least, len(entrant.arguments))
-            if cell.program:
-                entrant.calls = max(entrant.calls, math.ceil(self._effort.turn / seconds))
-
-        def take_turn(entrant: Entrant) -> None:
-            calls = entrant.calls
-            entrant.times.append(clock(entrant.function, entrant.arguments, calls, entrant.contender.framework))
-
-        clock, least = self._clock, self._effort.calls
-        if cell.program:
-            clock, least = wall_clock, min(least, _CALLS_OF_A_PROGRAM)
-        for step in (warm_up, *[take_turn] * self._effort.rounds):
-            for entrant in list(entrants):
-                try:
-                    step(entrant)
-                except Exception as problem:  # out of memory, say: the reason to leave it out
-                    entrants.remove(entrant)
-                    reason = f"not timed ({entrant.contender.framework}), {_words(problem)}"
-                    self._leave_out(cell, entrant.contender, reason, problem)
+        for _ in range(1 + self._effort.rounds):
+            entrants[:] = [entrant for entrant in entrants if self.take_turn(cell, entrant)]
         if cell.devices > 1 and self._clock is not wall_clock:
             for entrant in entrants:
-                entrant.kernel_us = self._kernel_us(entrant, least)
+                entrant.kernel_us = self._kernel_us(entrant, self._least_calls(cell))
 
-    def _time_first_calls(self, entrants: list[Entrant]) -> None:
-        """Traces, lowers and compiles in turns, each time as if for the first; the very first one does not count."""
-        for entrant in entrants:
-            entrant.times.clear()
-        for _ in range(self._effort.rounds):
-            for entrant in entrants:
-                jax.clear_caches()
-                start = time.perf_counter()
-                with entrant.contender.context():
-                    lowered = jax.jit(entrant.contender.build()).lower(*entrant.arguments[0])
-                lowered.compile(entrant.contender.compiler_options or None)
-                entrant.times.append(1e6 * (time.perf_counter() - start))
+    def take_turn(self, cell: Cell, entrant: Entrant) -> bool:
+        """Times an entrant once more, after a first turn that only warms it up; False if it fails, and is left out."""
+        try:
+            if not entrant.calls:
+                self._warm_up(cell, entrant)
+            elif cell.pass_ == FIRST_CALL:
+                entrant.times.append(_us_of_a_first_call(entrant))
+            else:
+                clock = wall_clock if cell.program else self._clock
+                entrant.times.append(clock(entrant.function, entrant.arguments, entrant.calls, entrant.contender.framework))
+        except Exception as problem:  # out of memory, say: the reason to leave it out
+            reason = f"not timed ({entrant.contender.framework}), {_words(problem)}"
+            self._leave_out(cell, entrant.contender, reason, problem)
+            return False
+        return True
+
+    def _warm_up(self, cell: Cell, entrant: Entrant) -> None:
+        """Calls it with each input, and finds how many calls a turn has; of first calls the very first does not count."""
+        if cell.pass_ == FIRST_CALL:
+            entrant.times, entrant.calls = [], 1
+            return
+        start = time.perf_counter()
+        for arguments in entrant.arguments:
+            synchronize(entrant.contender.framework, entrant.function(*arguments))
+        seconds = (time.perf_counter() - start) / len(entrant.arguments)
+        entrant.calls = max(self._least_calls(cell), len(entrant.arguments))
+        if cell.program:
+            entrant.calls = max(entrant.calls, math.ceil(self._effort.turn / seconds))
+
+    def _least_calls(self, cell: Cell) -> int:
+        return min(self._effort.calls, _CALLS_OF_A_PROGRAM) if cell.program else self._effort.calls
 
     def _kernel_us(self, entrant: Entrant, calls: int) -> float | None:
         try:
@@ -307,6 +313,16 @@ class Run:
         self._say(line.rstrip() + kernels)
 
 
+def _us_of_a_first_call(entrant: Entrant) -> float:
+    """Microseconds to trace, lower and compile as if for the first time."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    with entrant.contender.context():
+        lowered = jax.jit(entrant.contender.build()).lower(*entrant.arguments[0])
+    lowered.compile(entrant.contender.compiler_options or None)
+    return 1e6 * (time.perf_counter() - start)
+
+
 def _words(problem: Exception) -> str:
     """An error in a line."""
     return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
@@ -350,9 +366,8 @@ def device_count() -> int:
     return len(jax.devices())
 
 
-def commit() -> str | None:
-    """The short hash of the checkout, with `-dirty` if the package differs from it; None outside of a checkout."""
-    root = Path(__file__).parents[1]
+def commit(root: Path = ROOT) -> str | None:
+    """The short hash of a checkout, with `-dirty` if the package differs from it; None outside of a checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, text=True).stdout.strip()
