@@ -72,8 +72,10 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
 }
 ROUNDS = {"sharded_rows": 60}  # of suites whose calls are so short that a host's other work would decide; 5 of the others
 ON_SEVERAL = frozenset({"sharded", "sharded_rows", "links"})  # suites that are measured on all GPUs; the others take one
-
-WITHOUT_TURNS = {"first_call": "starts a process for each measurement", "links": "measures nothing of ours"}
+WITHOUT_TURNS = {  # suites that cannot be measured against another checkout, and why
+    "first_call": "starts a process for each measurement",
+    "links": "measures nothing of ours",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -136,7 +136,10 @@ def compare(
     found = Comparison()
     setting = json.dumps([suite.__module__, suite.__qualname__, asdict(effort), implementation])
     with contextlib.ExitStack() as stack:
-        write = _no_file if path is None else csv.writer(stack.enter_context(path.open("x")), lineterminator="\n").writerow
+        write = _no_file
+        if path is not None:
+            file = stack.enter_context(path.open("x", buffering=1))
+            write = csv.writer(file, lineterminator="\n").writerow
         write(COLUMNS)
         sides = [stack.enter_context(Side(name, root, setting)) for name, root in (("here", ROOT), ("there", there))]
         for side in sides:
@@ -156,7 +159,7 @@ def compare(
     return found
 
 
-def _no_file(columns: Sequence[Any]) -> None:
+def _no_file(row: Iterable[Any]) -> None:
     pass
 
 
@@ -196,16 +199,18 @@ def _row(cell: Cell, sides: Sequence["Side"], gpu: str, rounds: int) -> Row:
 
 
 def _answers(sides: Sequence["Side"], step: str, *, at_once: bool = False, **more: Any) -> list[dict[str, Any]]:
-    """The answers of both, of which the second one is asked when the first has answered, unless they are asked at once."""
-    if at_once:
-        for side in sides:
+    """The answers of both; the second one is asked when the first has answered, unless they are asked `at_once`.
+
+    Raises:
+      _LeftOutError: one of them cannot, or both.
+    """
+    found = []
+    for side in sides if at_once else ():
+        side.ask(step, **more)
+    for side in sides:
+        if not at_once:
             side.ask(step, **more)
-        found = [side.answer() for side in sides]
-    else:
-        found = []
-        for side in sides:
-            side.ask(step, **more)
-            found.append(side.answer())
+        found.append(side.answer())
     failed = [(side.name, answer) for side, answer in zip(sides, found, strict=True) if "left_out" in answer]
     if failed:
         reasons = "; ".join(f"{name}, {answer['left_out']}" for name, answer in failed)
