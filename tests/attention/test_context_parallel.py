@@ -239,6 +239,16 @@ def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mes
 
 
 @X64
+def test_a_length_that_devices_cannot_share_evenly():
+    given, options = case(("causal",))
+    f = with_gradients(lambda given: attend(**{name: x[:, :14] for name, x in given.items()}, **options, return_residual=True))
+    with jax.set_mesh(mesh_of("auto")):
+        placed = {name: jax.device_put(x, NamedSharding(mesh_of("auto"), P(None, "x"))) for name, x in given.items()}
+        actual = jax.jit(f)(placed)
+    oracle.assert_same_in_float64(actual, jax.jit(f)(given))
+
+
+@X64
 @pytest.mark.parametrize("kind", ["checked", *map(slow, ("auto", "explicit", "unchecked"))])
 def test_one_device_has_whole_sequences(kind):
     text = check(kind, ("window", "dropout"), n=4, over={"shape": (1,)})

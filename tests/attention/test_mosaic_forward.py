@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental.mosaic.gpu import core
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,8 +26,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import mosaic, primitive
-from jaxsoftmax.ops.attention.mosaic import forward
+from jaxsoftmax.ops.attention import _dropout, mosaic, primitive
+from jaxsoftmax.ops.attention.mosaic import forward, scores
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, Operand, batch_index
 
@@ -850,6 +851,30 @@ def test_the_index_of_a_batch_entry_in_an_operand_that_is_not_whole(batch):
             index = batch_index(batch, shape)
             actual = [int(index(jnp.int32(b))) for b in range(math.prod(batch))]
             np.testing.assert_array_equal(actual, expected)
+
+
+# What is done to scores in registers, either way round.
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_dropout_of_a_block_is_that_of_its_places(is_transposed, monkeypatch):
+    monkeypatch.setattr(plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis))
+    seeds = np.random.default_rng(0).integers(0, 2**32, (2, 3, 4), np.uint32)
+    shape, (first, block) = (64, 16), (128, 5)
+    found = scores.dropout_keeps(jnp.asarray(seeds), 1, 2, first, block, shape, 0.5, is_transposed=is_transposed)
+    rows, cols = (
+        np.uint32(start) + np.arange(size, dtype=np.uint32)
+        for start, size in zip((first, block * shape[1]), shape, strict=True)
+    )
+    queries, keys = (cols[None], rows[:, None]) if is_transposed else (rows[:, None], cols[None])
+    expected = _dropout.keep(*seeds[1, 2, :2], queries + seeds[1, 2, 2], keys + seeds[1, 2, 3], 0.5)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_other_segments_have_is_hidden():
+    s, rows, cols = np.ones((3, 4), np.float32), np.array([0, 1, 2], np.int32), np.array([1, 1, 0, 5], np.int32)
+    np.testing.assert_array_equal(scores.of_own_segment(s, rows, cols) > 0, rows[:, None] == cols)
+    np.testing.assert_array_equal(scores.of_own_segment(s, rows, cols, hidden=0), rows[:, None] == cols)
 
 
 # The interpreter.

@@ -1170,6 +1170,24 @@ def test_every_bit_of_a_place_and_of_the_seeds_changes_half_of_the_pattern():
             assert abs(changed - 0.5) < 0.05, (which, bit)
 
 
+def test_dropout_keeps_what_it_always_kept():
+    """The hash in arithmetic of 64 bits: another one that mixes as well would drop other weights of a model in training."""
+
+    def mix(bits, between):
+        bits = (bits ^ bits >> 16) * 0x7FEB352D % 2**32
+        bits = ((bits ^ bits >> 15) + between) * 0x846CA68B % 2**32
+        return bits ^ bits >> 16
+
+    place = np.random.default_rng(0).integers(0, 2**32, (4, 4096), dtype=np.uint32)
+    seed0, seed1, row, col = place.astype(np.uint64)
+    first = mix(mix(seed0 ^ row * 0x9E3779B1 % 2**32, 0) ^ seed1, 0)
+    second = mix(mix(seed1 ^ row * 0x85EBCA77 % 2**32, 0) ^ seed0, 0)
+    words = mix(first ^ col * 0xC2B2AE3D % 2**32, second)
+    for rate in (0.1, 0.5, 0.9):
+        np.testing.assert_array_equal(dropout.keep(*place, rate), words >= round(rate * 2**32))
+    assert [dropout.dropped(rate) for rate in (0.0, 0.25, 1 - 2**-53)] == [0, 2**30, 2**32 - 1]
+
+
 @QUICKLY
 def test_dropout_is_reproducible_and_its_mean_is_attention():
     given, _ = FEATURES["plain"]()

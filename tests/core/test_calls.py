@@ -169,11 +169,17 @@ def test_explain_takes_a_gpu_that_need_not_be_there(gpu):
     assert jaxsoftmax.explain(jaxsoftmax.softmax, X, platform="cpu").gpu is None
 
 
+# KiB of shared memory that a block of threads can have. Source: CUDA C++ Programming Guide, table of technical specifications.
+SHARED = {"a100": 163} | dict.fromkeys(("h100", "h200", "gh200", "b200"), 227)
+SHARED |= dict.fromkeys(("l4", "l40s", "rtx3090", "rtx4090", "rtx5090"), 99)
+
+
 def test_each_gpu_that_explain_names_is_known():
+    assert set(SHARED) == set(targets.GPUS)
     for name, (capability, multiprocessors) in targets.GPUS.items():
         target = targets.named("explain", name)
         assert (target.compute_capability, target.multiprocessors) == (capability, multiprocessors)
-        assert target.shared_memory > targets._LEAST_SHARED_MEMORY << 10
+        assert target.shared_memory == SHARED[name] << 10
         assert f'"{name}"' in jaxsoftmax.explain.__doc__
 
 

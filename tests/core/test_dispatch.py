@@ -19,7 +19,7 @@ import jaxsoftmax
 from jaxsoftmax import explain, online
 from jaxsoftmax._core import compat, dispatch
 from jaxsoftmax._core import primitive as core
-from jaxsoftmax.ops.softmax import primitive
+from jaxsoftmax.ops.softmax import _devices, primitive
 
 from .. import kernels, oracle
 
@@ -419,6 +419,17 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
         with pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError) as raised:
             jax.jit(forced).lower(shards).compile()
     assert "softmax: implementation='local' cannot run: it is narrow" in str(raised.value)
+
+
+def test_a_forced_implementation_runs_on_shards_where_it_would_not_pay(local, monkeypatch):
+    monkeypatch.setattr(_devices, "unprofitable", lambda x: "rows are short")
+    mesh = make_mesh("explicit")
+    with jax.set_mesh(mesh):
+        _, shards = sharded((8, 64), mesh, None, "model")
+        for forced, chosen in ((None, "xla"), ("local", "local")):
+            kernels.forget_lowerings()
+            found = explain(functools.partial(softmax, implementation=forced), shards, platform="cpu")
+            assert [decision.implementation for decision in found] == [chosen] * 2
 
 
 def test_padding_of_an_axis_that_devices_cannot_share_evenly_does_not_count(local):

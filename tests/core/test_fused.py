@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxsoftmax._gpu import fused as module
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.fused import fused
 from jaxsoftmax._gpu.kernel import kernel_of
@@ -58,6 +59,14 @@ def operands():
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_both_lower(is_fused):
     assert "mosaic" in jax.jit(run(is_fused)).trace(*operands()).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_tanh_is_that_of_float64(monkeypatch):
+    """To within three units of float32, small arguments too, with a division in place of what GPUs make of a reciprocal."""
+    monkeypatch.setattr(module, "reciprocal", lambda a: 1 / a)
+    x = np.concatenate([np.geomspace(1e-30, 100, 999), [0, 0.624999, 0.625, np.inf, np.nan]]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    np.testing.assert_allclose(module.tanh(jnp.asarray(x)), np.tanh(x.astype(np.float64)), rtol=3 * 2**-23)
 
 
 @pytest.mark.gpu

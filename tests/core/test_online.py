@@ -395,6 +395,17 @@ def test_push_in_powers_of_two_with_headroom_and_another_unit(several, scale, sl
         np.testing.assert_allclose(weight.max(1, initial=0), largest, rtol=EXPONENT)
 
 
+@pytest.mark.parametrize("unit", [1.0, float(np.log2(np.e)), 0.25])
+def test_a_maximum_follows_where_scores_exceed_it_by_more_than_the_slack(unit):
+    """In units of log(2), whatever that of the maximum is; up to there nothing is rescaled."""
+    state = online.State(jnp.zeros(3), jnp.ones(3))
+    scores = jnp.array([7.75, 8.25, -3.0]) / unit
+    found, factor, weight = online.push_log2(state, scores[:, None], 1.0, slack=8, unit=unit)
+    np.testing.assert_allclose(found.m, [0, 8.25 / unit, 0])
+    np.testing.assert_allclose(factor, [1, 2**-8.25, 1], rtol=1e-6)
+    np.testing.assert_allclose(weight[:, 0], [2**7.75, 1, 2**-3], rtol=1e-6)
+
+
 @laws
 @given(parts(near), st.sampled_from([0, 13]), st.sampled_from([1, LOG2E]))
 def test_one_score_is_lifted_and_lse_given_in_natural_units(several, headroom, unit):

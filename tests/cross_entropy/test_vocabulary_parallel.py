@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+from jaxsoftmax.ops.cross_entropy import _shards
 
 from .. import cases, kernels, oracle
 from ..core.test_sharding import collectives_of, make_mesh
@@ -120,6 +121,23 @@ def test_a_label_that_no_device_has_gives_nan():
         linear = mapped(f, (P("data"), P(None, "model"), P("data")), P("data"), True)(hidden, weight, labels)
     for found in (loss, linear):
         np.testing.assert_array_equal(np.isnan(found), [True] * 3 + [False] * 5)
+
+
+@CHECKS
+def test_the_tangent_of_a_state_is_that_of_the_log_sum_exp(check_vma):
+    x, labels = logits_and_labels()
+    t = np.random.default_rng(1).standard_normal(x.shape)
+    params = {"axes": (1,), "dtype": x.dtype, "soft_cap": None, "return_total": False, "implementation": None}
+
+    def pushed(x, t, labels):
+        return jax.jvp(lambda x: _shards.cross_entropy(("model",), params, x, labels[:, None], None), (x,), (t,))
+
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        spec = P("data", "model")
+        (*_, d), (_, mean, of_m, of_d) = mapped(pushed, (spec, spec, P("data")), P("data"), check_vma)(x, t, labels)
+    np.testing.assert_allclose(mean[:, 0], np.sum(np.asarray(jax.nn.softmax(x)) * t, -1), rtol=1e-12)
+    np.testing.assert_array_equal(of_m, 0)
+    np.testing.assert_allclose(of_d, d * mean, rtol=1e-14)
 
 
 @pytest.mark.slow

@@ -252,6 +252,16 @@ def test_einsums_get_equal_weights_of_rows_without_a_key(rate):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("rows", ["zero", "mean"])
+def test_einsums_get_weights_of_rows_whose_keys_a_bias_hides(rows):
+    q, k, v = normal(3, BATCH, LENGTH, HEADS, 8)
+    bias = np.where(np.arange(LENGTH)[:, None] == 2, -np.inf, normal(LENGTH, LENGTH)).astype(np.float32)[None, None]
+    einsums = dict.fromkeys(("qk_attn_weights_einsum", "attn_weights_value_einsum"), jnp.einsum)
+    call = functools.partial(attention_fn, q, k, v, bias, deterministic=True, fully_masked_rows=rows)
+    assert_same(call(**einsums), call())
+    assert np.all(np.isfinite(call()))
+
+
 @BOTH
 @pytest.mark.parametrize(
     "more", [{}, {"broadcast_dropout": False, "dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}], ids=str

@@ -2,9 +2,9 @@
 
     python -m tests.mutants [--only REGEX] [--check] [--csv FILE] [--jobs N] [--timeout S]
 
-A fault is one line that is wrong: a sign, a bound, a mask that is missing, operands that are swapped. A test that passes with it
-tests less than it seems to. Each fault names the tests that should fail, as few as catch it, so that it takes seconds. A line
-says which one did, in its words `caught by`; or
+A fault is one line that is wrong: a sign, a bound, a mask that is missing, operands that are swapped. A test that passes with
+it tests less than it seems to. Each fault names the tests that should fail, as few as catch it, so that it takes seconds. A
+line says by which one it was caught; or
 
     SURVIVED       all tests passed
     no test ran    none was selected, or pytest itself failed
@@ -19,8 +19,12 @@ The file of `--csv` has a line for each fault. Lines of faults that did not run,
 """
 
 import argparse
+import contextlib
 import csv
+import functools
+import importlib.util
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -28,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -63,18 +68,41 @@ def put_in(fault: Fault, root: Path) -> None:
     path.write_text(text.replace(fault.before, fault.after))
 
 
-def run(tests: str, timeout: float, fault: Fault | None = None) -> tuple[str, str]:
-    """What pytest makes of a copy of the repository, with a fault or as it is, and the first test that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:  # with bytecode, which is valid as long as sources have the same time
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-            copy(ROOT / name, Path(folder) / name)
-        if fault is not None:
-            put_in(fault, Path(folder))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(tests)]
-        env = {**os.environ, "PYTHONPATH": folder, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+class Copies:
+    """Copies of the repository, as many as run at a time. They share bytecode, which sources of other times do not get."""
+
+    def __init__(self, folder: Path, count: int):
+        self.bytecode, self.free = folder / "bytecode", queue.SimpleQueue()
+        for number in range(count):
+            self.free.put(folder / str(number))
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Path]:
+        """A copy that nobody else has, made anew."""
+        root = self.free.get()
         try:
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+            for name in COPIED:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+                copy(ROOT / name, root / name)
+            yield root
+        finally:
+            self.free.put(root)
+
+
+def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, triton: bool = False) -> tuple[str, str]:
+    """What pytest makes of a copy of the repository, with a fault or as it is, and the first test that failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(tests)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"PYTHONPYCACHEPREFIX": str(copies.bytecode), "JAX_PLATFORMS": env.get("JAX_PLATFORMS", "cpu")}
+    env |= {"TRITON_INTERPRET": "1"} if triton else {}
+    with copies.taken() as root:
+        if fault is not None:
+            put_in(fault, root)
+        env["PYTHONPATH"] = str(root)
+        try:
+            done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return ("caught", "timeout") if fault is not None and fault.is_endless else ("timeout", "")
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
@@ -89,19 +117,24 @@ def run(tests: str, timeout: float, fault: Fault | None = None) -> tuple[str, st
     return "SURVIVED", ""
 
 
-def of_fault(fault: Fault, timeout: float) -> Line:
+def is_seen(fault: Fault) -> bool:
+    """Whether tests of a fault may run here: those of a GPU skip themselves, and those of Triton fail without it."""
+    return not fault.triton or importlib.util.find_spec("jax_triton") is not None
+
+
+def of_fault(copies: Copies, timeout: float, fault: Fault) -> Line:
     """Puts one in, and says what became of it."""
     start = time.perf_counter()
-    outcome, test = run(fault.tests, timeout, fault)
+    outcome, test = run(copies, fault.tests, timeout, fault, fault.triton) if is_seen(fault) else ("left out", "")
     line = Line(fault.name, fault.path, fault.before, fault.after, outcome, test, round(time.perf_counter() - start, 1))
     print(line, flush=True)
     return line
 
 
-def of_tests(tests: str, timeout: float) -> Line:
-    """Runs tests in a copy as it is."""
-    start = time.perf_counter()
-    outcome, test = run(tests, timeout)
+def of_tests(copies: Copies, timeout: float, fault: Fault) -> Line:
+    """Runs the tests of one in a copy as it is."""
+    start, tests = time.perf_counter(), fault.tests
+    outcome, test = run(copies, tests, timeout, triton=fault.triton) if is_seen(fault) else ("left out", "")
     outcome = {"SURVIVED": "passed", "caught": "failed"}.get(outcome, outcome)
     line = Line(tests, "", "", "", outcome, test, round(time.perf_counter() - start, 1))
     print(line, flush=True)
@@ -135,10 +168,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of a fault")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if re.search(arguments.only, f"{fault.name} {fault.path}")]
-    work = [*dict.fromkeys(fault.tests for fault in faults)] if arguments.check else faults
+    work = list({fault.tests: fault for fault in faults}.values()) if arguments.check else faults
     start = time.perf_counter()
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = list(pool.map(lambda one: (of_tests if arguments.check else of_fault)(one, arguments.timeout), work))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies = Copies(Path(folder), arguments.jobs)
+        found = list(pool.map(functools.partial(of_tests if arguments.check else of_fault, copies, arguments.timeout), work))
     if arguments.csv is not None and not arguments.check:
         write(arguments.csv, found)
     uncaught = [line for line in found if line.outcome in UNCAUGHT]

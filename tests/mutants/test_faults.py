@@ -1,6 +1,7 @@
 """The faults that `python -m tests.mutants` puts into the library are faults of the library as it is."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -30,9 +31,11 @@ def test_each_fault_is_in_one_line_and_compiles(texts):
         assert text.count(fault.before) == 1, fault.name
         assert "\n" not in fault.before + fault.after, fault.name
         assert fault.after != fault.before, fault.name
-        lines = text.splitlines()
-        (number,) = [number for number, line in enumerate(lines) if fault.before in line]
-        ast.parse("\n".join([*lines[:number], lines[number].replace(fault.before, fault.after), *lines[number + 1 :]]))
+        # What is between two lines that start something at the margin is enough, and takes a tenth of the time.
+        starts = [match.start() for match in re.finditer(r"^[\w@]", text, re.MULTILINE)] + [len(text)]
+        at = text.index(fault.before)
+        start, end = max(start for start in starts if start <= at), min(start for start in starts if start > at)
+        ast.parse(text[start:end].replace(fault.before, fault.after))
 
 
 def test_names_tell_faults_apart():
