@@ -443,6 +443,29 @@ def test_rows_that_see_their_sink_alone_are_known_by_what_kernels_round(dtype, h
     assert np.all(np.isnan(moved))
 
 
+def test_what_rows_and_sinks_give_to_kernels():
+    """`delta` is what each score of a row gets less, 0 where nothing is seen; and sinks are keys without a value."""
+    rng = np.random.default_rng(0)
+    out, d_out = rng.standard_normal((2, 2, 5, 3, 4)).astype(np.float32)
+    lse, d_lse = rng.standard_normal((2, 2, 3, 5)).astype(np.float32)
+    there = {"query": out, "key": out[:, :, :1]}
+    share = np.einsum("btnh,btnh->bnt", np.float64(out), np.float64(d_out))
+    found, delta = _operands.cotangents_of_rows(there, out, lse, d_out, d_lse, (None, None))
+    np.testing.assert_array_equal(found, d_out)
+    np.testing.assert_allclose(delta, share - d_lse, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(_operands.cotangents_of_rows(there, out, lse, None, d_lse, (None, None))[1], -d_lse)
+
+    lse[1, :, 2], d_out[1, 2], d_lse[1, :, 2] = -np.inf, np.nan, np.nan
+    found, delta = _operands.cotangents_of_rows(there | {"mask": out[..., 0]}, out, lse, d_out, d_lse, (None, None))
+    seen = lse != -np.inf
+    np.testing.assert_array_equal(found, np.where(np.swapaxes(seen, 1, 2)[..., None], d_out, 0))
+    np.testing.assert_allclose(delta, np.where(seen, share - d_lse, 0), rtol=1e-5, atol=1e-6)
+    sinks = rng.standard_normal((1, 3)).astype(np.float32)
+    weight = np.exp(sinks[..., None] - np.where(seen, lse, np.inf), dtype=np.float64)
+    expected = -np.sum(weight * np.float64(delta), -1)
+    np.testing.assert_allclose(_operands.cotangents_of_sinks(jnp.asarray(sinks), lse, delta), expected, rtol=1e-5, atol=1e-6)
+
+
 # Deterministic: the same bits every time.
 
 

@@ -2117,6 +2117,16 @@ def test_lengths_and_segments_of_64_bits_are_whole():
         attend(q, k, k, query_segment_ids=ids, key_value_segment_ids=ids.astype(np.int32))
 
 
+@QUICKLY
+def test_lengths_of_unsigned_integers_do_not_wrap():
+    given = arrays(length=5, keys=5)
+    unsigned, signed = (
+        attend(**given, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+        for lengths in (np.array([2**32 - 1, 3], np.uint32), np.array([5, 3], np.int32))
+    )
+    np.testing.assert_array_equal(unsigned, signed)
+
+
 @pytest.mark.parametrize(("sink", "score"), [(50.0, 33.0), (50.0, 30.0), (5.0, -14.0)])
 def test_a_sink_that_outweighs_the_scores_has_the_gradient_of_what_they_add(sink, score):
     """`d out / d sink = -w v`, where the weight `w` of the one key is below the rounding of lse."""

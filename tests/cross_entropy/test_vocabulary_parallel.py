@@ -130,7 +130,9 @@ def test_the_tangent_of_a_state_is_that_of_the_log_sum_exp(check_vma):
     params = {"axes": (1,), "dtype": x.dtype, "soft_cap": None, "return_total": False, "implementation": None}
 
     def pushed(x, t, labels):
-        return jax.jvp(lambda x: _shards.cross_entropy(("model",), params, x, labels[:, None], None), (x,), (t,))
+        return jax.jvp(
+            lambda x: _shards.cross_entropy(("model",), params, x, labels[:, None].astype(np.int32), None), (x,), (t,)
+        )
 
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         spec = P("data", "model")

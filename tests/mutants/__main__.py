@@ -93,7 +93,8 @@ class Copies:
 
 def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, triton: bool = False) -> tuple[str, str]:
     """What pytest makes of a copy of the repository, with a fault or as it is, and the first test that failed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(tests)]
+    plugins = ("no:cacheprovider", "no:xdist", "tests.mutants.unshrunk")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *(f"-p{plugin}" for plugin in plugins), *shlex.split(tests)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PYTHONPYCACHEPREFIX": str(copies.bytecode), "JAX_PLATFORMS": env.get("JAX_PLATFORMS", "cpu")}
     env |= {"TRITON_INTERPRET": "1"} if triton else {}

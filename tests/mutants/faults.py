@@ -654,14 +654,14 @@ FAULTS = (
         f"{_ATTENTION}/_operands.py",
         "delta -= d_lse if empty is None",
         "delta += d_lse if empty is None",
-        "tests/attention/test_mosaic_backward.py -k 'cotangents_of_rows or sink_alone'",
+        "tests/attention/test_mosaic_backward.py -k give_to_kernels",
     ),
     Fault(
         "operands: the sign of the cotangents of sinks",
         f"{_ATTENTION}/_operands.py",
         "return -jnp.sum(weight * delta, -1)",
         "return jnp.sum(weight * delta, -1)",
-        "tests/attention/test_mosaic_backward.py -k 'cotangents_of_rows or sink'",
+        "tests/attention/test_mosaic_backward.py -k give_to_kernels",
     ),
     Fault(
         "zigzag: late blocks are one further",
@@ -689,7 +689,7 @@ FAULTS = (
         f"{_ATTENTION}/api.py",
         "if array.dtype.itemsize > 4 or array.dtype == np.uint32:",
         "if array.dtype.itemsize > 4:",
-        "tests/attention/test_values.py -k 'lengths'",
+        "tests/attention/test_values.py -k unsigned_integers",
     ),
     Fault(
         "mosaic attention: head sizes may be odd",

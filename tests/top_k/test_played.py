@@ -52,6 +52,7 @@ class Block:
     def __init__(self, monkeypatch, plan, array=None, number=0):
         self.array = None if array is None else np.ascontiguousarray(array).view(np.int32).ravel()
         self.shared = np.full(plan.bytes, 0x7FFFFFFF, np.int32)  # of four warps; NaN where nothing was copied
+        self.unsure = np.zeros(THREADS.shape, bool)
         here = {
             "arith": arithmetic(),
             "constant": lambda number: np.full(THREADS.shape, number, np.int64).astype(np.int32),
@@ -96,6 +97,7 @@ class Block:
     def inline_ptx(self, text, *operands, predicate=None, result_types=None, **options):
         """A copy to shared memory; or where a lane is not sure, what it has."""
         if result_types is not None:
+            self.unsure = operands[-1] != 0
             return list(operands[: len(result_types)])
         target, source = (int(number) // 4 for number in re.fullmatch(r"cp.async.*\+(\d+)\].*\+(\d+)\], 16;", text).groups())
         chosen = THREADS[np.broadcast_to(predicate is None or predicate, THREADS.shape)]
@@ -141,7 +143,7 @@ def test_the_largest_entries_of_short_rows_are_found_and_weighed(cols, k, dtype,
         entries, is_unsure = _short._found(call, warp)
         bits, columns = _short._sure(call, warp, entries, is_unsure)
         own = warp.first + warp.row
-        sure = (own < rows) & ~(False if is_unsure is None else is_unsure)
+        sure = (own < rows) & ~block.unsure
         own, certain = own[sure], certain + np.count_nonzero(sure)
         assert dtype != "float32" or 7 not in own  # NaN
         for place in range(k):
