@@ -736,6 +736,24 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         assert all(all_seen[group, block] for block in range(low, high) if block in whole)
 
 
+EDGES = [(None, 62), (None, 63), (None, 126), (0, 64), (62, None), (63, None), (64, 0), (127, None)]
+
+
+@pytest.mark.parametrize("offset", [0, -1])
+@pytest.mark.parametrize("window", EDGES, ids=str)
+def test_blocks_at_the_edges_of_a_window_are_visited_and_masked(window, offset):
+    """One block more where a query sees one key more, with blocks of 64 queries and of 64 keys."""
+    plan = replace(plan_of(192, 320, window, Config(1, 64, 2), (1,)), names=frozenset({"query_offset"}))
+    tile = tile_of(plan, {"query_offset": np.array([offset], np.int32)})
+    seen = window_sees(192, 320, window, offset)
+    any_seen, all_seen = (blocks_of(seen, plan, reduce, ROWS) for reduce in (np.any, np.all))
+    place = tile.place(jnp.int32(0), jnp.int32(offset))
+    for group in range(3):
+        found = [int(edge) for part in (tile.seen, tile.seen_whole) for edge in part(place, jnp.int32(group * ROWS), ROWS)]
+        for (low, high), expected in zip(itertools.batched(found, 2), (any_seen[group], all_seen[group]), strict=True):
+            np.testing.assert_array_equal([low <= block < high for block in range(plan.blocks_kv)], expected)
+
+
 @compiled
 @given(st.integers(1, 16), st.integers(1, 4), lengths, st.tuples(sides, sides), st.integers(1, 12), st.data())
 def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, group, keys, window, most_splits, data):

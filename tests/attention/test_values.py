@@ -1565,15 +1565,21 @@ def test_vmap_of_what_is_not_differentiated():
 @QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)])
-def test_vmap_of_a_linear_map_and_of_its_transpose(axes):
-    """A tangent may be batched where what it belongs to is not, and the other way round."""
+@pytest.mark.parametrize("is_pulled", [False, True])
+def test_vmap_of_a_linear_map_and_of_its_transpose(is_pulled, axes):
+    """A tangent, or a cotangent, may be batched where what it belongs to is not, and the other way round."""
     moving = small("float64")
     tangents = np.stack([moving["query"], moving["query"][..., ::-1]])
+    queries = tangents + 1
+    if is_pulled:
+        tangents = np.stack([attend(**moving), np.cos(attend(**moving))])
 
     def push(tangent, query):
-        return jax.jvp(lambda q: attend(**(moving | {"query": q})), (query,), (tangent,))[1]
+        def f(q):
+            return attend(**(moving | {"query": q}))
 
-    queries = tangents + 1
+        return jax.vjp(f, query)[1](tangent)[0] if is_pulled else jax.jvp(f, (query,), (tangent,))[1]
+
     args = [a if axis == 0 else a[0] for a, axis in zip((tangents, queries), axes, strict=True)]
 
     def total(tangent, query):

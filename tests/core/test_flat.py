@@ -89,7 +89,6 @@ PIECES = [
     (9, 101, 4, Config(1, 32)),
     (5, 3, 4, Config(1, 16)),
     (33, 322, 4, Config(8, 8, 2)),
-    (9, 255, 2, Config(8, 32)),  # a vector for each thread, and one more where a piece starts inside of one
 ]
 
 

@@ -13,6 +13,7 @@ import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.cross_entropy import mosaic as ours
+from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 
 from .. import cases, kernels, oracle
@@ -41,6 +42,20 @@ def test_kernels_are_lowered(shape, axis, dtype, options):
     f = mosaic(axis=axis, where=where, **OPTIONS.get(options, {}))
     both = jax.value_and_grad(lambda x, labels: jnp.sum(f(x, labels)))
     kernels.lowered_for_cuda(both, x, labels, kernels=NAMES)
+
+
+@pytest.mark.parametrize("return_total", [False, True])
+def test_interpreted_states_of_masked_rows_are_those_of_the_reference(return_total):
+    """Of rows inside a warp; what else a loss takes is read, or computed, in PTX."""
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((16, 128), np.float32), rng.integers(0, 128, (16, 1), np.int32)
+    params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": None, "return_total": return_total, "return_state": True}
+    where = np.arange(16)[:, None] % 3 > 0
+    found = kernels.interpreted(lambda *given: ours.cross_entropy(*given, **params, target=HOPPER), x, labels, where)
+    for actual, expected in zip(found, xla.cross_entropy(x, labels, where, **params), strict=True):
+        np.testing.assert_allclose(actual[where], expected[where], rtol=1e-5, atol=1e-5)
+    assert np.all(np.isneginf(found[1][~where]))
+    assert not np.any(found[-1][~where])
 
 
 def test_smoothing_under_a_mask_has_no_kernel_for_long_rows():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.ops.cross_entropy.api import _Head
-from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
+from jaxsoftmax.ops.cross_entropy.xla import NO_ROW, factors
 
 from .. import cases, oracle
 from .oracle import cross_entropy as truth
@@ -155,6 +155,14 @@ def test_rows_that_do_not_count_may_hold_anything(implementation):
     loss, _, gradient = f(x, np.full(4, -100), c)  # all of them
     np.testing.assert_array_equal(loss, 0)
     np.testing.assert_array_equal(gradient, 0)
+
+
+def test_factors_of_rows_that_do_not_count_are_0():
+    """Whatever the log-sum-exp is. Of others they make the derivative of the loss, with smoothing and z-loss."""
+    t, lse = jnp.array([0.0, 0.0, 2.0]), jnp.array([jnp.inf, jnp.nan, 3.0])
+    found = factors(t, lse, 0.1, 0.5, 10)
+    for name, of_row in (("a", 2 * (1 + 2 * 0.5 * 3)), ("b", -0.9 * 2), ("c", -0.1 / 10 * 2)):
+        np.testing.assert_allclose(found[name], [0, 0, of_row], rtol=1e-6)
 
 
 @QUICKLY

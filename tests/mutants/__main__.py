@@ -106,7 +106,7 @@ def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, 
             done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return ("caught", "timeout") if fault is not None and fault.is_endless else ("timeout", "")
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode in (1, 2) and failed:
         return "caught", failed[1]
     if done.returncode:

@@ -328,6 +328,22 @@ def test_a_gradient_along_an_axis_that_may_be_empty_is_exported():
     np.testing.assert_allclose(exported.call(x), shifted(x), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_rows_with_nothing_to_see_and_what_is_masked_do_not_move(name):
+    """Not where another row, or the rest of a row, is NaN either; in both modes."""
+    x = np.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, np.nan, 3.0]], np.float32)
+    where = np.array([[True, True, False], [False] * 3, [True, True, False]])
+    op = functools.partial(getattr(jaxsoftmax, name), where=where, axis=-1)
+    out, pull = jax.vjp(op, x)
+    tangent = jax.jvp(op, (x,), (np.ones_like(x),))[1]
+    (cotangent,) = pull(np.ones_like(out))
+    for found in (cotangent, *([tangent] if tangent.ndim > 1 else [])):
+        assert not np.any(found[~where])
+        assert np.all(np.isnan(found[2, :2]))
+    assert not np.any(tangent[1])
+    assert np.all(np.isfinite(tangent[0]))
+
+
 def test_only_a_large_gradient_on_one_device_is_computed_without_selects_first():
     def loops(x):
         return jax.jit(gradient).lower(x, x).as_text().count("stablehlo.while")

@@ -179,6 +179,17 @@ def test_it_says_why_it_does_not_run(on, kind):
     assert re.search(words, dict(decision.refusals)["triton"])
 
 
+def test_a_scale_of_each_row_is_served_and_no_other(monkeypatch):
+    monkeypatch.setattr(call, "unsupported", lambda target: None)
+    for shape, reason in (
+        ((4, 1), None),
+        ((1, 1), None),
+        ((1, 8), "scale must be one number for each row, got shape (1, 8) for axes (1,)"),
+    ):
+        given = {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32), "scale": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        assert ours.unsupported("softmax", targets.HOPPER, given, axes=(1,), dtype=jnp.float32) == reason
+
+
 def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
     code = """
 import sys

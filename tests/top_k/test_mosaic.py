@@ -11,7 +11,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.top_k import _short_gradient, _staged, mosaic
+from jaxsoftmax.ops.top_k import _short_gradient, _staged, _sweeps, mosaic
 
 from .. import cases, kernels, oracle
 from .test_values import inputs, weights_of
@@ -198,6 +198,15 @@ def test_what_there_is_no_kernel_for_says_why(options, reason):
     assert ("mosaic", reason) in decision.refusals
 
 
+def test_masked_samples_are_left_to_the_reference():
+    def f(x):
+        return jaxsoftmax.categorical(jax.random.key(0), x, where=np.arange(4000) % 2 > 0)
+
+    (decision,) = explain(f, jnp.zeros((2, 4000)), platform="cuda")
+    assert decision.implementation == "xla"
+    assert ("mosaic", "it takes no where") in decision.refusals
+
+
 @pytest.mark.parametrize(
     ("f", "primitive"),
     [
@@ -297,7 +306,10 @@ def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
         for itemsize in (2, 4):
             for is_lifted in (False, True):
                 plan = mosaic.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
+                sweeps = _sweeps.sweeps_of(plan.layout)
                 assert plan.blocks in (1, 2, 4, 8)
+                assert plan.blocks <= max(1, sweeps)
+                assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= sweeps), 1) if is_lifted else 8)
                 assert plan.slices % plan.blocks == 0
                 assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
                 assert plan.layout.joined == (is_lifted and cols % plan.layout.line != 0)
