@@ -1343,6 +1343,20 @@ def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
 
 @QUICKLY
 @pytest.mark.usefixtures("x64")
+def test_out_alone_has_the_derivatives_that_it_has_beside_its_residual():
+    moving = small("float64")
+    tangents = jax.tree.map(np.cos, moving)
+
+    def derivatives(f):
+        return jax.jvp(f, (moving,), (tangents,)), jax.grad(lambda moving: jnp.sum(jnp.sin(f(moving))))(moving)
+
+    alone = derivatives(lambda moving: attend(**moving, is_causal=True))
+    beside = derivatives(lambda moving: attend(**moving, is_causal=True, return_residual=True)[0])
+    oracle.assert_same_in_float64(alone, beside)
+
+
+@QUICKLY
+@pytest.mark.usefixtures("x64")
 def test_each_tangent_alone_is_that_of_the_cotangent():
     moving = movable("float64")
     gradient = jax.jit(jax.grad(everything))(moving)
