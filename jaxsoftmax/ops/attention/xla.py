@@ -302,7 +302,7 @@ class _Attention:
     def _sees_all(self):
         """Tells whether each query sees a key, and each key is seen, but for scores of -inf: nothing has to be hidden then."""
         names = ("query_offset", "query_lengths", "key_lengths", "query_segments", "mask", "bias")
-        if self.zigzag is not None or not all(isinstance(length, int) and length for length in self.lengths):
+        if self.zigzag is not None or not all(isinstance(length, int) for length in self.lengths):
             return False
         return all(self[name] is None for name in names) and sees_all(*self.lengths, *self.window)
 
