@@ -329,7 +329,7 @@ def _words(problem: Exception) -> str:
 
 
 def _is_out_of_memory(problem: Exception) -> bool:
-    """Whether the GPU has too little memory. A kernel that asks for too much shared memory has the same code, and is wrong."""
+    """Tells whether the GPU has too little memory. A kernel that asks for too much shared memory is wrong instead."""
     words = str(problem)
     return isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in words and "shared" not in words.lower()
 

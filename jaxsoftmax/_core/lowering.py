@@ -88,7 +88,7 @@ class Run:
 
     Attributes:
       target: what is lowered for.
-      machine: the target as references are told it: None where one program is for several platforms.
+      known_target: the target if the program is for no other platform, for references; else None.
       forced: the implementation that must run, or None.
       widened: the dtypes of operands before and after casts to float32, by name: the reference gets them after those.
       fused: the names of those that XLA would fuse with the reference.
@@ -97,7 +97,7 @@ class Run:
     """
 
     target: Target
-    machine: Target | None
+    known_target: Target | None
     forced: str | None
     widened: dict[str, tuple[Any, Any]]
     fused: frozenset[str]
@@ -118,7 +118,7 @@ class Run:
         call, decision = chosen or self.choose(this, _types_of(operands), **params)
         if decision.implementation == "xla":
             operands = {name: a.astype(dtype) for (name, a), dtype in zip(operands.items(), call.dtypes, strict=True)}
-            options = {"machine": Machine(devices, self.machine)} if this.knows_machine else {}
+            options = {"machine": Machine(devices, self.known_target)} if this.knows_machine else {}
         else:
             options = {"target": self.target}
         return self._run(this, operands, decision, **params, **options)
@@ -230,9 +230,9 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     is_shared = devices > 1 or bool(manual)
-    machine = target if len(compat.platforms(ctx)) == 1 else None
+    known_target = target if len(compat.platforms(ctx)) == 1 else None
     reaches_peers = is_shared and compat.reaches_peers(ctx)
-    run = Run(target, machine, implementation, widened, fused, reaches_peers, obstacle if manual else None)
+    run = Run(target, known_target, implementation, widened, fused, reaches_peers, obstacle if manual else None)
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if manual and this.is_aligned:

@@ -154,15 +154,15 @@ FAULTS = (
     Fault(
         "lowering: one program for a CPU and others has the form of the CPU",
         f"{_CORE}/lowering.py",
-        "machine = target if len(compat.platforms(ctx)) == 1 else None",
-        "machine = target",
+        "known_target = target if len(compat.platforms(ctx)) == 1 else None",
+        "known_target = target",
         "tests/softmax/test_transformations.py -k computed_without",
     ),
     Fault(
         "lowering: the reference thinks that it runs on one device",
         f"{_CORE}/lowering.py",
-        "Machine(devices, self.machine)",
-        "Machine(1, self.machine)",
+        "Machine(devices, self.known_target)",
+        "Machine(1, self.known_target)",
         "tests/attention/test_values.py -k 'queries_stay_sharded or narrow_window'",
     ),
     Fault(

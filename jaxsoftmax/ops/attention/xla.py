@@ -132,11 +132,11 @@ def dot_product_attention_jvp(*, is_partial=False, **given):
 
 
 def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **given):
-    """The cotangents of those of `MOVING` that are `wanted`, of the operands, out, lse and the cotangents dout and dlse.
+    """Returns the cotangents of the `wanted` operands, some of `MOVING`.
 
-    Either cotangent may be None. Results have the shapes of the operands, and their dtypes unless `is_partial`: those of
-    queries, keys and values are parts of sums then, and that of queries is yet to be multiplied by `scale`. `onto`, if
-    given, is such a part for the queries from other keys, and is added to this one.
+    It gets the operands, out, lse and the cotangents dout and dlse, either of which may be None. Results have the shapes of the
+    operands, and their dtypes unless `is_partial`: then those of queries, keys and values are parts of sums, and the one of
+    queries is yet to be multiplied by `scale`. `onto`, if given, is such a part for the queries from other keys, and is added.
     """
     problem = _Attention(**given, is_partial=is_partial)
     dtype = problem.dtype
@@ -300,7 +300,7 @@ class _Attention:
         return visible
 
     def _sees_all(self):
-        """Tells whether each query sees a key, and each key is seen, but for scores of -inf: nothing has to be hidden then."""
+        """Tells whether each query sees a key and each key is seen, except for scores of -inf. Nothing else is hidden."""
         names = ("query_offset", "query_lengths", "key_lengths", "query_segments", "mask", "bias")
         if self.zigzag is not None or not all(isinstance(length, int) for length in self.lengths):
             return False
