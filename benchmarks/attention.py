@@ -26,8 +26,8 @@ from jax import lax
 
 from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled, to_torch
-from tests import oracle
-from tests.attention import oracle as attention_oracle
+from tests.support import oracle
+from tests.support.attention import oracle as attention_oracle
 
 TOKENS = 16384
 HIDDEN = 2048

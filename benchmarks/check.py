@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.cells import Cell, Contender, torch
-from tests import oracle
+from tests.support import oracle
 
 FEW_ROWS = (1, 3)
 _RANDOM_ROWS = 64

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import to_torch
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums, torch_contender
-from tests.cross_entropy import oracle
+from tests.support.cross_entropy import oracle
 
 ROWS = 8192
 VOCABULARIES = (256000, 151936, 128256, 128003, 50257)  # the largest first: smaller arrays fit into the memory that they had

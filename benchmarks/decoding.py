@@ -18,7 +18,7 @@ import jaxsoftmax
 from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import ELEMENTS, copy_cell
 from jaxsoftmax import online
-from tests.attention import oracle
+from tests.support.attention import oracle
 
 CHUNK = 512  # queries of a part of a prompt
 BYTES = ("float8_e4m3fn", "int8")

@@ -23,7 +23,7 @@ from jax import lax
 from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled, to_torch
 from benchmarks.softmax import torch_contender
-from tests import oracle
+from tests.support import oracle
 
 SHAPES = ((16384, 4096, 128256), (8192, 4096, 128256), (4096, 4096, 128256), (8192, 2048, 32000))  # the largest first
 OTHERS = ((10240, 2560, 151936), (5000, 3072, 50257))  # that no bar names

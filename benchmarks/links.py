@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.cells import Cell, Contender
 from benchmarks.sharded import AXIS, COUNTS, mesh_of, whole
 from benchmarks.softmax import exactly
-from tests import oracle
+from tests.support import oracle
 
 SIZES = {"64KiB": 2**16, "1MiB": 2**20, "16MiB": 2**24, "128MiB": 2**27}
 SIDE = 8192  # of the matrices

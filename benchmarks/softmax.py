@@ -19,7 +19,7 @@ from jax import lax
 
 from benchmarks.cells import FIRST_CALL, OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled_of, to_torch
-from tests import oracle
+from tests.support import oracle
 
 ELEMENTS = 2**27
 POWERS = tuple(2**n for n in range(6, 16))

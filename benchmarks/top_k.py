@@ -25,8 +25,8 @@ import jaxsoftmax
 from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled_of, to_torch
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, exactly, one_array, torch_contender, with_direction, with_first
-from tests import oracle
-from tests.top_k import oracle as order
+from tests.support import oracle
+from tests.support.top_k import oracle as order
 
 Pairs = list[tuple[Any, Any]]
 

@@ -12,7 +12,9 @@ from jax._src import compiler
 
 from jaxsoftmax.ops.attention import mosaic, xla
 
-from . import kernels
+pytest.register_assert_rewrite("tests.support")  # before any of it is imported
+
+from .support import kernels  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -79,9 +81,8 @@ def choices(monkeypatch):
         "dot_product_attention_vjp",
         lambda target, **given: xla.dot_product_attention_vjp(**given),
     )
-    kernels.forget_lowerings()
-    yield
-    kernels.forget_lowerings()
+    with kernels.anew():
+        yield
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from examples.worklog.common import (
     size,
     takes,
 )
-from tests import oracle
+from tests.support import oracle
 
 EFFORT = harness.Effort(calls=3)
 

@@ -19,11 +19,10 @@ from jaxsoftmax import explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.attention import _devices
 
-from .. import cases, kernels, oracle
-from ..core import xla_cuda
-from . import oracle as attention_oracle
-from . import test_mosaic_backward as backward
-from . import test_values as forward
+from ..support import cases, kernels, oracle, xla_cuda
+from ..support.attention import gradients as backward
+from ..support.attention import oracle as attention_oracle
+from ..support.attention import values as forward
 
 attend = jaxsoftmax.dot_product_attention
 pytestmark = [pytest.mark.usefixtures("compiled_quickly_all"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
@@ -768,9 +767,9 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
 @pytest.mark.parametrize("flags", ["", f"{COMBINED}=0"], ids=["as they are", "packed"])
 def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
     """On two multiprocessors blocks of small steps have tiles enough for several waves."""
-    kernels.on_multiprocessors(2, monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", flags)
-    test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", False, feature, 64)
+    with kernels.target(multiprocessors=2):
+        test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", False, feature, 64)
 
 
 @pytest.mark.gpu

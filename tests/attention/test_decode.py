@@ -17,125 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import api
 from jaxsoftmax.ops.attention.mosaic import decode, forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import Plan
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
 
-from .. import kernels
-from . import test_mosaic_forward as lowering
-from . import test_values as values
+from ..support import kernels
+from ..support.attention import lowering, values
+from ..support.attention.played import play
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
 brute_force = settings(max_examples=200, deadline=None, derandomize=True)
 FEW = [name for name in values.IN_SHAPES if name.startswith("few") and name not in ("few, 65 rows", "few, dropout")]
-
-
-def played(plan, given, target):
-    """What the kernel gives, as `Plan` says it."""
-    del target
-    named = {name: np.asarray(array) for name, array in given.items()}
-
-    def whole(name, *axes):
-        """An operand of the whole batch, with these axes of the scores `[entries, heads, rows, keys]`."""
-        array = named[name]
-        own = array.shape[array.ndim - len(axes) :] if axes else ()
-        array = np.broadcast_to(array, (*plan.batch, *own)).reshape(-1, *own)
-        return np.expand_dims(array, [axis for axis in (1, 2, 3) if axis not in axes]) if len(axes) < 3 else array
-
-    (rows, heads, _), keys = plan.query, plan.key[0]
-    if plan.page:
-        table = np.clip(whole("page_table", 3), 0, plan.pages - 1)[:, 0, 0]
-        for name in ("key", "value"):
-            pages = named[f"{name}_pages"]
-            own = np.broadcast_to(pages, (*plan.batch, *pages.shape[-4:])).reshape(-1, *pages.shape[-4:])
-            named[name] = np.stack([entry[numbers] for entry, numbers in zip(own, table, strict=True)])
-            named[name] = named[name].reshape(*plan.batch, -1, *pages.shape[-2:])
-    for name in ("key", "value") if plan.bytes_dtype else ():
-        named[name] = of_bytes(plan, named, name)
-    query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
-    if plan.is_strided:
-        query = query.reshape(*query.shape[:2], heads, plan.head_group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
-    scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
-    if plan.soft_cap is not None:
-        scores = plan.soft_cap * np.tanh(scores / plan.soft_cap)
-    own, cols, (left, right) = np.arange(rows)[:, None] // plan.head_group, np.arange(keys), plan.window
-    at = own + (whole("query_offset") if "query_offset" in named else 0)
-    seen = np.ones(scores.shape, bool)
-    seen &= True if left is None else cols >= at - left
-    seen &= True if right is None else cols <= at + right
-    seen &= own < whole("query_lengths") if "query_lengths" in named else True
-    seen &= cols < whole("key_lengths") if "key_lengths" in named else True
-    if "query_segments" in named:
-        seen &= whole("query_segments", 2) == whole("key_segments", 3)
-    seen &= whole("mask", 1, 2, 3) if "mask" in named else True
-    if "bias" in named:
-        scores = scores + whole("bias", 1, 2, 3).astype(np.float64)
-    scores, states = np.where(seen, scores, -np.inf), []
-
-    def numbers(name, most):
-        own = np.clip(whole(name), 0, most) if name in named else np.full((1, 1, 1, 1), most)
-        return np.broadcast_to(own, (len(scores), 1, 1, 1)).ravel().tolist()
-
-    facts = numbers("query_lengths", plan.queries), numbers("key_lengths", keys)
-    offsets = np.broadcast_to(whole("query_offset") if "query_offset" in named else 0, (len(scores), 1, 1, 1)).ravel().tolist()
-    visited = [plan.seen(lengths, 0, plan.queries, HOST, at) for *lengths, at in zip(*facts, offsets, strict=True)]
-    for split in range(plan.splits):
-        parts = np.array([plan.part(*entry, split, HOST) for entry in visited]).reshape(-1, 2) * plan.config.block_kv
-        first, last = (parts[:, side].reshape(-1, 1, 1, 1) for side in range(2))
-        part = np.where((cols >= first) & (cols < last), scores, -np.inf)
-        sink = np.full((1, heads, rows, 1), -np.inf)
-        if split == 0 and "sinks" in named:
-            sink = whole("sinks", 1).reshape(-1, heads, rows, 1).astype(np.float64)
-        m = np.maximum(np.max(part, -1, keepdims=True), sink)
-        top = np.where(m == -np.inf, 0, m)
-        weights, d = np.exp(part - top), np.sum(np.exp(part - top), -1, keepdims=True) + np.exp(sink - top)
-        o = np.einsum("bkrs,bskh->bkrh", weights, value)
-        states.append((np.where(d == 0, np.nan if plan.splits > 1 else 0, o), m[..., 0], d[..., 0]))
-    o, m, d = (np.stack(parts, 2) for parts in zip(*states, strict=True))
-    if plan.splits > 1:
-        return [jnp.asarray(array, jnp.float32) for array in (o, m * (LOG2E / plan.unit), d)]
-    with np.errstate(divide="ignore"):
-        lse = m + np.log(d)
-    o = (o / np.where(d == 0, 1, d)[..., None])[:, :, 0]
-    if plan.is_strided:
-        o = (
-            o.reshape(*o.shape[:2], plan.queries, plan.head_group, -1)
-            .swapaxes(1, 2)
-            .reshape(len(o), plan.queries, -1, o.shape[-1])
-        )
-    return [jnp.asarray(o, given["query"].dtype), jnp.asarray(lse, jnp.float32)]
-
-
-def of_bytes(plan, named, name):
-    """Keys or values of 8 bits as the kernel multiplies them, `[*batch, keys, heads, size]`, from what has the same bits."""
-    array = named[name].view(jnp.dtype(plan.bytes_dtype)).astype(np.float32)
-    if (scale := named.get(f"{name}_page_scale")) is None:
-        return array.astype(np.float64) * named[f"{name}_scale"][..., None, :, None]
-    numbers = np.clip(named["page_table"], 0, plan.pages - 1)
-    entries = np.broadcast_to(scale.view(np.float32), (*plan.batch, *scale.shape[-2:]))
-    scale = np.repeat(np.take_along_axis(entries, numbers[..., None], -2), plan.page, -2)
-    return (array * scale[..., None]).astype(named["query"].dtype)
-
-
-def play(monkeypatch, **more):
-    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel; `more` are options."""
-    found = []
-
-    def run(plan, given, target, is_partial):
-        found.append(plan)
-        return played(plan, given, target)
-
-    def bind(_, operands, *, return_lse, precision, deterministic, implementation, **options):
-        del return_lse, precision, deterministic, implementation
-        return decode.attention(operands, target=HOPPER, **options, **more)
-
-    monkeypatch.setattr(forward, "run", run)
-    monkeypatch.setattr(api, "bind", bind)
-    return found
 
 
 @pytest.fixture

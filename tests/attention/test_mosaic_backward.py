@@ -28,11 +28,11 @@ from jaxsoftmax.ops.attention import _operands, mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
-from .. import kernels, oracle
-from . import oracle as attention_oracle
-from . import test_mosaic_forward as lowering
-from . import test_values as forward
-from .test_values import MOVING, case, random, segments, split
+from ..support import kernels, oracle
+from ..support.attention import lowering
+from ..support.attention import values as forward
+from ..support.attention.gradients import assert_right, cotangents_like, pull_of
+from ..support.attention.values import MOVING, case, random, segments, split
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
@@ -41,7 +41,6 @@ FORWARD, BACKWARD = "attention_forward_mosaic", "attention_backward_mosaic"
 QUICKLY = pytest.mark.usefixtures("compiled_quickly")
 EACH = pytest.mark.parametrize("name", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 DTYPES = ("bfloat16", "float16")
-tight = functools.partial(attention_oracle.cotangents, tight=True)
 
 
 @pytest.fixture(autouse=True)
@@ -57,21 +56,6 @@ def quick(every, some):
 
 
 # What is compared with what.
-
-
-def pull_of(f):
-    """What `f` gives, and the cotangents of what it is a function of, from those of its results."""
-
-    def pull(moving, cotangents):
-        results, vjp = jax.vjp(f, moving)
-        return results, *vjp(cotangents)
-
-    return pull
-
-
-def cotangents_like(results, seed=7):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), results)
 
 
 def compiled(name, f, *args, runs=(1, 1)):
@@ -95,17 +79,6 @@ def check(name, given, options, **replaced):
     (_, lse), both, actual = pulled(name, given, options, **replaced)
     assert_right(name, actual, given, options, both["out"], both["lse"], lse)
     return actual
-
-
-def assert_right(name, actual, given, options, dout, dlse, lse):
-    """Within the budget, and 0 where nothing is added up: what sees nothing, and what nothing sees."""
-    dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
-    truths = forward.truth_of(tight, name, given, options, dout, dlse)
-    for key, found in actual.items():
-        assert found.dtype == given[key].dtype
-        assert np.all(np.isfinite(oracle.to64(found))), key
-        assert oracle.error(found, truths[key]) <= 1, key
-        assert np.all(oracle.to64(found)[truths[key].budget <= oracle.TINY] == 0), key
 
 
 # The reference is within the budget.
@@ -527,16 +500,16 @@ def test_native_deterministic_cotangents(kind):
 @pytest.mark.parametrize(("kind", "deterministic"), [("385 and 513, causal", False), ("lengths, causal", True)])
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
     monkeypatch.setattr(tiles, "MAX_SCHEDULED", 0)
-    kernels.on_multiprocessors(3, monkeypatch)
-    check_case(kind, deterministic=deterministic)
+    with kernels.target(multiprocessors=3):
+        check_case(kind, deterministic=deterministic)
 
 
 @pytest.mark.gpu
-def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile(monkeypatch):
+def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile():
     found = []
     for count in (1, 5, 132):
-        kernels.on_multiprocessors(count, monkeypatch)
-        found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
+        with kernels.target(multiprocessors=count):
+            found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
     for other in found[1:]:
         assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
 

@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental.mosaic.gpu import core
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType
 
-import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER
@@ -31,91 +29,47 @@ from jaxsoftmax.ops.attention.mosaic import forward, scores
 from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import HOST, Operand, batch_index
 
-from .. import cases, kernels, oracle
-from . import oracle as attention_oracle
-from . import test_values as values
+from ..support import cases, kernels, oracle
+from ..support.attention import oracle as attention_oracle
+from ..support.attention import values
+from ..support.attention.lowering import (
+    CHOICES,
+    EVERYTHING,
+    FEATURES,
+    LENGTHS,
+    NAME,
+    REFUSALS,
+    SIZES,
+    SPEC,
+    a_mask,
+    assert_registers_fit,
+    attend,
+    brute_force,
+    compiled,
+    forced,
+    lengths,
+    lower,
+    operands,
+    shaped,
+    sharded,
+    window_sees,
+    with_features,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
-attend = jaxsoftmax.dot_product_attention
-forced = functools.partial(attend, implementation="mosaic")
-
-NAME = "attention_forward_mosaic"
-brute_force = settings(max_examples=60, deadline=None, derandomize=True)
-compiled = settings(max_examples=10, deadline=None, derandomize=True)  # anew for each example
-
-
-def shaped(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def operands(batch=(2,), length=300, keys=300, heads=4, key_heads=2, size=64, value_size=None, dtype="bfloat16"):
-    return {
-        "query": shaped(*batch, length, heads, size, dtype=dtype),
-        "key": shaped(*batch, keys, key_heads, size, dtype=dtype),
-        "value": shaped(*batch, keys, key_heads, value_size or size, dtype=dtype),
-    }
-
-
-def lower(given, names=(NAME,), **options):
-    return kernels.lowered_for_cuda(lambda given: forced(**given, **options, return_residual=True), given, kernels=list(names))
 
 
 # Lowered for CUDA. A feature is what it adds to operands, by batch, heads and lengths, and options.
 
-B, N = 2, 4
-FEATURES = {
-    "causal": ({}, {"is_causal": True}),
-    "window": ({}, {"local_window_size": (100, 30)}),
-    "window before": ({}, {"local_window_size": (200, None)}),
-    "window after": ({}, {"local_window_size": (None, 0)}),
-    "lengths": (
-        {
-            "query_seq_lengths": lambda t, s: shaped(B, dtype="int32"),
-            "key_value_seq_lengths": lambda t, s: shaped(B, dtype="int32"),
-        },
-        {},
-    ),
-    "segments": (
-        {
-            "query_segment_ids": lambda t, s: shaped(B, t, dtype="int32"),
-            "key_value_segment_ids": lambda t, s: shaped(B, s, dtype="int32"),
-        },
-        {},
-    ),
-    "soft cap": ({}, {"logits_soft_cap": 30.0}),
-    "sinks": ({"sinks": lambda t, s: shaped(N, dtype="float32")}, {}),
-    "mask": ({"mask": lambda t, s: shaped(B, N, t, s, dtype=bool)}, {}),
-    "mask of keys": ({"mask": lambda t, s: shaped(B, 1, 1, s, dtype=bool)}, {}),
-    "mask of queries": ({"mask": lambda t, s: shaped(1, N, t, 1, dtype=bool)}, {}),
-    "mask of one": ({"mask": lambda t, s: shaped(dtype=bool)}, {}),
-    "bias": ({"bias": lambda t, s: shaped(1, N, t, s, dtype="float32")}, {}),
-    "bias of 16 bits": ({"bias": lambda t, s: shaped(B, 1, t, s)}, {}),
-    "bias of heads": ({"bias": lambda t, s: shaped(N, 1, 1, dtype="float16")}, {}),
-    "dropout": ({"dropout_rng": lambda t, s: shaped(2, dtype="uint32")}, {"dropout_rate": 0.2}),
-}
-EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias", "dropout")
-# Head sizes of keys and values that have every configuration, and sizes that are padded.
-SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
 SIZES_OF_FLOAT32 = [(64, 64), (128, 128), (8, 8), (80, 72), (64, 128), (128, 16)]
-LENGTHS = {"exact": (384, 512), "ragged": (300, 301)}
-
-
-def with_features(names, sizes, lengths, dtype="bfloat16"):
-    given, options = operands((B,), *lengths, N, 2, *sizes, dtype=dtype), {}
-    for name in names:
-        more, own = FEATURES[name]
-        given |= {key: make(*lengths) for key, make in more.items()}
-        options |= own
-    return given, options
 
 
 @pytest.mark.parametrize(
     ("feature", "lengths"),
     [  # by default with one of the lengths, in turn
-        pytest.param(feature, lengths, marks=cases.slow_unless((place + index // 2) % 2 == 1))
+        pytest.param(feature, each, marks=cases.slow_unless((place + index // 2) % 2 == 1))
         for index, feature in enumerate(FEATURES)
-        for place, lengths in enumerate(LENGTHS)
+        for place, each in enumerate(LENGTHS)
     ],
 )
 def test_every_feature_lowers_for_cuda(feature, lengths):
@@ -145,8 +99,8 @@ def test_every_feature_lowers_for_cuda_in_float32(feature):
 )
 def test_every_configuration_lowers_for_cuda(dtype, index, sizes):
     first, second = ("ragged", "exact") if index % 2 == 1 else ("exact", "ragged")
-    for features, lengths in (((), first), (EVERYTHING, second)):
-        given, options = with_features(features, sizes, LENGTHS[lengths], dtype)
+    for features, shape in (((), first), (EVERYTHING, second)):
+        given, options = with_features(features, sizes, LENGTHS[shape], dtype)
         lower(given, **options)
 
 
@@ -260,15 +214,6 @@ def test_plans_know_how_much_shared_memory_mosaic_takes(names, sizes, lengths, k
     assert max(planned) <= HOPPER.shared_memory
 
 
-def assert_registers_fit(config):
-    """What a block has when it starts, as many for each thread, is enough: else a kernel waits for registers for ever."""
-    producers, (less, more) = config.producers + config.converters, config.registers
-    warpgroups = producers + config.consumers
-    start = min(240, 65536 // (128 * warpgroups) // 8 * 8)
-    assert producers * less + config.consumers * more <= warpgroups * start, config
-    assert less % 8 == more % 8 == 0
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -311,8 +256,6 @@ def test_the_program_holds_no_scores_and_no_mask_that_was_not_given():
 
 # Which implementation runs, and why.
 
-CHOICES = pytest.mark.usefixtures("choices")
-
 
 @CHOICES
 def test_explain_says_that_tangents_have_no_kernel():
@@ -327,36 +270,6 @@ def test_explain_says_that_tangents_have_no_kernel():
         ("dot_product_attention_jvp", "xla"),
     ]
     assert dict(found[1].refusals)["mosaic"] == "it has no kernel for dot_product_attention_jvp"
-
-
-REFUSALS = {
-    "float32, head size 136": (operands(size=136, dtype="float32"), {}, "head size .* from 8 to 128, got 136 in float32"),
-    "float32, value size 256": (operands(value_size=256, dtype="float32"), {}, "value size .* to 128, got 256 in float32"),
-    "float32, more precise": (operands(dtype="float32"), {"precision": "highest"}, "of bfloat16, and precision asks for more"),
-    "head size 12": (operands(size=12), {}, "head size must be a multiple of 8 from 8 to 256, got 12"),
-    "head size 4": (operands(size=4), {}, "head size must be a multiple of 8 from 8 to 256, got 4"),
-    "head size 264": (operands(size=264), {}, "head size must be a multiple of 8 from 8 to 256, got 264"),
-    "value size 20": (operands(value_size=20), {}, "value size must be a multiple of 8 from 8 to 256, got 20"),
-    "value size 264": (operands(value_size=264), {}, "value size must be a multiple of 8 from 8 to 256, got 264"),
-    "no queries": (operands(length=0), {}, r"there must be queries and keys, got shapes \(2, 0, 4, 64\) and \(2, 300, 2, 64\)"),
-    "no keys": (operands(keys=0), {}, r"there must be queries and keys, got shapes .* and \(2, 0, 2, 64\)"),
-    "no batch": (operands(batch=(0,)), {}, r"there must be queries and keys, got shapes \(0, 300, 4, 64\) and"),
-    "too many rows": (operands(batch=(2**16,), length=2**14, heads=2), {}, "there must be less than 2147418112 rows of scores"),
-    "no scale": (operands(), {"scale": 0}, r"scale must be positive, got 0\.0"),
-    "negative scale": (operands(), {"scale": -0.5}, r"scale must be positive, got -0\.5"),
-    "tiny scale": (operands(), {"scale": 1e-40}, "scale must be positive, got 1e-40"),
-    "bias of float8": (
-        operands() | {"bias": shaped(300, 300, dtype="float8_e4m3fn")},
-        {},
-        "bias must be of dtype .*, got float8",
-    ),
-    "sinks of float8": (operands() | {"sinks": shaped(4, dtype="float8_e4m3fn")}, {}, "sinks must be of dtype .*, got float8"),
-    "too many keys": (
-        operands(batch=(2**16,), length=1, keys=2**15, heads=2, key_heads=1),
-        {},
-        r"less than 2147418112 rows of scores, and keys, got 131072 and 2147483648",
-    ),
-}
 
 
 @CHOICES
@@ -466,12 +379,7 @@ def test_elsewhere_it_is_refused():
 # Meshes.
 
 
-def sharded(given, mesh, spec):
-    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)) for name, a in given.items()}
-
-
 ON_MESH = operands((8,), 64, 64, 4, 2, 64)
-SPEC = P("data", None, "model")
 
 
 @pytest.mark.parametrize("devices", [True, False], ids=["devices", "abstract"])
@@ -546,14 +454,14 @@ def table_shapes(given, **options):
 
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
-    kernels.on_multiprocessors(10, monkeypatch)
     monkeypatch.setattr(tiles, "MAX_SCHEDULED", 24)
-    assert table_shapes(given) == ["10x5"]
     lengths = np.array([1000, 10], np.int32)
-    assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
-    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 23)
-    assert table_shapes(given) == []
-    assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
+    with kernels.target(multiprocessors=10):
+        assert table_shapes(given) == ["10x5"]
+        assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
+        monkeypatch.setattr(tiles, "MAX_SCHEDULED", 23)
+        assert table_shapes(given) == []
+        assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
 
 def test_very_many_tiles_lower_for_cuda():
@@ -598,15 +506,6 @@ def plan_of(length, keys, window, config, batch=(2,), names=()):
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 configs = st.sampled_from([Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)])
-lengths = st.integers(1, 700)
-
-
-def window_sees(length, keys, window, offset=0):
-    rows, cols = np.arange(length)[:, None] + offset, np.arange(keys)[None, :]
-    left, right = window
-    seen = np.ones((length, keys), bool)
-    seen &= True if left is None else cols >= rows - left
-    return seen & (True if right is None else cols <= rows + right)
 
 
 def blocks_of(scores, plan, reduce, rows=None):
@@ -634,16 +533,6 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
 def ranges_of(plan, query_segments, key_segments):
     sizes = {"block_q": plan.block_q, "block_kv": plan.config.block_kv}
     return jax.jit(functools.partial(blocks.ranges, **sizes))(query_segments, key_segments)
-
-
-def a_mask(data, length, keys):
-    """A rectangle, its part on one side of the diagonal, or a few pairs; the same for all queries or all keys, or not."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    shape = data.draw(st.sampled_from([(length, keys), (1, keys), (length, 1)]))
-    rows, cols = (np.sort(rng.integers(0, size + 1, 2)) for size in shape)
-    row, col = np.ogrid[: shape[0], : shape[1]]
-    rectangle = (rows[0] <= row) & (row < rows[1]) & (cols[0] <= col) & (col < cols[1])
-    return [rectangle, rectangle & (row >= col), rng.random(shape) < 2 / max(shape)][data.draw(st.integers(0, 2))]
 
 
 @compiled

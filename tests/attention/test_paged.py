@@ -16,80 +16,15 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.ops.attention.mosaic import decode
 
-from .. import cases, kernels, oracle
-from . import oracle as attention_oracle
-from . import test_decode, test_values
-from .test_mosaic_forward import NAME, shaped
+from ..support import cases, kernels, oracle
+from ..support.attention import oracle as attention_oracle
+from ..support.attention import played
+from ..support.attention.lowering import NAME, shaped
+from ..support.attention.paged import FEATURES, attend, check, gathered, paged
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
-attend = jaxsoftmax.paged_attention
 quick = settings(max_examples=20, deadline=None, derandomize=True)
-
-
-def paged(
-    batch=(3,), length=2, heads=8, key_heads=2, size=64, page=16, pages=40, most=20, dtype="bfloat16", seed=0, value_size=None
-):
-    """The operands of a call: pages in any order, some in several sequences, and numbers of pages that there are not."""
-    rng = np.random.default_rng(seed)
-    of_keys = (pages, page, key_heads)
-    shapes = {
-        "query": (*batch, length, heads, size),
-        "key_pages": (*of_keys, size),
-        "value_pages": (*of_keys, value_size or size),
-    }
-    arrays = {name: (2 * rng.standard_normal(shape)).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
-    table = rng.integers(0, pages, (*batch, most)).astype(np.int32)
-    if most:
-        table.flat[:: 7 * most] = pages + 3
-        table.flat[1 :: 7 * most] = -2
-    lengths = rng.integers(0, most * page + 1, batch).astype(np.int32)
-    if lengths.size > 1:
-        lengths.flat[:2] = 2**31 - 1, -(2**31)
-    return arrays | {"page_table": table, "lengths": lengths}
-
-
-def gathered(arrays, **more):
-    """The operands of `dot_product_attention` of the same meaning."""
-    pages, table = arrays["key_pages"].shape[0], arrays["page_table"]
-    found = {"query": arrays["query"], "key_value_seq_lengths": arrays["lengths"]}
-    for name in ("key", "value"):
-        array = arrays[f"{name}_pages"][np.clip(table, 0, pages - 1)]
-        found[name] = array.reshape(*table.shape[:-1], -1, *array.shape[-2:])
-    return found | more
-
-
-def features(batch, length, heads, keys):
-    """What may be asked for, by name: arrays and options."""
-    random = test_values.random
-    return {
-        "plain": ({}, {}),
-        "causal": ({}, {"is_causal": True}),
-        "window": ({}, {"local_window_size": (50, 3)}),
-        "offset": ({"query_offset": np.full(batch, 30, np.int32)}, {"is_causal": True}),
-        "one offset": ({"query_offset": np.int32(77)}, {"local_window_size": (40, None)}),
-        "soft cap": ({}, {"logits_soft_cap": 3.0}),
-        "sinks": ({"sinks": random((heads,), "bias")}, {}),
-        "mask": ({"mask": random((*batch, 1, length, keys))}, {}),
-        "mask of keys": ({"mask": random((keys,))}, {"is_causal": True}),
-        "bias": ({"bias": random((heads, length, keys), "bias")}, {}),
-        "scale": ({}, {"scale": 0.3}),
-    }
-
-
-FEATURES = list(features((1,), 1, 1, 16))
-
-
-def check(arrays, feature, name="xla", call=attend):
-    """Holds a call to float64."""
-    batch, (length, heads) = arrays["lengths"].shape, arrays["query"].shape[-3:-1]
-    keys = arrays["page_table"].shape[-1] * arrays["key_pages"].shape[1]
-    more, options = features(batch, length, heads, keys)[feature]
-    results = call(**arrays, **more, **options, return_residual=True)
-    moves = "is_causal" in options or "local_window_size" in options
-    arrays = arrays | {"lengths": np.clip(arrays["lengths"], 0, keys)}
-    last = {"query_offset": arrays["lengths"] - length} if moves else {}
-    test_values.assert_right(name, results, gathered(arrays, **last | more), options)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -121,7 +56,7 @@ def test_sizes(sizes):
     ("feature", "page"), [*((feature, 16) for feature in FEATURES), *(("causal", page) for page in (8, 128, 256))]
 )
 def test_the_kernel_as_numpy_plays_it(feature, page, monkeypatch):
-    plans = test_decode.play(monkeypatch, dropout_rate=0.0)
+    plans = played.play(monkeypatch, dropout_rate=0.0)
     check(paged(page=page, most=1 + 1000 // page), feature, "mosaic")
     (plan,) = plans
     assert plan.page == page

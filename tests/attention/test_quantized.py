@@ -15,9 +15,10 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.ops.attention.mosaic import decode
 
-from .. import cases, kernels
-from . import test_decode, test_paged, test_values
-from .test_mosaic_forward import NAME, shaped
+from ..support import cases, kernels
+from ..support.attention import paged as paging
+from ..support.attention import played, values
+from ..support.attention.lowering import NAME, shaped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -39,7 +40,7 @@ def in_bytes(shape, dtype, seed):
 
 def quantised(batch=(2,), keys=700, key_heads=2, size=64, value_size=None, kind="int8", per_entry=False, seed=0, **more):
     """The operands of `dot_product_attention`."""
-    arrays = test_values.arrays(batch=batch, keys=keys, key_heads=key_heads, size=size, seed=seed, **more)
+    arrays = values.arrays(batch=batch, keys=keys, key_heads=key_heads, size=size, seed=seed, **more)
     for i, (name, own) in enumerate((("key", size), ("value", value_size or size))):
         arrays[name] = in_bytes((*batch, keys, key_heads, own), kind, seed + i)
         arrays[f"{name}_scale"] = scales_of((*batch, key_heads) if per_entry else (key_heads,), seed + i)
@@ -56,7 +57,7 @@ def plain(arrays):
 
 def paged(kind="int8", of_pages=False, **sizes):
     """The operands of `paged_attention`."""
-    arrays = test_paged.paged(**sizes)
+    arrays = paging.paged(**sizes)
     for seed, name in enumerate(("key", "value")):
         pages = arrays[f"{name}_pages"].shape
         arrays[f"{name}_pages"] = in_bytes(pages, kind, seed)
@@ -81,9 +82,9 @@ OPTIONS = {
     "causal": ({"query_offset": np.array([690, 130], np.int32)}, {"is_causal": True}),
     "window": ({"query_offset": np.array([690, 30], np.int32)}, {"local_window_size": (200, 5)}),
     "lengths": ({"key_value_seq_lengths": np.array([0, 631], np.int32)}, {}),
-    "bias": ({"bias": test_values.random((4, 3, 700), "bias")}, {"logits_soft_cap": 9.0}),
-    "mask": ({"mask": test_values.random((2, 1, 3, 700))}, {}),
-    "sinks": ({"sinks": test_values.random((4,), "bias")}, {}),
+    "bias": ({"bias": values.random((4, 3, 700), "bias")}, {"logits_soft_cap": 9.0}),
+    "mask": ({"mask": values.random((2, 1, 3, 700))}, {}),
+    "sinks": ({"sinks": values.random((4,), "bias")}, {}),
 }
 
 
@@ -96,7 +97,7 @@ def check(arrays, feature, name="xla", *, is_rounded=False, **forced):
     results = jax.jit(functools.partial(jaxsoftmax.dot_product_attention, **options, **forced, return_residual=True))(
         **arrays, **more
     )
-    test_values.assert_right(name, results, expected | more, options)
+    values.assert_right(name, results, expected | more, options)
 
 
 @pytest.mark.parametrize("kind", BYTES)
@@ -108,7 +109,7 @@ def test_the_reference(feature, dtype, kind):
 
 @pytest.mark.parametrize("of_pages", [False, True])
 @pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize("feature", test_paged.FEATURES)
+@pytest.mark.parametrize("feature", paging.FEATURES)
 def test_the_reference_in_pages(feature, kind, of_pages):
     check_pages(paged(kind, of_pages, dtype="float32", size=16), feature, precision="highest")
 
@@ -118,25 +119,25 @@ def check_pages(arrays, feature, name="xla", **forced):
         own = {name: more[name] for name in more if name not in arrays}
         return jaxsoftmax.paged_attention(**arrays, **own, **forced)
 
-    test_paged.check(plain_pages(arrays), feature, name, call=call)
+    paging.check(plain_pages(arrays), feature, name, call=call)
 
 
 @pytest.mark.parametrize("per_entry", [False, True])
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("feature", OPTIONS)
 def test_the_kernel_as_numpy_plays_it(feature, kind, per_entry, monkeypatch):
-    plans = test_decode.play(monkeypatch)
+    plans = played.play(monkeypatch)
     arrays = quantised(length=3, dtype="bfloat16", kind=kind, per_entry=per_entry)
     more, options = OPTIONS[feature]
     results = jaxsoftmax.dot_product_attention(**arrays, **more, **options, return_residual=True)
-    test_values.assert_right("mosaic", results, plain(arrays) | more, options)
+    values.assert_right("mosaic", results, plain(arrays) | more, options)
     assert [plan.bytes_dtype for plan in plans] == [kind]
 
 
 @pytest.mark.parametrize("of_pages", [False, True])
 @pytest.mark.parametrize("page", [8, 16, 256])
 def test_the_kernel_with_pages_as_numpy_plays_it(page, of_pages, monkeypatch):
-    plans = test_decode.play(monkeypatch, dropout_rate=0.0)
+    plans = played.play(monkeypatch, dropout_rate=0.0)
     check_pages(paged(of_pages=of_pages, page=page, most=1 + 1000 // page), "causal", "mosaic")
     assert [plan.page for plan in plans] == [page]
 
@@ -172,7 +173,7 @@ def test_derivatives(in_pages):
 
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_scales_do_not_know_a_nan_in_keys_that_nobody_sees(in_pages):
-    query = test_values.random((1, 3, 4, 16), "bias")
+    query = values.random((1, 3, 4, 16), "bias")
     stored, scale = in_bytes((3, 4, 2, 16), "float8_e4m3fn", 0), scales_of((3, 2) if in_pages else 2, 0)
 
     @jax.jit
@@ -463,7 +464,7 @@ def bad(**more):
         (bad(value=in_bytes((2, 700, 2, 16), "float8_e4m3fn", 0)), TypeError, ["value must", "got float8_e4m3fn and int8"]),
         (bad(key_scale=np.ones(3, np.float32)), ValueError, ["key_scale", "(2,)", "(2, 2)", "(3,)"]),
         (bad(value_scale=np.ones(2, np.int32)), TypeError, ["value_scale", "floating", "int32"]),
-        (lambda: bad(**test_values.arrays(length=3))(), TypeError, ["key_scale", "int8", "float8_e4m3fn", "float32"]),
+        (lambda: bad(**values.arrays(length=3))(), TypeError, ["key_scale", "int8", "float8_e4m3fn", "float32"]),
         (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(3), "int8"), ValueError, ["scale", "(2,)", "(3,)"]),
         (lambda: jaxsoftmax.quantize(np.float32(1), np.float32(1), "int8"), ValueError, ["x must", "()"]),
         (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(2), "int16"), TypeError, ["dtype", "int8", "int16"]),

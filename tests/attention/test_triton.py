@@ -14,15 +14,14 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core import lowering
 from jaxsoftmax._gpu import target as targets
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import triton as ours
 
-from .. import cases, kernels, triton_kernels
-from ..triton_kernels import needs_triton, target_of
-from . import test_values as values
-from .test_mosaic_forward import EVERYTHING, operands, shaped, with_features
+from ..support import cases, kernels, triton_kernels
+from ..support.attention import values
+from ..support.attention.lowering import EVERYTHING, operands, shaped, with_features
+from ..support.triton_kernels import needs_triton, target_of
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="triton")
@@ -228,10 +227,9 @@ def compiled(monkeypatch, capability, given, options, backward=True):
         results, vjp = jax.vjp(lambda moving: bound(**moving), moving)
         return vjp(results) if backward else results
 
-    monkeypatch.setattr(lowering, "target_for", lambda platform: target_of(capability))
-    kernels.forget_lowerings()
-    lower = jax.jit(both).trace(moving, fixed).lower
-    found = triton_kernels.compiled(lambda: lower(lowering_platforms=("cuda",)) and None, monkeypatch)
+    with kernels.target(target_of(capability)), kernels.anew():
+        lower = jax.jit(both).trace(moving, fixed).lower
+        found = triton_kernels.compiled(lambda: lower(lowering_platforms=("cuda",)) and None, monkeypatch)
     names = ["forward", *(["backward_keys", "backward_queries"] if backward else [])]
     assert [kernel.name for kernel in found] == [f"attention_{name}_triton" for name in names]
     return found
@@ -241,13 +239,11 @@ def compiled(monkeypatch, capability, given, options, backward=True):
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)
 def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
-    kernels.forget_lowerings()
     given, dout = operands(), shaped(2, 300, 4, 64)
     f = jax.jit(functools.partial(pulled, attend))
-    with targets.lowering_for(target_of((8, 0))):
+    with kernels.target(target_of((8, 0))), kernels.anew():
         module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(given, dout).mlir_module()
     assert module.count("custom_call @triton_kernel_call") == 3
-    kernels.forget_lowerings()
 
 
 # What the kernels compute.

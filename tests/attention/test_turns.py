@@ -1,6 +1,5 @@
 """Blocks of threads that wait for each other's turns, as in deterministic gradients of attention, never wait for ever."""
 
-import dataclasses
 import random
 
 import jax
@@ -11,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax._core import lowering
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import target_for
 from jaxsoftmax.ops.attention.mosaic.backward_plan import SIZES, Plan, config_for
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
+
+from ..support import kernels
 
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -192,19 +192,18 @@ def bits(arrays):
     return [np.asarray(array).tobytes() for array in jax.tree.leaves(arrays)]
 
 
-def crowd(monkeypatch, times):
-    """Lowers for a GPU with so many times the multiprocessors."""
+def crowded(times):
+    """A context that lowers for a GPU with so many times the multiprocessors."""
     here = target_for("cuda")
-    more = dataclasses.replace(here, multiprocessors=times * here.multiprocessors)
-    monkeypatch.setattr(lowering, "target_for", lambda platform: more)
+    return kernels.target(here, multiprocessors=times * here.multiprocessors)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_native_more_blocks_than_run_at_a_time_finish_with_the_same_bits(gpu, size, monkeypatch):
+def test_native_more_blocks_than_run_at_a_time_finish_with_the_same_bits(gpu, size):
     given = operands(8192, size)
     expected = bits(jax.jit(gradient)(*given))
-    crowd(monkeypatch, 4)
-    crowded = jax.jit(lambda *given: gradient(*given))
-    for _ in range(3):
-        assert bits(crowded(*given)) == expected
+    with crowded(4):
+        program = jax.jit(gradient)
+        for _ in range(3):
+            assert bits(program(*given)) == expected

@@ -15,15 +15,14 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 
 import jaxsoftmax
-from jaxsoftmax._core import lowering
 from jaxsoftmax._triton import attention as kernels_of_attention
 from jaxsoftmax.ops.attention import _dropout as dropout
 from jaxsoftmax.ops.attention import triton as ours
 
-from .. import cases, kernels, oracle, triton_kernels
-from . import oracle as attention_oracle
-from . import test_values as values
-from .test_values import case, random
+from ..support import cases, kernels, oracle, triton_kernels
+from ..support.attention import oracle as attention_oracle
+from ..support.attention import values
+from ..support.attention.values import case, random
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("compiled_quickly")]
 
@@ -41,12 +40,10 @@ def interpreted(monkeypatch):
 
     triton_kernels.interpret(monkeypatch, triton_kernels.run_in_jax)
     monkeypatch.setattr(triton_kernels, "run", recorded)
-    monkeypatch.setattr(lowering, "target_for", lambda platform: triton_kernels.target_of((8, 0)))
     monkeypatch.setattr(ours, "config_for", lambda *args: ours.Config(16, 32, 4, 1))
-    kernels.forget_lowerings()
     ran.clear()
-    yield
-    kernels.forget_lowerings()
+    with kernels.target(triton_kernels.target_of((8, 0)), interpreted=True), kernels.anew():
+        yield
 
 
 # Those that address operands or hide keys in their own way.

@@ -42,7 +42,7 @@ from jaxsoftmax.ops.cross_entropy import mosaic as cross_entropy
 from jaxsoftmax.ops.softmax import mosaic as softmax
 from jaxsoftmax.ops.top_k import mosaic as top_k
 
-from . import xla_cuda
+from ..support import xla_cuda
 
 TARGET = {"target": HOPPER}
 

@@ -16,7 +16,7 @@ import jaxsoftmax
 from jaxsoftmax._gpu import target as targets
 from jaxsoftmax.flax import attention_fn
 
-from .. import cases
+from ..support import cases
 
 X = np.zeros((2, 3), np.float32)
 

@@ -21,8 +21,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import compat, sharding
 from jaxsoftmax.ops.softmax import mosaic
 
-from .. import kernels, oracle
-from ..attention import oracle as attention_oracle
+from ..support import kernels, oracle
+from ..support.attention import oracle as attention_oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

@@ -6,7 +6,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxsoftmax._core import compat
 
-from . import compiled, xla_cuda
+from ..support import xla_cuda
+from . import compiled
 
 FEW = [
     "attention forward float16 64x256 few int8 plain",

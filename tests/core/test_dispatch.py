@@ -21,7 +21,7 @@ from jaxsoftmax._core import compat, dispatch
 from jaxsoftmax._core import primitive as core
 from jaxsoftmax.ops.softmax import _devices, primitive
 
-from .. import kernels, oracle
+from ..support import kernels, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -414,9 +414,9 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
         local.unsupported = lambda primitive, target, operands, **params: (
             (operands["x"].shape == (8, 32) and "it is narrow") or None
         )
-        kernels.forget_lowerings()
         # from within the compiler, errors come wrapped
-        with pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError) as raised:
+        refused = pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError)
+        with kernels.anew(), refused as raised:
             jax.jit(forced).lower(shards).compile()
     assert "softmax: implementation='local' cannot run: it is narrow" in str(raised.value)
 
@@ -427,8 +427,8 @@ def test_a_forced_implementation_runs_on_shards_where_it_would_not_pay(local, mo
     with jax.set_mesh(mesh):
         _, shards = sharded((8, 64), mesh, None, "model")
         for forced, chosen in ((None, "xla"), ("local", "local")):
-            kernels.forget_lowerings()
-            found = explain(functools.partial(softmax, implementation=forced), shards, platform="cpu")
+            with kernels.anew():
+                found = explain(functools.partial(softmax, implementation=forced), shards, platform="cpu")
             assert [decision.implementation for decision in found] == [chosen] * 2
 
 

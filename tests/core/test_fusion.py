@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.softmax import _devices, xla
 
-from .. import cases, kernels, oracle
-from . import xla_cuda
-from .test_sharding import collectives_of
+from ..support import cases, kernels, oracle, xla_cuda
+from ..support.meshes import collectives_of
 
 B, F = jnp.bfloat16, jnp.float32
 

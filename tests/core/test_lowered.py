@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jaxsoftmax
 from jaxsoftmax._core import compat
 
-from .. import kernels
+from ..support import kernels
 from . import lowered
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxsoftmax
 
-from .. import cases, oracle
+from ..support import cases, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
 

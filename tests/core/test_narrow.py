@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import online
 
-from .. import cases, oracle
-from .test_sharding import make_mesh
+from ..support import cases, oracle
+from ..support.meshes import make_mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
 

@@ -14,7 +14,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax.online import State, finish, identity, lift, lift_log2, lse_log2, merge, merge_along, push, push_log2, weights
 
-from .. import oracle
+from ..support import oracle
 
 # How far a sum of weights may be off, relative to itself. A weight at a distance x from the maximum errs by (8 + 3 x)
 # roundings, and there are at most about a hundred of exp(-x): 20 roundings of the sum, and a few of each state in it.

@@ -14,7 +14,7 @@ from jaxsoftmax._gpu.rows.layout import Config
 from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
 from jaxsoftmax._gpu.rows.tile import each
 
-from .. import cases, kernels, oracle
+from ..support import cases, kernels, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,8 @@ import jaxsoftmax
 import jaxsoftmax.flax
 from jaxsoftmax import online
 
-from .. import cases, kernels, oracle
+from ..support import cases, kernels, oracle
+from ..support.meshes import array, collectives_of, hurtful, make_mesh, spec_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 X64 = pytest.mark.usefixtures("x64")
@@ -25,20 +25,6 @@ SOME_NAMES = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "log_softmax" else ()) for name in cases.OPS]
 )
 MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-
-
-def make_mesh(kind, shape=(4, 2), names=("data", "model")):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices("cpu"))
-
-
-def array(shape, spec, mesh, seed=0):
-    """In float64, in which programs for one device and for several differ in no more than rounding."""
-    x = np.random.default_rng(seed).standard_normal(shape)
-    return x, jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def spec_of(result, ndim):
-    return (*result.sharding.spec, *(None,) * (ndim - len(result.sharding.spec)))
 
 
 def value_and_gradient(name, **options):
@@ -79,23 +65,6 @@ def test_sharded_softmax_axis_is_not_gathered(name, kind):
     oracle.assert_same_in_float64(actual, value_and_gradient(name)(x))
 
 
-def hurtful(shape, seed=0):
-    """Rows whose parts have nothing but -inf, are far below the others, or hold +inf or NaN."""
-    x = np.random.default_rng(seed).standard_normal(shape)
-    x[:4] -= 1000
-    x[0, :32], x[1, :8], x[2], x[3, 40], x[4, 3] = -np.inf, 0, -np.inf, np.inf, np.nan
-    return x
-
-
-def collectives_of(compiled):
-    """The collectives of a program in their order, and the size of the largest array that one gives."""
-    found = COLLECTIVE.findall(compiled.as_text())
-    sizes = [[np.prod([int(size) for size in shape.split(",") if size]) for shape in SHAPE.findall(kind)] for kind, _ in found]
-    return [name for _, name in found], max(itertools.chain([0], *sizes))
-
-
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 ROWS, TOTALS = ["all-gather"], ["all-reduce"]  # the states of rows, and a sum of each
 FORWARD = {"softmax": (ROWS, TOTALS), "log_softmax": (ROWS, TOTALS), "logsumexp": (ROWS, [])}
 

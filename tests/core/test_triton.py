@@ -5,120 +5,39 @@ What the kernels compute there is tested in `triton_interpreted.py`, which needs
 
 import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core import lowering
 from jaxsoftmax._triton import call
 
-from .. import cases, kernels, triton_kernels
-from ..triton_kernels import needs_triton, target_of
-from . import xla_cuda
+from ..support import cases, kernels, triton_kernels, xla_cuda
+from ..support.triton_kernels import needs_triton, target_of
+from ..support.triton_ops import (
+    AXES,
+    OPS,
+    SIZES,
+    WAYS,
+    Op,
+    forward,
+    mapped,
+    primitives,
+    shaped,
+    specs_of_results,
+    stacked,
+    with_gradient,
+)
 
-
-@dataclass(frozen=True)
-class Op:
-    """A function of arrays, of which the first `moving` are differentiated, forced on an implementation by name.
-
-    Attributes:
-      f: the function.
-      operands: the types of its operands.
-      moving: of how many there are derivatives.
-      specs: how operands are sharded over the mesh axes "data" and "model", and then the result.
-      primitives: those of the value, and of its derivatives.
-      kernels: how many there are in the value and its derivatives together.
-    """
-
-    f: Callable[..., Any]
-    operands: tuple[jax.ShapeDtypeStruct, ...]
-    moving: int
-    specs: tuple[P, ...]
-    primitives: tuple[str, str]
-    kernels: int = 2
-
-
-def shaped(*shape, dtype="float32", sharding=None):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-
-
-def masked(name):
-    return lambda x, where, **options: getattr(jaxsoftmax, name)(x, axis=-1, where=where, **options)
-
-
-def attend(query, key, value, bias, mask, **options):
-    return jaxsoftmax.dot_product_attention(query, key, value, bias, mask, precision="high", **options)
-
-
-ROWS, HEADS = P("data"), P("data", None, "model")
-X, HEAD = shaped(8, 12), shaped(2, 20, 2, 8)
-OPS = {
-    "softmax": Op(
-        lambda x, where, scale, **options: jaxsoftmax.softmax(x, where=where, scale=scale, **options),
-        (X, shaped(8, 12, dtype=bool), shaped()),
-        1,
-        (ROWS, ROWS, P(), ROWS),
-        ("softmax", "softmax_jacobian"),
-    ),
-    "log_softmax": Op(
-        masked("log_softmax"),
-        (X, shaped(12, dtype=bool)),
-        1,
-        (ROWS, P(), ROWS),
-        ("log_softmax", "log_softmax_vjp"),
-    ),
-    "logsumexp": Op(
-        masked("logsumexp"),
-        (X, shaped(12, dtype=bool)),
-        1,
-        (ROWS, P(), ROWS),
-        ("logsumexp", "logsumexp_vjp"),
-    ),
-    "cross_entropy": Op(
-        functools.partial(jaxsoftmax.cross_entropy, label_smoothing=0.1),
-        (X, shaped(8, dtype="int32")),
-        1,
-        (ROWS, ROWS, ROWS),
-        ("cross_entropy", "cross_entropy_vjp"),
-    ),
-    "attention": Op(
-        attend,
-        (HEAD, HEAD, HEAD, shaped(1, 2, 20, 20), shaped(2, 1, 1, 20, dtype=bool)),
-        4,
-        (HEADS, HEADS, HEADS, P(None, "model"), ROWS, HEADS),
-        ("dot_product_attention", "dot_product_attention_vjp"),
-        3,
-    ),
-}
 # Those of the softmax family share their rules and their kernel.
 EVERY_OP = pytest.mark.parametrize(
     "name", cases.quick("softmax", "cross_entropy", "attention", slow=("log_softmax", "logsumexp"))
 )
-
-
-def forward(op, implementation="triton"):
-    return functools.partial(op.f, implementation=implementation)
-
-
-def with_gradient(op, implementation="triton"):
-    """The value and its derivatives."""
-
-    def both(*operands):
-        moving, fixed = operands[: op.moving], operands[op.moving :]
-        value, vjp = jax.vjp(lambda *moving: forward(op, implementation)(*moving, *fixed), *moving)
-        return value, vjp(jnp.cos(value))
-
-    return both
 
 
 FUNCTIONS = {"forward": forward, "with gradient": with_gradient}
@@ -129,17 +48,11 @@ def count(op, function):
     return 1 if function == "forward" else op.kernels
 
 
-def primitives(op, function):
-    return list(op.primitives[: 1 if function == "forward" else 2])
-
-
 @pytest.fixture
-def on_ampere(monkeypatch):
+def on_ampere():
     """Lowers for a GPU of compute capability 8.0, which need not be there."""
-    monkeypatch.setattr(lowering, "target_for", lambda platform: target_of((8, 0)))
-    kernels.forget_lowerings()
-    yield
-    kernels.forget_lowerings()
+    with kernels.target(target_of((8, 0))):
+        yield
 
 
 def lowered(f, *operands):
@@ -160,37 +73,6 @@ def assert_runs(op, function, f, *operands):
 
 
 # vmap.
-
-
-def axes_of(op, last=0, first=0):
-    """Along which axis each operand is mapped over: the first and the last as said, the others in front."""
-    return (first, *[0] * (len(op.operands) - 2), last)
-
-
-WAYS = {
-    "in front": lambda op: [axes_of(op)],
-    "another axis": lambda op: [axes_of(op, first=1)],
-    "the last axis": lambda op: [axes_of(op, first=op.operands[0].ndim)],
-    "the last operand is for all": lambda op: [axes_of(op, last=None)],
-    "only the last operand": lambda op: [(*[None] * (len(op.operands) - 1), 0)],
-    "two levels": lambda op: [axes_of(op, last=None), axes_of(op, first=1)],
-}
-
-
-def mapped(f, levels):
-    for axes in levels:
-        f = jax.vmap(f, in_axes=axes)
-    return f
-
-
-def stacked(operands, levels, size=2):
-    """The types of operands that are mapped over."""
-    for axes in levels:
-        operands = [
-            a if axis is None else shaped(*a.shape[:axis], size, *a.shape[axis:], dtype=a.dtype)
-            for a, axis in zip(operands, axes, strict=True)
-        ]
-    return operands
 
 
 @needs_triton
@@ -264,7 +146,6 @@ def test_transformations_keep_the_kernels(on_ampere, name, transformed):
 
 # Meshes, of two axes for batches and heads.
 
-SIZES, AXES = (2, 2), ("data", "model")
 SHARD = dict.fromkeys(OPS, (4, 12)) | {"attention": (1, 20, 1, 8)}  # the shape of the first operand's
 REDUCED = {"attention": {"all-reduce"}}  # the derivative of a bias that all of the batch shares, and nothing else
 
@@ -275,11 +156,6 @@ def placed(op, mesh):
         shaped(*a.shape, dtype=a.dtype, sharding=NamedSharding(mesh, spec))
         for a, spec in zip(op.operands, op.specs, strict=False)
     ]
-
-
-def specs_of_results(op, function):
-    *given, result = op.specs
-    return result if function == "forward" else (result, tuple(given[: op.moving]))
 
 
 def assert_of_shards(text, name):
@@ -330,7 +206,7 @@ def test_automatic_axes_run_kernels_on_shards_and_gather_nothing(name, function)
         return [jnp.full(result.shape, total, result.dtype) for result in results]
 
     mesh = jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
-    with triton_kernels.lowering_without() as on, mock.patch.object(call, "call", sums), jax.set_mesh(mesh):
+    with triton_kernels.lowering_without(interpreted=True) as on, mock.patch.object(call, "call", sums), jax.set_mesh(mesh):
         on((8, 0))
         lowering = jax.jit(FUNCTIONS[function](op)).lower(*placed(op, mesh))
         shapes.clear()  # as JAX traces it once for whole operands
@@ -363,7 +239,7 @@ export = functools.partial(jax.export.export, platforms=("cuda",), disabled_chec
     "capability", [(8, 0), (12, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (10, 0))]], ids=str
 )
 @EVERY_OP
-def test_an_export_holds_the_kernels(on_ampere, monkeypatch, name, capability, function):
+def test_an_export_holds_the_kernels(monkeypatch, name, capability, function):
     import jax_triton
 
     op, capabilities, triton_call = OPS[name], [], jax_triton.triton_call
@@ -373,8 +249,8 @@ def test_an_export_holds_the_kernels(on_ampere, monkeypatch, name, capability, f
         return triton_call(*operands, **options)
 
     monkeypatch.setattr(jax_triton, "triton_call", functools.wraps(triton_call)(noted))
-    monkeypatch.setattr(lowering, "target_for", lambda platform: target_of(capability))
-    exported = export(jax.jit(FUNCTIONS[function](op)))(*op.operands)
+    with kernels.target(target_of(capability)):
+        exported = export(jax.jit(FUNCTIONS[function](op)))(*op.operands)
     assert capabilities == [10 * capability[0] + capability[1]] * count(op, function)
     assert_holds(exported, op.operands, count(op, function))
 

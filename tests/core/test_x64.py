@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 
-from .. import kernels, triton_kernels
+from ..support import kernels, triton_kernels
 
 pytestmark = pytest.mark.usefixtures("x64")
 

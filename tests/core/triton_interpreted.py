@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from jaxsoftmax._core import lowering
 from jaxsoftmax.ops.attention import triton as attention
 
-from .. import cases, kernels, triton_kernels
-from .test_triton import AXES, OPS, SIZES, WAYS, mapped, specs_of_results, stacked, with_gradient
+from ..support import cases, kernels, triton_kernels
+from ..support.triton_ops import AXES, OPS, SIZES, WAYS, mapped, specs_of_results, stacked, with_gradient
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("compiled_quickly")]
 
@@ -18,11 +17,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 def interpreted(monkeypatch):
     """Kernels run where a custom call would be made for a GPU; those of attention in one block."""
     triton_kernels.interpret(monkeypatch, triton_kernels.run_in_jax)
-    monkeypatch.setattr(lowering, "target_for", lambda platform: triton_kernels.target_of((8, 0)))
     monkeypatch.setattr(attention, "config_for", lambda *args: attention.Config(32, 32, 4, 1))
-    kernels.forget_lowerings()
-    yield
-    kernels.forget_lowerings()
+    with kernels.target(triton_kernels.target_of((8, 0)), interpreted=True), kernels.anew():
+        yield
 
 
 def arrays(types):

@@ -16,10 +16,9 @@ from jaxsoftmax.ops.cross_entropy import _linear_mosaic
 from jaxsoftmax.ops.cross_entropy.api import _Head
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
-from .. import cases, kernels, oracle
-from ..core.test_sharding import make_mesh
-from . import oracle as losses_oracle
-from .test_transformations import COLLECTIVE
+from ..support import cases, kernels, oracle
+from ..support.cross_entropy import oracle as losses_oracle
+from ..support.meshes import COLLECTIVE, make_mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

@@ -16,8 +16,9 @@ from jaxsoftmax.ops.cross_entropy import mosaic as ours
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 
-from .. import cases, kernels, oracle
-from .test_values import OPTIONS, labelled, together, truth, with_gradient, without_ignored
+from ..support import cases, kernels, oracle
+from ..support.cross_entropy.cases import OPTIONS, labelled, together, with_gradient, without_ignored
+from ..support.cross_entropy.oracle import cross_entropy as truth
 
 # Columns by how a row is held: inside a warp, through shared memory, by a block, by clusters, by the grid, in two passes.
 WIDTHS = [1, 37, 100, 1000, 1024, 2049, 5001, 8192, 12500, 32768, 50257, 128256, 128003, 200019, 400003, 2**20 + 1]

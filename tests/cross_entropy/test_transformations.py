@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT
 
-from .. import cases, kernels, oracle
-from ..core.test_sharding import array, make_mesh, spec_of
+from ..support import cases, kernels, oracle
+from ..support.cross_entropy.cases import ALL
+from ..support.meshes import COLLECTIVE, array, make_mesh, spec_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
 
 SHAPE = (3, 7)
 LABELS = np.array([0, 6, 2])
-ALL = {"label_smoothing": 0.2, "z_loss": 0.05, "logits_soft_cap": 2.0}
 OPTIONS = pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
 
 
@@ -148,9 +147,6 @@ def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
     expected = [ours(x, labels), jax.grad(lambda x: jnp.nansum(jnp.sin(ours(x, labels))))(x)]
     np.testing.assert_array_equal(np.isnan(loss), (labels < 0) | (labels > 63))
     oracle.assert_same_in_float64(list(map(jnp.nan_to_num, (loss, gradient))), list(map(jnp.nan_to_num, expected)))
-
-
-COLLECTIVE = re.compile(r"= (.*?) (all-[a-z-]+?|collective-[a-z]+|reduce-scatter)(?:-start)?\(")  # its type and name
 
 
 @pytest.mark.parametrize(

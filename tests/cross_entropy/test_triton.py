@@ -14,10 +14,19 @@ import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax.ops.cross_entropy import triton as ours
 
-from .. import cases
-from ..softmax.test_triton import CAPABILITIES, LARGE_TILES, SPILLED, SPILLED_OF_LARGE_TILES
-from ..triton_kernels import assert_passes_interpreted, compiled, lowering_without, needs_triton, target_of
-from .test_values import OPTIONS, together
+from ..support import cases
+from ..support.cross_entropy.cases import OPTIONS, together
+from ..support.triton_kernels import (
+    CAPABILITIES,
+    LARGE_TILES,
+    SPILLED,
+    SPILLED_OF_LARGE_TILES,
+    assert_passes_interpreted,
+    compiled,
+    lowering_without,
+    needs_triton,
+    target_of,
+)
 
 X, LABELS, C = (jax.ShapeDtypeStruct(*kind) for kind in (((64, 1000), "float32"), ((64,), "int32"), ((64,), "float32")))
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax.ops.cross_entropy import _shards
 
-from .. import cases, kernels, oracle
-from ..core.test_sharding import collectives_of, make_mesh
-from .test_linear import by_parts, given, parts, sharded_over, whole, with_gradients  # noqa: F401
-from .test_transformations import ALL
+from ..support import cases, kernels, oracle
+from ..support.cross_entropy.cases import ALL
+from ..support.cross_entropy.linear import by_parts, given, sharded_over, whole, with_gradients
+from ..support.meshes import collectives_of, make_mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
 

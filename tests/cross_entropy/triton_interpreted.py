@@ -9,9 +9,10 @@ from jaxsoftmax.ops.cross_entropy import triton as ours
 from jaxsoftmax.ops.cross_entropy.api import _Head
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
-from .. import cases, oracle, triton_kernels
-from ..softmax.triton_interpreted import ROWS, spreading, stacked
-from .test_values import FINITE, OPTIONS, labelled, truth, without_ignored
+from ..support import cases, oracle, triton_kernels
+from ..support.cross_entropy.cases import FINITE, OPTIONS, labelled, without_ignored
+from ..support.cross_entropy.oracle import cross_entropy as truth
+from ..support.softmax.spread import ROWS, spreading, stacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
 

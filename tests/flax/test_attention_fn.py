@@ -21,7 +21,7 @@ from jaxsoftmax import explain
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 
-from .. import cases, kernels, oracle
+from ..support import cases, kernels, oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
 

@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels of the softmax family: lowered for CUDA and interpreted on any machine, run on Hopper."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -31,9 +32,9 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.target import ANY_HOPPER, HOPPER
 from jaxsoftmax.ops.softmax import mosaic
 
-from .. import cases, kernels, oracle
-from ..core.test_sharding import collectives_of
-from ..core.test_sharding import hurtful as with_hurtful_parts
+from ..support import cases, kernels, oracle
+from ..support.meshes import collectives_of
+from ..support.meshes import hurtful as with_hurtful_parts
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
@@ -678,14 +679,15 @@ def forced(monkeypatch):
     """A function that forces a configuration, if it gets one, of a grid too small for a row, too."""
 
     def force(config):
+        contexts.close()
+        contexts.enter_context(kernels.anew())
         if config is not None:
             monkeypatch.setattr(mosaic, "config_for", lambda *args: config)
             if config.grid:
                 monkeypatch.setattr(mosaic, "unsupported", lambda *args, **params: None)
-            jax.clear_caches()
 
-    yield force
-    jax.clear_caches()
+    with contextlib.ExitStack() as contexts:
+        yield force
 
 
 def hurtful(shape, dtype):

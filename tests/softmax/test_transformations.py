@@ -13,7 +13,7 @@ from jax import export
 
 import jaxsoftmax
 
-from .. import cases, oracle
+from ..support import cases, oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

@@ -23,8 +23,8 @@ from jaxsoftmax._gpu import target as targets
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.softmax import triton as ours
 
-from .. import cases, kernels, triton_kernels
-from ..triton_kernels import needs_triton, target_of
+from ..support import cases, kernels, triton_kernels
+from ..support.triton_kernels import CAPABILITIES, LARGE_TILES, SPILLED, SPILLED_OF_LARGE_TILES, needs_triton, target_of
 
 X = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
 
@@ -194,13 +194,12 @@ def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
     code = """
 import sys
 import jax, jaxsoftmax
-from jaxsoftmax._core import lowering
-from jaxsoftmax._gpu.target import Target
+from jaxsoftmax._gpu.target import Target, lowering_for
 x = jax.ShapeDtypeStruct((64, 1000), "float32")
 jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
 jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cpu")
-lowering.target_for = lambda platform: Target("cuda", (7, 5))
-jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
+with lowering_for(Target("cuda", (7, 5))):
+    jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
 assert not {"triton", "jax_triton"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
@@ -247,10 +246,6 @@ def test_how_a_mask_is_indexed(shape, whole, axes, expected):
 
 
 PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
-CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]]
-SPILLED = 64  # bytes that a thread may spill
-SPILLED_OF_LARGE_TILES = 256  # of two arrays, or with a mask and a cap
-LARGE_TILES = [(64, 32768), (8, 1000, 128)]
 SHAPES = [(64, 1), (64, 127), (64, 4096), *LARGE_TILES, (4, 50257), (8, 4096, 64), (8, 100, 5)]
 
 
@@ -288,13 +283,11 @@ def call_of(primitive, shape, axis, dtype, masked, target):
 @needs_triton
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda"), ("cuda", "cpu")], ids=str)
 def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
-    kernels.forget_lowerings()
     monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
     f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
-    with targets.lowering_for(target_of((8, 0))):
+    with kernels.target(target_of((8, 0))), kernels.anew():
         module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(X, X).mlir_module()
     assert module.count("stablehlo.custom_call @triton_kernel_call") == 2
-    kernels.forget_lowerings()
 
 
 # What the kernels compute.

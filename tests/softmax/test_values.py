@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxsoftmax
 
-from .. import cases, oracle
+from ..support import cases, oracle
 
 QUICKLY = pytest.mark.usefixtures("compiled_quickly")  # where values are not what is new, or are compared in float64
 TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax, "logsumexp": oracle.logsumexp}

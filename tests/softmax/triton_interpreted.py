@@ -15,27 +15,14 @@ import triton
 import triton.language as tl
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu.target import Target
 from jaxsoftmax._triton import online as twin
 from jaxsoftmax.ops.softmax import triton as ours
 from jaxsoftmax.ops.softmax import xla
 
-from .. import cases, oracle, triton_kernels
+from ..support import cases, oracle, triton_kernels
+from ..support.softmax.spread import ROWS, spreading, stacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN and infinity
-
-LITTLE = {
-    "_NARROW": 0,
-    "_SEVERAL": {1: 1, 2: 1},
-    "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
-    "_TWICE": 128,
-    "_WARPS_OF_TWO": {"state": 2, "sum": 2},
-    "_SIDE_BY_SIDE": 4,
-    "_WHOLE_SIDE_BY_SIDE": 64,
-    "_LONG_SIDE_BY_SIDE": (64, 2),
-}
-SLICES = {"_WARPS_OF_TWO": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
-ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are spread: thresholds
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +33,6 @@ def interpreted(monkeypatch):
 @pytest.fixture(params=ROWS)
 def target(request, monkeypatch):
     return spreading(request.param, monkeypatch)
-
-
-def spreading(way, monkeypatch):
-    """A target and thresholds with which all rows are spread in one way."""
-    for name, value in ROWS[way].items():
-        monkeypatch.setattr(ours, name, value)
-    return Target("cuda", (8, 0), 108, 163 << 10)
 
 
 WIDTHS = [(3, 1), (1, 700), (2, 67, 3), (1, 40, 17)]
@@ -77,12 +57,6 @@ TRUTH = {
     "log_softmax": oracle.log_softmax,
     "logsumexp": functools.partial(oracle.logsumexp, keepdims=True),
 }
-
-
-def stacked(shape, dtype, kinds=None):
-    """Inputs of some kinds, or of all, along one more axis in front."""
-    arrays = cases.inputs(shape, dtype)
-    return np.stack([arrays[kind] for kind in kinds or arrays])
 
 
 @pytest.mark.parametrize(("shape", "axis", "dtype"), WIDTHS, ids=cases.ident)

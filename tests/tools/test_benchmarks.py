@@ -41,8 +41,8 @@ from benchmarks.cells import ONE, OURS, Contender, library
 from benchmarks.clock import wall_clock
 from jaxsoftmax.ops.cross_entropy import _linear as linear
 
-from .. import cases, kernels, oracle
-from ..attention import oracle as attention_oracle
+from ..support import cases, kernels, oracle
+from ..support.attention import oracle as attention_oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 

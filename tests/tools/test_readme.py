@@ -18,7 +18,7 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import dispatch
 from jaxsoftmax._core import primitive as core
 
-from .. import cases, kernels
+from ..support import cases, kernels
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -20,8 +20,8 @@ from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.softmax import mosaic
 
-from .. import cases, kernels, oracle
-from ..attention import oracle as attention_oracle
+from ..support import cases, kernels, oracle
+from ..support.attention import oracle as attention_oracle
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "worklog" / "softmax_worklog.py"
 DTYPES = ("float32", "bfloat16", "float16")

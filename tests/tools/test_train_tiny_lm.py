@@ -24,7 +24,7 @@ import pytest
 
 from jaxsoftmax._gpu.target import HOPPER, lowering_for
 
-from .. import oracle
+from ..support import oracle
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.

@@ -24,7 +24,7 @@ from examples.worklog.counters import Counted
 from examples.worklog.measured import Measured
 from jaxsoftmax.ops.softmax import mosaic, xla
 
-from .. import kernels, oracle
+from ..support import kernels, oracle
 
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -146,9 +146,8 @@ def test_cells_have_names_of_their_own_and_sizes_of_the_figure(monkeypatch):
     # What a kernel does is not looked at: the reference lowers faster.
     monkeypatch.setattr(mosaic, "softmax", lambda target, **given: xla.softmax(**given))
     softmax_worklog.unsupported_on_chip.cache_clear()
-    kernels.forget_lowerings()
-    made = cells.cells()
-    kernels.forget_lowerings()
+    with kernels.anew():
+        made = cells.cells()
     assert len({cell.name for cell in made}) == len(made)
     assert made[0].op == "copy"
     shapes = {cell.shape for cell in made if (cell.op, cell.dtype) == ("softmax", "float32")}

@@ -13,8 +13,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.top_k import _short_gradient, _staged, _sweeps, mosaic
 
-from .. import cases, kernels, oracle
-from .test_values import inputs, weights_of
+from ..support import cases, kernels, oracle
+from ..support.top_k.cases import inputs, weights_of
 
 
 def shaped(shape, dtype):
@@ -144,8 +144,7 @@ def test_a_cotangent_of_selected_weights_alone_needs_no_logits():
         return jax.jvp(lambda theta: jax.grad(loss, 1)(theta, x), (theta,), (theta,))[1]
 
     given = shaped((1000, 8), "float32"), shaped((1000, 64), "bfloat16")
-    with mock.patch.object(_short_gradient, "gradient", wraps=_short_gradient.gradient) as gradient:
-        kernels.forget_lowerings()
+    with mock.patch.object(_short_gradient, "gradient", wraps=_short_gradient.gradient) as gradient, kernels.anew():
         kernels.lowered_for_cuda(derivative, *given)
     asked = [(b is None, x is None) for _, _, b, x, *_ in (call.args for call in gradient.call_args_list)]
     assert (True, True) in asked

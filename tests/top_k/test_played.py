@@ -10,7 +10,7 @@ import pytest
 
 from jaxsoftmax.ops.top_k import _candidates, _floats, _short, _short_gradient, _staged, xla
 
-from .. import cases, oracle
+from ..support import cases, oracle
 
 THREADS = np.arange(128, dtype=np.int32)
 COMPARED = {"lt": np.less, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}

@@ -16,9 +16,9 @@ from scipy import stats
 import jaxsoftmax
 from jaxsoftmax.ops.top_k import _noise
 
-from .. import cases
-from . import oracle
-from .oracle import filtered
+from ..support import cases
+from ..support.top_k import oracle
+from ..support.top_k.oracle import filtered
 
 IMPLEMENTATIONS = cases.implementations("top_k")
 KEY = jax.random.key(7)

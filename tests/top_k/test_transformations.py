@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import explain
 
-from .. import cases, kernels
-from .oracle import assert_same
-from .test_values import plain_softmax_top_k
+from ..support import cases, kernels
+from ..support.top_k.cases import plain_softmax_top_k
+from ..support.top_k.oracle import assert_same
 
 pytestmark = pytest.mark.usefixtures("x64", "compiled_quickly_all")
 

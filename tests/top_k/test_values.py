@@ -12,35 +12,16 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 
-from .. import cases, oracle
-from .oracle import bits
-from .oracle import top_k as truth
+from ..support import cases, oracle
+from ..support.top_k.cases import inputs, plain_softmax_top_k, taken, weights_of
+from ..support.top_k.oracle import bits
+from ..support.top_k.oracle import top_k as truth
 
 IMPLEMENTATIONS = cases.implementations("top_k")
 FLOATS = ("float32", "bfloat16", "float16")
 OTHER_INTEGERS = ("int8", "int16", "uint8", "uint16", "uint32")
 SHAPES = [((3, 1), 1), ((2, 7), 7), ((5, 127), 1), ((4, 1000), 8), ((3, 1025), 100), ((2, 4097), 64), ((70,), 70)]
 FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal", "ties")
-
-
-def inputs(shape, dtype):
-    """Arrays that hurt: also ties, zeros and NaN of both signs, and of integers the extremes."""
-    rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
-    few = rng.integers(0, 5, shape)
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        ends = np.array([limits.min, limits.min + 1, 0, 1, limits.max - 1, limits.max], dtype)
-        anything = rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
-        return {"anything": anything, "ties": few.astype(dtype), "ends": rng.choice(ends, shape)}
-    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1, -1, 1e-45, -1e-45], np.float32).astype(dtype)
-    found = {name: array for name, array in cases.inputs(shape, dtype).items() if name != "all -inf"}
-    return found | {
-        "ties": few.astype(np.float32).astype(dtype),
-        "zeros": rng.choice(special[4:6], shape),
-        "NaN": rng.choice(special[:2], shape),
-        "special": rng.choice(special, shape),
-        "increasing": np.arange(np.prod(shape)).reshape(shape).clip(max=float(jnp.finfo(dtype).max)).astype(dtype),
-    }
 
 
 def assert_same(actual, expected, message=None):
@@ -163,24 +144,6 @@ def test_dtypes_without_infinity_and_wide_ones(x64):
             assert_same(jaxsoftmax.top_k(x, 50), truth(x, 50), kind)
 
 
-def taken(whole, indices, axis=-1):
-    """A truth at the indices."""
-    return oracle.Truth(*(np.take_along_axis(array, np.asarray(indices), axis) for array in (whole.value, whole.budget)))
-
-
-def weights_of(x, k, normalize, scale=None, where=None):
-    """The truth of `softmax_top_k`: the weights, where they are, and the log-sum-exp."""
-    turned = -x if scale is not None and scale < 0 else x
-    indices = truth(turned, k, where=where)[1]
-    if normalize == "all":
-        weights = taken(oracle.softmax(x, -1, where, scale), indices)
-    else:
-        seen = None if where is None else np.take_along_axis(np.broadcast_to(where, x.shape), indices, -1)
-        weights = oracle.softmax(np.take_along_axis(x, indices, -1), -1, seen, scale)
-    lse = oracle.logsumexp(oracle.to64(x) * (1 if scale is None else np.float64(np.float32(scale))), -1, where)
-    return weights, indices, lse
-
-
 @pytest.mark.parametrize(("shape", "k"), [((5, 127), 2), ((2, 4097), 64)], ids=cases.ident)
 @pytest.mark.parametrize("scale", [None, -2.0, *cases.quick(slow=[0.3])])
 @pytest.mark.parametrize("normalize", ["all", "selected"])
@@ -268,15 +231,6 @@ def test_gradients_are_those_of_float64(implementation, dtype, normalize):
     for one, other in zip(actual, expected, strict=True):
         largest = np.max(np.abs(other))
         np.testing.assert_allclose(oracle.to64(one), other, rtol=unit, atol=unit * largest)
-
-
-def plain_softmax_top_k(x, k, *, scale=1.0, where=None, normalize="all", return_lse=False):
-    """What `softmax_top_k` is, in `jax.nn` and `jax.lax`."""
-    scores = x * scale if where is None else jnp.where(where, x * scale, -jnp.inf)
-    found, indices = jax.lax.top_k(scores, k)
-    lse = jax.nn.logsumexp(scores, -1)
-    weights = jnp.exp(found - lse[..., None]) if normalize == "all" else jax.nn.softmax(found, -1)
-    return (weights, indices, lse) if return_lse else (weights, indices)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

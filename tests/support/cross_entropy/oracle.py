@@ -1,4 +1,4 @@
-"""The truth of cross-entropy and its gradient in float64, and how far from it a result may be (see `tests.oracle`)."""
+"""The truth of cross-entropy and its gradient in float64, and how far from it a result may be (see `tests.support.oracle`)."""
 
 from dataclasses import dataclass
 

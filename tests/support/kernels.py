@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import math
 import re
 import sys
@@ -21,7 +22,7 @@ from jaxlib.mlir import ir
 
 from jaxsoftmax import _triton
 from jaxsoftmax._core import compat, dispatch, lowering, primitive
-from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._gpu import target as targets
 from jaxsoftmax._triton import call as triton_call
 from jaxsoftmax.ops.softmax import _devices
 
@@ -40,12 +41,11 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
     with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
         for each in primitives:
             compat.require_devices(each)
-        forget_lowerings()
         try:
-            yield
+            with anew():
+                yield
         finally:
             prim_requires_devices_during_lowering.difference_update(added)
-            forget_lowerings()
 
 
 class Local(types.ModuleType):
@@ -79,14 +79,28 @@ def plugged_in_local(op: str) -> Iterator[Local]:
         yield module
 
 
-def forget_lowerings() -> None:
-    """Which implementation runs is settled while lowering, and JAX keeps what it has lowered."""
-    jax.clear_caches()
+_key = jax.make_user_context()  # is a part of the keys of all that JAX keeps
+_numbers = itertools.count()
 
 
-def on_multiprocessors(count: int, monkeypatch: Any) -> None:
-    """Lowers for a Hopper GPU with so few multiprocessors, so that blocks of threads of a small problem have many tiles."""
-    monkeypatch.setattr(lowering, "target_for", lambda platform: dataclasses.replace(HOPPER, multiprocessors=count))
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """A context whose programs JAX traces and lowers anew. Which implementation runs is settled then, and JAX keeps it."""
+    with _key((_key.value, next(_numbers))):
+        yield
+
+
+@contextlib.contextmanager
+def target(base: targets.Target = targets.HOPPER, interpreted: bool = False, **changes: Any) -> Iterator[None]:
+    """A context that lowers programs for CUDA for `base` with these attributes changed, whatever JAX has lowered before.
+
+    On few multiprocessors blocks of threads of a small problem have many tiles each. `interpreted` is for kernels that run on
+    the CPU in place of those of a GPU: programs for the CPU are lowered for the target too.
+    """
+    changed = dataclasses.replace(base, **changes)
+    of_cpu = mock.patch.object(lowering, "target_for", return_value=changed) if interpreted else contextlib.nullcontext()
+    with targets.lowering_for(changed), of_cpu, _key((_key.value, changed)):
+        yield
 
 
 def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:
@@ -111,8 +125,7 @@ def with_modules(f: Callable[..., Any], *avals: Any, see: Callable[[Any], Any]) 
         lower(module, *args, **options)
         found.append(see(module))
 
-    forget_lowerings()
-    with mock.patch.object(core, "lower_mgpu_module", noted):
+    with anew(), mock.patch.object(core, "lower_mgpu_module", noted):
         lowered_for_cuda(f, *avals)
     return found
 
@@ -225,11 +238,8 @@ def without_triton() -> Iterator[None]:
         for name, module in modules.items():
             patches.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
             patches.enter_context(mock.patch.object(_triton, name, module, create=True))
-        forget_lowerings()
-        try:
-            yield
-        finally:
-            forget_lowerings()
+        patches.enter_context(anew())
+        yield
 
 
 def missing(major: int) -> str | None:

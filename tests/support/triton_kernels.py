@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsoftmax._core import lowering
 from jaxsoftmax._gpu import target as targets
 from jaxsoftmax._triton import call
 
@@ -47,16 +46,20 @@ def target_of(capability: tuple[int, int]) -> targets.Target:
 
 
 @contextlib.contextmanager
-def lowering_without() -> Iterator[Callable[..., None]]:
-    """A function that lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled."""
+def lowering_without(interpreted: bool = False) -> Iterator[Callable[..., None]]:
+    """A function that lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled.
+
+    `interpreted` is that of `kernels.target`.
+    """
     missing = call.missing
-    with kernels.without_triton(), pytest.MonkeyPatch.context() as patch:
+    with kernels.without_triton(), pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as contexts:
 
         def lower_for(capability, is_installed=True):
-            patch.setattr(lowering, "target_for", lambda platform: target_of(capability))
+            contexts.close()
+            contexts.enter_context(kernels.target(target_of(capability), interpreted))
             lacks = None if is_installed else missing((("no_such_module", "jax-triton"),))
             patch.setattr(call, "missing", lambda: lacks)
-            kernels.forget_lowerings()
+            contexts.enter_context(kernels.anew())
 
         yield lower_for
 
@@ -126,7 +129,7 @@ def assert_passes_interpreted(path: Path) -> None:
     """Runs a file of tests in a process of its own, in which Triton interprets kernels."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -198,3 +201,9 @@ def _dot(builder, a, b, sum, precision, imprecise):
     a, b = (x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
     product = np.matmul(a.astype(np.float32), b.astype(np.float32))
     return interpreter.TensorHandle(product + sum.data, sum.dtype.scalar)
+
+
+CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]]
+SPILLED = 64  # bytes that a thread may spill
+SPILLED_OF_LARGE_TILES = 256  # of two arrays, or with a mask and a cap
+LARGE_TILES = [(64, 32768), (8, 1000, 128)]

@@ -1,0 +1,58 @@
+"""A small linear layer and its loss, by `linear_cross_entropy` and with all logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+
+ROWS, HIDDEN, CLASSES = (3, 70), 16, 33
+WRT = ("hidden", "weight", "bias", "weights")
+
+
+def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "hidden": rng.standard_normal((*rows, hidden)),
+        "weight": rng.standard_normal((hidden, classes)),
+        "bias": rng.standard_normal(classes),
+        "weights": rng.random(rows),
+    }
+    arrays = {name: array.astype(jnp.dtype(dtype) if name != "weights" else array.dtype) for name, array in arrays.items()}
+    return arrays | {"labels": rng.integers(0, classes, rows)}
+
+
+def whole(arrays, reduction="mean", class_axis=-1, ignore_index=None, **options):
+    """With all logits."""
+    weight = arrays["weight"] if class_axis else arrays["weight"].T
+    logits = arrays["hidden"] @ weight
+    logits += jnp.broadcast_to(arrays.get("bias", 0.0), logits.shape).astype(logits.dtype)
+    loss = jaxsoftmax.cross_entropy(logits, arrays["labels"], ignore_index=ignore_index, **options)
+    factors = jnp.asarray(arrays.get("weights", np.ones(loss.shape)), loss.dtype)
+    if ignore_index is not None:
+        factors = jnp.where(arrays["labels"] == ignore_index, 0, factors)
+    return {"none": factors * loss, "sum": jnp.sum(factors * loss), "mean": jnp.sum(factors * loss) / jnp.sum(factors)}[
+        reduction
+    ]
+
+
+def by_parts(arrays, **options):
+    arrays = dict(arrays)
+    operands = [arrays.pop(name) for name in ("hidden", "weight", "labels")]
+    return jaxsoftmax.linear_cross_entropy(*operands, **arrays, **options)
+
+
+def with_gradients(f, arrays, **options):
+    """Losses, and gradients of a function of them that is not linear."""
+    labels, wrt = arrays["labels"], {name: array for name, array in arrays.items() if name in WRT}
+    loss = f(arrays, **options)
+    return loss, jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}, **options))))(wrt)
+
+
+def sharded_over(mesh, of_hidden, of_weight, arrays):
+    """The arrays on devices, as the specs of two of them say, and the specs of all."""
+    of_rows = P(*of_hidden[: arrays["labels"].ndim])
+    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "weights": of_rows, "labels": of_rows}
+    return {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}, specs

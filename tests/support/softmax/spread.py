@@ -1,0 +1,34 @@
+"""The ways in which Triton's kernels spread rows over programs, each forced on small rows."""
+
+import numpy as np
+
+from jaxsoftmax._gpu.target import Target
+from jaxsoftmax.ops.softmax import triton as ours
+
+from .. import cases
+
+LITTLE = {
+    "_NARROW": 0,
+    "_SEVERAL": {1: 1, 2: 1},
+    "_WHOLE": dict.fromkeys(ours._WHOLE, 64),
+    "_TWICE": 128,
+    "_WARPS_OF_TWO": {"state": 2, "sum": 2},
+    "_SIDE_BY_SIDE": 4,
+    "_WHOLE_SIDE_BY_SIDE": 64,
+    "_LONG_SIDE_BY_SIDE": (64, 2),
+}
+SLICES = {"_WARPS_OF_TWO": {}, "_LONG": dict.fromkeys(ours._LONG, (64, 2, 2)), "_SLICES": {"along": 6, "across": 16}}
+ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are spread: thresholds
+
+
+def spreading(way, monkeypatch):
+    """A target and thresholds with which all rows are spread in one way."""
+    for name, value in ROWS[way].items():
+        monkeypatch.setattr(ours, name, value)
+    return Target("cuda", (8, 0), 108, 163 << 10)
+
+
+def stacked(shape, dtype, kinds=None):
+    """Inputs of some kinds, or of all, along one more axis in front."""
+    arrays = cases.inputs(shape, dtype)
+    return np.stack([arrays[kind] for kind in kinds or arrays])
