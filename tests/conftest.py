@@ -4,11 +4,9 @@ import importlib.util
 import os
 import re
 import sys
-from unittest import mock
 
 import jax
 import pytest
-from jax._src import compiler
 
 from jaxsoftmax.ops.attention import mosaic, xla
 
@@ -25,6 +23,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start share bytecode, also where none may be written beside sources: JAX's takes seconds to make."""
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
+    if not config.getoption("--as-users-compile"):
+        compile_quickly()
+
+
+def compile_quickly() -> None:
+    """Has XLA leave out, on the CPU, what makes a program fast: tests compile 20000, and run each of them once or twice.
+
+    A small softmax compiles in 29 ms then, not in 139: without the passes that cost most 84, and with the emitters of fusions
+    that make no MLIR 29. `--as-users-compile` runs the tests without this.
+    """
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 def has_gpu() -> bool:
@@ -42,6 +55,7 @@ EACH = ("op", "name", "kernel", "implementation")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kinds", action="store_true", help="run one case of each kind of test, in a few minutes")
+    parser.addoption("--as-users-compile", action="store_true", help="let XLA optimise programs, which takes minutes more")
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has left out what `-k` and `-m` leave out
@@ -86,46 +100,26 @@ def choices(monkeypatch):
 
 
 @pytest.fixture
+def hollow_kernels():
+    """Kernels are lowered without what is in them, for a test of which there are."""
+    with kernels.hollow():
+        yield
+
+
+@pytest.fixture
 def x64():
     """Double precision while a test runs."""
     with jax.enable_x64(True):
         yield
 
 
-def compiling_quickly():
-    """XLA leaves out what makes a program on the CPU fast: compiling takes longer than running it a few times.
-
-    It also emits fusions without MLIR, which takes half of the time of what is left. JAX's caches do not know of this: what a
-    test jits anew is compiled as that test has it, and operations outside of jit as the first test that needs them.
-    """
-    if jax.default_backend() != "cpu":
-        yield
-        return
+@pytest.fixture
+def optimised():
+    """XLA leaves out no more than the emitters, for a test of what it makes of a program."""
     before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with mock.patch.object(compiler, "get_compile_options", quick_compile_options):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
-
-
-def quick_compile_options(*args, **kwargs):
-    """Those of JAX, and one for which it has no name. An XLA that lacks it ignores it."""
-    options = as_jax_has_them(*args, **kwargs)
-    return type(options).ParseFromString(options.SerializeAsString() + WITHOUT_MLIR)  # which puts messages together
-
-
-def message(field: int, content: bytes) -> bytes:
-    """A field of a protocol buffer."""
-    tag = field << 3 | 2
-    assert len(content) < 128
-    return bytes([tag] if tag < 128 else [tag & 127 | 128, tag >> 7]) + bytes([len(content)]) + content
-
-
-as_jax_has_them = compiler.get_compile_options
-# --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters: in `executable_build_options` its `debug_options`, and there.
-WITHOUT_MLIR = message(3, message(3, message(500, message(1, b"xla_cpu_disable_new_fusion_emitters"))))
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def promoting():
@@ -135,8 +129,6 @@ def promoting():
 
 
 # Of a test, and of all of a module, whose own fixtures need it too.
-compiled_quickly = pytest.fixture(compiling_quickly, name="compiled_quickly")
-compiled_quickly_all = pytest.fixture(compiling_quickly, scope="module", name="compiled_quickly_all")
 standard_promotion = pytest.fixture(promoting, name="standard_promotion")
 standard_promotion_all = pytest.fixture(promoting, scope="module", name="standard_promotion_all")
 

@@ -25,7 +25,7 @@ from ..support.attention import oracle as attention_oracle
 from ..support.attention import values as forward
 
 attend = jaxsoftmax.dot_product_attention
-pytestmark = [pytest.mark.usefixtures("compiled_quickly_all"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
+pytestmark = [pytest.mark.usefixtures("hollow_kernels"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
 X64 = pytest.mark.usefixtures("x64")
 
 DEVICES = 4

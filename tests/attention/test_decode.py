@@ -25,8 +25,6 @@ from ..support import kernels
 from ..support.attention import lowering, values
 from ..support.attention.played import play
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 brute_force = settings(max_examples=200, deadline=None, derandomize=True)
 FEW = [name for name in values.IN_SHAPES if name.startswith("few") and name not in ("few, 65 rows", "few, dropout")]
 

@@ -38,7 +38,6 @@ attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
 
 FORWARD, BACKWARD = "attention_forward_mosaic", "attention_backward_mosaic"
-QUICKLY = pytest.mark.usefixtures("compiled_quickly")
 EACH = pytest.mark.parametrize("name", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 DTYPES = ("bfloat16", "float16")
 
@@ -87,7 +86,6 @@ QUICK = ["causal", "multi-query", "smaller values", "causal window", "lengths", 
 QUICK += ["dropout, causal", "rows that see nothing", "bias of -inf", "bias (1,4,40,56)", "bias (56,)"]
 
 
-@QUICKLY
 @pytest.mark.parametrize("feature", QUICK)
 def test_the_reference_is_within_the_budget(feature):
     check("xla", *forward.FEATURES[feature](DTYPES[QUICK.index(feature) % 2]))
@@ -328,7 +326,6 @@ def test_native_kernels_take_random_combinations(call):
     check("mosaic", *call)
 
 
-@QUICKLY
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=forward.calls())
 def test_the_reference_is_within_the_budget_of_random_combinations(call):
@@ -346,7 +343,6 @@ def case_of(name):
     return given | {"query_seq_lengths": np.array([length, length // 2], np.int32)}, {"is_causal": True}
 
 
-@QUICKLY
 @EACH
 @pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
 def test_cotangents_of_one_result_alone(name, which):
@@ -368,7 +364,6 @@ def test_cotangents_of_one_result_alone(name, which):
     assert_right(name, actual, given, options, *both, lse)
 
 
-@QUICKLY
 @EACH
 @pytest.mark.parametrize("wanted", [("query",), ("value", "sinks"), ("bias",), ("sinks",)], ids="+".join)
 def test_cotangents_of_some_operands_alone(name, wanted):
@@ -382,7 +377,6 @@ def test_cotangents_of_some_operands_alone(name, wanted):
     assert_right(name, actual, given, options, *args[1], lse)
 
 
-@QUICKLY
 @EACH
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_cotangents_of_rows_that_see_nothing_have_no_effect(name, with_sinks):
@@ -523,7 +517,6 @@ TRANSFORMED = {
 }
 
 
-@QUICKLY
 @EACH
 @pytest.mark.parametrize("kind", TRANSFORMED)
 def test_transformations(name, kind):
@@ -536,7 +529,6 @@ def test_transformations(name, kind):
     check_each(name, compiled(name, TRANSFORMED[kind](f), *args)(*args), given, options, *args)
 
 
-@QUICKLY
 @EACH
 def test_vmap_of_some_operands(name):
     given, options = case_of(name)
@@ -557,7 +549,6 @@ def check_each(name, found, given, options, stacks, cotangents):
         assert_right(name, {key: a[i] for key, a in actual.items()}, one, options, *(c[i] for c in cotangents), lse[i])
 
 
-@QUICKLY
 @EACH
 @pytest.mark.parametrize("saved", [True, False])
 def test_checkpoint(name, saved):

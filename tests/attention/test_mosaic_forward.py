@@ -56,9 +56,6 @@ from ..support.attention.lowering import (
     with_features,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
-
 # Lowered for CUDA. A feature is what it adds to operands, by batch, heads and lengths, and options.
 
 SIZES_OF_FLOAT32 = [(64, 64), (128, 128), (8, 8), (80, 72), (64, 128), (128, 16)]

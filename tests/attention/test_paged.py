@@ -22,8 +22,6 @@ from ..support.attention import played
 from ..support.attention.lowering import NAME, shaped
 from ..support.attention.paged import FEATURES, attend, check, gathered, paged
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 quick = settings(max_examples=20, deadline=None, derandomize=True)
 
 

@@ -20,8 +20,6 @@ from ..support.attention import paged as paging
 from ..support.attention import played, values
 from ..support.attention.lowering import NAME, shaped
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 BYTES = ("int8", "float8_e4m3fn")
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 

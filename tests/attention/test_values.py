@@ -44,6 +44,8 @@ from ..support.attention.values import (
     truth_of,
 )
 
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 NATIVE = [pytest.param(*pair, marks=pytest.mark.gpu) for pair in itertools.product(KERNELS, ["bfloat16", "float16"])]
 NATIVE_FLOAT32 = [pytest.param(name, "float32", marks=pytest.mark.gpu) for name in KERNELS]
 MESHES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -63,15 +65,11 @@ def tiles(monkeypatch):
     small_tiles(monkeypatch)
 
 
-QUICKLY = pytest.mark.usefixtures("compiled_quickly")
-
-
 # Features that have no cotangents of their own: masks have none, and these are as others are.
 WITHOUT_COTANGENTS = [name for name in FEATURES if name.startswith(("mask (", "no batch e", "equal"))]
 WITH_COTANGENTS = [name for name in FEATURES if name not in WITHOUT_COTANGENTS]
 
 
-@QUICKLY
 @pytest.mark.parametrize(
     ("implementation", "dtype", "feature"),
     [("xla in tiles", "bfloat16", feature) for feature in WITHOUT_COTANGENTS]
@@ -105,7 +103,6 @@ def is_slow(implementation, feature):
     return feature not in IN_BOTH and (feature in BIASES or one != (feature in IN_ONE))
 
 
-@QUICKLY
 @pytest.mark.parametrize(
     ("implementation", "feature"),
     [
@@ -180,7 +177,6 @@ def check_random_call(name, call):
         assert_right(name, results, given, options)
 
 
-@QUICKLY
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=calls())
 @pytest.mark.parametrize("name", ["xla", "xla in tiles"])
@@ -308,7 +304,6 @@ def test_one_of_each_kind(name, kind, dtype):
 # What nobody sees may hold anything.
 
 
-@QUICKLY
 @pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone", "bias of -inf"])
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [("xla", "float32"), ("xla in tiles", "float32"), *NATIVE, *NATIVE_FLOAT32]
@@ -335,7 +330,6 @@ def test_what_nobody_sees_has_no_effect(implementation, forced, feature, dtype):
             np.testing.assert_array_equal(expected, actual)
 
 
-@QUICKLY
 @pytest.mark.parametrize("feature", ["lengths", "rows that see nothing", "sinks alone", "bias of -inf"])
 def test_gradients_of_what_nobody_sees_are_zero_and_nothing_is_nan(feature):
     given, options = FEATURES[feature]()
@@ -362,7 +356,6 @@ def test_gradients_of_what_nobody_sees_are_zero_and_nothing_is_nan(feature):
             assert np.all(np.asarray(gradient["value"])[no_key] == 0)
 
 
-@QUICKLY
 def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
     for feature in ("lengths", "sinks alone"):
         given, options = FEATURES[feature]()
@@ -378,7 +371,6 @@ def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
 TRACED_SCALES = (0.3, -0.4, 0.0)
 
 
-@QUICKLY
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_traced_scale_is_differentiated_and_mapped(order):
     given = small()
@@ -426,7 +418,6 @@ HUGE = {
 }
 
 
-@QUICKLY
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [pytest.param(kind, cut, marks=cases.slow_unless(not cut or kind == "plain")) for kind in HUGE for cut in (False, True)],
@@ -481,7 +472,6 @@ def not_seen():
     return (np.arange(5)[:, None] < 4) & (np.arange(7) < 5) & np.ones((2, 1, 1, 1), bool)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("kind", "cut"),
@@ -567,7 +557,6 @@ EMPTY_ROWS = {
 }
 
 
-@QUICKLY
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -601,7 +590,6 @@ def test_fully_masked_rows_are_means_as_in_jax_nn(kind, dtype):
     np.testing.assert_array_equal(default[~empty], np.asarray(ours[0])[~empty])
 
 
-@QUICKLY
 def test_means_of_fully_masked_rows_know_no_dropout_and_leave_the_residual_and_sinks():
     given, _ = FEATURES["plain"]()
     mask = random((1, 4, 40, 56)) & (np.arange(40) % 3 != 0)[:, None]
@@ -653,7 +641,6 @@ SHARED = ["plain", "equal heads", "multi-query", "scale", "causal", "window", "w
 SHARED += ["mask (1,4,40,56)", "mask (2,4,40,1)", "bias (1,4,40,56)", "bias (2,1,40,56)"]
 
 
-@QUICKLY
 @pytest.mark.parametrize("feature", SHARED)
 def test_what_jax_nn_has_too_is_the_same(feature):
     given, options = FEATURES[feature]()
@@ -735,7 +722,6 @@ def test_dropout_keeps_what_it_always_kept():
     assert [dropout.dropped(rate) for rate in (0.0, 0.25, 1 - 2**-53)] == [0, 2**30, 2**32 - 1]
 
 
-@QUICKLY
 def test_dropout_is_reproducible_and_its_mean_is_attention():
     given, _ = FEATURES["plain"]()
     rates = functools.partial(attend, **given, dropout_rate=0.5)
@@ -853,7 +839,6 @@ def movable(dtype="float32"):
     return small(dtype) | {"bias": random((1, 4, 5, 7), "bias", dtype=dtype), "sinks": random((4,), "bias", dtype=dtype)}
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("cut", cases.quick(True, slow=[False]))
 def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
@@ -888,7 +873,6 @@ def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
     assert_close(jax.jit(pushed)(moving), curvature)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_out_alone_has_the_derivatives_that_it_has_beside_its_residual():
     moving = small("float64")
@@ -902,7 +886,6 @@ def test_out_alone_has_the_derivatives_that_it_has_beside_its_residual():
     oracle.assert_same_in_float64(alone, beside)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_each_tangent_alone_is_that_of_the_cotangent():
     moving = movable("float64")
@@ -919,7 +902,6 @@ def test_each_tangent_alone_is_that_of_the_cotangent():
         oracle.assert_same_in_float64((slope, alone), (np.vdot(gradient[name], t), gradient[name]))
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_jit_scan_checkpoint_and_linearize():
     moving = movable("float64")
@@ -994,7 +976,6 @@ def test_only_derivatives_name_what_they_save():
     assert names(jax.grad(loss_of(layer))) == [OUT, LSE]
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_a_checkpoint_that_saves_out_and_lse_runs_attention_once():
     args = layer_inputs("float64")
@@ -1023,7 +1004,6 @@ def test_a_loop_saves_out_and_lse_once():
     assert sorted(stacks) == sorted([(3, *x.shape)] * 2 + [(3, 2, 4, 6), (3, 2, 6, 4)])
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_checkpoints_in_vmap_and_in_higher_derivatives():
     x, w = layer_inputs("float64")
@@ -1072,7 +1052,6 @@ def hessian_vector(moving):
     return jax.jvp(jax.grad(everything), (moving,), (jax.tree.map(jnp.ones_like, moving),))[1]
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("f", "names"),
@@ -1093,7 +1072,6 @@ def test_vmap_with_each_operand_batched_or_not(f, names):
     oracle.assert_same_in_float64(actual, expected)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_vmap_of_what_is_not_differentiated():
     given, _ = FEATURES["plain"]("float64")
@@ -1123,7 +1101,6 @@ def test_vmap_of_what_is_not_differentiated():
         oracle.assert_same_in_float64(jax.vmap(f, in_axes=axes)(*mixed), np.stack(looped))
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)])
 @pytest.mark.parametrize("is_pulled", [False, True])
@@ -1154,7 +1131,6 @@ def test_vmap_of_a_linear_map_and_of_its_transpose(is_pulled, axes):
     oracle.assert_same_in_float64(actual, expected)
 
 
-@QUICKLY
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "tpu", "cuda")], ids=str)
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_export(platforms, symbolic):
@@ -1354,7 +1330,6 @@ def on_both_meshes(quick_on, *others):
     return [pytest.param(*others, kind, marks=cases.slow_unless(kind == quick_on)) for kind in both]
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("spec", "key_heads", "kind"),
@@ -1371,7 +1346,6 @@ def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, k
     check_mesh(spec, key_heads, kind)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @MESHES
 def test_tiles_stay_sharded(tiles, kind, monkeypatch):
@@ -1379,7 +1353,6 @@ def test_tiles_stay_sharded(tiles, kind, monkeypatch):
     check_mesh(SPECS[1], 2, kind)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("key_heads", "kind"), [(1, AxisType.Auto), (2, AxisType.Explicit)], ids=["auto", "explicit"])
 def test_an_implementation_gets_shards(local, key_heads, kind):
@@ -1417,7 +1390,6 @@ def run_on_mesh(given, mesh, specs):
 QUERY_SPECS = [P(None, ("data", "model")), P("data", "model"), P(None, "data", "model")]
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("spec", "in_tiles"),
@@ -1453,7 +1425,6 @@ def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
     assert "dense<128> : tensor<i32>" in texts[1]
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("shape", "shared", "kind"),
@@ -1492,7 +1463,6 @@ def test_eager_calls_keep_the_sharding(kind):
     oracle.assert_same_in_float64(out, expected)
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @MESHES
 def test_checkpoints_on_meshes(kind):
@@ -1522,7 +1492,6 @@ def test_checkpoints_on_meshes(kind):
     ],
     ids=str,
 )
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_inside_shard_map(check_vma, manual, cut, monkeypatch):
     if cut:
@@ -1684,7 +1653,6 @@ def test_lengths_and_segments_of_64_bits_are_whole():
         attend(q, k, k, query_segment_ids=ids, key_value_segment_ids=ids.astype(np.int32))
 
 
-@QUICKLY
 def test_lengths_of_unsigned_integers_do_not_wrap():
     given = arrays(length=5, keys=5)
     unsigned, signed = (

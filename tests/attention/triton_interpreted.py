@@ -24,7 +24,7 @@ from ..support.attention import oracle as attention_oracle
 from ..support.attention import values
 from ..support.attention.values import case, random
 
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 ran = []  # the kernels that ran, by name
 

@@ -11,7 +11,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "standard_promotion_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels", "standard_promotion_all")
 
 
 class Something:

@@ -10,7 +10,7 @@ import pytest
 
 import jaxsoftmax
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
 
 ENTRIES = 2
 RNG = np.random.default_rng(0)

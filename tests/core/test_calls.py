@@ -18,6 +18,8 @@ from jaxsoftmax.flax import attention_fn
 
 from ..support import cases
 
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 X = np.zeros((2, 3), np.float32)
 
 

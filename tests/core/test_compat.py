@@ -24,8 +24,6 @@ from jaxsoftmax.ops.softmax import mosaic
 from ..support import kernels, oracle
 from ..support.attention import oracle as attention_oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
 Q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
 

@@ -23,7 +23,7 @@ from jaxsoftmax.ops.softmax import _devices, primitive
 
 from ..support import kernels, oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
 
 FORWARD, BACKWARD = "softmax_forward_probe", "softmax_jacobian_probe"
 X = jax.ShapeDtypeStruct((2, 32, 128), jnp.float32)

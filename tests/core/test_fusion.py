@@ -18,6 +18,8 @@ from jaxsoftmax.ops.softmax import _devices, xla
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.meshes import collectives_of
 
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 B, F = jnp.bfloat16, jnp.float32
 
 

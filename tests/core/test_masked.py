@@ -11,7 +11,7 @@ import jaxsoftmax
 
 from ..support import cases, oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 SHAPE = (4, 6)
 RNG = np.random.default_rng(0)

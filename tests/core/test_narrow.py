@@ -15,7 +15,7 @@ from jaxsoftmax import online
 from ..support import cases, oracle
 from ..support.meshes import make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+pytestmark = pytest.mark.usefixtures("hollow_kernels", "x64")
 
 ROWS, CLASSES = 8, 64
 LABELS = np.arange(ROWS) * 7 % CLASSES

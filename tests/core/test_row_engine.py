@@ -16,8 +16,6 @@ from jaxsoftmax._gpu.rows.tile import each
 
 from ..support import cases, kernels, oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 
 def problem(x, *written):
     """The rows of a matrix `x`, and results as large as it."""

@@ -10,7 +10,7 @@ from jaxsoftmax.ops.attention import triton as attention
 from ..support import cases, kernels, triton_kernels
 from ..support.triton_ops import AXES, OPS, SIZES, WAYS, mapped, specs_of_results, stacked, with_gradient
 
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)

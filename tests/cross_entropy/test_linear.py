@@ -22,7 +22,8 @@ from ..support.cross_entropy.cases import ALL
 from ..support.cross_entropy.linear import CLASSES, HIDDEN, ROWS, WRT, by_parts, given, sharded_over, whole, with_gradients
 from ..support.meshes import COLLECTIVE, make_mesh, spec_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 X64 = pytest.mark.usefixtures("x64")
 
 

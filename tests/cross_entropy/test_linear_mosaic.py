@@ -20,8 +20,6 @@ from ..support import cases, kernels, oracle
 from ..support.cross_entropy import oracle as losses_oracle
 from ..support.meshes import COLLECTIVE, make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 NAME = "linear_cross_entropy_mosaic"
 # Rows, hidden size, classes and their axis: a tile, ragged ones, more tiles than blocks, and one row.
 SHAPES = [(130, 192, 264, 0), (200, 128, 576, 1), (129, 72, 259, 1), (1, 64, 8, 0), (128, 64, 256, 1), (131, 100, 513, 0)]

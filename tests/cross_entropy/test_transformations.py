@@ -19,7 +19,7 @@ from ..support import cases, kernels, oracle
 from ..support.cross_entropy.cases import ALL
 from ..support.meshes import COLLECTIVE, array, make_mesh, spec_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+pytestmark = pytest.mark.usefixtures("hollow_kernels", "x64")
 
 SHAPE = (3, 7)
 LABELS = np.array([0, 6, 2])

@@ -17,7 +17,7 @@ from ..support.cross_entropy.cases import ALL
 from ..support.cross_entropy.linear import by_parts, given, sharded_over, whole, with_gradients
 from ..support.meshes import collectives_of, make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all", "x64")
+pytestmark = pytest.mark.usefixtures("hollow_kernels", "x64")
 
 ROWS, CLASSES = 8, 64
 CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])

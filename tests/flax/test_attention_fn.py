@@ -23,10 +23,10 @@ from jaxsoftmax.ops.attention.primitive import SAVED_NAMES
 
 from ..support import cases, kernels, oracle
 
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 12, 9, 16, 4
 
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
 # The two APIs, of which each gives a module as a function of its parameters: `layer(attention_fn, **options)` is a pair of the
 # parameters and of `f(params, *inputs, **call)`, in which `dropout` is a key. With `sow_weights`, it returns what was sown too.

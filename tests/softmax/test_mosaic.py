@@ -36,8 +36,6 @@ from ..support import cases, kernels, oracle
 from ..support.meshes import collectives_of
 from ..support.meshes import hurtful as with_hurtful_parts
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 # The primitive that a kernel runs, and its operands before `where` and `scale`: x also stands for y, t for a cotangent, and
 # what belongs to rows are m, d, and c, logsumexp's cotangent.
 KERNELS = {

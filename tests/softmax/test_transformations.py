@@ -15,8 +15,6 @@ import jaxsoftmax
 
 from ..support import cases, oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 SHAPE = (3, 7)
 NAMES = pytest.mark.parametrize("name", cases.OPS)
 

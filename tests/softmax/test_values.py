@@ -13,7 +13,6 @@ import jaxsoftmax
 
 from ..support import cases, oracle
 
-QUICKLY = pytest.mark.usefixtures("compiled_quickly")  # where values are not what is new, or are compared in float64
 TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax, "logsumexp": oracle.logsumexp}
 
 
@@ -131,7 +130,6 @@ def test_tangents_and_cotangents_are_within_the_budget(implementation, name, sca
         assert oracle.error(cotangent(x, c if name == "logsumexp" else t_in), backward) <= 1, kind
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_gradient_of_scale(name):
@@ -166,7 +164,6 @@ EDGES = {
 }
 
 
-@QUICKLY
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # jax.nn casts -inf to integers
 @pytest.mark.parametrize(
     ("name", "edge"),
@@ -195,7 +192,6 @@ def assert_like_jax_nn(actual, expected, truth):
     assert oracle.error(actual, truth) <= 1
 
 
-@QUICKLY
 @pytest.mark.parametrize("name", cases.OPS)
 def test_edge_cases_of_where_are_those_of_jax_nn(name):
     x = np.array([[1.0, -np.inf, np.nan], [-np.inf, -np.inf, np.inf], [np.nan, 2.0, 3.0]], np.float32)
@@ -219,7 +215,6 @@ def test_integers_do_not_wrap():
     assert oracle.error(jaxsoftmax.softmax(x), oracle.softmax(x)) <= 1
 
 
-@QUICKLY
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("name", cases.OPS)
 def test_float8_is_computed_in_float32(name, dtype):
@@ -229,7 +224,6 @@ def test_float8_is_computed_in_float32(name, dtype):
     np.testing.assert_array_equal(y, getattr(jax.nn, name)(x.astype(jnp.float32), axis=-1).astype(dtype))
 
 
-@QUICKLY
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # jax.nn casts -inf to integers
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", cases.OPS)
@@ -246,7 +240,6 @@ def test_float64_is_computed_in_float64(name):
     assert getattr(jaxsoftmax, name)(np.arange(3)).dtype == of_jax_nn(name)(np.arange(3)).dtype
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_float64_result_of_float32(name):
@@ -257,7 +250,6 @@ def test_float64_result_of_float32(name):
     assert gradient.dtype == np.float32
 
 
-@QUICKLY
 @pytest.mark.usefixtures("x64")
 def test_logsumexp_with_factors_and_sign():
     rng = np.random.default_rng(0)
@@ -279,7 +271,6 @@ def test_logsumexp_with_factors_and_sign():
     assert oracle.error(half, oracle.Truth(truth.value + np.log(2), truth.budget + 8 * oracle.EPS)) <= 1
 
 
-@QUICKLY
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "complex64", "bool"])
 @pytest.mark.parametrize("factor", [None, 2.0, 2, np.float32(2), np.ones(3, np.int32), np.ones(3, np.complex64)], ids=repr)
 def test_dtypes_of_logsumexp_with_factors_are_those_of_jax_nn(dtype, factor):
@@ -293,7 +284,6 @@ def test_dtypes_of_logsumexp_with_factors_are_those_of_jax_nn(dtype, factor):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=few, atol=0), actual, expected)
 
 
-@QUICKLY
 @pytest.mark.parametrize("name", cases.OPS)
 def test_narrow_integers_become_floating(name):
     for dtype in (jnp.int4, jnp.uint4):

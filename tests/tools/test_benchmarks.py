@@ -44,7 +44,7 @@ from jaxsoftmax.ops.cross_entropy import _linear as linear
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
 
 CELLS = {cell.name: cell for cell in softmax.cells()}
 SWEEP = {cell.name: cell for cell in sweep.cells()}

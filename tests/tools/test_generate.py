@@ -21,7 +21,7 @@ from examples.axes import label_logarithmic
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate.py"
 SMALL = {"lengths": "9,12", "layers": 2, "width": 32, "heads": 4, "kv-heads": 2, "tokens": 4, "batch": 3, "only": "jax,flash"}
 
-pytestmark = pytest.mark.usefixtures("standard_promotion_all", "compiled_quickly_all")  # Flax promotes
+pytestmark = pytest.mark.usefixtures("standard_promotion_all")  # Flax promotes
 
 
 def arguments(out, **changes):

@@ -45,7 +45,6 @@ WITH_TOP_K = {
     "online_top_k": (1, 0, []),
 }
 SAFE = [name for name in LADDER if name not in ("naive", "on_chip")]
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
 
 LOWERED = [
     (1024, 131072, "float32"),

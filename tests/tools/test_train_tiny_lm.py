@@ -43,7 +43,7 @@ SMALL = {
 
 
 # optax corrects Adam's bias with float ** int32, which strict promotion refuses.
-pytestmark = pytest.mark.usefixtures("standard_promotion_all", "compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("standard_promotion_all")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ PASSES = ("forward", "forward+backward")
 APIS = {"nnx": False, "linen": True}
 
 
-pytestmark = pytest.mark.usefixtures("standard_promotion_all", "compiled_quickly_all")  # Flax promotes
+pytestmark = pytest.mark.usefixtures("standard_promotion_all")  # Flax promotes
 
 
 def arguments(out, *more, **changes):

@@ -26,6 +26,8 @@ from jaxsoftmax.ops.softmax import mosaic, xla
 
 from ..support import kernels, oracle
 
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
 COPY = 4e6  # bytes a microsecond, of the rows made up here

@@ -19,7 +19,7 @@ from ..support import cases, kernels
 from ..support.top_k.cases import plain_softmax_top_k
 from ..support.top_k.oracle import assert_same
 
-pytestmark = pytest.mark.usefixtures("x64", "compiled_quickly_all")
+pytestmark = pytest.mark.usefixtures("hollow_kernels", "x64")
 
 KEY = jax.random.key(3)
 KINDS = [AxisType.Auto, AxisType.Explicit]

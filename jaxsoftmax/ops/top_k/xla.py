@@ -146,10 +146,23 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
 def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p):
     """The indices of samples, `[*batch, 1]`, of scores in decreasing order, which are at these indices and have this noise."""
     kept = _kept(scores, inverse, top_k, top_p, min_p)
-    compared = jnp.where(kept, noisy(scores, noise_of_columns, inverse, noise), -jnp.inf)
-    is_largest = kept & ~(compared < jnp.max(compared, -1, keepdims=True))  # where that is NaN, too
-    # Of equal ones the lowest index, as where nothing is sorted: 0 is above -0 in the order of the bits alone.
-    return jnp.min(jnp.where(is_largest, indices, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
+    # An index has no derivative, and a reduction of a pair would want one of both.
+    compared = lax.stop_gradient(jnp.where(kept, noisy(scores, noise_of_columns, inverse, noise), -jnp.inf))
+    indices = jnp.where(kept, indices, jnp.iinfo(jnp.int32).max)
+
+    # One reduction of both: XLA computes what is compared anew, and may round it differently, wherever it is read. Compared
+    # with its own maximum no score of a row would be the largest then.
+    def larger(a, b):
+        (score_a, index_a), (score_b, index_b) = a, b
+        # Of equal ones the lowest index, as where nothing is sorted: 0 is above -0 in the order of the bits alone.
+        is_a = (score_a > score_b) | ((score_a == score_b) & (index_a < index_b))
+        return jnp.where(is_a, score_a, score_b), jnp.where(is_a, index_a, index_b)
+
+    is_nan = jnp.isnan(compared)  # where one is, they have no order, and the lowest index of those kept is drawn
+    operands = jnp.broadcast_arrays(jnp.where(is_nan, -jnp.inf, compared), indices)
+    initial = jnp.asarray(-jnp.inf, compared.dtype), jnp.asarray(jnp.iinfo(jnp.int32).max, jnp.int32)
+    index = lax.reduce(tuple(operands), initial, larger, (compared.ndim - 1,))[1][..., None]
+    return jnp.where(jnp.any(is_nan, -1, keepdims=True), jnp.min(indices, -1, keepdims=True), index)
 
 
 def noisy(scores, noise_of_columns, inverse, noise):
