@@ -17,7 +17,6 @@ from jaxsoftmax import online
 from ..support import cases, kernels, oracle
 from ..support.meshes import array, collectives_of, hurtful, make_mesh, spec_of
 
-
 X64 = pytest.mark.usefixtures("x64")
 
 NAMES = pytest.mark.parametrize("name", cases.OPS)
