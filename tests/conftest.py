@@ -41,7 +41,7 @@ def compile_quickly() -> None:
 
 
 def has_gpu() -> bool:
-    """Whether JAX sees an NVIDIA GPU."""
+    """Says whether JAX sees an NVIDIA GPU."""
     return jax.default_backend() == "gpu"
 
 
@@ -88,7 +88,7 @@ def gpu():
 
 @pytest.fixture
 def choices(monkeypatch):
-    """Which implementation runs does not depend on what it does: kernels are replaced by the reference, which lowers faster."""
+    """Replaces kernels by the reference, which lowers faster: the choice of an implementation does not depend on what it does."""
     monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
     monkeypatch.setattr(
         mosaic,
@@ -101,7 +101,7 @@ def choices(monkeypatch):
 
 @pytest.fixture
 def hollow_kernels():
-    """Kernels are lowered without what is in them, for a test of which there are."""
+    """Lowers kernels without what is in them, for a test that asks only which kernels there are."""
     with kernels.hollow():
         yield
 
@@ -115,7 +115,7 @@ def x64():
 
 @pytest.fixture
 def optimised():
-    """XLA leaves out no more than the emitters, for a test of what it makes of a program."""
+    """Lets XLA optimise, for a test whose budget or program needs it."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -128,7 +128,7 @@ def promoting():
         yield
 
 
-# Of a test, and of all of a module, whose own fixtures need it too.
+# For a test, and for a whole module, whose own fixtures need it too.
 standard_promotion = pytest.fixture(promoting, name="standard_promotion")
 standard_promotion_all = pytest.fixture(promoting, scope="module", name="standard_promotion_all")
 

@@ -50,7 +50,7 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
 
 
 class Local(types.ModuleType):
-    """The reference of an op under another name, which notes the shapes of what it is lowered for."""
+    """The reference of an op under another name, which notes the shapes of its operands where it is lowered."""
 
     def __init__(self, reference):
         super().__init__("local")
@@ -119,7 +119,7 @@ def sizes(text, *kinds):
 
 
 def with_modules(f: Callable[..., Any], *avals: Any, see: Callable[[Any], Any]) -> list[Any]:
-    """What `see` gives of the lowered module of each Mosaic kernel of `f(*avals)`."""
+    """Returns `see(module)` for the lowered module of each Mosaic kernel of `f(*avals)`."""
     found, lower = [], core.lower_mgpu_module
 
     def noted(module, *args, **options):
@@ -260,7 +260,7 @@ def without_triton() -> Iterator[None]:
 
 
 def missing(major: int) -> str | None:
-    """What a test lacks that runs kernels for compute capability `major`.x: the reason to skip it, or None."""
+    """Returns the reason to skip a test that runs kernels for compute capability `major`.x, or None."""
     try:
         capability = jax.devices("cuda")[0].compute_capability
     except RuntimeError:
