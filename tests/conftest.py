@@ -88,7 +88,7 @@ def gpu():
 
 @pytest.fixture
 def choices(monkeypatch):
-    """Replaces kernels by the reference, which lowers faster: the choice of an implementation does not depend on what it does."""
+    """Replaces kernels by the reference, which lowers faster: which implementation is chosen does not depend on it."""
     monkeypatch.setattr(mosaic, "dot_product_attention", lambda target, **given: xla.dot_product_attention(**given))
     monkeypatch.setattr(
         mosaic,
