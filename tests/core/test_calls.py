@@ -1,9 +1,8 @@
-"""What a call costs, and what a wrong one says."""
+"""What a wrong call says, and what an import and an eager call do no more often than they have to."""
 
 import functools
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -292,26 +291,6 @@ def test_compilations_would_be_seen():
     assert [message for message in compiled if "softmax" in message]
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 0.5}], ids=cases.ident)
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_an_eager_call_costs_at_most_half_more_than_with_jax_nn_softmax(name, options):
-    x = jnp.ones((4, 16), jnp.float32)
-    ours = functools.partial(getattr(jaxsoftmax, name), **options)
-    theirs = (lambda x: jax.nn.softmax(options["scale"] * x)) if options else jax.nn.softmax
-
-    def seconds(f):
-        start = time.perf_counter()
-        for _ in range(20):
-            f(x)
-        return time.perf_counter() - start
-
-    for f in (ours, theirs):
-        jax.block_until_ready(f(x))
-    # In turns, so that a machine that is slower for a while is so for both.
-    best = [min(times) for times in zip(*([seconds(f) for f in (ours, theirs)] for _ in range(60)), strict=True)]
-    assert best[0] <= 1.5 * best[1]
-
-
 def test_what_turns_into_an_array_is_one():
     class Parameter:
         dtype = np.dtype(np.float32)
@@ -322,20 +301,11 @@ def test_what_turns_into_an_array_is_one():
     np.testing.assert_array_equal(jaxsoftmax.softmax(Parameter()), jaxsoftmax.softmax(np.arange(3, dtype=np.float32)))
 
 
-def test_import_adds_little_to_that_of_jax():
-    script = (
-        "import time, jax; start = time.perf_counter(); import jaxsoftmax; print(time.perf_counter() - start);"
-        "import sys; print([m for m in ('flax', 'triton', 'jax_triton', 'jax.experimental.mosaic') if m in sys.modules])"
-    )
-    found = []
-    for _ in range(5):  # a machine may be busy for a while
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        seconds, modules, _ = run.stdout.split("\n")
-        assert modules == "[]"
-        found.append(float(seconds))
-        if found[-1] <= 0.3:
-            break
-    assert min(found) <= 0.3
+def test_import_loads_no_module_that_only_some_calls_need():
+    lazy = ("flax", "triton", "jax_triton", "jax.experimental.mosaic")
+    script = f"import jaxsoftmax, sys; print([name for name in {lazy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
 
 
 def test_public_names_have_docstrings():

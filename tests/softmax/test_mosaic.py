@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -479,6 +478,30 @@ def test_a_scale_for_each_row_lowers_to_a_kernel(name):
     kernels.lowered_for_cuda(f, x, scale, kernels=NAMES[name][:1])
     both = jax.vmap(lambda x, scale, c: jax.vjp(lambda x: OPS[name](x, scale=scale), x)[1](c))
     kernels.lowered_for_cuda(both, x, scale, x, kernels=NAMES[name][::2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "masked"),
+    [
+        ((6, 776), "float32", False),
+        ((6, 905), "bfloat16", True),
+        ((6, 6152), "float32", False),
+        ((6, 32760), "bfloat16", False),
+        ((6, 32761), "float32", True),
+        ((6, 151937), "bfloat16", False),
+        ((6, 262120), "float32", True),
+    ],
+    ids=str,
+)
+def test_no_width_has_a_long_program(shape, dtype, masked):
+    """The text of both passes takes 0.08 to 0.28 MB. A first call takes longer with what is unrolled, most of it in ptxas."""
+    x, where = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, bool) if masked else None
+
+    def value_and_grad(x, c, where):
+        y, vjp = jax.vjp(lambda x: jaxsoftmax.softmax(x, where=where, implementation="mosaic"), x)
+        return y, vjp(c)[0]
+
+    assert len(jax.jit(value_and_grad).trace(x, x, where).lower(lowering_platforms=("cuda",)).as_text()) < 400_000
 
 
 # Refused, in words.
@@ -1427,35 +1450,6 @@ def test_native_kernels_index_more_than_2_to_the_31_elements(rows, cols):
     assert len({row.tobytes() for row in x}) == len(x)
     assert oracle.error(y, oracle.softmax(x)) <= 1
     assert oracle.error(dx, oracle.softmax_derivative(x, c, saved="bfloat16")) <= 1
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "masked"),
-    [
-        ((6, 776), "float32", False),
-        ((6, 905), "bfloat16", True),
-        ((6, 6152), "float32", False),
-        ((6, 32760), "bfloat16", False),
-        ((6, 32761), "float32", True),
-        ((6, 151937), "bfloat16", False),
-        ((6, 262120), "float32", True),
-    ],
-    ids=str,
-)
-def test_a_first_call_takes_at_most_two_seconds(shape, dtype, masked):
-    x, c = (jnp.asarray(some(shape, dtype, seed)) for seed in (0, 1))
-    where = jnp.ones(shape, bool) if masked else None
-    jax.block_until_ready((x, c, where))
-
-    def value_and_grad(x, c, where):
-        y, vjp = jax.vjp(lambda x: jaxsoftmax.softmax(x, where=where, implementation="mosaic"), x)
-        return y, vjp(c)[0]
-
-    start = time.perf_counter()
-    jax.block_until_ready(jax.jit(value_and_grad)(x, c, where))
-    assert time.perf_counter() - start <= 2
 
 
 # A few rows of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -566,10 +565,8 @@ def test_bad_options_are_refused(example, capsys, option, value, named):
 def test_default_run():
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])  # the package may not be installed
     env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    began = time.monotonic()
     done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - began < 60
 
 
 # On a GPU.

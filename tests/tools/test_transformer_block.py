@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -263,13 +262,11 @@ def test_default_run(tmp_path, more):
     # The package may not be installed, only in the folder where the tests run; and most of a GPU is taken by these tests.
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    began = time.monotonic()
     command = [sys.executable, SCRIPT, *more]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(rows(tmp_path / "runs/transformer_block/cost.csv")) == 3 * len(WAYS) * len(PASSES)
-    assert time.monotonic() - began < 120  # of two cores that run other tests too; alone it is well under a minute
 
 
 def test_without_a_cpu_float64_is_refused(example, tmp_path, capsys, monkeypatch):
