@@ -12,6 +12,8 @@ python -m benchmarks reference             likewise, the reference, which runs w
                                            CPU too, results/cpu-<its name>/xla
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run; without a GPU how long
                                            they take to lower for CUDA, results/cpu
+python -m benchmarks host                  likewise, what an import and eager calls cost in Python; without a GPU
+                                           results/cpu-<its name>
 python -m benchmarks sharded               likewise, calls on arrays that are sharded over all GPUs of the host, beside one of
                                            them; results/<gpu>x<count>/sharded.csv, as in h200x2
 python -m benchmarks sharded_rows          likewise, softmax of rows that GPUs share, in each way in which they can
@@ -42,6 +44,7 @@ from benchmarks import (
     decoding,
     first_call,
     harness,
+    host,
     linear_cross_entropy,
     links,
     plot,
@@ -66,6 +69,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "top_k": top_k.cells,
     "reference": reference.cells,
     "first_call": first_call.cells,
+    "host": host.cells,
     "sharded": sharded.cells,
     "sharded_rows": sharded.row_cells,
     "links": links.cells,
@@ -74,6 +78,7 @@ ROUNDS = {"sharded_rows": 60}  # of suites whose calls are so short that a host'
 ON_SEVERAL = frozenset({"sharded", "sharded_rows", "links"})  # suites that are measured on all GPUs; the others take one
 WITHOUT_TURNS = {  # suites that cannot be measured against another checkout, and why
     "first_call": "starts a process for each measurement",
+    "host": "starts a process for each import",
     "links": "measures nothing of ours",
 }
 
@@ -215,6 +220,8 @@ def _measure(options: argparse.Namespace, cells: list[Cell]) -> int:
 
     if options.suite == "first_call":
         problems, left_out = first_call.measure(cells, gpu, commit, write, peers=options.peers), []
+    elif options.suite == "host":
+        problems, left_out = host.measure(cells, gpu, commit, write, peers=options.peers)
     else:
         run = harness.Run(gpu, commit, write, peers=options.peers, **timing)
         run.measure(cells)
@@ -240,6 +247,8 @@ def _on_this_machine(options: argparse.Namespace, cells: list[Cell]) -> tuple[st
     gpu = harness.gpu_name()
     if gpu is None and options.suite == "first_call":
         gpu, cells = first_call.WITHOUT_A_GPU, first_call.on(first_call.WITHOUT_A_GPU, cells)
+    if gpu is None and options.suite == "host":
+        gpu = reference.machine()
     timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
     if options.suite in ROUNDS:
         timing["effort"] = harness.Effort(ROUNDS[options.suite])

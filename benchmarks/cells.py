@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxsoftmax
 
-OURS = "ours"  # the row that it becomes names the implementation that ran
+OURS = "ours"  # the row that it becomes names the implementation that ran, if one did
 ONE = "one device"  # ours on one device, in a cell that is measured on several
 IMPLEMENTATIONS = frozenset({"mosaic", "triton", "xla"})  # the names of rows that are ours
 YARDSTICKS = frozenset({"copy", "sum", "products"})  # measured for their speed: their rows have no error
@@ -57,7 +57,7 @@ class Contender:
 
     Attributes:
       name: `OURS` or that of the peer. Contenders of one name are variants, of which the fastest is recorded.
-      build: makes the measured function; one of JAX is jitted afterwards.
+      build: makes the measured function; one of JAX is jitted afterwards, unless the cell says otherwise.
       prepare: turns a cell's inputs into the function's arguments, outside of what is measured.
       framework: whose function it is.
       needs: the modules that must be installed.
@@ -115,6 +115,7 @@ class Cell:
         with which the first entries of its result are compared.
       repeatable: whether ours must give the same bits each time.
       program: whether it is measured as a program of many kernels: by the wall clock, with copies and gaps, and its memory.
+      jitted: whether functions are jitted; otherwise they are called as they are, and of a `program` the memory is not known.
       calls: how many calls of the op the function of a contender makes; times are those of one of them.
     """
 
@@ -134,6 +135,7 @@ class Cell:
     fewer: Callable[[Sequence[Any], Any], list[tuple[str, tuple[Any, ...], Any]]] | None = None
     repeatable: bool = True
     program: bool = False
+    jitted: bool = True
     calls: int = 1
 
     @property

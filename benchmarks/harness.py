@@ -41,7 +41,7 @@ class Effort:
     turn: float = 0
 
     def buffers(self, cell: Cell) -> int:
-        if cell.pass_ == FIRST_CALL or cell.devices > 1:  # whose calls follow on one another
+        if cell.pass_ == FIRST_CALL or cell.devices > 1 or not cell.jitted:  # whose calls follow on one another
             return 1
         return max(1, min(self.most_buffers, math.ceil(self.cache / cell.bytes)))
 
@@ -177,7 +177,7 @@ class Run:
             jax.clear_caches()
         start = time.perf_counter()
         function = contender.build()
-        if contender.framework == "jax":
+        if contender.framework == "jax" and cell.jitted:
             function = jax.jit(function)
             with contender.context():
                 lowered = function.lower(*arguments[0]) if cell.program else None
@@ -217,7 +217,7 @@ class Run:
         if found:
             return self._leave_out(cell, contender, "; ".join(found))
         recorded = None if contender.name in YARDSTICKS else error
-        is_one_call = cell.program and cell.calls == 1
+        is_one_call = cell.program and cell.jitted and cell.calls == 1
         temporaries = _temporaries(contender.framework, function, arguments[0]) if is_one_call else None
         return Entrant(contender, function, arguments, implementation, recorded, times, temporaries)
 

@@ -43,8 +43,8 @@ class Row(Origin):
 
     Attributes:
       op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
-        `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock.
-      implementation: what ran, ours or a peer.
+        `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock. Suites may have more.
+      implementation: what ran, ours or a peer; `ours` of an import, which runs none.
       us: microseconds; of all kernels of a call, the median of five rounds; of programs, and on several devices, on the wall
         clock.
       bytes: those that have to be read and written; 0 where they do not matter.

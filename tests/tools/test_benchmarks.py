@@ -26,6 +26,7 @@ from benchmarks import (
     decoding,
     first_call,
     harness,
+    host,
     linear_cross_entropy,
     links,
     plot,
@@ -56,6 +57,7 @@ LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 REFERENCE = {cell.name: cell for cell in reference.cells()}
+HOST = {cell.name: cell for cell in host.cells()}
 SHARDED = {cell.name: cell for cell in sharded.cells()}
 QUICK = harness.Effort(rounds=1, calls=1, cache=0)
 GPU = "NVIDIA H200"
@@ -695,9 +697,9 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys, monkeypatch):
 # Measuring.
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    """Sets the implementation that ours runs on."""
+    """Sets the implementation that ours runs on, for this test: a command line sets it for a process."""
     monkeypatch.setattr(library, "implementation", None)  # and back to it
     return functools.partial(setattr, library, "implementation")
 
@@ -1880,6 +1882,52 @@ def test_each_program_of_first_calls_takes_its_inputs_in_batches_of_any_size():
             assert [kind.shape[0] for kind in large[:batched]] == [2 * kind.shape[0] for kind in small[:batched]]
             assert large[batched:] == small[batched:]
             jax.eval_shape(contender.build(), *large)
+
+
+@pytest.mark.parametrize(("seconds", "ratio", "missed"), [(0.29, 1.4, 0), (0.31, 1.4, 1), (0.29, 1.6, 4)])
+def test_imports_and_eager_calls_are_measured_and_held_to_bars(tmp_path, capsys, seconds, ratio, missed):
+    rows, imports = [], iter([9.0, *[seconds] * (host.PROCESSES - 2), 0.1])
+    options = {"effort": QUICK, "importing": lambda: {OURS: next(imports), "jax": 0.6}, "say": lambda line: None}
+    assert host.measure(host.cells(), GPU, "abc1234", rows.append, **options) == ([], [])
+    assert {name_of(row) for row in rows} == set(HOST)
+    assert [(row.implementation, row.us) for row in rows[:2]] == [(OURS, 1e6 * seconds), ("jax", 0.6e6)]
+    assert all(0 < row.error <= 1 and bars.is_ours(row) == (row.implementation == "xla") for row in rows[2:])
+    times = [row.us if row.pass_ == "import" else ratio if bars.is_ours(row) else 1.0 for row in rows]
+    written(tmp_path, [dataclasses.replace(row, us=us) for row, us in zip(rows, times, strict=True)], "host")
+    assert main(["host", "--check", "--out", str(tmp_path)]) == (1 if missed else 0)
+    assert f"{missed} of 5 bars missed" in capsys.readouterr().out
+
+
+def test_eager_calls_are_not_jitted():
+    seen, cell = [], HOST["softmax eager float32 4x16"]
+
+    def watched(x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return jax.nn.softmax(x)
+
+    run, rows, _ = measured(dataclasses.replace(cell, contenders=(cell.contenders[0], Contender("jax.nn", lambda: watched))))
+    assert not run.problems
+    assert [row.temporaries for row in rows] == [None, None]
+    assert seen
+    assert not any(seen)
+
+
+def test_imports_take_time():
+    found = host.import_seconds()
+    assert set(found) == {OURS, "jax"}
+    assert min(found.values()) > 0
+
+
+def test_an_import_is_of_no_implementation(asked_for):
+    asked_for("xla")
+    assert host.measure([HOST["jaxsoftmax import"]], GPU, "abc", pytest.fail, importing=pytest.fail) == ([], [])
+
+
+def test_imports_and_eager_calls_have_the_folder_of_the_processor(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "gpu_name", lambda: None)
+    assert main(["host", "--only", "softmax eager .*16$", "--peers", "jax.nn", "--commit", "abc", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("cpu*/host.csv")
+    assert [row.implementation for row in results.read(path)] == ["xla", "jax.nn"] * 2
 
 
 def test_plots_are_drawn(tmp_path, capsys):
