@@ -115,7 +115,7 @@ def programs():
     with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):
         f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
-        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, True
+        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, False
     yield from programs_of_losses_and_samples()
     if call.unsupported(HOPPER) is None:
         yield from programs_of_triton(qkv)

@@ -141,7 +141,7 @@ calls = {
 options = [{}, {"implementation": "xla"}]
 for name, (f, operand) in calls.items():
     for option in options:
-        jax.grad(lambda operand: jnp.sum(f(operand, **option)))(operand)
+        jax.jit(jax.grad(lambda operand: jnp.sum(f(operand, **option)))).lower(operand)
     kernels_only = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxsoftmax._gpu.", "jaxsoftmax._triton.")
     loaded = [module for module in sys.modules if module.startswith(kernels_only)]
     print(name, *loaded)
