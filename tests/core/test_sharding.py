@@ -31,23 +31,31 @@ def value_and_gradient(name, **options):
     return lambda x, *args: (f(x, *args), jax.grad(lambda x: jnp.sum(jnp.sin(f(x, *args))))(x))
 
 
+def of_every_op(x, **options):
+    """Values and gradients by name."""
+    return {name: value_and_gradient(name, **options)(x) for name in cases.OPS}
+
+
+# On one device.
+plainly = jax.jit(of_every_op)
+
+
 @MESHES
-@NAMES
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(("data", "model")), P(None, "data")], ids=str)
 @X64
-def test_batch_axes_stay_sharded_and_nothing_is_gathered(name, kind, spec):
+def test_batch_axes_stay_sharded_and_nothing_is_gathered(kind, spec):
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         x, sharded = array((8, 8, 33), spec, mesh)
-        f = jax.jit(value_and_gradient(name))
-        compiled = f.lower(sharded).compile()
+        compiled = jax.jit(of_every_op).lower(sharded).compile()
         for collective in ("all-gather", "all-to-all", "collective-permute"):
             assert collective not in compiled.as_text()
-        y, gradient = compiled(sharded)
+        results = compiled(sharded)
         padded = (*spec, *(None,) * (3 - len(spec)))
-        assert spec_of(y, y.ndim) == padded[: y.ndim]
-        assert spec_of(gradient, 3) == padded
-    oracle.assert_same_in_float64((y, gradient), value_and_gradient(name)(x))
+        for name, (y, gradient) in results.items():
+            assert spec_of(y, y.ndim) == padded[: y.ndim], name
+            assert spec_of(gradient, 3) == padded, name
+    oracle.assert_same_in_float64(results, plainly(x))
 
 
 @MESHES
@@ -61,25 +69,34 @@ def test_sharded_softmax_axis_is_not_gathered(name, kind):
         assert "all-gather" not in compiled.as_text()
         assert "all-reduce" in compiled.as_text()
         actual = compiled(sharded)
-    oracle.assert_same_in_float64(actual, value_and_gradient(name)(x))
+    oracle.assert_same_in_float64(actual, plainly(x)[name])
 
 
 ROWS, TOTALS = ["all-gather"], ["all-reduce"]  # the states of rows, and a sum of each
 FORWARD = {"softmax": (ROWS, TOTALS), "log_softmax": (ROWS, TOTALS), "logsumexp": (ROWS, [])}
 
 
-@NAMES
-@pytest.mark.parametrize(
-    ("kind", "spec", "cols"),
-    [
-        *itertools.product([AxisType.Auto, AxisType.Explicit], [P("data", "model"), P(None, ("data", "model"))], [64]),
-        # JAX shards explicit axes evenly.
-        pytest.param(AxisType.Auto, P(None, ("data", "model")), 61, id="uneven"),
-        pytest.param(AxisType.Auto, P("data", "model"), 61, id="uneven, two axes", marks=pytest.mark.slow),
-        pytest.param(AxisType.Auto, P(None, ("data", "model")), 3, id="shards of padding alone", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"scale": -0.7, "where": ...}], ids=["plain", "scale and where"])
+# Ways to shard rows: a kind of mesh, a spec and the columns. JAX shards explicit axes evenly.
+SPREAD = {
+    "auto": (AxisType.Auto, P("data", "model"), 64),
+    "auto, both axes": (AxisType.Auto, P(None, ("data", "model")), 64),
+    "explicit": (AxisType.Explicit, P("data", "model"), 64),
+    "explicit, both axes": (AxisType.Explicit, P(None, ("data", "model")), 64),
+    "uneven": (AxisType.Auto, P(None, ("data", "model")), 61),
+    "uneven, two axes": (AxisType.Auto, P("data", "model"), 61),
+    "shards of padding alone": (AxisType.Auto, P(None, ("data", "model")), 3),
+}
+
+
+def each_way_to_shard_rows():
+    """Each op with each of them and each of two options; by default the first five, with one of the options in turn."""
+    options = {"plain": {}, "scale and where": {"scale": -0.7, "where": ...}}
+    for (i, name), (j, way), (k, option) in itertools.product(*map(enumerate, (cases.OPS, SPREAD, options))):
+        marks = cases.slow_unless(j < 5 and (i + j + k) % 2 == 0)
+        yield pytest.param(name, *SPREAD[way], options[option], id=f"{name}, {way}, {option}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "kind", "spec", "cols", "options"), list(each_way_to_shard_rows()))
 @X64
 def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, kind, spec, cols, options):
     mesh, x = make_mesh(kind), hurtful((8, 64))[:, :cols]
@@ -120,8 +137,11 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
     assert -(-cols // shards) in widths
     assert kind == AxisType.Auto or len(widths) == 1  # there it is traced for whole arrays first
     first, then = FORWARD[name]
-    for (f, actual, collectives, size), expected in zip(results, (first, first + then, first + TOTALS), strict=True):
-        oracle.assert_same_in_float64(actual, f(x, t, lambda x, spec: x))
+    truths = jax.jit(lambda x, t: [f(x, t, lambda x, spec: x) for f, *_ in results])(x, t)
+    for (_, actual, collectives, size), truth, expected in zip(
+        results, truths, (first, first + then, first + TOTALS), strict=True
+    ):
+        oracle.assert_same_in_float64(actual, truth)
         if cols == 64:
             assert sorted(collectives) == sorted(expected)
         assert size <= 2 * shards * len(x)
@@ -161,6 +181,7 @@ def test_kernels_of_several_devices_share_rows_where_mosaic_can_reach_the_others
     assert ("stablehlo.all_gather" in text) != (ran == SHARED)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_kernel"),
     [
@@ -182,6 +203,7 @@ def test_four_devices_share_many_rows_where_each_has_two_kilobytes_of_one(shape,
     assert ("2 KiB if there are more than 16384 rows" in str(explanation)) != is_kernel
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize("shape", [(8192, 2, 8192), (8192, 16384, 1)], ids=str)
 def test_a_part_of_rows_along_several_axes_is_as_long_as_all_of_them(shape):
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("model",), axis_types=(AxisType.Explicit,))
@@ -225,7 +247,7 @@ def test_in_a_shard_map_axis_name_says_what_rows_are_sharded_over(name, check_vm
     assert {shapes[0][-1] for shapes in local.shapes} == {64 // (2 if len(manual) == 1 else 8)}
     if check_vma or len(manual) == 2:  # else JAX adds up gradients over the axis that shards nothing
         assert collectives_of(compiled)[1] <= 2 * 8 * len(x)
-    oracle.assert_same_in_float64(results, everything(lambda x, where: op(x, where=where))(x, t))
+    oracle.assert_same_in_float64(results, jax.jit(everything(lambda x, where: op(x, where=where)))(x, t))
 
 
 def test_errors_of_axis_name():
@@ -257,13 +279,14 @@ def test_masks_of_other_shardings(name, kind):
     where[..., 0] = True
     with jax.set_mesh(mesh):
         x, sharded = array((8, 8, 33), P("data", "model"), mesh)
+        f = jax.jit(lambda x, where: value_and_gradient(name, where=where)(x))
+        y, gradient = f(x, where)
         for spec in (P(), P(None, "model")):
             mask = jax.device_put(where, NamedSharding(mesh, spec))
-            f = jax.jit(lambda x, where: value_and_gradient(name, where=where)(x))
-            assert "all-gather" not in f.lower(sharded, mask).compile().as_text()
-            actual = f(sharded, mask)
+            compiled = f.lower(sharded, mask).compile()
+            assert "all-gather" not in compiled.as_text()
+            actual = compiled(sharded, mask)
             assert spec_of(actual[1], 3) == ("data", "model", None)
-            y, gradient = value_and_gradient(name, where=where)(x)
             oracle.assert_same_in_float64((actual[0], np.where(where, actual[1], 0)), (y, np.where(where, gradient, 0)))
 
 
@@ -285,11 +308,11 @@ def test_operands_of_unlike_shardings(name, kind):
 
         rows = jax.vmap(jax.grad(lambda row: jnp.sum(jnp.sin(getattr(jaxsoftmax, name)(row, axis=-1)))))
         hessians = jax.vmap(jax.vmap(jax.hessian(lambda row: jnp.sum(jnp.sin(getattr(jaxsoftmax, name)(row, axis=-1))))))
-        results = [jax.jit(f)(sharded) for f in (masked, constant_tangent, rows, hessians)]
-        for f in (masked, rows):
-            assert "all-gather" not in jax.jit(f).lower(sharded).compile().as_text()
-    for actual, f in zip(results, (masked, constant_tangent, rows, hessians), strict=True):
-        oracle.assert_same_in_float64(actual, f(x))
+        unmixed, others = (lambda x: (masked(x), rows(x))), (lambda x: (constant_tangent(x), hessians(x)))
+        compiled = jax.jit(unmixed).lower(sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        results = compiled(sharded), jax.jit(others)(sharded)
+    oracle.assert_same_in_float64(results, jax.jit(lambda x: (unmixed(x), others(x)))(x))
 
 
 @MESHES
@@ -311,20 +334,20 @@ def test_eager_calls_and_vmap_keep_the_sharding(name, kind):
         oracle.assert_same_in_float64(actual, expected)
 
 
-@NAMES
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("manual", [("data", "model"), ("data",)], ids=str)
 @X64
-def test_inside_shard_map(name, check_vma, manual):
+def test_inside_shard_map(check_vma, manual):
     mesh = make_mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
         x, sharded = array((8, 8, 33), P("data"), mesh)
         where = np.random.default_rng(1).random((1, 8, 33)) < 0.7  # replicated: it does not vary as x does
         where[..., 0] = True
-        local = lambda x: value_and_gradient(name, where=where)(x)  # noqa: E731
-        f = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), axis_names=set(manual), check_vma=check_vma))
-        assert "all-gather" not in f.lower(sharded).compile().as_text()
-        oracle.assert_same_in_float64(f(sharded), local(x))
+        local = functools.partial(of_every_op, where=where)
+        f = jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), axis_names=set(manual), check_vma=check_vma)
+        compiled = jax.jit(f).lower(sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        oracle.assert_same_in_float64(compiled(sharded), jax.jit(local)(x))
 
 
 @X64
@@ -508,16 +531,9 @@ def cotangent_of(result):
     return jnp.isfinite(result).astype(result.dtype)
 
 
-SELDOM = {
-    "paged_attention",
-    "log_softmax",
-    "cross_entropy of probabilities",
-    "attention with dropout",
-    "attention_fn",
-    "quantize",
-    "softmax_top_k",
-    "online",
-}
+# What runs by default: eagerly, where each step compiles by itself, or compiled as a whole.
+EAGER = {"softmax", "cross_entropy", "attention to a sequence", "top_k"}
+JITTED = {"logsumexp", "linear_cross_entropy", "attention", "update_pages", "categorical"}
 
 
 @pytest.mark.parametrize(
@@ -530,7 +546,7 @@ SELDOM = {
         for kinds, jitted in itertools.product(
             [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2], [False, True]
         )
-        for marks in [() if AxisType.Auto not in kinds and not jitted and name not in SELDOM else pytest.mark.slow]
+        for marks in [cases.slow_unless(AxisType.Auto not in kinds and name in (JITTED if jitted else EAGER))]
     ],
 )
 @X64
@@ -586,21 +602,28 @@ def assert_close(actual, expected):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-7)
 
 
+BY_DEFAULT = {
+    ("linear_cross_entropy of each row", (AxisType.Explicit,) * 2),
+    ("paged_attention", MIXED[0]),
+    ("logsumexp", MIXED[1]),
+}
+
+
 @pytest.mark.parametrize(
     ("kinds", "name"),
     [
         pytest.param(kinds, name, id=f"{name}, {kinds[0].name}, {kinds[1].name}", marks=marks)
         for name, kinds in itertools.product(PLACED, [(AxisType.Explicit,) * 2, *MIXED])
         if PLACED[name][2] and (name, kinds) != ("attention to a sequence", MIXED[1])  # which has no result there
-        for marks in [() if name in ("linear_cross_entropy of each row", "paged_attention") else pytest.mark.slow]
+        for marks in [() if (name, kinds) in BY_DEFAULT else pytest.mark.slow]
     ],
 )
 @X64
 def test_cotangents_need_not_be_placed_on_the_mesh(name, kinds):
-    plain, placed = plain_and_placed(kinds, name)
-    results, pull = jax.vjp(*plain)
-    cotangents = jax.tree.map(off_the_mesh, results)
-    assert_close(jax.vjp(*placed)[1](cotangents), pull(cotangents))
+    (f, moving), placed = plain_and_placed(kinds, name)
+    cotangents = jax.tree.map(off_the_mesh, jax.eval_shape(f, moving))
+    expected = jax.jit(lambda moving, cotangents: jax.vjp(f, moving)[1](cotangents))(moving, cotangents)
+    assert_close(jax.vjp(*placed)[1](cotangents), expected)
 
 
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, *MIXED], ids=["explicit", "explicit, auto", "auto, explicit"])
@@ -616,4 +639,5 @@ def test_cotangents_need_not_be_placed_on_the_mesh(name, kinds):
 def test_tangents_need_not_be_placed_on_the_mesh_where_a_derivative_is_linearized(name, kinds):
     plain, placed = plain_and_placed(kinds, name)
     tangents = {operand: off_the_mesh(array) for operand, array in plain[1].items()}
-    assert_close(jax.linearize(*placed)[1](tangents), jax.jvp(plain[0], (plain[1],), (tangents,))[1])
+    expected = jax.jit(lambda moving, tangents: jax.jvp(plain[0], (moving,), (tangents,))[1])(plain[1], tangents)
+    assert_close(jax.linearize(*placed)[1](tangents), expected)
