@@ -21,12 +21,16 @@ from jaxsoftmax.ops.attention.mosaic import decode, forward
 from jaxsoftmax.ops.attention.mosaic.forward_plan import Plan
 from jaxsoftmax.ops.attention.mosaic.operands import HOST
 
-from ..support import kernels
+from ..support import cases, kernels
 from ..support.attention import lowering, values
 from ..support.attention.played import play
 
 brute_force = settings(max_examples=200, deadline=None, derandomize=True)
 FEW = [name for name in values.IN_SHAPES if name.startswith("few") and name not in ("few, 65 rows", "few, dropout")]
+MASKS, BIASES, SHAPES = ([name for name in FEW if name.startswith(f"few, {kind}")] for kind in ("mask", "bias (", "sizes"))
+# By default a mask and a bias, of shapes of their own, in a program, and every other pair of head sizes.
+TOGETHER = [*zip(MASKS, reversed(BIASES), strict=True)]
+ALONE = [pytest.param((name,), marks=cases.slow_unless(name not in MASKS + BIASES + SHAPES[1::2])) for name in FEW]
 
 
 @pytest.fixture
@@ -34,17 +38,20 @@ def plans(monkeypatch):
     return play(monkeypatch)
 
 
-@pytest.mark.parametrize("feature", FEW)
-def test_folded_operands_and_merged_states_are_attention(plans, feature):
-    given, options = values.IN_SHAPES[feature]("bfloat16")
+@pytest.mark.parametrize("names", [*ALONE, *TOGETHER], ids=" + ".join)
+def test_folded_operands_and_merged_states_are_attention(plans, names):
+    given, options = {}, {}
+    for name in names:
+        more, own = values.IN_SHAPES[name]("bfloat16")
+        given, options = given | more, options | own
     moving, fixed = values.split(given)
-    results = values.function(options, fixed)(moving)
+    results = jax.jit(values.function(options, fixed))(moving)
     values.assert_right("mosaic", results, given, options)
     (plan,) = plans
     assert len(plan.costs()) == plan.blocks_q * plan.splits
     heads, key_heads = given["query"].shape[-2], given["key"].shape[-2]
     assert plan.query[:2] == (given["query"].shape[-3] * heads // key_heads, key_heads)
-    assert plan.splits > 1 or given["key"].shape[-3] <= plan.config.block_kv or feature == "few, many tiles"
+    assert plan.splits > 1 or given["key"].shape[-3] <= plan.config.block_kv or "few, many tiles" in names
 
 
 def test_a_query_that_sees_nothing_in_any_split_gives_0(plans):
@@ -102,11 +109,19 @@ SIZES = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 72)]
 NAMES = [name for name in lowering.FEATURES if name != "dropout"]
 
 
-@pytest.mark.parametrize("index", range(len(NAMES)), ids=lambda index: NAMES[index])
-def test_every_feature_lowers_for_cuda(index):
+# By default two features in a program.
+PAIRS = [(name, *NAMES[i + 8 : i + 9]) for i, name in enumerate(NAMES[:8])]
+
+
+@pytest.mark.parametrize(
+    ("index", "names"),
+    [*enumerate(PAIRS), *(pytest.param(i, (name,), marks=pytest.mark.slow) for i, name in enumerate(NAMES))],
+    ids=lambda value: str(value) if isinstance(value, int) else " + ".join(value),
+)
+def test_every_feature_lowers_for_cuda(index, names):
     lengths, dtype = [(1, 4096), (3, 301), (60, 400)][index // 2 % 3], ["bfloat16", "float16", "float32"][index % 3]
     sizes = SIZES[index % 2] if dtype == "float32" else SIZES[index % 5]
-    given, options = lowering.with_features([NAMES[index]], sizes, lengths, dtype)
+    given, options = lowering.with_features(names, sizes, lengths, dtype)
     lowering.lower(given, **options)
 
 
@@ -156,6 +171,7 @@ def merged_operands(batch, keys=4096):
     return [lowering.shaped(batch, *shape) for shape in ((1, 8, 128), (keys, 2, 128), (keys, 2, 128))]
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_one_kernel_runs_and_xla_merges_the_states():
     attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
     few, many = (kernels.lowered_for_cuda(attend, *merged_operands(batch)) for batch in (1, 66))
@@ -164,6 +180,7 @@ def test_one_kernel_runs_and_xla_merges_the_states():
     assert "exponential" not in many
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(("batch", "has_counter"), [(2, False), (66, False), (100, True)])
 def test_blocks_with_a_tile_each_count_no_tickets(batch, has_counter):
     def attend(*operands):
@@ -175,6 +192,7 @@ def test_blocks_with_a_tile_each_count_no_tickets(batch, has_counter):
     assert ("tensor<1xi32>" in call.split("} : (")[-1]) == has_counter
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(
     ("heads", "dtype", "is_strided"),
     [(8, "bfloat16", True), (12, "bfloat16", False), (2, "float16", True), (8, "float32", False)],
@@ -187,6 +205,7 @@ def test_several_queries_and_their_output_are_copied_as_they_are_where_groups_al
     assert len(transposed) == (0 if is_strided else 2)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(
     ("length", "heads", "rate", "is_few"),
     [(64, 2, 0.0, True), (65, 2, 0.0, False), (64, 16, 0.0, True), (1, 2, 0.5, False)],

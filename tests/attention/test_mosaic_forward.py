@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental.mosaic.gpu import core
@@ -61,44 +61,58 @@ from ..support.attention.lowering import (
 SIZES_OF_FLOAT32 = [(64, 64), (128, 128), (8, 8), (80, 72), (64, 128), (128, 16)]
 
 
+# Of each feature one program by default, which it shares with another; the slow ones have one feature each.
+PAIRS = [("causal", "soft cap"), ("window", "lengths"), ("window before", "sinks"), ("window after", "dropout")]
+PAIRS += [
+    ("segments", "mask of keys"),
+    ("mask", "bias of heads"),
+    ("mask of queries", "bias"),
+    ("mask of one", "bias of 16 bits"),
+]
+
+
+def test_every_feature_is_of_one_pair():
+    assert sorted(itertools.chain(*PAIRS)) == sorted(FEATURES)
+
+
 @pytest.mark.parametrize(
-    ("feature", "lengths"),
-    [  # by default with one of the lengths, in turn
-        pytest.param(feature, each, marks=cases.slow_unless((place + index // 2) % 2 == 1))
-        for index, feature in enumerate(FEATURES)
-        for place, each in enumerate(LENGTHS)
-    ],
+    ("features", "lengths"),
+    [(pair, [*LENGTHS][index % 2]) for index, pair in enumerate(PAIRS)]
+    + [pytest.param((feature,), each, marks=pytest.mark.slow) for feature in FEATURES for each in LENGTHS],
+    ids=lambda value: value if isinstance(value, str) else " + ".join(value),
 )
-def test_every_feature_lowers_for_cuda(feature, lengths):
-    index = list(FEATURES).index(feature) + list(LENGTHS).index(lengths)  # in turn with every configuration
-    given, options = with_features([feature], SIZES[index % 5], LENGTHS[lengths], mosaic.DTYPES[index % 2])
+def test_every_feature_lowers_for_cuda(features, lengths):
+    index = list(FEATURES).index(features[0]) + list(LENGTHS).index(lengths)  # in turn with every configuration
+    given, options = with_features(features, SIZES[index % 5], LENGTHS[lengths], mosaic.DTYPES[index % 2])
     lower(given, **options)
 
 
 @pytest.mark.parametrize(
-    "feature",
-    [pytest.param(feature, marks=cases.slow_unless(index % 4 == 1)) for index, feature in enumerate(FEATURES)],
+    "features",
+    [PAIRS[1], PAIRS[4], *(pytest.param((feature,), marks=pytest.mark.slow) for feature in FEATURES)],
+    ids=" + ".join,
 )
-def test_every_feature_lowers_for_cuda_in_float32(feature):
-    index = list(FEATURES).index(feature)
-    given, options = with_features([feature], SIZES_OF_FLOAT32[index % 3], [*LENGTHS.values()][index % 2], "float32")
+def test_every_feature_lowers_for_cuda_in_float32(features):
+    index = list(FEATURES).index(features[0])
+    given, options = with_features(features, SIZES_OF_FLOAT32[index % 3], [*LENGTHS.values()][index % 2], "float32")
     lower(given, **options)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "index", "sizes"),
+    ("dtype", "index", "sizes", "features"),
     [
-        pytest.param(dtype, index, sizes, marks=[] if index < own else pytest.mark.slow)  # a configuration that others have too
+        # By default each configuration with everything; without, those of pairs of features have it.
+        pytest.param(dtype, index, sizes, features, marks=cases.slow_unless(features and index < own))
         for dtype, every, own in (("bfloat16", SIZES, 3), ("float32", SIZES_OF_FLOAT32, 1))
         for index, sizes in enumerate(every)
+        for features in ((), EVERYTHING)
     ],
-    ids=str,
+    ids=lambda value: ("everything" if value else "nothing") if value in ((), EVERYTHING) else str(value),
 )
-def test_every_configuration_lowers_for_cuda(dtype, index, sizes):
-    first, second = ("ragged", "exact") if index % 2 == 1 else ("exact", "ragged")
-    for features, shape in (((), first), (EVERYTHING, second)):
-        given, options = with_features(features, sizes, LENGTHS[shape], dtype)
-        lower(given, **options)
+def test_every_configuration_lowers_for_cuda(dtype, index, sizes, features):
+    lengths = list(LENGTHS.values())[(index + bool(features)) % 2]
+    given, options = with_features(features, sizes, lengths, dtype)
+    lower(given, **options)
 
 
 @pytest.mark.parametrize("dtype", mosaic.DTYPES)
@@ -164,20 +178,27 @@ def test_what_does_not_fit_into_shared_memory_is_refused():
     assert any(reason and reason.startswith("a block for head sizes ") for reason in with_shared_memory(200 << 10))
 
 
+# Named barriers: Mosaic has those from 1 on, one for each warpgroup, and kernels those from 8 on.
+
+
 @pytest.mark.parametrize(
     ("names", "sizes", "lengths", "kind"),
     [
-        (("lengths",), (256, 192), (256, 256), "forward"),
+        (("causal", "lengths"), (128, 128), (256, 256), "forward"),
         (("lengths",), (192, 256), (256, 256), "forward"),
-        (("segments", "mask of keys"), (80, 64), (16, 1024), "int8"),
+        (("causal", "segments", "mask of keys"), (80, 64), (16, 1024), "int8"),
         (("lengths",), (128, 64), (40, 300), "float32"),
-        (("lengths", "sinks"), (64, 64), (128, 128), "deterministic"),
+        (("causal", "lengths", "sinks"), (64, 64), (128, 128), "deterministic"),
+        (("causal",), (256, 256), (256, 256), "gradient"),
+        pytest.param(("lengths",), (256, 192), (256, 256), "forward", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, (256, 256), (300, 301), "gradient", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, (128, 128), (300, 301), "gradient", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_plans_know_how_much_shared_memory_mosaic_takes(names, sizes, lengths, kind, monkeypatch):
+def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_barriers_from_8_on(
+    names, sizes, lengths, kind, monkeypatch
+):
     planned, taken, depth = [], [], 0
     bytes_of, tree_size = tiles.bytes_of, core._smem_tree_size
 
@@ -205,29 +226,32 @@ def test_plans_know_how_much_shared_memory_mosaic_takes(names, sizes, lengths, k
 
     moving = {name: given.pop(name) for name in ("query", "key", "value", "bias") if name in given}
     is_gradient = kind in ("gradient", "deterministic")
-    kernels.lowered_for_cuda(jax.grad(call) if is_gradient else call, moving, given)
-    assert len(planned) == 1 + is_gradient
+    found = kernels.with_modules(jax.grad(call) if is_gradient else call, moving, given, see=kernels.named_barriers)
+    assert len(planned) == len(found) == 1 + is_gradient
     assert taken == planned
     assert max(planned) <= HOPPER.shared_memory
+    for barriers in found:
+        assert all(numbers.start >= (8 if threads == 256 else 0) for numbers, threads in barriers)
+        assert all(numbers.stop <= (16 if threads == 256 else 8) for numbers, threads in barriers)
+    assert any(threads == 256 for barriers in found for _, threads in barriers) == (is_gradient or sizes == (128, 128))
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        operands(batch=()),
-        operands(batch=(2, 3), heads=6, key_heads=1),
-        operands(length=1),
-        operands(keys=1),
+        pytest.param(operands(batch=(), length=1), marks=pytest.mark.slow),
+        operands(batch=(2, 3), heads=6, key_heads=1, keys=1),
         operands(length=4097, keys=63, dtype="float16"),
         operands(batch=(), length=1, keys=1, heads=6, key_heads=1, dtype="float32"),
         operands(batch=(2, 3), length=4097, keys=4097, dtype="float32"),
     ],
-    ids=["no batch", "two batch axes", "one query", "one key", "many queries", "one float32 key", "many float32 queries"],
+    ids=["no batch, one query", "two batch axes, one key", "many queries", "one float32 key", "many float32 queries"],
 )
 def test_shapes_lower_for_cuda(given):
     lower(given, is_causal=True)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_each_call_is_one_kernel():
     given = operands(length=64, keys=64)
     both = kernels.lowered_for_cuda(
@@ -240,6 +264,7 @@ def test_each_call_is_one_kernel():
     kernels.lowered_for_cuda(scanned, batched, kernels=[NAME])
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_the_program_holds_no_scores_and_no_mask_that_was_not_given():
     size_of = {"query": 2 * 1024 * 4 * 64}
     features = ["lengths", "segments", "sinks", "mask of keys", "causal"]
@@ -305,6 +330,7 @@ def test_segments_of_64_bits_are_refused():
     assert dict(decision.refusals)["mosaic"] == "segment ids must have at most 32 bits, got int64"
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_the_limits_themselves_are_served():
     for size, value_size in ((8, 8), (256, 256), (8, 256)):
         given = operands((1,), 1, 1, 1, 1, size, value_size, dtype="float16")
@@ -343,9 +369,9 @@ NOT_PRECISE += ["BF16_BF16_F32_X3", lax.DotAlgorithmPreset.TF32_TF32_F32, lax.Do
 @CHOICES
 @pytest.mark.parametrize("precision", [*PRECISE, *NOT_PRECISE], ids=str)
 def test_precision_says_whether_float32_has_a_kernel(precision):
-    for dtype, expected in (("float32", "xla" if precision in PRECISE else "mosaic"), ("bfloat16", "mosaic")):
-        found = explain(lambda given: attend(**given, precision=precision), operands(dtype=dtype), platform="cuda")
-        kernels.assert_ran(found, expected)
+    given = [operands(dtype=dtype) for dtype in ("float32", "bfloat16")]
+    found = explain(lambda given: [attend(**own, precision=precision) for own in given], given, platform="cuda")
+    assert [decision.implementation for decision in found] == ["xla" if precision in PRECISE else "mosaic", "mosaic"]
 
 
 @CHOICES
@@ -379,6 +405,7 @@ def test_elsewhere_it_is_refused():
 ON_MESH = operands((8,), 64, 64, 4, 2, 64)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize("devices", [True, False], ids=["devices", "abstract"])
 def test_explicit_axes_lower_to_a_kernel_for_shards(devices):
     kinds = (AxisType.Explicit,) * 2
@@ -395,6 +422,7 @@ def test_explicit_axes_lower_to_a_kernel_for_shards(devices):
         assert decision.operands == ("bfloat16[2,64,2,64]", "bfloat16[2,64,1,64]", "bfloat16[2,64,1,64]")
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_automatic_axes_leave_it_to_the_compiler_which_shards_a_kernel_gets():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
@@ -449,6 +477,7 @@ def table_shapes(given, **options):
     return re.findall(r"stablehlo.constant dense<.*> : tensor<(\w+)xi32>", lower(given, **options))
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
     monkeypatch.setattr(tiles, "MAX_SCHEDULED", 24)
@@ -461,35 +490,9 @@ def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
         assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_very_many_tiles_lower_for_cuda():
     assert table_shapes(operands((2**17 + 1,), 64, 64, 1, 1)) == []
-
-
-# Named barriers: Mosaic has those from 1 on, one for each warpgroup, and kernels those from 8 on.
-
-
-@pytest.mark.parametrize(
-    ("size", "kind"),
-    [(128, "forward"), (64, "int8"), (256, "gradient"), (64, "deterministic")],
-    ids=str,
-)
-def test_mosaic_leaves_the_named_barriers_from_8_on_to_kernels(size, kind):
-    given, options = with_features(["causal"], (size, size), (16 if kind == "int8" else 256, 256))
-    if kind == "int8":
-        given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
-        given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, dtype="float32"))
-
-    def call(moving, given):
-        return forced(**moving, **given, **options, deterministic=kind == "deterministic").astype(jnp.float32).sum()
-
-    moving = {name: given.pop(name) for name in ("query", "key", "value")}
-    is_gradient = kind in ("gradient", "deterministic")
-    found = kernels.with_modules(jax.grad(call) if is_gradient else call, moving, given, see=kernels.named_barriers)
-    assert len(found) == 1 + is_gradient
-    for barriers in found:
-        assert all(numbers.start >= (8 if threads == 256 else 0) for numbers, threads in barriers)
-        assert all(numbers.stop <= (16 if threads == 256 else 8) for numbers, threads in barriers)
-    assert any(threads == 256 for barriers in found for _, threads in barriers) == (kind != "int8")
 
 
 # Which key blocks a tile visits.
@@ -502,7 +505,10 @@ def plan_of(length, keys, window, config, batch=(2,), names=()):
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
-configs = st.sampled_from([Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)])
+CONFIGS = [Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)]
+configs = st.sampled_from(CONFIGS)
+# Queries, keys, and blocks of them: few, for what is compiled for each.
+problems = st.sampled_from([*zip((1, 450, 333), (300, 700, 97), CONFIGS, strict=True)])
 
 
 def blocks_of(scores, plan, reduce, rows=None):
@@ -527,24 +533,32 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
             assert high - low <= 1
 
 
+jitted_ranges = jax.jit(blocks.ranges, static_argnames=("block_q", "block_kv"))
+
+
 def ranges_of(plan, query_segments, key_segments):
-    sizes = {"block_q": plan.block_q, "block_kv": plan.config.block_kv}
-    return jax.jit(functools.partial(blocks.ranges, **sizes))(query_segments, key_segments)
+    return jitted_ranges(query_segments, key_segments, block_q=plan.block_q, block_kv=plan.config.block_kv)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def shown_by(mask, lengths, block_q, block_kv):
+    seen = blocks.seen(mask, lengths, block_q, block_kv)
+    return seen, blocks.mask_reach(mask, lengths, block_q, block_kv), blocks.ends(seen)
 
 
 @compiled
-@given(lengths, lengths, configs, st.data())
-def test_blocks_that_a_mask_shows(length, keys, config, data):
+@given(problems, st.data())
+def test_blocks_that_a_mask_shows(problem, data):
+    length, keys, config = problem
     plan = plan_of(length, keys, (None, None), config)
     mask = a_mask(data, length, keys)
-    batched = mask[*[None] * data.draw(st.integers(1, 3))]
-    seen = np.asarray(blocks.seen(batched, (length, keys), plan.block_q, config.block_kv))
+    batched = mask[*[None] * config.consumers]  # any number of axes
+    seen, reach, ends = map(np.asarray, shown_by(batched, (length, keys), plan.block_q, config.block_kv))
     assert seen.shape == (*batched.shape[:-3], plan.blocks_q, plan.blocks_kv)
     expected = blocks_of(np.broadcast_to(mask, (length, keys)), plan, np.any)
     np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
-    reach = np.asarray(blocks.mask_reach(batched, (length, keys), plan.block_q, config.block_kv)).reshape(-1, 2)
-    reach = -(-reach // config.block_kv)
-    for row, (low, high), own in zip(expected, np.asarray(blocks.ends(seen)).reshape(-1, 2), reach, strict=True):
+    reach = -(-reach.reshape(-1, 2) // config.block_kv)
+    for row, (low, high), own in zip(expected, ends.reshape(-1, 2), reach, strict=True):
         there = np.flatnonzero(row)
         assert (low, high) == ((there[0], there[-1] + 1) if there.size else (plan.blocks_kv, 0))
         assert (plan.blocks_kv - own[0], own[1]) == (low, high)
@@ -565,7 +579,7 @@ def tile_of(plan, arrays):
 offsets = st.integers(-50, 750)
 
 
-@compiled
+@settings(compiled, max_examples=6)
 @given(lengths, lengths, st.tuples(sides, sides), configs, st.data())
 def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(length, keys, window, config, data):
     plan, arrays, offset = plan_of(length, keys, window, config, (1,)), {}, 0
@@ -640,7 +654,7 @@ def test_blocks_at_the_edges_of_a_window_are_visited_and_masked(window, offset):
             np.testing.assert_array_equal([low <= block < high for block in range(plan.blocks_kv)], expected)
 
 
-@compiled
+@settings(compiled, max_examples=6)
 @given(st.integers(1, 16), st.integers(1, 4), lengths, st.tuples(sides, sides), st.integers(1, 12), st.data())
 def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, group, keys, window, most_splits, data):
     config = Config(1, 64, 2)
@@ -709,8 +723,9 @@ def test_the_pages_of_a_key_block(page):
 
 
 @compiled
-@given(lengths, lengths, configs, st.integers(1, 9), st.booleans(), st.integers(0, 99))
-def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, count, is_sorted, seed):
+@given(problems, st.integers(1, 9), st.booleans(), st.integers(0, 99))
+def test_ranges_hold_every_key_block_of_a_common_segment(problem, count, is_sorted, seed):
+    length, keys, config = problem
     plan, rng = plan_of(length, keys, (None, None), config), np.random.default_rng(seed)
     ids = [rng.integers(-2, count, (2, size)).astype(np.int32) for size in (length, keys)]
     query_ids, key_ids = [np.sort(own, -1) for own in ids] if is_sorted else ids
@@ -725,9 +740,10 @@ def test_ranges_hold_every_key_block_of_a_common_segment(length, keys, config, c
 
 
 @compiled
-@given(lengths, lengths, configs, st.lists(st.integers(1, 300), min_size=1, max_size=6))
-def test_ranges_of_sorted_segments_end_at_blocks_with_a_common_one(length, keys, config, sizes):
+@given(problems, st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_ranges_of_sorted_segments_end_at_blocks_with_a_common_one(problem, sizes):
     """Where each segment has queries and keys, nothing else is visited at either end."""
+    length, keys, config = problem
     plan = plan_of(length, keys, (None, None), config)
     ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     ids = np.pad(ids, (0, 700), constant_values=len(sizes))
@@ -802,6 +818,7 @@ def test_what_the_interpreter_refuses_it_still_refuses(kind):
 # The kernels without the primitive.
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_attention_alone_is_the_kernels_in_both_directions():
     given = operands()
 
@@ -840,6 +857,7 @@ def test_rows_that_go_on_from_other_keys_lower_for_cuda(dtype, size, value_size)
     kernels.lowered_for_cuda(of_parts, shaped(2, 130, 4, size, dtype=dtype), keys, values, kernels=[NAME] * 3)
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(("length", "expected"), [(4096, [True, True]), (1, [False])])
 def test_steps_before_the_last_come_in_waves_but_not_those_that_fold_queries(length, expected, monkeypatch):
     found, waves = [], tiles.waves

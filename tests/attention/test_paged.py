@@ -20,7 +20,7 @@ from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
 from ..support.attention import played
 from ..support.attention.lowering import NAME, shaped
-from ..support.attention.paged import FEATURES, attend, check, gathered, paged
+from ..support.attention.paged import FEATURES, attend, check, gathered, jitted, paged
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -28,7 +28,7 @@ quick = settings(max_examples=20, deadline=None, derandomize=True)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_reference(feature, dtype):
-    check(paged(dtype=dtype, size=16), feature, call=functools.partial(attend, precision="highest"))
+    check(paged(dtype=dtype, size=16), feature, call=functools.partial(jitted, precision="highest"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_reference(feature, dtype):
     ids=str,
 )
 def test_sizes(sizes):
-    check(paged(**{"dtype": "float32", "size": 16} | sizes), "causal", call=functools.partial(attend, precision="highest"))
+    check(paged(**{"dtype": "float32", "size": 16} | sizes), "causal", call=functools.partial(jitted, precision="highest"))
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,8 @@ def test_native_values(sizes, feature):
         paged(**sizes),
         feature,
         "mosaic",
-        call=jax.jit(functools.partial(attend, implementation="mosaic"), static_argnames=STATIC),
+        call=functools.partial(jitted, implementation="mosaic"),
     )
-
-
-STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_residual")
 
 
 @pytest.mark.gpu

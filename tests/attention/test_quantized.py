@@ -98,16 +98,28 @@ def check(arrays, feature, name="xla", *, is_rounded=False, **forced):
     values.assert_right(name, results, expected | more, options)
 
 
-@pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("feature", OPTIONS)
+@pytest.mark.parametrize(
+    ("feature", "dtype", "kind"),
+    [
+        pytest.param(feature, dtype, kind, marks=cases.slow_unless((i + j + k) % 2 == 0))  # by default of either kind in turn
+        for i, feature in enumerate(OPTIONS)
+        for j, dtype in enumerate(cases.DTYPES)
+        for k, kind in enumerate(BYTES)
+    ],
+)
 def test_the_reference(feature, dtype, kind):
     check(quantised(length=3, dtype=dtype, kind=kind, per_entry=feature == "plain"), feature, precision="highest")
 
 
-@pytest.mark.parametrize("of_pages", [False, True])
-@pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize("feature", paging.FEATURES)
+@pytest.mark.parametrize(
+    ("feature", "kind", "of_pages"),
+    [
+        pytest.param(feature, kind, of_pages, marks=cases.slow_unless((i + j + of_pages) % 2 == 0))  # by default in turn
+        for i, feature in enumerate(paging.FEATURES)
+        for j, kind in enumerate(BYTES)
+        for of_pages in (False, True)
+    ],
+)
 def test_the_reference_in_pages(feature, kind, of_pages):
     check_pages(paged(kind, of_pages, dtype="float32", size=16), feature, precision="highest")
 
@@ -115,19 +127,25 @@ def test_the_reference_in_pages(feature, kind, of_pages):
 def check_pages(arrays, feature, name="xla", **forced):
     def call(**more):
         own = {name: more[name] for name in more if name not in arrays}
-        return jaxsoftmax.paged_attention(**arrays, **own, **forced)
+        return paging.jitted(**arrays, **own, **forced)
 
     paging.check(plain_pages(arrays), feature, name, call=call)
 
 
-@pytest.mark.parametrize("per_entry", [False, True])
-@pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize("feature", OPTIONS)
+@pytest.mark.parametrize(
+    ("feature", "kind", "per_entry"),
+    [
+        pytest.param(feature, kind, per_entry, marks=cases.slow_unless((i + j + per_entry) % 2 == 0))  # by default in turn
+        for i, feature in enumerate(OPTIONS)
+        for j, kind in enumerate(BYTES)
+        for per_entry in (False, True)
+    ],
+)
 def test_the_kernel_as_numpy_plays_it(feature, kind, per_entry, monkeypatch):
     plans = played.play(monkeypatch)
     arrays = quantised(length=3, dtype="bfloat16", kind=kind, per_entry=per_entry)
     more, options = OPTIONS[feature]
-    results = jaxsoftmax.dot_product_attention(**arrays, **more, **options, return_residual=True)
+    results = jax.jit(functools.partial(jaxsoftmax.dot_product_attention, **options, return_residual=True))(**arrays, **more)
     values.assert_right("mosaic", results, plain(arrays) | more, options)
     assert [plan.bytes_dtype for plan in plans] == [kind]
 
@@ -281,9 +299,16 @@ def test_heads_over_two_devices(kind, in_pages):
 # What runs.
 
 
-@pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48)])
-@pytest.mark.parametrize("per_entry", [False, True])
+@pytest.mark.parametrize(
+    ("size", "value_size", "kind", "per_entry"),
+    [
+        # Each size by default with a kind and scales in turn, and each kind with either of the scales.
+        pytest.param(*sizes, kind, per_entry, marks=cases.slow_unless((i + j) % 2 == 0 and (i // 2 + k) % 2 == 0))
+        for i, sizes in enumerate([(64, 64), (128, 128), (256, 256), (192, 128), (80, 48)])
+        for j, kind in enumerate(BYTES)
+        for k, per_entry in enumerate((False, True))
+    ],
+)
 def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
     attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
     scale = shaped(*((2,) if per_entry else ()), 2, dtype="float32")
@@ -295,8 +320,14 @@ def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
         assert f"x4096x2x{own}xf32" not in text
 
 
-@pytest.mark.parametrize("page", decode.PAGES)
-@pytest.mark.parametrize("of_pages", [False, True])
+@pytest.mark.parametrize(
+    ("page", "of_pages"),
+    [
+        pytest.param(page, of_pages, marks=cases.slow_unless(i % 2 == of_pages))  # by default in turn
+        for i, page in enumerate(decode.PAGES)
+        for of_pages in (False, True)
+    ],
+)
 def test_bytes_in_pages_are_read_as_they_are(page, of_pages):
     attend = functools.partial(jaxsoftmax.paged_attention, implementation="mosaic")
     pages, scale = shaped(100, page, 2, 64, dtype="int8"), shaped(*((100,) if of_pages else ()), 2, dtype="float32")
@@ -319,6 +350,7 @@ def mapped_over(names, **sizes):
     return given, {name: 0 if name in names else None for name in given}
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_pages_and_scales_that_are_not_mapped_alike_are_read_as_they_are():
     given, axes = mapped_over(MIXED[0])
     attend = functools.partial(jaxsoftmax.paged_attention, implementation="mosaic")
@@ -326,6 +358,7 @@ def test_pages_and_scales_that_are_not_mapped_alike_are_read_as_they_are():
     assert "stablehlo.gather" not in text
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(("length", "size", "dtype"), [(65, 64, "bfloat16"), (1, 24, "bfloat16"), (1, 64, "float32")], ids=str)
 def test_what_is_multiplied_before(length, size, dtype):
     lower = lambda q, k, v: jaxsoftmax.dot_product_attention(q, k, v, implementation="mosaic")  # noqa: E731
@@ -334,6 +367,7 @@ def test_what_is_multiplied_before(length, size, dtype):
     assert f"x4096x2x{size}x{'f32' if dtype == 'float32' else 'bf16'}" in text
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 def test_the_kernel_and_the_reference_take_them():
     types = shaped(2, 1, 8, 64), shaped(2, 4096, 2, 64, dtype="int8"), shaped(2, 4096, 2, 64, dtype="int8")
     for name in ("mosaic", "xla"):

@@ -41,6 +41,7 @@ from ..support.attention.values import (
     segments,
     small_tiles,
     split,
+    together,
     truth_of,
 )
 
@@ -91,29 +92,41 @@ def test_values_and_lse(implementation, forced, feature, dtype):
     assert_right(forced, (out, lse), given, options)
 
 
-# What depends on how scores are cut runs in tiles, the rest in one, and these in both; all else is slow.
-IN_BOTH = ["plain", "causal window", "lengths", "soft cap", "sinks", "dropout", "bias (1,4,40,56)"]
-IN_ONE = ["multi-query", "one head", "no batch", "two batch axes", "smaller values", "larger values", "head size 128", "scale"]
-IN_ONE += ["negative scale", "no scale", "sinks alone", "no sink in some heads", "deterministic", "one query", "one key"]
-BIASES = ["bias (2,4,40,56)", "bias (1,1,40,56)", "bias (40,56)", "bias (56,)"]  # others cover their parts
+# The reference has several features in a program, of the operands of the first of them. What depends on how scores are cut is
+# in tiles, and the rest in one; the slow cases are every feature by itself, in both.
+IN_ONE = [
+    *(("plain",), ("two batch axes",), ("no scale",), ("sinks alone",), ("no batch", "scale"), ("one key", "soft cap")),
+    *(("multi-query", "negative scale", "bias (1,1,40,56)"), ("one head", "causal window", "bias (40,56)")),
+    *(("head size 128", "no sink in some heads"), ("one query", "sinks"), ("smaller values", "lengths", "bias (56,)")),
+    ("larger values", "bias (1,4,40,56)", "dropout"),
+    ("deterministic", "bias (2,4,40,56)"),
+]
+IN_TILES = [
+    *(("plain",), ("no queries",), ("no keys",), ("equal heads", "window of none"), ("odd sizes", "sinks", "soft cap")),
+    *(("causal", "bias (1,4,40,56)"), ("causal, many queries", "soft cap"), ("window", "sinks"), ("window after", "dropout")),
+    *(("window before", "bias (2,4,1,56)", "dropout, broadcast"), ("window on two sides", "bias (2,4,40,1)")),
+    *(("window, some rows see nothing", "sinks"), ("causal window", "key lengths"), ("offset, causal", "query lengths")),
+    *(("offset, window", "soft cap"), ("offset, some rows see nothing",), ("offset of one query", "bias (1,1,1,56)")),
+    *(("offset without a window", "segments"), ("lengths", "bias (2,1,40,56)"), ("key lengths, causal", "sinks")),
+    *(("segments of both", "dropout, causal"), ("rows that see nothing", "soft cap"), ("bias of -inf", "dropout")),
+    *(("bias (4,1,1)", "causal"), ("dropout", "sinks")),
+]
 
 
-def is_slow(implementation, feature):
-    one = implementation == "xla"
-    return feature not in IN_BOTH and (feature in BIASES or one != (feature in IN_ONE))
+def test_every_feature_is_in_a_program_of_several():
+    assert set(WITH_COTANGENTS) <= {name for names in IN_ONE + IN_TILES for name in names}
 
 
 @pytest.mark.parametrize(
-    ("implementation", "feature"),
-    [
-        pytest.param(name, feature, marks=[pytest.mark.slow] if is_slow(name, feature) else [])
-        for name in ["xla", "xla in tiles"]
-        for feature in WITH_COTANGENTS
-    ]
-    + [pytest.param(name, feature, marks=pytest.mark.gpu) for name in KERNELS for feature in WITH_COTANGENTS],
+    ("implementation", "features"),
+    [("xla", names) for names in IN_ONE]
+    + [("xla in tiles", names) for names in IN_TILES]
+    + [pytest.param(name, (f,), marks=pytest.mark.slow) for name in ["xla", "xla in tiles"] for f in WITH_COTANGENTS]
+    + [pytest.param(name, (feature,), marks=pytest.mark.gpu) for name in KERNELS for feature in WITH_COTANGENTS],
+    ids=lambda value: value if isinstance(value, str) else " + ".join(value),
 )
-def test_values_and_cotangents_of_every_feature(implementation, forced, feature):
-    given, options = FEATURES[feature]("float32" if implementation.startswith("xla") else "bfloat16")
+def test_values_and_cotangents_of_every_feature(implementation, forced, features):
+    given, options = together(features, "float32" if implementation.startswith("xla") else "bfloat16")
     check_cotangents(forced, given, options)
 
 
@@ -123,15 +136,24 @@ def test_values_and_cotangents_of_float32_kernels(implementation, forced, featur
     check_cotangents(forced, *FEATURES[feature](dtype))
 
 
-# Compiled as users have it, fusions and all. The reference has one dtype of 16 bits in one tile and another in many: what
-# depends on the dtype does not depend on tiles. Kernels have float32 above.
-@pytest.mark.parametrize("feature", ["causal", "soft cap", "sinks", "bias (1,4,40,56)"])
+# The reference has one dtype of 16 bits in one tile and another in many: what depends on the dtype does not depend on tiles. It
+# has float32 above, and so have kernels.
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("xla", "float16"), ("xla in tiles", "bfloat16"), ("xla", "float32"), ("xla in tiles", "float32"), *NATIVE],
+    ("implementation", "dtype", "features"),
+    [
+        (*pair, names)
+        for pair in (("xla", "float16"), ("xla in tiles", "bfloat16"))
+        for names in (("causal", "sinks"), ("soft cap", "bias (1,4,40,56)"))
+    ]
+    + [
+        pytest.param(*pair.values, (feature,), marks=pair.marks)
+        for pair in NATIVE
+        for feature in ("causal", "soft cap", "sinks", "bias (1,4,40,56)")
+    ],
+    ids=lambda value: value if isinstance(value, str) else " + ".join(value),
 )
-def test_values_and_cotangents_of_each_dtype(implementation, forced, feature, dtype):
-    check_cotangents(forced, *FEATURES[feature](dtype))
+def test_values_and_cotangents_of_each_dtype(implementation, forced, features, dtype):
+    check_cotangents(forced, *together(features, dtype))
 
 
 @pytest.mark.gpu
@@ -428,17 +450,17 @@ def test_scores_of_1e10(kind, cut, monkeypatch):
         monkeypatch.setattr(xla, "ONE_TILE", 0)
         monkeypatch.setattr(xla, "BLOCK", (16, 24))
     options, given = HUGE[kind], arrays()
+
+    @jax.jit
+    def both(moving, dout, dlse):
+        results, vjp = jax.vjp(lambda moving: attend(**moving, **options, return_residual=True), moving)
+        return results, vjp((dout, dlse))[0]
+
     for spread in (1, 0) if not cut and kind != "bias" else (1,):
         given = given | {name: np.float32(1e5) * (spread * given[name] + (1 - spread)) for name in ("query", "key")}
         dout, dlse = given["value"][:, :40].repeat(2, 2), np.ones((2, 40, 4), np.float32)
         moving = {name: given[name] for name in ("query", "key", "value")}
-
-        @jax.jit
-        def both(moving, dout=dout, dlse=dlse):
-            results, vjp = jax.vjp(lambda moving: attend(**moving, **options, return_residual=True), moving)
-            return results, vjp((dout, dlse))[0]
-
-        (out, lse), cotangents = both(moving)
+        (out, lse), cotangents = both(moving, dout, dlse)
         named = {"is_causal": True} if kind == "causal" else options
         truths = attention_oracle.attention(**moving, **named)
         right = attention_oracle.cotangents(dout, dlse, **moving, **named)
@@ -576,15 +598,19 @@ def test_fully_masked_rows_are_means_as_in_jax_nn(kind, dtype):
         out, vjp = jax.vjp(lambda *args: attention(*args, **options, **more), q, k, v, bias)
         return [out, *vjp(cotangent)]  # the bias' too: weights that are the same for all keys do not depend on it
 
-    arrays = q, k, v, bias, cotangent
-    ours = jax.jit(functools.partial(results, attend, fully_masked_rows="mean"))(*arrays)
-    theirs = jax.jit(functools.partial(results, jax.nn.dot_product_attention))(*(jnp.asarray(a, np.float32) for a in arrays))
+    @jax.jit
+    def all_of_them(*arrays):
+        ours = results(attend, *arrays, fully_masked_rows="mean")
+        theirs = results(jax.nn.dot_product_attention, *(a.astype(np.float32) for a in arrays))
+        return ours, theirs, attend(*arrays[:4], **options)
+
+    ours, theirs, default = all_of_them(q, k, v, bias, cotangent)
     for mine, others in zip(ours, theirs, strict=True):
         assert mine.dtype == dtype
         exact = np.asarray(others)
         off = 64 * oracle.EPS if dtype == "float32" else 2**-7  # roundings of a sum of as many terms, twice
         np.testing.assert_allclose(np.asarray(mine, np.float32), exact, rtol=0, atol=off * max(1, np.max(np.abs(exact))))
-    default = np.asarray(attend(q, k, v, bias, **options))
+    default = np.asarray(default)
     empty = np.all(default == 0, -1)
     assert np.any(empty), "there are rows that see nothing"
     np.testing.assert_array_equal(default[~empty], np.asarray(ours[0])[~empty])
@@ -646,10 +672,12 @@ def test_what_jax_nn_has_too_is_the_same(feature):
     given, options = FEATURES[feature]()
     given["value"] = random(given["key"].shape, "bias")
     with jax.default_matmul_precision("highest"):
-        expected = jax.nn.dot_product_attention(**given, **options, return_residual=True)
+        found, expected = jax.jit(
+            lambda given: tuple(f(**given, **options, return_residual=True) for f in (attend, jax.nn.dot_product_attention))
+        )(given)
     seen = attention_oracle.weights(**given, **options).seen.any(-1).swapaxes(-1, -2)  # jax.nn averages where nothing is
     truths = truth_of(attention_oracle.attention, "xla", given, options)
-    for ours, theirs, truth in zip(attend(**given, **options, return_residual=True), expected, truths, strict=True):
+    for ours, theirs, truth in zip(found, expected, truths, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         assert oracle.error(ours, truth) <= 1
         assert oracle.error(np.asarray(theirs)[seen], oracle.Truth(truth.value[seen], truth.budget[seen])) <= 1
@@ -1080,6 +1108,7 @@ def test_vmap_of_what_is_not_differentiated():
     ids_of_keys = np.stack([segments(56, i) for i in range(3)])
     keys = jax.random.split(jax.random.key(0), 3)
 
+    @jax.jit
     def f(lengths, mask, ids, ids_of_keys, key):
         return attend(
             **given,
@@ -1292,9 +1321,17 @@ def values_and_derivatives(moving, **fixed):
         return attend(**moving, **fixed, dropout_rate=0.1, dropout_rng=jax.random.key(0), return_residual=True)
 
     def loss(moving):
-        return sum(jnp.sum(jnp.sin(x)) for x in f(moving))
+        results = f(moving)
+        return sum(jnp.sum(jnp.sin(x)) for x in results), results
 
-    return f(moving), *jax.jvp(jax.grad(loss), (moving,), (moving,))
+    (gradient, results), (second, _) = jax.jvp(jax.grad(loss, has_aux=True), (moving,), (moving,))
+    return results, gradient, second
+
+
+@functools.cache
+def expected_on_mesh(*shape, **more):
+    """Values and derivatives of `on_mesh` on one device, whatever the mesh is."""
+    return jax.tree.map(np.asarray, jax.jit(values_and_derivatives)(on_mesh(*shape, **more)))
 
 
 def spec_of(result):
@@ -1347,7 +1384,7 @@ def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, k
 
 
 @pytest.mark.usefixtures("x64")
-@MESHES
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
 def test_tiles_stay_sharded(tiles, kind, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", (4, 4))
     check_mesh(SPECS[1], 2, kind)
@@ -1364,7 +1401,6 @@ def test_an_implementation_gets_shards(local, key_heads, kind):
 
 def check_mesh(spec, key_heads, kind):
     given, mesh = on_mesh(key_heads), make_mesh(kind)
-    expected = jax.jit(values_and_derivatives)(given)
     heads = "model" if "model" in spec else None
     specs = dict.fromkeys(("query", "key", "value"), spec) | {"bias": (None, heads), "sinks": (heads,)}
     actual, text = run_on_mesh(given, mesh, specs)
@@ -1375,7 +1411,7 @@ def check_mesh(spec, key_heads, kind):
     assert spec_of(out) == padded
     assert spec_of(lse) == padded[:3]
     assert spec_of(gradient["query"]) == padded
-    oracle.assert_same_in_float64(actual, expected)
+    oracle.assert_same_in_float64(actual, expected_on_mesh(key_heads))
 
 
 def run_on_mesh(given, mesh, specs):
@@ -1393,7 +1429,7 @@ QUERY_SPECS = [P(None, ("data", "model")), P("data", "model"), P(None, "data", "
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("spec", "in_tiles"),
-    [(QUERY_SPECS[1], False), (QUERY_SPECS[2], True)]
+    [(QUERY_SPECS[2], True), pytest.param(QUERY_SPECS[1], False, marks=pytest.mark.slow)]
     + [pytest.param(QUERY_SPECS[0], True, marks=pytest.mark.slow)]
     + [pytest.param(spec, index == 1, marks=pytest.mark.slow) for index, spec in enumerate(QUERY_SPECS)],
     ids=str,
@@ -1403,7 +1439,6 @@ def test_queries_stay_sharded_on_automatic_axes(spec, in_tiles, monkeypatch):
         small_tiles(monkeypatch)
     length, mesh = 8 * 23, make_mesh(AxisType.Auto)
     given = on_mesh(2, 6, length, keys=50)
-    expected = jax.jit(values_and_derivatives)(given)
     batch, queries, heads = (*spec, None)[:3]
     specs = {"query": spec, "bias": (None, heads, queries), "sinks": (heads,)}
     specs |= dict.fromkeys(("key", "value"), (batch, None, heads))
@@ -1411,7 +1446,7 @@ def test_queries_stay_sharded_on_automatic_axes(spec, in_tiles, monkeypatch):
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
     assert not re.search(rf"\[(\d+,)*{length}[,\]]", text)  # no device has all queries, nor scores of all
-    oracle.assert_same_in_float64(actual, expected)
+    oracle.assert_same_in_float64(actual, expected_on_mesh(2, 6, length, keys=50))
 
 
 def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
@@ -1434,8 +1469,6 @@ def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
 def test_heads_are_sharded_over_the_axes_that_share_key_heads_evenly(local, shape, shared, kind):
     mesh = make_mesh(kind, shape, ("a", "b"))
     given = on_mesh(2, heads=8)
-    expected = jax.jit(values_and_derivatives)(given)
-    local.shapes.clear()
     specs = {"query": (None, None, ("a", "b")), "bias": (None, ("a", "b"))}
     specs |= dict.fromkeys(("key", "value"), (None, None, shared))
     actual, text = run_on_mesh(given, mesh, specs)
@@ -1446,6 +1479,8 @@ def test_heads_are_sharded_over_the_axes_that_share_key_heads_evenly(local, shap
         gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f64\[([\d,]+)\]\S* all-gather\(", text)}
         assert gathered
         assert all(math.prod(shape) <= math.prod(part[0]) for shape in gathered)
+    with kernels.anew():
+        expected = expected_on_mesh(2, heads=8)
     oracle.assert_same_in_float64(actual, expected)
 
 

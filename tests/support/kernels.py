@@ -183,18 +183,20 @@ def named_barriers(module: Any) -> set[tuple[range, int]]:
 
 
 @contextlib.contextmanager
-def hollow() -> Iterator[None]:
-    """A context in which Mosaic kernels are lowered without what is in them: names, operands and results stay.
+def hollow(but: str | None = None) -> Iterator[None]:
+    """A context in which Mosaic kernels, `but` those of a name, are lowered without what is in them.
 
-    To lower what is in them takes most of the time, and which kernels a program has does not depend on it.
+    Their names, operands and results stay. To lower what is in them takes most of the time, and which kernels a program has
+    does not depend on it.
     """
     rule = pallas_call_registration.mpmd_map_mgpu_lowering_rule
 
     def without_what_is_in_them(ctx, *args, jaxprs, **params):
-        return rule(ctx, *args, jaxprs=[jaxpr.replace(eqns=[]) for jaxpr in jaxprs], **params)
+        empty = [jaxpr.replace(eqns=[]) for jaxpr in jaxprs]
+        return rule(ctx, *args, jaxprs=jaxprs if but and params["name"] == but else empty, **params)
 
     empty = mock.patch.object(pallas_call_registration, "mpmd_map_mgpu_lowering_rule", without_what_is_in_them)
-    with empty, _key((_key.value, "hollow")):
+    with empty, _key((_key.value, "hollow", but)):
         yield
 
 

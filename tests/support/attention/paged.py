@@ -1,5 +1,8 @@
 """Operands of paged attention, the operands of `dot_product_attention` of the same meaning, and a check of the two."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -8,6 +11,15 @@ import jaxsoftmax
 from . import values
 
 attend = jaxsoftmax.paged_attention
+
+
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_residual", "precision", "implementation")
+
+
+def jitted(**given):
+    """A call as one program, made anew, as tests replace what is in it."""
+    options = {name: given.pop(name) for name in STATIC if name in given}
+    return jax.jit(functools.partial(attend, **options))(**given)
 
 
 def paged(
@@ -63,7 +75,7 @@ def features(batch, length, heads, keys):
 FEATURES = list(features((1,), 1, 1, 16))
 
 
-def check(arrays, feature, name="xla", call=attend):
+def check(arrays, feature, name="xla", call=jitted):
     """Holds a call to float64."""
     batch, (length, heads) = arrays["lengths"].shape, arrays["query"].shape[-3:-1]
     keys = arrays["page_table"].shape[-1] * arrays["key_pages"].shape[1]

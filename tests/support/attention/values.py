@@ -134,6 +134,15 @@ FEATURES = {
 MOVING = ("query", "key", "value", "bias", "sinks")
 
 
+def together(names, dtype):
+    """The operands and options of several features, of the shapes of the first."""
+    given, options = {}, {}
+    for name in reversed(names):
+        more, own = FEATURES[name](dtype)
+        given, options = given | more, options | own
+    return given, options
+
+
 def split(given):
     """The arrays that may be differentiated, and the others."""
     return {k: a for k, a in given.items() if k in MOVING}, {k: a for k, a in given.items() if k not in MOVING}
