@@ -126,7 +126,11 @@ def test_every_feature_lowers_for_cuda(index, names):
 
 
 @pytest.mark.parametrize("length", [3, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("sizes", "dtype"), [*((own, "bfloat16") for own in SIZES), (SIZES[1], "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [*(pytest.param(own, "bfloat16", marks=cases.slow_unless(own in SIZES[::2])) for own in SIZES), (SIZES[1], "float32")],
+    ids=str,
+)
 def test_everything_at_once_lowers_for_cuda(sizes, dtype, length):
     names = [name for name in lowering.EVERYTHING if name != "dropout"]
     given, options = lowering.with_features(names, sizes, (length, 301), dtype)
@@ -180,7 +184,6 @@ def test_one_kernel_runs_and_xla_merges_the_states():
     assert "exponential" not in many
 
 
-@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(("batch", "has_counter"), [(2, False), (66, False), (100, True)])
 def test_blocks_with_a_tile_each_count_no_tickets(batch, has_counter):
     def attend(*operands):

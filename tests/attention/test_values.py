@@ -1009,13 +1009,16 @@ def test_a_checkpoint_that_saves_out_and_lse_runs_attention_once():
     args = layer_inputs("float64")
     plain = jax.grad(loss_of(layer), (0, 1))
     assert runs(plain, *args) == 1
-    gradients = jax.jit(plain)(*args)
+    every = {}
     for saved, (policy, expected) in RUNS.items():
         checkpointed = jax.grad(loss_of(jax.checkpoint(layer, policy=policy)), (0, 1))
         assert runs(checkpointed, *args) == expected, saved
         jitted = jax.grad(loss_of(jax.checkpoint(jax.jit(layer), policy=policy)), (0, 1))
         assert runs(jax.jit(jitted), *args) == expected, saved
-        oracle.assert_same_in_float64(jax.jit(checkpointed)(*args), gradients)
+        every[saved] = checkpointed
+    gradients, found = jax.jit(lambda *args: (plain(*args), {saved: f(*args) for saved, f in every.items()}))(*args)
+    for own in found.values():
+        oracle.assert_same_in_float64(own, gradients)
 
 
 def test_a_loop_saves_out_and_lse_once():
@@ -1082,22 +1085,28 @@ def hessian_vector(moving):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("f", "names"),
-    [(everything, names) for names in BATCHED]
+    ("f", "several"),
+    [(everything, BATCHED)]
     + [
-        pytest.param(hessian_vector, names, marks=[] if names in (("sinks",), tuple(MOVING)) else pytest.mark.slow)
+        pytest.param(hessian_vector, [names], marks=cases.slow_unless(names in (("sinks",), tuple(MOVING))))
         for names in BATCHED
     ],
-    ids=lambda value: "+".join(value) if isinstance(value, tuple) else value.__name__,
+    ids=lambda value: "|".join(map("+".join, value)) if isinstance(value, list) else value.__name__,
 )
-def test_vmap_with_each_operand_batched_or_not(f, names):
-    f, moving = jax.jit(f), movable("float64")
-    axes = {name: (1 if name == "query" else 0) if name in names else None for name in moving}
-    stacks = {name: np.stack([a, a[..., ::-1], 2 * a], axes[name]) if name in names else a for name, a in moving.items()}
-    actual = jax.jit(jax.vmap(f, in_axes=(axes,)))(stacks)
-    loop = [f({k: np.take(a, i, axes[k]) if k in names else a for k, a in stacks.items()}) for i in range(3)]
-    expected = jax.tree.map(lambda *parts: np.stack(parts), *loop)
-    oracle.assert_same_in_float64(actual, expected)
+def test_vmap_with_each_operand_batched_or_not(f, several):
+    moving, stacks, axes = movable("float64"), {}, {}
+    for names in several:
+        own = axes[names] = {name: (1 if name == "query" else 0) if name in names else None for name in moving}
+        stacks[names] = {
+            name: np.stack([a, a[..., ::-1], 2 * a], own[name]) if name in names else a for name, a in moving.items()
+        }
+    mapped = jax.jit(lambda stacks: {names: jax.vmap(f, in_axes=(axes[names],))(own) for names, own in stacks.items()})
+    one = jax.jit(f)
+    for names, actual in mapped(stacks).items():
+        loop = [
+            one({k: np.take(a, i, axes[names][k]) if k in names else a for k, a in stacks[names].items()}) for i in range(3)
+        ]
+        oracle.assert_same_in_float64(actual, jax.tree.map(lambda *parts: np.stack(parts), *loop))
 
 
 @pytest.mark.usefixtures("x64")
