@@ -313,130 +313,141 @@ def test_bars_that_are_not_valid(tmp_path, entry, match):
         bars.load("softmax", path)
 
 
-def check_of_a_change(folder, capsys, suite, rows, name, change, implementation="mosaic"):
-    """The lines that `--check` prints of rows that miss no bar until those of a cell and implementation are changed."""
-    changed = [
-        dataclasses.replace(row, **change) if (name_of(row), row.implementation) == (name, implementation) else row
-        for row in rows
+def in_rounds(changes):
+    """Lists of changes, each of another cell, so that those of a list can be made at once; as few as there can be."""
+    rounds = []
+    for change in changes:
+        at = sum(change[0] == earlier[0] for one in rounds for earlier in one)
+        rounds[at:] = rounds[at:] or [[]]
+        rounds[at].append(change)
+    return rounds
+
+
+def assert_found(folder, capsys, suite, rows, changes, apart=False):
+    """Of rows that miss no bar, `--check` says so; where rows of cells and implementations are changed, it says what it found.
+
+    Changes are made one by one if they are to be `apart`, as where cells are compared with each other.
+    """
+    written(folder / "right", rows, suite)
+    assert main([suite, "--check", "--gpu", "h200", "--out", str(folder / "right")]) == 0
+    assert " 0 of " in capsys.readouterr().out
+    rounds = [[change] for change in changes] if apart else in_rounds(changes)
+    for number, together in enumerate(rounds):
+        of_rows = {(name, implementation): change for name, implementation, change, _ in together}
+        changed = [dataclasses.replace(row, **of_rows.get((name_of(row), row.implementation), {})) for row in rows]
+        written(folder / str(number), changed, suite)
+        assert main([suite, "--check", "--gpu", "h200", "--out", str(folder / str(number))]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        for name, _, change, found in together:
+            said = [line for line in lines if line.startswith(f"{name} ")]
+            assert any(line.endswith(f"  {found}") for line in said), (name, change, found, said)
+
+
+# Cells, what is changed of a row, and what `--check` says that it finds there.
+MISSED_SOFTMAX = [
+    ("softmax forward float32 32768x4096", {"us": 1000.0}, "0.2684"),
+    ("softmax forward float16 32x512", {"us": 2.08}, "1.04"),
+    ("softmax forward bfloat16 16x131072", {"us": 2.6}, "0.6199"),
+    ("softmax forward float32 8x50257x320 axis=1", {"us": 1000.0}, "0.2573"),
+    ("logsumexp forward bfloat16 2670x50257", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ("softmax forward float32 32768x4096", {"error": 1.5}, "1.5"),
+    ("softmax first_call float32 32768x4096", {"us": 3e6}, "3e+06"),
+    ("logsumexp forward bfloat16 32768x4096", {"us": 100.0}, "0.6711"),
+    ("softmax forward bfloat16 32768x4096 fused=1", {"implementation": "torch"}, "not measured"),
+]
+
+
+def test_check_fails(tmp_path, capsys):
+    changes = [(name, "mosaic", change, found) for name, change, found in MISSED_SOFTMAX]
+    assert_found(tmp_path, capsys, "softmax", a_full_run(), changes)
+
+
+MISSED_ATTENTION = [
+    ("4x4096x16x128 causal=1", {"us": 1300.0}, "1.092"),
+    ("4x4096x64x128 kv_heads=8", {"us": 3800.0}, "1.037"),
+    ("4x4096x16x128 mask=1x1xTxS", {"us": 1200.0}, "2.367"),
+    ("1x16384x16x128 causal=1 documents=12", {"us": 300.0}, "1.329"),  # 1017 of 8256 blocks
+    ("1x16384x16x128 causal=1 documents=12", {"us": 310.0}, "0.1692"),
+    ("1x16384x16x128 causal=1 window=1024", {"us": 400.0}, "0.2183"),
+    ("4x4097x16x128", {"us": 1100.0}, "1.201"),
+    ("4x4096x16x128 mask=causal", {"us": 700.0}, "1.528"),
+    ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
+    ("4x4096x64x128", {"op": "none"}, "the other not measured"),
+    (f"{BOTH} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
+    (f"{BOTH} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
+    (f"{BOTH} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
+    (f"{BOTH} 32x512x16x128", {"op": "none"}, "not measured"),
+]
+
+
+@pytest.mark.parametrize("pass_", ["forward", BOTH])
+def test_check_of_attention(tmp_path, capsys, pass_):
+    suite, cells = ("attention", ATTENTION) if pass_ == "forward" else ("attention_gradients", GRADIENTS)
+    changes = [
+        (f"attention {pass_} bfloat16 {name.removeprefix(f'{BOTH} ')}", "mosaic", change, found)
+        for name, change, found in MISSED_ATTENTION
+        if name.startswith(BOTH) == (pass_ == BOTH)
     ]
-    for path, held, status in (("right", rows, 0), ("wrong", changed, 1)):
-        written(folder / path, held, suite)
-        assert main([suite, "--check", "--gpu", "h200", "--out", str(folder / path)]) == status
-    passed, *lines = capsys.readouterr().out.splitlines()
-    assert " 0 of " in passed
-    return lines
+    assert changes
+    assert_found(tmp_path, capsys, suite, a_full_run_of_attention(cells), changes, apart=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "found"),
-    [
-        ("softmax forward float32 32768x4096", {"us": 1000.0}, "0.2684"),
-        ("softmax forward float16 32x512", {"us": 2.08}, "1.04"),
-        ("softmax forward bfloat16 16x131072", {"us": 2.6}, "0.6199"),
-        ("softmax forward float32 8x50257x320 axis=1", {"us": 1000.0}, "0.2573"),
-        ("logsumexp forward bfloat16 2670x50257", {"implementation": "xla"}, "on xla, not on mosaic"),
-        ("softmax forward float32 32768x4096", {"error": 1.5}, "1.5"),
-        ("softmax first_call float32 32768x4096", {"us": 3e6}, "3e+06"),
-        ("logsumexp forward bfloat16 32768x4096", {"us": 100.0}, "0.6711"),
-        ("softmax forward bfloat16 32768x4096 fused=1", {"implementation": "torch"}, "not measured"),
-    ],
-)
-def test_check_fails(tmp_path, capsys, name, change, found):
-    said = check_of_a_change(tmp_path, capsys, "softmax", a_full_run(), name, change)
-    lines = [line for line in said if line.startswith(name + " ")]
-    assert lines
-    assert any(line.endswith(f"  {found}") for line in lines), lines
+MISSED_LOSSES = [
+    ("forward bfloat16 8192x128256", "mosaic", {"us": 600.0}, "0.8756"),
+    ("forward float32 8192x256000", "mosaic", {"us": 2300.0}, "0.9118"),
+    (f"{BOTH} bfloat16 8192x151936", "mosaic", {"us": 2100.0}, "0.889"),
+    (f"{BOTH} float32 8192x50257", "mosaic", {"us": 2100.0}, "0.8501"),
+    (f"{BOTH} bfloat16 8192x32000", "quack", {"us": 350.0}, "1.123"),
+    (f"{BOTH} bfloat16 8192x128256 z_loss=0.0001", "liger", {"us": 1500.0}, "1.051"),
+    (f"{BOTH} bfloat16 8192x128256 label_smoothing=0.1", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ("forward bfloat16 8192x128003", "mosaic", {"error": 1.5}, "1.5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "found"),
-    [
-        ("4x4096x16x128 causal=1", {"us": 1300.0}, "1.092"),
-        ("4x4096x64x128 kv_heads=8", {"us": 3800.0}, "1.037"),
-        ("4x4096x16x128 mask=1x1xTxS", {"us": 1200.0}, "2.367"),
-        ("1x16384x16x128 causal=1 documents=12", {"us": 300.0}, "1.329"),  # 1017 of 8256 blocks
-        ("1x16384x16x128 causal=1 documents=12", {"us": 310.0}, "0.1692"),
-        ("1x16384x16x128 causal=1 window=1024", {"us": 400.0}, "0.2183"),
-        ("4x4097x16x128", {"us": 1100.0}, "1.201"),
-        ("4x4096x16x128 mask=causal", {"us": 700.0}, "1.528"),
-        ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
-        ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
-        ("4x4096x64x128", {"op": "none"}, "the other not measured"),
-        (f"{BOTH} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
-        (f"{BOTH} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
-        (f"{BOTH} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
-        (f"{BOTH} 32x512x16x128", {"op": "none"}, "not measured"),
-    ],
-)
-def test_check_of_attention(tmp_path, capsys, name, change, found):
-    both = name.startswith(BOTH)
-    pass_, shape = name.split(" ", 1) if both else ("forward", name)
-    name = f"attention {pass_} bfloat16 {shape}"
-    suite, rows = "attention_gradients" if both else "attention", a_full_run_of_attention(GRADIENTS if both else ATTENTION)
-    said = check_of_a_change(tmp_path, capsys, suite, rows, name, change)
-    assert any(line.endswith(f"  {found}") for line in said), said
+def test_check_of_cross_entropy(tmp_path, capsys):
+    changes = [(f"cross_entropy {name}", *more) for name, *more in MISSED_LOSSES]
+    assert_found(tmp_path, capsys, "cross_entropy", a_full_run(LOSSES), changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "change", "found"),
-    [
-        ("forward bfloat16 8192x128256", "mosaic", {"us": 600.0}, "0.8756"),
-        ("forward float32 8192x256000", "mosaic", {"us": 2300.0}, "0.9118"),
-        (f"{BOTH} bfloat16 8192x151936", "mosaic", {"us": 2100.0}, "0.889"),
-        (f"{BOTH} float32 8192x50257", "mosaic", {"us": 2100.0}, "0.8501"),
-        (f"{BOTH} bfloat16 8192x32000", "quack", {"us": 350.0}, "1.123"),
-        (f"{BOTH} bfloat16 8192x128256 z_loss=0.0001", "liger", {"us": 1500.0}, "1.051"),
-        (f"{BOTH} bfloat16 8192x128256 label_smoothing=0.1", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
-        ("forward bfloat16 8192x128003", "mosaic", {"error": 1.5}, "1.5"),
-    ],
-)
-def test_check_of_cross_entropy(tmp_path, capsys, name, implementation, change, found):
-    name = f"cross_entropy {name}"
-    said = check_of_a_change(tmp_path, capsys, "cross_entropy", a_full_run(LOSSES), name, change, implementation)
-    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
+MISSED_LINEAR = [
+    (f"{BOTH} bfloat16 8192x2048x32000", "mosaic", {"us": 1100.0}, "1.158"),
+    (f"{BOTH} bfloat16 8192x4096x128256 class_axis=0", "mosaic", {"us": 1100.0}, "1.158"),
+    ("forward bfloat16 16384x4096x128256", "mosaic", {"us": 1100.0}, "1.158"),
+    (f"{BOTH} bfloat16 4096x4096x128256", "mosaic", {"temporaries": 7 * 10**8}, "7e+08"),
+    ("forward bfloat16 4096x4096x128256", "mosaic", {"temporaries": 4 * 10**8}, "4e+08"),
+    ("forward bfloat16 8192x4096x128256", "mosaic", {"temporaries": None}, "no temporaries"),
+    (f"{BOTH} bfloat16 5000x3072x50257", "quack", {"us": 800.0}, "1.25"),
+    (f"{BOTH} bfloat16 8192x4096x128256 weight=float32", "mosaic", {"error": 0.3}, "0.3"),
+    (f"{BOTH} bfloat16 8192x2048x32000", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "change", "found"),
-    [
-        (f"{BOTH} bfloat16 8192x2048x32000", "mosaic", {"us": 1100.0}, "1.158"),
-        (f"{BOTH} bfloat16 8192x4096x128256 class_axis=0", "mosaic", {"us": 1100.0}, "1.158"),
-        ("forward bfloat16 16384x4096x128256", "mosaic", {"us": 1100.0}, "1.158"),
-        (f"{BOTH} bfloat16 4096x4096x128256", "mosaic", {"temporaries": 7 * 10**8}, "7e+08"),
-        ("forward bfloat16 4096x4096x128256", "mosaic", {"temporaries": 4 * 10**8}, "4e+08"),
-        ("forward bfloat16 8192x4096x128256", "mosaic", {"temporaries": None}, "no temporaries"),
-        (f"{BOTH} bfloat16 5000x3072x50257", "quack", {"us": 800.0}, "1.25"),
-        (f"{BOTH} bfloat16 8192x4096x128256 weight=float32", "mosaic", {"error": 0.3}, "0.3"),
-        (f"{BOTH} bfloat16 8192x2048x32000", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
-    ],
-)
-def test_check_of_linear_cross_entropy(tmp_path, capsys, name, implementation, change, found):
-    name = f"linear_cross_entropy {name}"
-    said = check_of_a_change(tmp_path, capsys, "linear_cross_entropy", a_full_run_of_linear(), name, change, implementation)
-    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
+def test_check_of_linear_cross_entropy(tmp_path, capsys):
+    changes = [(f"linear_cross_entropy {name}", *more) for name, *more in MISSED_LINEAR]
+    assert_found(tmp_path, capsys, "linear_cross_entropy", a_full_run_of_linear(), changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "found"),
-    [
-        ("top_k forward float32 512x128256 k=50", {"us": 106.0}, "0.6195"),  # of which a read takes 65.7
-        ("top_k forward bfloat16 512x50257 k=50", {"implementation": "xla"}, "on xla, not on mosaic"),
-        ("top_k forward bfloat16 64x128256 k=50", {"us": 26.0}, "26"),
-        ("top_k forward float32 1x128256 k=50", {"us": 13.0}, "13"),
-        ("top_k forward float32 1x128256 k=1", {"us": 1.06}, "1.06"),
-        ("top_k forward bfloat16 300x100003 k=50", {"error": 2.0}, "2"),
-        ("softmax_top_k forward float32 512x50257 k=50", {"us": 30.0}, "1.166"),
-        ("softmax_top_k forward bfloat16 512x50257 k=50", {"op": "none"}, "not measured"),
-        ("softmax_top_k forward float32 1048576x64 k=8", {"us": 100.0}, "0.8389"),
-        ("softmax_top_k backward bfloat16 262144x256 k=8 normalize=selected", {"us": 50.0}, "0.755"),
-        ("softmax_top_k backward float32 262144x256 k=8", {"error": 1.5}, "1.5"),
-        ("categorical forward float32 512x128256", {"us": 99.0}, "0.6633"),
-        ("categorical forward bfloat16 512x50257 top_p=0.9", {"us": 40.0}, "0.3216"),
-    ],
-)
-def test_check_of_top_k(tmp_path, capsys, name, change, found):
-    said = check_of_a_change(tmp_path, capsys, "top_k", a_full_run(TOP_K), name, change)
-    assert any(line.startswith(f"{name} ") and line.endswith(f"  {found}") for line in said), said
+MISSED_TOP_K = [
+    ("top_k forward float32 512x128256 k=50", {"us": 106.0}, "0.6195"),  # of which a read takes 65.7
+    ("top_k forward bfloat16 512x50257 k=50", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ("top_k forward bfloat16 64x128256 k=50", {"us": 26.0}, "26"),
+    ("top_k forward float32 1x128256 k=50", {"us": 13.0}, "13"),
+    ("top_k forward float32 1x128256 k=1", {"us": 1.06}, "1.06"),
+    ("top_k forward bfloat16 300x100003 k=50", {"error": 2.0}, "2"),
+    ("softmax_top_k forward float32 512x50257 k=50", {"us": 30.0}, "1.166"),
+    ("softmax_top_k forward bfloat16 512x50257 k=50", {"op": "none"}, "not measured"),
+    ("softmax_top_k forward float32 1048576x64 k=8", {"us": 100.0}, "0.8389"),
+    ("softmax_top_k backward bfloat16 262144x256 k=8 normalize=selected", {"us": 50.0}, "0.755"),
+    ("softmax_top_k backward float32 262144x256 k=8", {"error": 1.5}, "1.5"),
+    ("categorical forward float32 512x128256", {"us": 99.0}, "0.6633"),
+    ("categorical forward bfloat16 512x50257 top_p=0.9", {"us": 40.0}, "0.3216"),
+]
+
+
+def test_check_of_top_k(tmp_path, capsys):
+    changes = [(name, "mosaic", change, found) for name, change, found in MISSED_TOP_K]
+    assert_found(tmp_path, capsys, "top_k", a_full_run(TOP_K), changes)
 
 
 def a_full_run_on_several(devices):
@@ -505,9 +516,21 @@ def test_bars_are_for_machines(tmp_path, capsys):
 NARROW = [cell.name for cell in SWEEP.values() if cell.name.startswith("logsumexp forward float32") and cell.shape[1] <= 2**15]
 
 
-def check_of_sweep(folder, capsys, slowed, **change):
+@pytest.fixture
+def of_sweep(monkeypatch):
+    """Leaves of the sweep the cells of an op and a pass, and gives them: the check of all takes a second."""
+
+    def leave(op, pass_="forward"):
+        cells = {name: cell for name, cell in SWEEP.items() if cell.op == "copy" or (cell.op, cell.pass_) == (op, pass_)}
+        monkeypatch.setitem(SUITES, "softmax_sweep", lambda: list(cells.values()))
+        return cells
+
+    return leave
+
+
+def check_of_sweep(folder, capsys, cells, slowed, **change):
     """What `--check` says of a run in which some cells of ours are slower, or changed otherwise."""
-    rows = a_full_run(SWEEP)
+    rows = a_full_run(cells)
     for at, row in enumerate(rows):
         if name_of(row) in slowed and row.implementation == "mosaic":
             rows[at] = dataclasses.replace(row, **{"us": row.us / 0.94, **change})
@@ -516,85 +539,103 @@ def check_of_sweep(folder, capsys, slowed, **change):
     return status, capsys.readouterr().out
 
 
-def test_a_percentile_is_of_all_cells_of_an_op_pass_and_dtype(tmp_path, capsys):
+def test_a_percentile_is_of_all_cells_of_an_op_pass_and_dtype(tmp_path, capsys, of_sweep):
+    cells = of_sweep("logsumexp")
+    assert len(cells) == 2 + 2 * 64  # of two dtypes
     tenth = len(NARROW) // 10
     assert tenth == 4
-    assert check_of_sweep(tmp_path / "few", capsys, NARROW[:tenth])[0] == 0
-    status, out = check_of_sweep(tmp_path / "many", capsys, NARROW[-tenth - 1 :])
+    assert check_of_sweep(tmp_path / "few", capsys, cells, NARROW[:tenth])[0] == 0
+    status, out = check_of_sweep(tmp_path / "many", capsys, cells, NARROW[-tenth - 1 :])
     assert status == 1
     (_, _, miss) = out.splitlines()
     assert miss.startswith(f"logsumexp forward float32, columns 64 to 32768, {len(NARROW)} cells ")
     assert miss.endswith("  ratio_at_least 0.95 of copy, percentile 10  0.94")
 
 
-def test_a_percentile_needs_every_cell(tmp_path, capsys):
+def test_a_percentile_needs_every_cell(tmp_path, capsys, of_sweep):
+    cells = of_sweep("logsumexp")
     for folder, change, found in [
         ("none", {"op": "none"}, "not measured"),
         ("reference", {"implementation": "xla"}, "on xla, not on mosaic"),
     ]:
-        status, out = check_of_sweep(tmp_path / folder, capsys, NARROW[:1], **change)
+        status, out = check_of_sweep(tmp_path / folder, capsys, cells, NARROW[:1], **change)
         assert status == 1
         assert f"percentile 10  1 of {len(NARROW)} without a ratio, the first: {found}" in out
         assert any(line.startswith(NARROW[0]) and "0.93 of copy" in line and line.endswith(found) for line in out.splitlines())
 
 
-def test_a_peer_that_need_not_be_installed(tmp_path, capsys):
+def test_a_peer_that_need_not_be_installed(tmp_path, capsys, of_sweep):
+    cells = of_sweep("softmax")
+
     def check_without(*left_out, **change):
         folder = tmp_path / "-".join(("out", *left_out, *change))
-        rows = [row for row in a_full_run(SWEEP) if row.implementation not in left_out]
+        rows = [row for row in a_full_run(cells) if row.implementation not in left_out]
         rows = [dataclasses.replace(row, **change) if row.implementation == "quack" else row for row in rows]
         written(folder, rows, "softmax_sweep")
         status = main(["softmax_sweep", "--check", "--out", str(folder)])
         missed, count = re.search(r"(\d+) of (\d+) bars missed", capsys.readouterr().out).groups()
         return status, int(missed), int(count)
 
-    takes = sum("quack" in {c.name for c in cell.contenders} for cell in SWEEP.values())
+    takes = sum("quack" in {c.name for c in cell.contenders} for cell in cells.values())
+    assert takes == sum("quack" in {c.name for c in cell.contenders} for cell in SWEEP.values())
     assert 0 < takes < 128
     status, missed, count = check_without()
     assert (status, missed) == (0, 0)
     assert check_without("quack") == (0, 0, count - takes)
-    assert check_without("jax.nn") == (1, len(SWEEP) - 2, count)
+    assert check_without("jax.nn") == (1, len(cells) - 2, count)
     assert check_without(us=1.0) == (1, takes, count)
 
 
-@pytest.mark.parametrize(
-    ("suite", "rows", "name", "change", "found"),
-    [
-        ("softmax", a_full_run, "log_softmax backward bfloat16 131072x1024 mode=vjp", {"us": 230.0}, "0.8753"),
-        ("softmax", a_full_run, "logsumexp forward float32 524288x256", {"us": 150.0}, "0.8948"),
-        ("softmax", a_full_run, "softmax forward bfloat16 2670x50257", {"us": 240.0}, "1.118"),
-        ("softmax", a_full_run, "softmax forward float32 1024x512", {"us": 2.2}, "1.049"),
-        ("softmax", a_full_run, "softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06"),
-        ("softmax_sweep", lambda: a_full_run(SWEEP), "softmax backward bfloat16 248551x540", {"us": 500.0}, "1.242"),
-        ("attention", a_full_run_of_attention, "attention forward bfloat16 4x4096x32x64 causal=1", {"us": 1500.0}, "1.191"),
-        (
-            "attention_gradients",
-            lambda: a_full_run_of_attention(GRADIENTS),
-            f"attention {BOTH} bfloat16 1x16384x16x128",
-            {"implementation": "triton+xla"},
-            "on triton+xla, not on triton",
-        ),
-        ("first_call", lambda: a_full_run(FIRST_CALLS), "softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06"),
-    ],
-)
-def test_runs_on_triton_have_bars_of_their_own(tmp_path, capsys, suite, rows, name, change, found):
-    rows = rows()
+ON_TRITON = {
+    "softmax": (
+        a_full_run,
+        [
+            ("log_softmax backward bfloat16 131072x1024 mode=vjp", {"us": 230.0}, "0.8753"),
+            ("logsumexp forward float32 524288x256", {"us": 150.0}, "0.8948"),
+            ("softmax forward bfloat16 2670x50257", {"us": 240.0}, "1.118"),
+            ("softmax forward float32 1024x512", {"us": 2.2}, "1.049"),
+            ("softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06"),
+        ],
+    ),
+    "softmax_sweep": (
+        lambda: a_full_run({name: cell for name, cell in SWEEP.items() if "forward" not in name or cell.op == "copy"}),
+        [("softmax backward bfloat16 248551x540", {"us": 500.0}, "1.242")],
+    ),
+    "attention": (
+        a_full_run_of_attention,
+        [("attention forward bfloat16 4x4096x32x64 causal=1", {"us": 1500.0}, "1.191")],
+    ),
+    "attention_gradients": (
+        lambda: a_full_run_of_attention(GRADIENTS),
+        [(f"attention {BOTH} bfloat16 1x16384x16x128", {"implementation": "triton+xla"}, "on triton+xla, not on triton")],
+    ),
+    "first_call": (lambda: a_full_run(FIRST_CALLS), [("softmax first_call float32 32768x4096", {"us": 4e6}, "4e+06")]),
+}
+
+
+@pytest.mark.parametrize("suite", ON_TRITON)
+def test_runs_on_triton_have_bars_of_their_own(tmp_path, capsys, monkeypatch, suite):
+    make, changes = ON_TRITON[suite]
+    rows, names = make(), {name for name, *_ in changes}
+    measured = {row.cell for row in rows}
+    cells = [cell for cell in SUITES[suite]() if (cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options) in measured]
+    monkeypatch.setitem(SUITES, suite, lambda: cells)
     written(tmp_path, rows, suite)
     path = written(tmp_path, on_triton(rows), suite, "triton")
     assert path.parent.parent == tmp_path / "h200"
     assert main([suite, "--check", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("0 of ") == 2  # files
-    (slow,) = [row for row in on_triton(rows) if name_of(row) == name and bars.is_ours(row)]
-    peers = [row for row in on_triton(rows) if name_of(row) == name and not bars.is_ours(row)]
-    again = [dataclasses.replace(row, run="again") for row in [dataclasses.replace(slow, **change), *peers]]
-    copies = [dataclasses.replace(row, run="again") for row in on_triton(rows) if row.op == "copy"]
-    written(tmp_path, [*copies, *again], suite, "triton")
+    again = [dataclasses.replace(row, run="again") for row in on_triton(rows) if row.op == "copy" or name_of(row) in names]
+    of_names = {name: change for name, change, _ in changes}
+    again = [dataclasses.replace(row, **(of_names.get(name_of(row), {}) if bars.is_ours(row) else {})) for row in again]
+    written(tmp_path, again, suite, "triton")
     assert main([suite, "--check", "--gpu", "h200", "--out", str(tmp_path)]) == 1
     chosen, asked_for, _, *missed = capsys.readouterr().out.splitlines()
     assert " 0 of " in chosen  # rows of triton do not take the place of others
     assert str(path) in asked_for
-    assert {line.split("  ")[0] for line in missed} == {name}
-    assert any(line.endswith(f"  {found}") for line in missed), missed
+    assert {line.split("  ")[0] for line in missed} == names
+    for name, _, found in changes:
+        assert any(line.startswith(f"{name}  ") and line.endswith(f"  {found}") for line in missed), (name, missed)
     assert main([suite, "--check", "--implementation", "triton", "--out", str(tmp_path)]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(missed)
 
