@@ -42,6 +42,7 @@ def filled(abstract):
     return jax.tree.map(lambda a: jnp.asarray(normal(*a.shape, seed=a.ndim) / 2, a.dtype), abstract)
 
 
+@functools.cache
 def linen_layer(attention_fn, **options):
     options = {"num_heads": HEADS, "qkv_features": 2 * WIDTH} | options
     module = linen.MultiHeadDotProductAttention(attention_fn=attention_fn, **options)
@@ -56,6 +57,7 @@ def linen_layer(attention_fn, **options):
     return filled(jax.eval_shape(init, jax.random.key(0), one)["params"]), f
 
 
+@functools.cache
 def nnx_layer(attention_fn, **options):
     options = {"num_heads": HEADS, "qkv_features": 2 * WIDTH, "decode": False, "keep_rngs": False} | options
     make = functools.partial(nnx.MultiHeadAttention, in_features=WIDTH, attention_fn=attention_fn, **options)
@@ -89,12 +91,16 @@ def loss_of(f, rows=None, **call):
     return loss
 
 
-def results_of(layer, inputs, rows=None, **call):
-    """The output, and the gradients in all parameters and inputs."""
-    params, f = layer
-    arguments = (params, *map(jnp.asarray, inputs))
-    gradients, out = jax.jit(jax.grad(loss_of(f, rows, **call), range(len(arguments)), has_aux=True))(*arguments)
-    return out, gradients
+def results_of(layers, inputs, rows=None, **call):
+    """Of each layer the output, and the gradients in all parameters and inputs; computed in one program."""
+    functions = [f for _, f in layers]
+
+    @jax.jit
+    def each(*arguments):
+        own = [jax.grad(loss_of(f, rows, **call), range(1 + len(inputs)), has_aux=True) for f in functions]
+        return [gradient(*of_one)[::-1] for gradient, of_one in zip(own, arguments, strict=True)]
+
+    return each(*[(params, *map(jnp.asarray, inputs)) for params, _ in layers])
 
 
 def assert_same(actual, expected):
@@ -172,8 +178,8 @@ OF_NNX = {
 def test_output_and_gradients_are_those_of_flax(api, case):
     call, inputs = {"mask": None} | case, case.get("inputs", INPUTS)
     options = {name: call.pop(name) for name in ("inputs", "options") if name in call}.get("options", {})
-    layer = api.layer(attention_fn, **options)
-    assert_same(results_of(layer, inputs, **call), results_of(api.layer(api.own, **options), inputs, **call))
+    layer, own = (api.layer(fn, **options) for fn in (attention_fn, api.own))
+    assert_same(*results_of([layer, own], inputs, **call))
     assert ops(functools.partial(layer[1], **call), layer[0], *inputs) == [("dot_product_attention", "xla")]
 
 
@@ -196,8 +202,8 @@ def test_rows_without_a_key_give_zero_where_flax_averages(api):
     few = 2 * LENGTH * oracle.EPS * np.max(np.abs(v))  # roundings of either sum
     np.testing.assert_allclose(api.own(q, k, v, mask=mask)[empty], averages[empty], rtol=0, atol=few)
 
-    layers = (api.layer(fn, use_bias=False) for fn in (attention_fn, api.own))
-    ours, theirs = (results_of(layer, INPUTS, rows=seeing, mask=mask) for layer in layers)
+    layers = [api.layer(fn, use_bias=False) for fn in (attention_fn, api.own)]
+    ours, theirs = results_of(layers, INPUTS, rows=seeing, mask=mask)
     np.testing.assert_array_equal(ours[0][np.broadcast_to(~seeing, ours[0].shape)], 0)
     assert_same(np.where(seeing, ours[0], 0), np.where(seeing, theirs[0], 0))
     assert_same(ours[1], theirs[1])
@@ -224,17 +230,18 @@ MEANS = functools.partial(attention_fn, fully_masked_rows="mean")
     ],
 )
 def test_a_model_with_padded_rows_in_its_loss_is_that_of_flax(api, options, call, dtype):
-    def results(fn, dtype):
-        params, f = api.layer(fn, param_dtype=dtype, **options)
-        if "sow_weights" in call:
-            out, sown = f(params, INPUTS[0].astype(dtype), **call)
-            return out, jax.tree.leaves(sown)
-        return results_of((params, f), (INPUTS[0].astype(dtype),), **call)
+    def results(dtype, *functions):
+        layers = [api.layer(fn, param_dtype=dtype, **options) for fn in functions]
+        inputs = (INPUTS[0].astype(dtype),)
+        if "sow_weights" not in call:
+            return results_of(layers, inputs, **call)
+        each = jax.jit(lambda inputs, *params: [f(own, *inputs, **call) for own, (_, f) in zip(params, layers, strict=True)])
+        return [(out, jax.tree.leaves(sown)) for out, sown in each(inputs, *[params for params, _ in layers])]
 
     if dtype == "float32":
-        assert_same(results(MEANS, dtype), results(api.own, dtype))
+        assert_same(*results(dtype, MEANS, api.own))
         return
-    ours, exact = results(MEANS, dtype), results(api.own, "float32")
+    (ours,), (exact,) = results(dtype, MEANS), results("float32", api.own)
     for mine, truth in zip(*map(jax.tree.leaves, (ours, exact)), strict=True):
         assert mine.dtype == dtype
         largest = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(exact))
@@ -248,8 +255,7 @@ def test_einsums_get_equal_weights_of_rows_without_a_key(rate):
 
     call = PADDED["right"] | ({} if rate == 0 else {"deterministic": False, "dropout": jax.random.key(3)})
     einsums = {f"{name}_einsum_cls": lambda: jnp.einsum for name in ("qk_attn_weights", "attn_weights_value")}
-    found, expected = (results_of(layer(MEANS, **more), INPUTS, **call) for more in (einsums, {}))
-    assert_same(found, expected)
+    assert_same(*results_of([layer(MEANS, **more) for more in (einsums, {})], INPUTS, **call))
 
 
 @pytest.mark.parametrize("rows", ["zero", "mean"])
@@ -270,13 +276,10 @@ def test_a_bias_is_that_of_flax(api, more):
     q, k, v = normal(3, BATCH, LENGTH, HEADS, 8)
     bias, more = normal(HEADS, LENGTH, LENGTH, seed=1)[None], more | {"deterministic": True}
 
-    def results(attention):
-        def f(q, k, v, bias):
-            return attention(q, k, v, bias, CAUSAL, **more)
+    def layer(attention):
+        return q, lambda q, k, v, bias: attention(q, k, v, bias, CAUSAL, **more)
 
-        return results_of((q, f), (k, v, bias))
-
-    assert_same(results(attention_fn), results(api.own))
+    assert_same(*results_of([layer(attention_fn), layer(api.own)], (k, v, bias)))
 
 
 # What each passes.
@@ -305,10 +308,10 @@ def test_narrow_dtypes_err_no_more_than_flax(api, dtype):
     inputs = (normal(BATCH, LENGTH, WIDTH, dtype=dtype),)
     # With a rate above 0, nnx leaves out `jax.nn`, which multiplies no 16 bits on a CPU.
     layers = [api.layer(fn, param_dtype=dtype, dropout_rate=0.5) for fn in (attention_fn, api.own)]
-    ours, theirs = (results_of(layer, inputs, **call) for layer in layers)
+    ours, theirs = results_of(layers, inputs, **call)
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda a: jnp.asarray(a, "float64"), layers[1][0])
-        truth = results_of((params, layers[1][1]), (inputs[0].astype("float64"),), **call)
+        params = jax.tree.map(lambda a: np.asarray(a, "float64"), layers[1][0])
+        (truth,) = results_of([(params, layers[1][1])], (inputs[0].astype("float64"),), **call)
     assert ours[0].dtype == dtype
     for a, b, exact in zip(*map(jax.tree.leaves, (ours, theirs, truth)), strict=True):
         mine, others = (np.linalg.norm(np.asarray(x, np.float64) - np.asarray(exact)) for x in (a, b))
@@ -614,7 +617,7 @@ def nnx_stack(attention):
 )
 def test_layers_in_a_scan_whose_checkpoints_save_out_and_lse(stack, own):
     params, f = stack(attention_fn)
-    assert_same(results_of((params, f), INPUTS), results_of(stack(own), INPUTS))
+    assert_same(*results_of([(params, f), stack(own)], INPUTS))
     gradient = jax.grad(loss_of(f), has_aux=True)
     assert ops(gradient, params, *INPUTS) == [("dot_product_attention", "xla"), ("dot_product_attention_vjp", "xla")]
 
@@ -667,10 +670,8 @@ def test_batch_and_heads_stay_sharded(axis_type, key_heads, kind):
 )
 def test_rope_is_that_of_flax(options):
     rope = nnx.RoPE(**options)
-    ours, theirs = (
-        nnx_layer(functools.partial(fn, rope=rope)) for fn in (attention_fn_with_rope, nnx.dot_product_attention_with_rope)
-    )
-    assert_same(results_of(ours, INPUTS, is_causal=True), results_of(theirs, INPUTS, is_causal=True))
+    functions = attention_fn_with_rope, nnx.dot_product_attention_with_rope
+    assert_same(*results_of([nnx_layer(functools.partial(fn, rope=rope)) for fn in functions], INPUTS, is_causal=True))
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (BATCH,)])
@@ -764,11 +765,11 @@ def test_native_kernels_err_about_as_little_as_flax(api, kind, size):
     assert ops(gradient, params, *inputs, platform=None) == expected
 
     def errors(layer):
-        rounded = results_of(layer, inputs, **call)
+        (rounded,) = results_of([layer], inputs, **call)
         assert rounded[0].dtype == "bfloat16"
         widened = jax.tree.map(lambda a: a.astype("float32"), layer[0]), layer[1]
         with jax.default_matmul_precision("highest"):  # no kernel takes it
-            exact = results_of(widened, (inputs[0].astype("float32"),), **call)
+            (exact,) = results_of([widened], (inputs[0].astype("float32"),), **call)
         rounded, exact = ([np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in (rounded, exact))
         return [(np.linalg.norm(a - b), np.linalg.norm(b)) for a, b in zip(rounded, exact, strict=True)]
 
