@@ -1,6 +1,7 @@
 """The language-model example: it learns, repeats itself, resumes bit for bit, and turns bad input away untouched."""
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -16,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import orbax.checkpoint as ocp
@@ -63,17 +65,26 @@ def arguments(text, out, *more, **changes):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(example):
-    """Runs of the same settings share their compiled functions, as with JAX's cache of compiled programs."""
-    made, runs = example.make_run, {}
+    """Runs of the same settings share their compiled functions, as with JAX's cache of compiled programs.
+
+    Those of other steps share what does not depend on it, and all runs the trigram models of the same text.
+    """
+    made, model, runs = example.make_run, example.Trigram, {}
 
     def make_run(args):
-        settings = tuple([(name, getattr(args, name)) for name in (*example.RECORDED, "sample_length", "mesh")])
+        settings = {name: getattr(args, name) for name in (*example.RECORDED, "sample_length", "mesh")}
         run = made(args)
-        return runs.setdefault(settings, run._replace(state=None))._replace(state=run.state)
+        program = runs.setdefault(tuple(settings.items()), run.train)
+        of_steps = {"steps", "eval_every", "lr"}
+        sample = runs.setdefault(("sample", *(settings[name] for name in sorted(settings.keys() - of_steps))), run.sample)
+        others = sorted(settings.keys() - of_steps - {"seed", "sample_length"})
+        evaluate = runs.setdefault(("evaluate", *(settings[name] for name in others)), run.evaluate)
+        return run._replace(train=program, evaluate=evaluate, sample=sample)
 
-    example.make_run = make_run
+    models = functools.cache(lambda text: model(np.frombuffer(text, np.uint8)))
+    example.make_run, example.Trigram = make_run, lambda text: models(text.tobytes())
     yield
-    example.make_run = made
+    example.make_run, example.Trigram = made, model
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +145,16 @@ def refused(example, capfd, *args):
     return captured.err
 
 
+def trained(example, args, steps):
+    """The losses of so many steps, and the bits per byte held out after them, of a run that writes nothing."""
+    training, held_out = example.load_text(args.text, args.context)
+    run, state, _ = example.begin(args, "")
+    state = run.train(state, jnp.asarray(training), steps)
+    windows, scored = example.held_out_windows(held_out, args.context, args.batch)
+    nats = run.evaluate(state.params, jnp.asarray(windows), jnp.asarray(scored))
+    return np.asarray(state.losses)[:steps], np.sum(nats) / np.sum(scored) / math.log(2)
+
+
 def test_learns_more_than_byte_frequencies(finished, text):
     result = results(finished)
     losses = np.asarray(result["training_losses_nats"])
@@ -166,8 +187,9 @@ def test_the_seed_fixes_the_run(example, text, finished, compared, tmp_path):
     assert f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {trigram:.3f} bits/byte" in printed
     assert "bits/byte" in shown
     assert "tokens/s" in shown
-    assert example.main(arguments(text, tmp_path / "other", seed=1, steps=2, sample_length=1)) == 0
-    assert results(tmp_path / "other")["training_losses_nats"][0] != result["training_losses_nats"][0]
+    of_another_seed = arguments(text, tmp_path / "other", seed=1, attention=result["settings"]["attention"])
+    losses, _ = trained(example, example.parse_arguments(of_another_seed), steps=1)
+    assert losses[0] != np.float32(result["training_losses_nats"][0])
 
 
 def after_steps(count, each):
@@ -201,13 +223,14 @@ def test_the_attentions_agree(compared):
 def test_the_losses_agree(example, text, tmp_path):
     found = {}
     for loss in example.LOSSES:
-        example.main([*arguments(text, tmp_path / loss, steps=8, loss=loss, vocabulary=300)])
-        found[loss] = results(tmp_path / loss)
-    for loss in ("cross_entropy", "linear"):
-        losses, others = found[loss]["training_losses_nats"], found["optax"]["training_losses_nats"]
-        most = after_steps(len(losses), 64 * oracle.EPS)
-        assert np.all(np.abs(np.divide(losses, others) - 1) <= most)
-        assert found[loss]["held_out_bits_per_byte"] == pytest.approx(found["optax"]["held_out_bits_per_byte"], rel=most[-1])
+        options = arguments(text, tmp_path / loss, steps=8, loss=loss, vocabulary=300, attention="softmax")
+        found[loss] = trained(example, example.parse_arguments(options), 8)
+    others, expected = found.pop("optax")
+    most = after_steps(len(others), 64 * oracle.EPS)
+    assert found.keys() == {"cross_entropy", "linear"}
+    for loss, (losses, bits) in found.items():
+        assert np.all(np.abs(losses / others - 1) <= most), loss
+        assert bits == pytest.approx(expected, rel=most[-1]), loss
 
 
 MESH = "data=2,sequence=2,vocabulary=2"
@@ -222,12 +245,14 @@ def needs_devices(count):
 @pytest.mark.parametrize("mesh", [MESH, pytest.param("vocabulary=4,data=2", marks=pytest.mark.slow)])
 def test_a_mesh_trains_as_one_device(example, text, tmp_path, loss, mesh):
     needs_devices(8)
-    for out, more in (("one", []), ("mesh", ["--mesh", mesh])):
-        assert example.main(arguments(text, tmp_path / out, *more, steps=8, loss=loss)) == 0
-    one, several = (results(tmp_path / out) for out in ("one", "mesh"))
-    losses, others = (np.array(run["training_losses_nats"]) for run in (one, several))
-    assert np.all(np.abs(losses / others - 1) <= after_steps(len(losses), 64 * oracle.EPS))
-    assert one["held_out_bits_per_byte"] == pytest.approx(several["held_out_bits_per_byte"], rel=len(losses) * 64 * oracle.EPS)
+    options = {"steps": 8, "loss": loss, "vocabulary": 300}
+    assert example.main(arguments(text, tmp_path / "mesh", "--mesh", mesh, **options)) == 0
+    several = results(tmp_path / "mesh")
+    assert several["settings"]["attention"] == "softmax"
+    args = example.parse_arguments(arguments(text, tmp_path / "one", **options, attention="softmax"))
+    losses, bits = trained(example, args, 8)  # which `test_the_losses_agree` trains too
+    assert np.all(np.abs(losses / several["training_losses_nats"] - 1) <= after_steps(len(losses), 64 * oracle.EPS))
+    assert bits == pytest.approx(several["held_out_bits_per_byte"], rel=len(losses) * 64 * oracle.EPS)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "linear"])
@@ -316,6 +341,7 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
     assert capfd.readouterr().err.endswith("error: --attention jax runs out of memory: try a smaller --batch\n")
 
 
+@pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(
     ("options", "platform", "chosen", "why"),
     [
@@ -463,9 +489,21 @@ def test_starting_over_keeps_the_old_run_until_it_has_its_own(example, text, fin
     assert len(list((copied / "checkpoints").iterdir())) == 1
 
 
-def test_divergence_is_an_error(example, text, tmp_path, capfd):
-    assert example.main(arguments(text, tmp_path / "run", lr=1e30)) == 1
-    assert "try a smaller --lr" in capfd.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_divergence_is_an_error(example, text, tmp_path, capfd, monkeypatch, loss):
+    made = example.make_run
+
+    def make_run(args):
+        def train(state, text, stop):
+            losses = state.losses.at[int(state.step) : stop].set(loss if stop > 12 else 1)
+            return state._replace(step=np.int32(stop), losses=losses)
+
+        return made(args)._replace(train=train, evaluate=lambda *_: np.ones(1))
+
+    monkeypatch.setattr(example, "make_run", make_run)
+    assert example.main(arguments(text, tmp_path / "run")) == 1
+    assert capfd.readouterr().err.splitlines()[-1].endswith(f"the loss is {loss} at step 15: try a smaller --lr")
+    assert not example.checkpoints(tmp_path / "run")
 
 
 def kneser_ney(training, first, second, third):
@@ -691,6 +729,24 @@ def run_script(*args, cwd):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
+def test_by_default_results_are_below_where_it_is_run(example, text, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = arguments(text, "runs/tiny_lm")
+    assert example.main([part for part in options if part not in ("--out", "runs/tiny_lm")]) == 0
+    captured = capfd.readouterr()
+    assert "held out: " in captured.out
+    assert (tmp_path / "runs/tiny_lm/loss.png").is_file()
+    assert [line for line in captured.err.replace("\r", "\n").splitlines() if line.strip() and "/44 [" not in line] == []
+
+
+def test_the_script_starts_in_silence(tmp_path):
+    done = run_script("--steps", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == "importing JAX, Flax and what else is needed ...\n"
+    assert done.stderr == "train_tiny_lm.py: error: argument --steps: '0' is not a positive integer\n"
+
+
+@pytest.mark.slow
 def test_command_line(text, tmp_path):
     shutil.copy(text, tmp_path / "own.txt")
     options = arguments("own.txt", "runs/tiny_lm", steps=3, sample_length=5)
