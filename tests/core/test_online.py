@@ -27,7 +27,7 @@ LSE = 4 * 64 * oracle.EPS
 # in a weight.
 EXPONENT = 8 * 256 * oracle.EPS
 
-laws = settings(max_examples=80, deadline=None, derandomize=True)
+laws = settings(max_examples=50, deadline=None, derandomize=True)
 
 finite = st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False) | st.floats(
     -100, 100, width=32, allow_subnormal=False

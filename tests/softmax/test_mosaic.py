@@ -168,20 +168,18 @@ EVERY_WAY = those_that_hit_more(LOWERED)
 
 
 def pairs(case):
-    """What a case hits of any two parts of a configuration, and for its kernel a kind of them."""
+    """What a case hits of any two parts of a configuration, and of a kernel and what its rows are held in."""
     config = mosaic.config_for(HOPPER, *case)
-    parts = {
-        "vector": config.vector,
-        "threads": config.threads,
-        "repeats": config.repeats > 1,
-        "parked": config.parked,
-        "unroll": config.unroll,
-        "blocks": min(config.blocks, 17) > 1,
-        "grid": config.grid > 0,
+    held = {
         "masked": case[3],
+        "parked": config.parked,
+        "is unrolled": config.unroll > 0,
+        "blocks": config.blocks > 1,
+        "grid": config.grid > 0,
     }
-    kinds = {way for way in ways(case) if way[0] in KERNELS}
-    return set(itertools.combinations(parts.items(), 2)) | kinds
+    parts = {"vector": config.vector, "threads": config.threads, "repeats": config.repeats > 1, "unroll": config.unroll}
+    of_kernel = itertools.product([case[0]], held.items())
+    return {*itertools.combinations((held | parts).items(), 2), *of_kernel}
 
 
 def that_hit_all_pairs(all_cases):
