@@ -115,10 +115,15 @@ def _is_one(value) -> bool:
     operation = _operation(value)
     while operation is not None and operation.name in _MOVES | {"stablehlo.convert"}:
         operation = _operation(operation.operands[0])
-    if operation is None or operation.name != "stablehlo.constant":
+    if operation is None or operation.name != "stablehlo.constant" or _is_complex(operation):
         return False
     values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
     return values.is_splat and str(values.get_splat_value()).split(" : ")[0] == "1.000000e+00"
+
+
+def _is_complex(operation) -> bool:
+    """Says whether the result has complex numbers, whose constants MLIR hands to Python as no array."""
+    return isinstance(_shaped(operation.results[0]).element_type, mlir.ir.ComplexType)
 
 
 def _is_free(operation) -> bool:
