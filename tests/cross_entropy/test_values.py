@@ -41,10 +41,16 @@ def test_losses_together_with_gradients(implementation, dtype, options):
         np.testing.assert_array_equal(gradient[3:], 0)
 
 
-@pytest.mark.parametrize("shape", [pytest.param((3, 1), marks=pytest.mark.slow), (5, 7), (4, 1001)], ids=cases.ident)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("implementation", cases.implementations("cross_entropy"))
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "options", "shape"),
+    cases.crossed(
+        "cross_entropy",
+        cases.quick("float32", "bfloat16", slow=["float16"]),
+        OPTIONS,
+        cases.quick((5, 7), (4, 1001), slow=[(3, 1)]),
+    ),
+    ids=cases.ident,
+)
 def test_losses_and_gradients_are_within_the_budget(implementation, dtype, options, shape):
     options = OPTIONS[options]
     f, labels = with_gradient(implementation, **options), labelled(shape)
@@ -64,10 +70,17 @@ def test_losses_and_gradients_are_within_the_budget(implementation, dtype, optio
         assert oracle.error(loss, truth(arrays[kind], labels, **options).loss) <= 1, kind
 
 
-@pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 3, 1), (4, 3), (33,)], ids=cases.ident)
-@pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
-@pytest.mark.parametrize("implementation", cases.implementations("cross_entropy"))
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "options", "mask"),
+    cases.crossed(
+        "cross_entropy",
+        cases.quick("float32", slow=["bfloat16"]),
+        ["plain", "all"],
+        [(4, 3, 33), (1, 1, 33), (4, 3, 1), (4, 3), (33,)],
+        by_turns=True,
+    ),
+    ids=cases.ident,
+)
 @pytest.mark.usefixtures("optimised")  # without, products and sums are rounded apart: up to 1.15 of the budget
 def test_where(implementation, dtype, options, mask):
     shape, options = (4, 3, 33), OPTIONS[options]
@@ -85,11 +98,19 @@ def test_where(implementation, dtype, options, mask):
     assert oracle.error(gradient, expected.gradient(c)) <= 1
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((5, 70, 6), 1), ((70, 4), 0), ((2, 3, 4, 35), -2)], ids=cases.ident)
-@pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16"]))
-@pytest.mark.parametrize("implementation", cases.implementations("cross_entropy"))
-def test_other_axes(implementation, dtype, options, shape, axis):
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "options", "place"),
+    cases.crossed(
+        "cross_entropy",
+        cases.quick("float32", slow=["bfloat16"]),
+        ["plain", "all"],
+        [((5, 70, 6), 1), ((70, 4), 0), ((2, 3, 4, 35), -2)],
+        by_turns=True,
+    ),
+    ids=cases.ident,
+)
+def test_other_axes(implementation, dtype, options, place):
+    shape, axis = place
     options, labels = OPTIONS[options], labelled(shape, axis)
     x = cases.inputs(shape, dtype)["wide"]
     c = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
@@ -148,10 +169,15 @@ def test_labels_that_are_no_class_give_nan_and_the_gradient_of_the_log_sum_exp(i
 def test_labels_of_any_integer_dtype(dtype, classes):
     labels = np.unique(np.clip([0, 1, 99, 100, 127, 128, 255, 256, 299, 300], 0, min(np.iinfo(dtype).max, 300)))
     x = np.random.default_rng(0).standard_normal((len(labels), classes)).astype(np.float32)
-    loss = jaxsoftmax.cross_entropy(x, labels.astype(dtype))
+    linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="none")
+
+    @jax.jit
+    def both(x, labels):
+        return jaxsoftmax.cross_entropy(x, labels), linear(x, np.eye(classes, dtype=np.float32), labels)
+
+    loss, of_linear = both(x, labels.astype(dtype))
     assert oracle.error(loss, truth(x, labels).loss) <= 1
-    linear = functools.partial(jaxsoftmax.linear_cross_entropy, x, np.eye(classes, dtype=np.float32), reduction="none")
-    np.testing.assert_allclose(linear(labels.astype(dtype)), loss, rtol=8 * oracle.EPS)
+    np.testing.assert_allclose(of_linear, loss, rtol=8 * oracle.EPS)
 
 
 def test_wide_labels_do_not_wrap():
@@ -180,6 +206,9 @@ def of_optax(x, labels, **options):
     return optax.softmax_cross_entropy_with_integer_labels(x, labels, **options)
 
 
+PAIR = jaxsoftmax.cross_entropy, of_optax
+
+
 @pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (2, 1), (0, 2)], ids=cases.ident)
 def test_axes_are_those_of_optax(axis):
     shape = (4, 5, 6)
@@ -188,9 +217,8 @@ def test_axes_are_those_of_optax(axis):
     classes = np.prod([shape[a] for a in axes])
     labels = np.random.default_rng(1).integers(0, classes, [shape[a] for a in range(3) if a not in axes])
     where = np.random.default_rng(2).random(shape) < 0.7
-    for mask in (None, where):
-        actual = jaxsoftmax.cross_entropy(x, labels, axis=axis, where=mask)
-        expected = of_optax(x, labels, axis=axis, where=mask)
+    both = jax.jit(lambda *given: [[f(*given, axis=axis, where=mask) for f in PAIR] for mask in (None, where)])
+    for actual, expected in both(x, labels):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=64 * oracle.EPS)
 
 
@@ -210,10 +238,10 @@ EDGES = {
 def test_edge_cases_are_those_of_optax(edge):
     x = np.asarray(EDGES[edge], np.float32)
     labels = np.ones(x.shape[:1], np.int32)
-    np.testing.assert_array_equal(jaxsoftmax.cross_entropy(x, labels), of_optax(x, labels))
-    for where in (np.array([False] * 3), np.array([True, True, False]), np.array([True, False, True])):
-        mask = np.broadcast_to(where, x.shape)
-        actual, expected = jaxsoftmax.cross_entropy(x, labels, where=mask), of_optax(x, labels, where=jnp.asarray(mask))
+    masks = [np.broadcast_to(np.array(where, bool), x.shape) for where in ([0, 0, 0], [1, 1, 0], [1, 0, 1])]
+    whole, *masked = jax.jit(lambda *given: [[f(*given, where=mask) for f in PAIR] for mask in (None, *masks)])(x, labels)
+    np.testing.assert_array_equal(*whole)
+    for actual, expected in masked:
         np.testing.assert_allclose(actual, expected, rtol=4 * oracle.EPS, atol=4 * oracle.EPS)
 
 
@@ -232,12 +260,14 @@ def test_probabilities_as_labels_are_those_of_optax(smoothing, where):
         labels = labels if not smoothing else (1 - smoothing) * labels + smoothing / 33
         return optax.softmax_cross_entropy(x, labels, where=mask)
 
-    oracle.assert_same_in_float64(ours(x, labels), theirs(x, labels))
-    for f in (ours, theirs):
-        assert f(x, labels).shape == (4, 6)
     wanted = (0, 1) if mask is None else 0  # optax's of what is masked is NaN
-    gradients = [jax.grad(lambda x, q, f=f: jnp.sum(jnp.sin(f(x, q))), wanted)(x, labels) for f in (ours, theirs)]
-    oracle.assert_same_in_float64(*gradients)
+
+    def derived(f, *given):
+        return f(*given), jax.grad(lambda x, q: jnp.sum(jnp.sin(f(x, q))), wanted)(*given)
+
+    actual, expected = jax.jit(lambda *given: [derived(f, *given) for f in (ours, theirs)])(x, labels)
+    assert actual[0].shape == (4, 6)
+    oracle.assert_same_in_float64(actual, expected)
 
 
 @pytest.mark.usefixtures("x64")
@@ -260,14 +290,21 @@ def test_probabilities_and_logits_broadcast_as_in_optax(shape, of_labels, axis, 
     x, labels = 3 * rng.standard_normal(shape), rng.random(of_labels)
     labels = np.where(rng.random(of_labels) < 0.3, 0, labels)  # which has a derivative, too
     where = None if mask is None else rng.random(mask) < 0.7
+    wanted = 0 if mask else (0, 1)  # optax's of what is masked is NaN
+
+    def derived(f, x, labels):
+        return f(x, labels, axis, where), jax.grad(lambda x, q: jnp.sum(jnp.sin(f(x, q, axis, where))), wanted)(x, labels)
+
     with jax.numpy_rank_promotion("allow"):
-        theirs = optax.softmax_cross_entropy(x, labels, axis, where)
-        wanted = 0 if mask else (0, 1)  # optax's of what is masked is NaN
-        expected = jax.grad(lambda x, q: jnp.sum(jnp.sin(optax.softmax_cross_entropy(x, q, axis, where))), wanted)(x, labels)
-    ours, lse = jaxsoftmax.cross_entropy(x, labels, axis, where, return_lse=True)
-    assert lse.shape == ours.shape
-    gradients = jax.grad(lambda x, q: jnp.sum(jnp.sin(jaxsoftmax.cross_entropy(x, q, axis, where))), wanted)(x, labels)
-    oracle.assert_same_in_float64((ours, gradients), (theirs, expected))
+        expected = jax.jit(functools.partial(derived, optax.softmax_cross_entropy))(x, labels)
+    (_, lse), ours = jax.jit(
+        lambda *given: (
+            jaxsoftmax.cross_entropy(*given, axis, where, return_lse=True),
+            derived(jaxsoftmax.cross_entropy, *given),
+        )
+    )(x, labels)
+    assert lse.shape == ours[0].shape
+    oracle.assert_same_in_float64(ours, expected)
 
 
 @pytest.mark.usefixtures("x64")
@@ -279,13 +316,15 @@ def test_probabilities_and_logits_broadcast_as_in_optax(shape, of_labels, axis, 
 def test_rows_of_logits_broadcast_to_classes_as_in_optax(shape, of_labels, axis):
     rng = np.random.default_rng(0)
     x, labels = 3 * rng.standard_normal(shape), rng.integers(0, 7, of_labels)
-    of_optax = functools.partial(optax.softmax_cross_entropy_with_integer_labels, axis=axis)
+
+    def derived(f, x, labels):
+        return f(x, labels, axis=axis), jax.grad(lambda x: jnp.sum(jnp.sin(f(x, labels, axis=axis))))(x)
+
     with jax.numpy_rank_promotion("allow"):
-        theirs, expected = of_optax(x, labels), jax.grad(lambda x: jnp.sum(jnp.sin(of_optax(x, labels))))(x)
-    ours = jaxsoftmax.cross_entropy(x, labels, axis)
-    assert ours.shape == of_labels
-    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.cross_entropy(x, labels, axis))))(x)
-    oracle.assert_same_in_float64((ours, gradient), (theirs, expected))
+        expected = jax.jit(functools.partial(derived, of_optax))(x, labels)
+    ours = jax.jit(functools.partial(derived, jaxsoftmax.cross_entropy))(x, labels)
+    assert ours[0].shape == of_labels
+    oracle.assert_same_in_float64(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.uint8])

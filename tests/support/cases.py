@@ -1,5 +1,7 @@
 """The one table of implementations, dtypes, shapes, axes and hurtful inputs over which the softmax family is tested."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -55,6 +57,41 @@ def every_other(values, first=0):
 def quick(*values, slow=()):
     """Cases of a parameter, of which the slow ones repeat the others."""
     return [*values, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
+def pairwise(*lists) -> list[tuple]:
+    """Combinations of values, one of each list, in which each pair of values of two lists occurs; the same each time."""
+    every = list(itertools.product(*(range(len(values)) for values in lists)))
+
+    def pairs_of(combination):
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    missing, chosen = set().union(*map(pairs_of, every)), []
+    while missing:
+        chosen.append(max(every, key=lambda combination: len(missing & pairs_of(combination))))
+        missing -= pairs_of(chosen[-1])
+    return [tuple(values[index] for values, index in zip(lists, each, strict=True)) for each in sorted(chosen)]
+
+
+def crossed(op: str, *lists, by_turns: bool = False) -> list:
+    """Cases of an implementation of `op` and a value of each list: all of kernels, and of the reference those of `pairwise`.
+
+    The other cases of the reference are slow, and those with a value that is so itself (`quick`). `by_turns` keeps of the
+    reference each value of each list, but not each pair.
+    """
+    lists = [[value if hasattr(value, "marks") else pytest.param(value) for value in values] for values in lists]
+    quick = [[index for index, value in enumerate(values) if not value.marks] for values in lists]
+    few = [tuple(own[i % len(own)] for own in quick) for i in range(max(map(len, quick)))] if by_turns else pairwise(*quick)
+    found = []
+    for implementation in implementations(op):
+        for indices in itertools.product(*map(range, map(len, lists))):
+            values = [each[index] for each, index in zip(lists, indices, strict=True)]
+            own = getattr(implementation, "marks", ())
+            marks = [*own, *itertools.chain(*(value.marks for value in values))]
+            marks += [] if own or marks else slow_unless(indices in few)
+            names = itertools.chain(implementation.values, *(value.values for value in values))
+            found.append(pytest.param(*names, marks=marks))
+    return found
 
 
 def ident(value) -> str:
