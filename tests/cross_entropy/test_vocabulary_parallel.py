@@ -78,18 +78,29 @@ def test_losses_in_a_shard_map(specs, axis, options, check_vma):
     out_specs = (P(rows),) * 2 if named.get("return_lse") else P(rows)
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         f = mapped(parallel, (P(*place), P(rows), of_where), out_specs, check_vma)
-        found = f(x, labels, where)
-        # The derivative outside, one inside of a function whose gradient a device makes of its part, and a tangent.
-        outside = jax.jit(jax.grad(lambda x: total(f(x, labels, where))))(x)
-        tangent = jax.jit(lambda x, t: jax.jvp(lambda x: f(x, labels, where), (x,), (t,))[1])(x, t)
         inner = jax.grad(lambda x, labels, where: total(parallel(x, labels, where)))
-        inside = mapped(inner, (P(*place), P(rows), of_where), P(*place), check_vma)(x, labels, where)
-    oracle.assert_same_in_float64(found, losses(x, labels, where))
-    gradient = jax.grad(lambda x: total(losses(x, labels, where)))(x)
+        inner = mapped(inner, (P(*place), P(rows), of_where), P(*place), check_vma)
+
+        def derived(f, x, labels, where, t):
+            """Losses, their tangent, and the derivative of a function of them."""
+            found, tangent = jax.jvp(lambda x: f(x, labels, where), (x,), (t,))
+            return found, tangent, jax.grad(lambda x: total(f(x, labels, where)))(x)
+
+        # The derivative outside, one inside of a function whose gradient a device makes of its part, and a tangent.
+        run = jax.jit(lambda *given: (f(*given[:3]), derived(f, *given)[1:], inner(*given[:3])))
+        found, (tangent, outside), inside = run(x, labels, where, t)
+    expected, of_tangent, gradient = jax.jit(functools.partial(derived, losses))(x, labels, where, t)
+    oracle.assert_same_in_float64(found, expected)
     oracle.assert_same_in_float64(outside, gradient)
     devices = 1.0 if check_vma else float(np.prod([make_mesh(AxisType.Auto).shape[name] for name in names_of(classes)]))
     oracle.assert_same_in_float64(inside, devices * gradient)  # unchecked, it is that of the sum over devices
-    oracle.assert_same_in_float64(tangent, jax.jvp(lambda x: losses(x, labels, where), (x,), (t,))[1])
+    oracle.assert_same_in_float64(tangent, of_tangent)
+
+
+def with_gradient_of(f, x, labels, where):
+    """Losses, and the derivatives of a function of them with respect to logits and labels, in one program."""
+    both = jax.jit(lambda *xs: (f(*xs), jax.grad(lambda *of: total(f(*of, xs[2])), (0, 1))(*xs[:2])))
+    return both(x, labels, where)
 
 
 @CHECKS
@@ -105,8 +116,8 @@ def test_labels_that_are_probabilities(options, check_vma):
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         spec = P("data", "model")
         f = mapped(functools.partial(losses, axis_name="model"), (spec,) * 3, P("data"), check_vma)
-        actual = f(x, labels, where), jax.jit(jax.grad(lambda *xs: total(f(*xs, where)), (0, 1)))(x, labels)
-    expected = losses(x, labels, where), jax.grad(lambda *xs: total(losses(*xs, where)), (0, 1))(x, labels)
+        actual = with_gradient_of(f, x, labels, where)
+    expected = with_gradient_of(losses, x, labels, where)
     oracle.assert_same_in_float64(actual, expected)
 
 
@@ -199,7 +210,7 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
     out = P(rows) if reduction == "none" else P()
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         outside = mapped(local, (place,), out, check_vma)
-        actual = jax.jit(functools.partial(with_gradients, outside))(arrays)
+        actual = with_gradients(outside, arrays)
     oracle.assert_same_in_float64(actual, with_gradients(expected, arrays, **options))
 
 
@@ -219,7 +230,7 @@ def test_gradients_inside_a_shard_map_that_checks_what_varies():
     out = P(), {"hidden": P("data"), "weight": P(None, "model")}
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         actual = mapped(local, (place,), out, True)(dict(arrays))
-    oracle.assert_same_in_float64(actual, step(dict(arrays)))
+    oracle.assert_same_in_float64(actual, jax.jit(step)(dict(arrays)))
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
@@ -342,7 +353,7 @@ def test_vmap_over_an_explicit_axis(of_weight, reduction):
         actual = jax.jit(both)(*sharded)
         narrow = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for a in sharded[:2]]
         kernels.lowered_for_cuda(losses, *narrow, sharded[2])
-    oracle.assert_same_in_float64(actual, both(hidden, weight, labels))
+    oracle.assert_same_in_float64(actual, jax.jit(both)(hidden, weight, labels))
 
 
 def test_masks_where_each_device_has_one_class():

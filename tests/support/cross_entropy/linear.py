@@ -45,10 +45,14 @@ def by_parts(arrays, **options):
 
 
 def with_gradients(f, arrays, **options):
-    """Losses, and gradients of a function of them that is not linear."""
-    labels, wrt = arrays["labels"], {name: array for name, array in arrays.items() if name in WRT}
-    loss = f(arrays, **options)
-    return loss, jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}, **options))))(wrt)
+    """Losses, and gradients of a function of them that is not linear, in one program."""
+
+    @jax.jit
+    def run(labels, wrt):
+        loss = f(wrt | {"labels": labels}, **options)
+        return loss, jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}, **options))))(wrt)
+
+    return run(arrays["labels"], {name: array for name, array in arrays.items() if name in WRT})
 
 
 def sharded_over(mesh, of_hidden, of_weight, arrays):
