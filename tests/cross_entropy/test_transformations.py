@@ -161,16 +161,15 @@ def test_sharded_rows_and_classes_are_not_gathered(options, spec, kind):
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind"),
+    ("options", "spec", "kind"),
     [
-        (P("data", "model"), AxisType.Auto),
-        (P(None, ("data", "model")), AxisType.Explicit),
-        pytest.param(P("data", "model"), AxisType.Explicit, marks=pytest.mark.slow),
-        pytest.param(P(None, ("data", "model")), AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(options, spec, kind, marks=cases.slow_unless(i == j == k))
+        for i, options in enumerate([{}, ALL])
+        for j, spec in enumerate([P("data", "model"), P(None, ("data", "model"))])
+        for k, kind in enumerate([AxisType.Auto, AxisType.Explicit])
     ],
     ids=str,
 )
-@OPTIONS
 def test_shards_of_classes_are_merged_by_one_collective(options, spec, kind):
     """Where there is a kernel; the reference by itself is left to XLA, which has one for each figure."""
     mesh, rng = make_mesh(kind), np.random.default_rng(0)

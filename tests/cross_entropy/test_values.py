@@ -366,7 +366,7 @@ def calls(draw):
     return shape, axis, mask, options, draw(st.sampled_from(cases.DTYPES))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(call=calls(), seed=st.integers(0, 2**16))
 def test_random_combinations_of_features(call, seed):
     shape, axis, mask, options, dtype = call
