@@ -14,7 +14,7 @@ from jaxsoftmax.ops.attention import mosaic, xla
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
 
-from .support import kernels  # noqa: E402
+from .support import kernels, triton_kernels  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX sees none"))
+        elif item.get_closest_marker("gpu") and "triton" in item.nodeid and triton_kernels.MISSING:
+            item.add_marker(pytest.mark.skip(reason=str(triton_kernels.MISSING)))
 
 
 def keep_one_of_each_kind(config: pytest.Config, items: list[pytest.Item]) -> None:
