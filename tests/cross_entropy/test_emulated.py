@@ -9,8 +9,6 @@ from ..support.cross_entropy.cases import FINITE, OPTIONS, labelled, together, w
 from ..support.cross_entropy.oracle import cross_entropy as truth
 from ..support.emulator import emulated, emulating
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 FORWARD, BACKWARD, TOGETHER = (f"cross_entropy_{name}_mosaic" for name in ("forward", "vjp", "gradient"))
 # Inside a warp, through shared memory, by a block, parked, by a cluster.
 WIDTHS = [37, 100, 1024, 5001, 12501, 50257]

@@ -15,8 +15,6 @@ from jaxsoftmax.ops.softmax import mosaic
 from ..support import cases, oracle
 from ..support.emulator import emulating
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 KERNELS = {
     "softmax": ["softmax_forward", "softmax_jacobian", "softmax_jacobian"],
     "log_softmax": ["log_softmax_forward", "log_softmax_jvp", "log_softmax_vjp"],

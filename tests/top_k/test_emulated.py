@@ -17,8 +17,6 @@ from ..support.top_k.cases import inputs, weights_of
 from ..support.top_k.oracle import bits
 from ..support.top_k.oracle import top_k as truth
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly_all")
-
 LONG, SHORT, SHORT_GRADIENT = "top_k_mosaic", "top_k_of_short_rows_mosaic", "softmax_top_k_vjp_of_short_rows_mosaic"
 DRAWN, CHECKED, AGAIN = "categorical_mosaic", "categorical_check_mosaic", "categorical_again_mosaic"
 
