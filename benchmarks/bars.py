@@ -81,6 +81,11 @@ def _named(cell: Cell) -> dict[str, str]:
     return dict(zip(FILTERS, (cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options), strict=True))
 
 
+def _key(cell: Cell) -> tuple[str, ...]:
+    """A cell as `Row.cell` has it."""
+    return tuple(_named(cell).values())
+
+
 @dataclass(frozen=True)
 class Miss:
     """A bar that a cell does not clear, and what was found instead."""
@@ -153,16 +158,16 @@ def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tu
     An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype. Cells for another number
     of devices than those of the rows do not count.
     """
-    measured = {row.cell for row in run}
-    counts = {cell.devices for cell in cells if tuple(_named(cell).values()) in measured}
+    rows = _Rows(run)
+    counts = {cell.devices for cell in cells if _key(cell) in rows.cells}
     cells = [cell for cell in cells if not counts or cell.devices in counts]
-    blocks = {tuple(_named(cell).values()): cell.blocks for cell in cells}
+    blocks = {_key(cell): cell.blocks for cell in cells}
     count, missed = 0, []
     for bar in bars:
         held = [cell for cell in cells if cell.op != "copy" and bar.holds_for(cell)]
         if bar.if_measured:
-            held = [cell for cell in held if _peer(bar, cell, run) is not None]
-        found = [(cell.name, _found(bar, cell, run, blocks)) for cell in held]
+            held = [cell for cell in held if rows.peer(bar, cell) is not None]
+        found = [(cell.name, _found(bar, cell, rows, blocks)) for cell in held]
         if bar.percentile is not None:
             found = _percentiles(bar.percentile, bar.columns, held, [value for _, value in found])
         count += len(found)
@@ -179,10 +184,29 @@ def is_ours(row: Row) -> bool:
     return row.implementation == OURS or IMPLEMENTATIONS.issuperset(row.implementation.split("+"))
 
 
-def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...], int]) -> float | str:
+class _Rows:
+    """The rows of a run by what is asked for: those of a file times its bars are too many to look through for each bar."""
+
+    def __init__(self, run: Sequence[Row]):
+        self.cells = {row.cell for row in run}
+        self.ours = {row.cell: row for row in run if is_ours(row)}
+        self._peers: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run:
+            is_copy = (row.op, row.implementation) == ("copy", "copy")
+            self._peers.setdefault(("copy", row.dtype) if is_copy else (row.implementation, *row.cell), []).append(row)
+
+    def peer(self, bar: Bar, cell: Cell) -> Row | None:
+        """The row of a bar's peer that a cell is compared with, of the run of ours."""
+        key = _key(cell)
+        ours = self.ours.get(key)
+        rows = self._peers.get(("copy", cell.dtype) if bar.peer == "copy" else (bar.peer, *key), [])
+        return next((row for row in reversed(rows) if ours is None or row.run == ours.run), None)
+
+
+def _found(bar: Bar, cell: Cell, rows: _Rows, blocks: dict[tuple[str, ...], int]) -> float | str:
     """What the limit is of, or in words why there is none."""
-    key = tuple(_named(cell).values())
-    ours = _ours(run, key)
+    key = _key(cell)
+    ours = rows.ours.get(key)
     if ours is None:
         return "not measured"
     if bar.implementation not in (None, ours.implementation):
@@ -194,12 +218,12 @@ def _found(bar: Bar, cell: Cell, run: Sequence[Row], blocks: dict[tuple[str, ...
     if bar.limit == "temporaries_at_most":
         return "no temporaries" if ours.temporaries is None else ours.temporaries
     if bar.than is not None:
-        other = _ours(run, bar.other(cell))
+        other = rows.ours.get(bar.other(cell))
         if other is None or other.run != ours.run:
             return "the other not measured"
         found = ours.us / other.us
         return found * blocks[bar.other(cell)] / blocks[key] if bar.limit == "time_per_block_at_most" else found
-    peer = _peer(bar, cell, run)
+    peer = rows.peer(bar, cell)
     if peer is None:
         return f"{bar.peer} not measured"
     if bar.limit == SCALING:
@@ -225,26 +249,6 @@ def _of_percentile(percentile: float, found: Sequence[float | str]) -> float | s
         return f"{len(without)} of {len(found)} without a ratio, the first: {without[0]}"
     values = sorted(value for value in found if not isinstance(value, str))
     return values[int(len(values) * percentile / 100)]
-
-
-def _ours(run: Sequence[Row], cell: tuple[str, ...]) -> Row | None:
-    """The row of ours of a cell."""
-    own = [row for row in run if row.cell == cell and is_ours(row)]
-    return own[-1] if own else None
-
-
-def _peer(bar: Bar, cell: Cell, run: Sequence[Row]) -> Row | None:
-    """The row of a bar's peer that a cell is compared with."""
-    key = tuple(_named(cell).values())
-    ours = _ours(run, key)
-    rows = [
-        row
-        for row in run
-        if row.implementation == bar.peer
-        and (ours is None or row.run == ours.run)
-        and (row.cell == key or (bar.peer == "copy" and (row.op, row.dtype) == ("copy", cell.dtype)))
-    ]
-    return rows[-1] if rows else None
 
 
 def table(found: Sequence[Miss]) -> str:
