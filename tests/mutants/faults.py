@@ -1265,7 +1265,7 @@ FAULTS = (
         "tests/top_k/test_emulated.py -k 'blocks_share and 50257'",
     ),
     Fault(
-        "winner: a block shares its best before all have offered theirs",
+        "winner: blocks keep the smaller of two entries",
         f"{_TOP_K}/_winner.py",
         "max.u64 entry, entry, other;",
         "min.u64 entry, entry, other;",
