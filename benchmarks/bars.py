@@ -77,7 +77,7 @@ class Bar:
 
 
 def _named(cell: Cell) -> dict[str, str]:
-    """What tells a cell from others, in the order of `FILTERS`."""
+    """Names what tells a cell from others, in the order of `FILTERS`."""
     return dict(zip(FILTERS, (cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options), strict=True))
 
 

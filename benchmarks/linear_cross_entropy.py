@@ -137,7 +137,7 @@ def _products(hidden, weight, of_logits=None, *, letters, weight_dtype):
 
 @functools.partial(jax.jit, static_argnames="letters")
 def _gradient_of_logits(hidden, weight, labels, letters):
-    """Of the mean loss: with other numbers, products would take another time."""
+    """Takes the gradient of the mean loss, as products take another time with other numbers."""
     logits = jnp.einsum(f"th,{letters}->tv", hidden, weight)
     chances = jax.nn.softmax(logits.astype(jnp.float32))
     return ((chances - jax.nn.one_hot(labels, logits.shape[1])) / len(labels)).astype(hidden.dtype)

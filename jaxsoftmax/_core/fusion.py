@@ -134,7 +134,7 @@ def _is_free(operation) -> bool:
 
 
 def _keeps_rows(operation) -> bool:
-    """Whether the last axis is as long in the result as in the operand; else XLA's softmax reads the result from memory."""
+    """Says whether the last axis keeps its length; where it does not, XLA's softmax reads the result from memory."""
     before, after = (
         [size for size in _shaped(value).shape if size != 1] for value in (operation.operands[0], operation.results[0])
     )

@@ -43,7 +43,7 @@ THREE_PRODUCTS = 2.0**-15
 
 @dataclass
 class Weights:
-    """What all results are made of; arrays over scores are `[*batch, N, T, S]`."""
+    """Arrays that all results are made of; those over scores are `[*batch, N, T, S]`."""
 
     q: np.ndarray
     k: np.ndarray

@@ -511,7 +511,7 @@ class _Translation:
 
 
 def _load_matrix(of: machine.Machine, address: Any) -> np.ndarray:
-    """Of 8 rows of 16 bytes, whose addresses the first lanes have, two 16-bit elements for each lane."""
+    """Loads 8 rows of 16 bytes, at the addresses of the first 8 lanes: each lane gets two 16-bit elements."""
     (words,) = of.load("shared", _places_of_matrix(of, address), 4, 1)
     return words
 
