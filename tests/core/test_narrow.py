@@ -26,34 +26,50 @@ OF_RESULTS = {"weights of the selected", "softmax", "attention", "pages", "scale
 
 
 def on_shards(f):
-    """A function of a row's parts on eight devices."""
-    return jax.shard_map(f, mesh=make_mesh(AxisType.Auto, (8,), ("data",)), in_specs=P(None, "data"), out_specs=P())
+    """A function of a row's parts on two devices."""
+    mesh = make_mesh(AxisType.Auto, (2,), ("data",))
+    return jax.shard_map(f, mesh=mesh, in_specs=P(None, "data"), out_specs=P())
+
+
+def probabilities(x):
+    return jnp.zeros_like(x).at[:, 3:5].set(np.asarray(0.5, x.dtype))
+
+
+def online_state(x):
+    return online.merge(online.lift(x[:, :40]), online.push(online.identity(x.shape[:1], dtype=wide(x)), x[:, 40:]))
+
+
+ce, top_k = jaxsoftmax.cross_entropy, functools.partial(jaxsoftmax.softmax_top_k, k=3, return_lse=True, scale=0.7)
+
+# The ops by name, of logits of any dtype.
+OF_ROWS = {
+    "softmax": lambda x: jaxsoftmax.softmax(x, scale=0.7),
+    "softmax, float32": lambda x: jaxsoftmax.softmax(x, dtype=wide(x)),
+    "log_softmax": lambda x: jaxsoftmax.log_softmax(x, scale=0.7),
+    "logsumexp": lambda x: jaxsoftmax.logsumexp(x, -1),
+    "logsumexp with factors": lambda x: jaxsoftmax.logsumexp(x, -1, b=probabilities(x)),
+    "logsumexp of parts": on_shards(functools.partial(jaxsoftmax.logsumexp, axis=-1, axis_name="data")),
+    "classes": lambda x: ce(x, LABELS, return_lse=True),
+    "probabilities": lambda x: ce(x, probabilities(x), return_lse=True),
+    "one-hot": lambda x: ce(x, LABELS[:, None] == np.arange(CLASSES), return_lse=True),
+    "classes, all options": lambda x: ce(x, LABELS, ignore_index=0, **ALL),
+    "probabilities, all options": lambda x: ce(x, probabilities(x), where=np.arange(CLASSES)[None] < 60, **ALL),
+    "probabilities of parts": on_shards(lambda x: ce(x, jnp.ones_like(x) / 64, axis_name="data")),
+    "weights of all": top_k,
+    "weights of the selected": functools.partial(top_k, normalize="selected"),
+    "categorical": lambda x: jaxsoftmax.categorical(jax.random.key(0), x, temperature=0.7, return_log_prob=True),
+    "online": lambda x: online.finish(online_state(x))[0],
+}
+
+
+def floating(f):
+    """The results of a function that are floating."""
+    return lambda x: jax.tree.map(lambda array: array if jnp.issubdtype(array.dtype, jnp.floating) else None, f(x))
 
 
 def of_rows(x):
-    """Results of the ops by name, for logits of any dtype."""
-    ce, probabilities = jaxsoftmax.cross_entropy, jnp.zeros_like(x).at[:, 3:5].set(np.asarray(0.5, x.dtype))
-    top_k = functools.partial(jaxsoftmax.softmax_top_k, x, 3, return_lse=True, scale=0.7)
-    state = online.merge(online.lift(x[:, :40]), online.push(online.identity(x.shape[:1], dtype=wide(x)), x[:, 40:]))
-    found = {
-        "softmax": jaxsoftmax.softmax(x, scale=0.7),
-        "softmax, float32": jaxsoftmax.softmax(x, dtype=wide(x)),
-        "log_softmax": jaxsoftmax.log_softmax(x, scale=0.7),
-        "logsumexp": jaxsoftmax.logsumexp(x, -1),
-        "logsumexp with factors": jaxsoftmax.logsumexp(x, -1, b=probabilities),
-        "logsumexp of parts": on_shards(functools.partial(jaxsoftmax.logsumexp, axis=-1, axis_name="data"))(x),
-        "classes": ce(x, LABELS, return_lse=True),
-        "probabilities": ce(x, probabilities, return_lse=True),
-        "one-hot": ce(x, LABELS[:, None] == np.arange(CLASSES), return_lse=True),
-        "classes, all options": ce(x, LABELS, ignore_index=0, **ALL),
-        "probabilities, all options": ce(x, probabilities, where=np.arange(CLASSES)[None] < 60, **ALL),
-        "probabilities of parts": on_shards(lambda x: ce(x, jnp.ones_like(x) / 64, axis_name="data"))(x),
-        "weights of all": top_k(),
-        "weights of the selected": top_k(normalize="selected"),
-        "categorical": jaxsoftmax.categorical(jax.random.key(0), x, temperature=0.7, return_log_prob=True),
-        "online": online.finish(state)[0],
-    }
-    return jax.tree.map(lambda array: array if jnp.issubdtype(array.dtype, jnp.floating) else None, found)
+    """Results of the ops by name."""
+    return {name: floating(f)(x) for name, f in OF_ROWS.items()}
 
 
 def of_heads(x):
@@ -76,18 +92,13 @@ def with_tangents(f):
     return lambda x, t: {"value": f(x), "tangent": jax.jvp(f, (x,), (t,))[1]}
 
 
-def with_cotangents(f):
-    """The cotangent of `x` for each of the results of a function, by the name of the op."""
-
-    def of_each(x, t):
-        found = {}
-        for name in f(x):
-            results, pull = jax.vjp(lambda x, name=name: f(x)[name], x)
-            cotangents = jax.tree.map(lambda y: jnp.resize(t, y.shape).astype(y.dtype), results)
-            found[name] = pull(cotangents)
-        return {"cotangent": found}
-
-    return of_each
+def cotangents_of_rows(x, t):
+    """The cotangent of `x` for the results of each op, by its name."""
+    found = {}
+    for name, f in OF_ROWS.items():
+        results, pull = jax.vjp(floating(f), x)
+        found[name] = pull(jax.tree.map(lambda y: jnp.resize(t, y.shape).astype(y.dtype), results))
+    return {"cotangent": found}
 
 
 def of_linear(x, c):
@@ -101,10 +112,14 @@ def wide(x):
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
+jitted = functools.cache(jax.jit)  # its programs of float64 are compiled once, whatever dtypes they are the truth of
+rows_with_tangents, heads_with_tangents = with_tangents(of_rows), with_tangents(of_heads)
+
+
 def assert_rounded_once(f, x, narrow):
     """Fails unless the results of a function of two narrow arrays are those of float64, rounded to their dtypes once."""
     arrays = [array.astype(narrow) for array in (x, np.random.default_rng(1).standard_normal(x.shape))]
-    found, exact = (jax.jit(f)(*given) for given in (arrays, [array.astype(np.float64) for array in arrays]))
+    found, exact = (jitted(f)(*given) for given in (arrays, [array.astype(np.float64) for array in arrays]))
     for what in found:
         for name, actual in found[what].items():
             saved = oracle.half_unit(narrow) if what != "value" and name in OF_RESULTS else 0.0
@@ -118,9 +133,9 @@ def assert_rounded_once(f, x, narrow):
 def test_results_are_rounded_once(dtype):
     narrow = jnp.dtype(dtype)
     x = np.random.default_rng(0).standard_normal((ROWS, CLASSES))
-    assert_rounded_once(with_tangents(of_rows), 10 + x, narrow)
+    assert_rounded_once(rows_with_tangents, 10 + x, narrow)
     if narrow.itemsize == 2:
-        assert_rounded_once(with_tangents(of_heads), x[:6], narrow)
+        assert_rounded_once(heads_with_tangents, x[:6], narrow)
         assert_rounded_once(of_linear, x, narrow)
 
 
@@ -129,7 +144,7 @@ def test_cotangents_are_rounded_once(dtype):
     """Cotangents that come from two uses of an operand are added up before they are rounded."""
     x = np.random.default_rng(0).standard_normal((ROWS, CLASSES))
     x[np.arange(ROWS), LABELS] += 8  # whose two cotangents almost cancel
-    assert_rounded_once(with_cotangents(of_rows), x, jnp.dtype(dtype))
+    assert_rounded_once(cotangents_of_rows, x, jnp.dtype(dtype))
 
 
 def test_second_derivatives_of_capped_losses_are_rounded_once():
