@@ -15,7 +15,7 @@ WIDTHS = [37, 100, 1024, 5001, 12501, 50257]
 
 
 def of_kinds(cols, dtype):
-    kinds = FINITE if cols < 20000 else FINITE[:2]
+    kinds = FINITE if cols < 5000 else FINITE[1:3]
     return np.concatenate([cases.inputs((1 + (cols < 2000), cols), dtype)[kind] for kind in kinds])
 
 

@@ -85,8 +85,14 @@ def test_a_label_that_is_no_class_gives_nan():
         assert np.flatnonzero(np.isnan(losses)).tolist() == [72], label
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("weight_dtype", ["float32", None])
+@pytest.mark.parametrize(
+    ("weight_dtype", "dtype"),
+    [
+        ("float32", "bfloat16"),
+        (None, "float16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("float32", "float16"), (None, "bfloat16")]),
+    ],
+)
 @pytest.mark.usefixtures("parts")
 def test_errors_are_no_larger_than_those_of_whole_logits_of_that_dtype(dtype, weight_dtype):
     """Those have float32 products, and logits and their gradient rounded once."""
@@ -151,8 +157,14 @@ def test_transformations(reduction):
         oracle.assert_same_in_float64(actual, expected)
 
 
-@pytest.mark.parametrize("name", WRT)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "name"),
+    [
+        pytest.param(reduction, name, marks=cases.slow_unless((i + j) % 2 == 1))
+        for i, reduction in enumerate(["mean", "none"])
+        for j, name in enumerate(WRT)
+    ],
+)
 def test_what_to_take_for_forward_mode_is_said(reduction, name):
     arrays = given(rows=(5,), dtype=np.float32)
 
@@ -198,11 +210,26 @@ def gathered_by(compiled):
     return [[int(size) for size in re.search(r"\[([\d,]*)\]", kind)[1].split(",")] for kind in found]
 
 
+@functools.cache
+def whole_with_gradients(rows, class_axis=-1, **options):
+    """Losses and gradients on one device, the same however arrays are sharded."""
+    arrays = given(rows=rows, classes=64)
+    arrays["weight"] = arrays["weight"] if class_axis else arrays["weight"].T
+    return with_gradients(whole, arrays, class_axis=class_axis, **options)
+
+
+# On explicit axes those that do not shard classes are also in the next test.
+OVER_MESHES = [(P("data"), P()), (P(("data", "model")), P()), (P("data"), P(None, "model")), (P(), P(None, "model"))]
+
+
 @X64
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("of_hidden", "of_weight"),
-    [(P("data"), P()), (P(("data", "model")), P()), (P("data"), P(None, "model")), (P(), P(None, "model"))],
+    ("kind", "of_hidden", "of_weight"),
+    [
+        pytest.param(kind, *specs, marks=cases.slow_unless(kind == AxisType.Auto or specs[1] != P()))
+        for kind in (AxisType.Auto, AxisType.Explicit)
+        for specs in OVER_MESHES
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("parts")
@@ -214,25 +241,24 @@ def test_sharded_rows_and_classes(kind, of_hidden, of_weight):
         compiled = jax.jit(functools.partial(with_gradients, by_parts)).lower(sharded).compile()
         assert {sizes[0] for sizes in gathered_by(compiled)} <= {3}  # three numbers of each row
         actual = compiled(sharded)
-    oracle.assert_same_in_float64(actual, with_gradients(whole, arrays))
+    oracle.assert_same_in_float64(actual, whole_with_gradients((1024,)))
 
 
 @X64
 @pytest.mark.parametrize(
-    ("reduction", "class_axis"),
+    ("of_hidden", "of_weight", "reduction", "class_axis"),
     [
-        pytest.param(reduction, axis, marks=cases.slow_unless((i + j) % 2 == 0))
-        for i, reduction in enumerate(["mean", "none", "sum"])
-        for j, axis in enumerate([-1, 0])
-    ],
-)
-@pytest.mark.parametrize(
-    ("of_hidden", "of_weight"),
-    [
-        (P("data", "model"), P()),
-        (P("data", None), P(None, "model")),
-        (P("data", None), P("data", "model")),
-        (P("data", None, "model"), P("model", "data")),
+        pytest.param(*specs, reduction, axis, marks=cases.slow_unless((i + j) % 2 == 0 and (j + k) % 2 == 0))
+        for i, specs in enumerate(
+            [
+                (P("data", "model"), P()),
+                (P("data", None), P(None, "model")),
+                (P("data", None), P("data", "model")),
+                (P("data", None, "model"), P("model", "data")),
+            ]
+        )
+        for j, reduction in enumerate(["mean", "none", "sum"])
+        for k, axis in enumerate([-1, 0])
     ],
     ids=str,
 )
@@ -243,12 +269,12 @@ def test_gradients_on_explicit_axes_are_sharded_as_what_they_are_of(of_hidden, o
     with jax.set_mesh(mesh):
         sharded, specs = sharded_over(mesh, of_hidden, of_weight, arrays)
         if class_axis == 0:
-            arrays["weight"], sharded["weight"], specs["weight"] = arrays["weight"].T, sharded["weight"].T, P(*of_weight[::-1])
+            sharded["weight"], specs["weight"] = sharded["weight"].T, P(*of_weight[::-1])
         loss, gradients = jax.jit(lambda arrays: with_gradients(by_parts, arrays, **options))(sharded)
         assert spec_of(loss, loss.ndim) == tuple(of_hidden[: loss.ndim])
         for name, gradient in gradients.items():
             assert spec_of(gradient, gradient.ndim) == (*specs[name], *(None,) * (gradient.ndim - len(specs[name])))
-    oracle.assert_same_in_float64((loss, gradients), with_gradients(whole, arrays, **options))
+    oracle.assert_same_in_float64((loss, gradients), whole_with_gradients((4, 256), **options))
 
 
 @X64
