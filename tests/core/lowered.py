@@ -2,8 +2,8 @@
 
     python -m tests.core.lowered [--every] [--reversed]
 
-All of them for the CPU, and a few for CUDA; with `--every`, all of them for CUDA too, which takes minutes. `--reversed`
-lowers the last one first. Where Triton is installed, programs of its kernels are among them.
+Those of them for the CPU, and a few for CUDA, that together have what all have; with `--every`, all of them for both, which
+takes minutes. `--reversed` lowers the last one first. Where Triton is installed, programs of its kernels are among them.
 """
 
 import functools
@@ -90,32 +90,36 @@ def with_gradient(f):
     return both
 
 
+NEITHER, CPU, BOTH = (), ("cpu",), ("cpu", "cuda")
+
+
 def programs():
-    """By name: functions, the type of their argument, and whether they are among the few for CUDA."""
+    """By name: functions, the type of their argument, and the platforms that they are lowered for without `--every`."""
     for name in ("softmax", "log_softmax", "logsumexp"):
         op = functools.partial(getattr(jaxsoftmax, name), axis=-1)
         options = {} if name == "logsumexp" else {"scale": 0.5, "dtype": jnp.bfloat16}
-        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, True
+        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, BOTH if name == "softmax" else CPU
         masked = with_gradient(lambda given, op=op, options=options: op(given["x"], where=given["where"], **options))
-        yield f"{name}, where", masked, {"x": ROWS, "where": WHERE}, False
-        yield f"{name}, tangent", lambda given, op=op: jax.jvp(op, [given["x"]], [given["x"]]), {"x": ROWS}, False
-    yield "online", with_gradient(lambda given: combined(given["x"])), {"x": ROWS}, True
+        yield f"{name}, where", masked, {"x": ROWS, "where": WHERE}, CPU
+        yield f"{name}, tangent", lambda given, op=op: jax.jvp(op, [given["x"]], [given["x"]]), {"x": ROWS}, CPU
+    yield "online", with_gradient(lambda given: combined(given["x"])), {"x": ROWS}, BOTH
     qkv = {"query": QUERY, "key": KEY, "value": KEY}
     for name, (operands, options) in FEATURES.items():
-        yield f"attention, {name}", with_gradient(functools.partial(attend, **options)), qkv | operands, name == "deterministic"
+        own = CPU if name in ("plain", "deterministic") else NEITHER  # the other features are in "everything"
+        yield f"attention, {name}", with_gradient(functools.partial(attend, **options)), qkv | operands, own
     operands, options = EVERYTHING
     everything = functools.partial(attend, **options)
-    yield "attention, everything", with_gradient(everything), qkv | operands, True
+    yield "attention, everything", with_gradient(everything), qkv | operands, BOTH
 
     def tangent(given):
         return jax.jvp(lambda moving: everything(given | moving), [moving_of(given)], [moving_of(given)])
 
-    yield "attention, tangent", tangent, qkv | operands, False
-    yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), False
+    yield "attention, tangent", tangent, qkv | operands, CPU
+    yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), CPU
     with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):
         f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
-        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, False
+        yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, CPU
     yield from programs_of_losses_and_samples()
     if call.unsupported(HOPPER) is None:
         yield from programs_of_triton(qkv)
@@ -123,34 +127,34 @@ def programs():
 
 def programs_of_losses_and_samples():
     loss = functools.partial(jaxsoftmax.cross_entropy, ignore_index=-1, z_loss=1e-4)
-    yield "cross_entropy", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, True
+    yield "cross_entropy", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, CPU
     linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
-    yield "linear_cross_entropy", lambda given: linear(**given), {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS}, True
+    yield "linear_cross_entropy", lambda given: linear(**given), {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS}, BOTH
     for name in ("top_k", "softmax_top_k"):
         op = functools.partial(getattr(jaxsoftmax, name), k=4)
-        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, True
+        yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, BOTH if name == "top_k" else CPU
     sample = functools.partial(jaxsoftmax.categorical, jax.random.key(0))
-    yield "categorical", lambda given: sample(given["x"]), {"x": shaped(8, 32000)}, True
+    yield "categorical", lambda given: sample(given["x"]), {"x": shaped(8, 32000)}, BOTH
     cache = {"key_pages": PAGES, "value_pages": PAGES, "key_scale": SCALES, "value_scale": SCALES}
     cache |= {"page_table": TABLE, "lengths": LENGTHS}
-    yield "paged_attention", lambda given: jaxsoftmax.paged_attention(**given), cache | {"query": TOKEN}, True
+    yield "paged_attention", lambda given: jaxsoftmax.paged_attention(**given), cache | {"query": TOKEN}, BOTH
 
 
 def programs_of_triton(qkv):
     forced = {"implementation": "triton"}
     softmax, loss = (functools.partial(getattr(jaxsoftmax, name), **forced) for name in ("softmax", "cross_entropy"))
-    yield "softmax, triton", with_gradient(lambda given: softmax(given["x"])), {"x": ROWS}, True
-    yield "cross_entropy, triton", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, True
-    yield "attention, triton", with_gradient(functools.partial(attend, **forced)), qkv, True
+    yield "softmax, triton", with_gradient(lambda given: softmax(given["x"])), {"x": ROWS}, BOTH
+    yield "cross_entropy, triton", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, BOTH
+    yield "attention, triton", with_gradient(functools.partial(attend, **forced)), qkv, BOTH
 
 
 def main():
     order = list(programs())
     hashes = {}
-    for name, f, argument, is_core in order[::-1] if "--reversed" in sys.argv else order:
-        traced = jax.jit(f).trace(argument)
-        is_forced = name.endswith("triton")  # and does not lower for the CPU
-        for platform in ["cpu"] * (not is_forced) + ["cuda"] * (is_core or "--every" in sys.argv):
+    for name, f, argument, few in order[::-1] if "--reversed" in sys.argv else order:
+        platforms = BOTH if "--every" in sys.argv else few
+        traced = jax.jit(f).trace(argument) if platforms else None
+        for platform in platforms[name.endswith("triton") :]:  # which is forced, and does not lower for the CPU
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             hashes[f"{name}, {platform}"] = hashlib.sha256(text.encode()).hexdigest()
     print(json.dumps(hashes))
