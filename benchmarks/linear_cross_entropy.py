@@ -185,23 +185,23 @@ def _sample(letters: str, inputs: Sequence[Any], output: Any) -> list[tuple[Any,
         weight = weight if letters == "hv" else weight.T
         at, some = sampled(tokens), sampled(size)
         logits, _, of_logits, spread = _from_logits(hidden[at], weight, labels[at], tokens)
-        losses, of_weight, spread_of_weight = [], jnp.zeros(()), jnp.zeros(())
+        losses: list[Any] = []
+        of_weight = spread_of_weight = None
         for start in range(0, tokens, _ROWS):
             part = hidden[start : start + _ROWS]
             _, own, gradient, squares = _from_logits(part, weight, labels[start : start + _ROWS], tokens)
             losses.append(own)
             if gradients:
-                part = part[:, some].astype(jnp.float64)
-                of_weight += part.T @ gradient
-                spread_of_weight += jnp.sum(part**2, 1) @ squares
+                own = _of_weight(part, some, gradient, squares)
+                of_weight, spread_of_weight = own if start == 0 else (of_weight + own[0], spread_of_weight + own[1])
         if first.ndim:
             pairs = [(np.asarray(first[at]), oracle.Truth(np.asarray(logits), np.full(logits.shape, oracle.TINY)))]
         else:
             pairs = [(np.asarray(first), _loss(np.concatenate(losses, 1)))]
         if gradients:
             found = gradients[0][at], (gradients[1] if letters == "hv" else gradients[1].T)[some]
-            truths = [of_logits @ weight.T, of_weight]
-            spreads = [spread @ jnp.sum(weight**2, 0), spread_of_weight]
+            of_hidden, spread_of_hidden = _of_hidden(of_logits, spread, weight)
+            truths, spreads = [of_hidden, of_weight], [spread_of_hidden, spread_of_weight]
             pairs += map(_distance, found, truths, spreads, (hidden.dtype, inputs[1].dtype), (1, 0))
     return pairs
 
@@ -229,6 +229,19 @@ def _from_logits(hidden, weight, labels, tokens):
     return logits, *(jnp.stack(parts) for parts in zip(*both, strict=True)), squares
 
 
+@jax.jit
+def _of_weight(hidden, some, gradient, squares):
+    """What some tokens add to some rows of the gradient of the weight, and to how far from it an element may be, squared."""
+    part = hidden[:, some].astype(jnp.float64)
+    return part.T @ gradient, jnp.sum(part**2, 1) @ squares
+
+
+@jax.jit
+def _of_hidden(gradient, squares, weight):
+    """The gradient of hidden, and how far from it an element may be, squared."""
+    return gradient @ weight.T, squares @ jnp.sum(weight**2, 0)
+
+
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """To a dtype; a conversion there and back is one that XLA may leave out."""
     kind = jnp.finfo(dtype)
@@ -248,12 +261,15 @@ def _distance(found: Any, truths: jax.Array, spread: jax.Array, dtype: Any, axis
     Along the axis, where it is of few numbers, chance allows twice as much, and counts as whole logits' own error at least the
     square root of `spread`: a single logit between two numbers of its dtype may be rounded to the nearer one in one way only.
     """
-    exactly, beside = truths[0], _rounded(truths[1], dtype)
-    size, error, budget = (_norms(x, axis) for x in (exactly, found.astype(jnp.float64) - exactly, beside - exactly))
+    size, error, budget = np.array(_norms(found, truths, dtype, axis))
     budget[:-1] = 2 * np.maximum(budget[:-1], np.sqrt(spread))
     return size + error, oracle.Truth(size, _MOST * budget + oracle.TINY * found.size)
 
 
-def _norms(x: jax.Array, axis: int) -> np.ndarray:
-    along = np.asarray(jnp.linalg.norm(x, axis=axis))
-    return np.append(along, np.linalg.norm(along))
+@functools.partial(jax.jit, static_argnames=("dtype", "axis"))
+def _norms(found, truths, dtype, axis):
+    """The norms of the truth, of the error and of what rounding changes, along an axis and, at the end, in all."""
+    exactly, beside = truths[0], _rounded(truths[1], dtype)
+    arrays = jnp.stack([exactly, found.astype(jnp.float64) - exactly, beside - exactly])
+    along = jnp.linalg.norm(arrays, axis=1 + axis)
+    return jnp.concatenate([along, jnp.linalg.norm(along, axis=1, keepdims=True)], 1)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jaxsoftmax
 from jaxsoftmax._core import compat
 
-from ..support import kernels
+from ..support import cases, kernels
 from . import lowered
 
 
@@ -51,7 +51,7 @@ def modules_of(f, *avals):
 
 @pytest.mark.skipif(tuple(jax.__version_info__) not in compat.TESTED, reason="this JAX infers layouts as it likes")
 @pytest.mark.parametrize(
-    "name", ["attention", "attention in float32", "categorical", pytest.param("attention, everything", marks=pytest.mark.slow)]
+    "name", cases.quick("attention", "categorical", slow=["attention in float32", "attention, everything"])
 )
 def test_layouts_that_are_inferred_sooner_are_the_same(name):
     def sampled(x, key):
