@@ -7,8 +7,12 @@ import os
 import re
 import sys
 
-import jax
 import pytest
+
+# Before NumPy is imported: as many workers as cores run tests, and its threads for products would wait in loops for theirs.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jax
 
 from jaxsoftmax.ops.attention import mosaic, xla
 

@@ -132,8 +132,8 @@ def weights(
     k, v = (np.where(np.any(seen, -2)[..., None], a, 0.0) for a in (k, v))  # what nobody sees may hold NaN
     q = np.where(np.any(seen, -1)[..., None], q, 0.0)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
-    s, bend = scale * np.einsum("...th,...sh->...ts", q, k), np.ones(shape)
-    size = np.abs(scale) * np.einsum("...th,...sh->...ts", np.abs(q), np.abs(k))
+    s, bend = scale * of_pairs(q, k), np.ones(shape)
+    size = np.abs(scale) * of_pairs(np.abs(q), np.abs(k))
     if logits_soft_cap is not None:
         bent = np.tanh(s / logits_soft_cap)
         s, bend = logits_soft_cap * bent, 1 - bent**2
@@ -156,11 +156,21 @@ def weights(
     return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
 
 
+def of_pairs(rows, cols):
+    """The product of each row of `[..., T, H]` with each of `[..., S, H]`."""
+    return np.matmul(rows, np.swapaxes(cols, -1, -2))
+
+
+def of_columns(scores, rows):
+    """The sum over rows of `[..., T, H]` for each column of `[..., T, S]`, by which they are multiplied."""
+    return np.matmul(np.swapaxes(scores, -1, -2), rows)
+
+
 def attention(*args, **kwargs) -> tuple[Truth, Truth]:
     """The output `[*batch, T, N, Hv]`, and lse `[*batch, T, N]`."""
     w = weights(*args, **kwargs)
-    terms = np.einsum("...ts,...sh->...th", (w.unit + w.narrow) * w.p * w.z, np.abs(w.v)) + TINY
-    out = Truth(*(np.swapaxes(a, -2, -3) for a in (np.einsum("...ts,...sh->...th", w.p * w.z, w.v), terms)))
+    terms = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v)) + TINY
+    out = Truth(*(np.swapaxes(a, -2, -3) for a in (np.matmul(w.p * w.z, w.v), terms)))
     return out, Truth(np.swapaxes(w.lse, -1, -2), np.swapaxes(w.lse_budget, -1, -2))
 
 
@@ -170,23 +180,23 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     do, dl = np.swapaxes(to64(dout), -2, -3), np.swapaxes(to64(dlse), -1, -2)[..., None]
     rows_seen = np.any(w.seen, -1, keepdims=True)
     do = np.where(rows_seen, do, 0.0)
-    dp = np.einsum("...th,...sh->...ts", do, w.v)
+    dp = of_pairs(do, w.v)
     delta = np.sum(w.p * w.z * dp, -1, keepdims=True)
     g = w.z * dp - delta + dl
     ds = w.p * g
-    dp_size = np.einsum("...th,...sh->...ts", np.abs(do), np.abs(w.v))
-    out_size = np.einsum("...ts,...sh->...th", w.p * w.z, np.abs(w.v))
+    dp_size = of_pairs(np.abs(do), np.abs(w.v))
+    out_size = np.matmul(w.p * w.z, np.abs(w.v))
     delta_size = np.sum(out_size * np.abs(do), -1, keepdims=True)
     # The saved lse is rounded, and so is the saved out.
     lse_error = np.where(rows_seen, w.lse_budget[..., None], 0.0)
-    delta_error = np.sum(np.einsum("...ts,...sh->...th", (w.unit + 2 * w.narrow) * w.p * w.z, np.abs(w.v)) * np.abs(do), -1)
+    delta_error = np.sum(np.matmul((w.unit + 2 * w.narrow) * w.p * w.z, np.abs(w.v)) * np.abs(do), -1)
     ds_size = w.p * (w.z * dp_size + delta_size + np.abs(dl))
     ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
     p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
     dx_size, dx_floor = ds_size, 0.0
     if tight:
-        out = np.abs(np.einsum("...ts,...sh->...th", w.p * w.z, w.v))
-        out_error = np.einsum("...ts,...sh->...th", (w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
+        out = np.abs(np.matmul(w.p * w.z, w.v))
+        out_error = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
         delta_error = np.sum((out_error + w.narrow * out + w.floor) * np.abs(do), -1)
         g_error = (8 + w.v.shape[-1] / 8) * EPS * (w.z * dp_size + delta_size + np.abs(dl)) + delta_error[..., None]
         relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
@@ -212,16 +222,16 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     of_row, of_col = ((n / 8 * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
     results = {
         "query": heads_last(
-            np.einsum("...ts,...sh->...th", dx, w.k),
-            np.einsum("...ts,...sh->...th", dx_error + of_row * np.abs(dx), np.abs(w.k)),
+            np.matmul(dx, w.k),
+            np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k)),
         ),
         "key": heads_last(
-            grouped(np.einsum("...ts,...th->...sh", dx, w.q)),
-            grouped(np.einsum("...ts,...th->...sh", dx_error + of_col * np.abs(dx), np.abs(w.q))),
+            grouped(of_columns(dx, w.q)),
+            grouped(of_columns(dx_error + of_col * np.abs(dx), np.abs(w.q))),
         ),
         "value": heads_last(
-            grouped(np.einsum("...ts,...th->...sh", w.p * w.z, do)),
-            grouped(np.einsum("...ts,...th->...sh", p_error + of_col * w.p * w.z, np.abs(do))),
+            grouped(of_columns(w.p * w.z, do)),
+            grouped(of_columns(p_error + of_col * w.p * w.z, np.abs(do))),
         ),
     }
     bias = args[3] if len(args) > 3 else kwargs.get("bias")

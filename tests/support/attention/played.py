@@ -38,7 +38,7 @@ def played(plan, given):
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
     if plan.is_strided:
         query = query.reshape(*query.shape[:2], heads, plan.head_group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
-    scores = plan.scale * np.einsum("bkrh,bskh->bkrs", query, key)
+    scores = plan.scale * (query @ key.transpose(0, 2, 3, 1))
     if plan.soft_cap is not None:
         scores = plan.soft_cap * np.tanh(scores / plan.soft_cap)
     own, cols, (left, right) = np.arange(rows)[:, None] // plan.head_group, np.arange(keys), plan.window
@@ -65,14 +65,15 @@ def played(plan, given):
     for split in range(plan.splits):
         parts = np.array([plan.part(*entry, split, HOST) for entry in visited]).reshape(-1, 2) * plan.config.block_kv
         first, last = (parts[:, side].reshape(-1, 1, 1, 1) for side in range(2))
-        part = np.where((cols >= first) & (cols < last), scores, -np.inf)
+        some = slice(low := np.min(first, initial=keys), max(low, np.max(last, initial=0)))  # the keys of any entry
+        part = np.where((cols >= first) & (cols < last), scores, -np.inf)[..., some]
         sink = np.full((1, heads, rows, 1), -np.inf)
         if split == 0 and "sinks" in named:
             sink = whole("sinks", 1).reshape(-1, heads, rows, 1).astype(np.float64)
-        m = np.maximum(np.max(part, -1, keepdims=True), sink)
+        m = np.maximum(np.max(part, -1, keepdims=True, initial=-np.inf), sink)
         top = np.where(m == -np.inf, 0, m)
         weights, d = np.exp(part - top), np.sum(np.exp(part - top), -1, keepdims=True) + np.exp(sink - top)
-        o = np.einsum("bkrs,bskh->bkrh", weights, value)
+        o = weights @ value[:, some].swapaxes(1, 2)
         states.append((np.where(d == 0, np.nan if plan.splits > 1 else 0, o), m[..., 0], d[..., 0]))
     o, m, d = (np.stack(parts, 2) for parts in zip(*states, strict=True))
     if plan.splits > 1:
