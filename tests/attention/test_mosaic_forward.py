@@ -61,23 +61,22 @@ from ..support.attention.lowering import (
 SIZES_OF_FLOAT32 = [(64, 64), (128, 128), (8, 8), (80, 72), (64, 128), (128, 16)]
 
 
-# Of each feature one program by default, which it shares with another; the slow ones have one feature each.
-PAIRS = [("causal", "soft cap"), ("window", "lengths"), ("window before", "sinks"), ("window after", "dropout")]
-PAIRS += [
-    ("segments", "mask of keys"),
-    ("mask", "bias of heads"),
-    ("mask of queries", "bias"),
-    ("mask of one", "bias of 16 bits"),
+# Of each feature one program by default, which it shares with three others; the slow ones have one feature each.
+SEVERAL = [
+    ("causal", "soft cap", "mask", "bias of heads"),
+    ("window", "lengths", "segments", "mask of keys"),
+    ("window before", "sinks", "mask of queries", "bias"),
+    ("window after", "dropout", "mask of one", "bias of 16 bits"),
 ]
 
 
-def test_every_feature_is_of_one_pair():
-    assert sorted(itertools.chain(*PAIRS)) == sorted(FEATURES)
+def test_every_feature_is_in_one_program():
+    assert sorted(itertools.chain(*SEVERAL)) == sorted(FEATURES)
 
 
 @pytest.mark.parametrize(
     ("features", "lengths"),
-    [(pair, [*LENGTHS][index % 2]) for index, pair in enumerate(PAIRS)]
+    [(names, [*LENGTHS][index % 2]) for index, names in enumerate(SEVERAL)]
     + [pytest.param((feature,), each, marks=pytest.mark.slow) for feature in FEATURES for each in LENGTHS],
     ids=lambda value: value if isinstance(value, str) else " + ".join(value),
 )
@@ -89,7 +88,7 @@ def test_every_feature_lowers_for_cuda(features, lengths):
 
 @pytest.mark.parametrize(
     "features",
-    [PAIRS[1], PAIRS[4], *(pytest.param((feature,), marks=pytest.mark.slow) for feature in FEATURES)],
+    [SEVERAL[1], *(pytest.param((feature,), marks=pytest.mark.slow) for feature in FEATURES)],
     ids=" + ".join,
 )
 def test_every_feature_lowers_for_cuda_in_float32(features):
@@ -101,9 +100,9 @@ def test_every_feature_lowers_for_cuda_in_float32(features):
 @pytest.mark.parametrize(
     ("dtype", "index", "sizes", "features"),
     [
-        # By default each configuration with everything; without, those of pairs of features have it.
-        pytest.param(dtype, index, sizes, features, marks=cases.slow_unless(features and index < own))
-        for dtype, every, own in (("bfloat16", SIZES, 3), ("float32", SIZES_OF_FLOAT32, 1))
+        # By default those with everything that have it neither below nor, in part, with some features above.
+        pytest.param(dtype, index, sizes, features, marks=cases.slow_unless(features and index in own))
+        for dtype, every, own in (("bfloat16", SIZES, (2,)), ("float32", SIZES_OF_FLOAT32, ()))
         for index, sizes in enumerate(every)
         for features in ((), EVERYTHING)
     ],
@@ -184,10 +183,12 @@ def test_what_does_not_fit_into_shared_memory_is_refused():
 @pytest.mark.parametrize(
     ("names", "sizes", "lengths", "kind"),
     [
-        (("causal", "lengths"), (128, 128), (256, 256), "forward"),
+        (EVERYTHING, (128, 128), (300, 301), "forward"),
         (("lengths",), (192, 256), (256, 256), "forward"),
         (("causal", "segments", "mask of keys"), (80, 64), (16, 1024), "int8"),
-        (("lengths",), (128, 64), (40, 300), "float32"),
+        (EVERYTHING, (64, 64), (300, 301), "float32"),
+        pytest.param(("lengths",), (128, 64), (40, 300), "float32", marks=pytest.mark.slow),
+        pytest.param(("causal", "lengths"), (128, 128), (256, 256), "forward", marks=pytest.mark.slow),
         (("causal", "lengths", "sinks"), (64, 64), (128, 128), "deterministic"),
         (("causal",), (256, 256), (256, 256), "gradient"),
         pytest.param(("lengths",), (256, 192), (256, 256), "forward", marks=pytest.mark.slow),
@@ -240,10 +241,10 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
     "given",
     [
         pytest.param(operands(batch=(), length=1), marks=pytest.mark.slow),
-        operands(batch=(2, 3), heads=6, key_heads=1, keys=1),
+        pytest.param(operands(batch=(2, 3), heads=6, key_heads=1, keys=1), marks=pytest.mark.slow),
         operands(length=4097, keys=63, dtype="float16"),
         operands(batch=(), length=1, keys=1, heads=6, key_heads=1, dtype="float32"),
-        operands(batch=(2, 3), length=4097, keys=4097, dtype="float32"),
+        pytest.param(operands(batch=(2, 3), length=4097, keys=4097, dtype="float32"), marks=pytest.mark.slow),
     ],
     ids=["no batch, one query", "two batch axes, one key", "many queries", "one float32 key", "many float32 queries"],
 )
