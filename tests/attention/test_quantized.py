@@ -1,5 +1,6 @@
 """Attention to keys and values of 8 bits with scales, and how they are made."""
 
+import contextlib
 import functools
 
 import jax
@@ -101,7 +102,8 @@ def check(arrays, feature, name="xla", *, is_rounded=False, **forced):
 @pytest.mark.parametrize(
     ("feature", "dtype", "kind"),
     [
-        pytest.param(feature, dtype, kind, marks=cases.slow_unless((i + j + k) % 2 == 0))  # by default of either kind in turn
+        # By default of a dtype and of a kind in turn.
+        pytest.param(feature, dtype, kind, marks=cases.slow_unless((i + j) % 3 == (i + k) % 2 == 0))
         for i, feature in enumerate(OPTIONS)
         for j, dtype in enumerate(cases.DTYPES)
         for k, kind in enumerate(BYTES)
@@ -114,7 +116,8 @@ def test_the_reference(feature, dtype, kind):
 @pytest.mark.parametrize(
     ("feature", "kind", "of_pages"),
     [
-        pytest.param(feature, kind, of_pages, marks=cases.slow_unless((i + j + of_pages) % 2 == 0))  # by default in turn
+        # By default of a kind and of either scales in turn.
+        pytest.param(feature, kind, of_pages, marks=cases.slow_unless((i + j) % 2 == (i // 2 + of_pages) % 2 == 0))
         for i, feature in enumerate(paging.FEATURES)
         for j, kind in enumerate(BYTES)
         for of_pages in (False, True)
@@ -135,7 +138,8 @@ def check_pages(arrays, feature, name="xla", **forced):
 @pytest.mark.parametrize(
     ("feature", "kind", "per_entry"),
     [
-        pytest.param(feature, kind, per_entry, marks=cases.slow_unless((i + j + per_entry) % 2 == 0))  # by default in turn
+        # By default of a kind and of either scales in turn.
+        pytest.param(feature, kind, per_entry, marks=cases.slow_unless((i + j) % 2 == (i // 2 + per_entry) % 2 == 0))
         for i, feature in enumerate(OPTIONS)
         for j, kind in enumerate(BYTES)
         for per_entry in (False, True)
@@ -179,12 +183,15 @@ def test_derivatives(in_pages):
             found[which] = arrays[which].astype("float32") * scale
         return jnp.sum(attend(**found) ** 2)
 
-    actual, expected = (jax.jit(jax.grad(f))(moving) for f in (loss, plain_loss))
+    @jax.jit
+    def derivatives(moving):
+        return [(jax.grad(f)(moving), jax.jvp(f, (moving,), (moving,))) for f in (loss, plain_loss)]
+
+    (actual, tangents), (expected, expected_tangents) = derivatives(moving)
     for name in moving:
         size = np.max(np.abs(expected[name]))
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5 * size)
-    tangents = jax.jit(lambda x: jax.jvp(loss, (x,), (x,)))(moving)
-    np.testing.assert_allclose(tangents, jax.jit(lambda x: jax.jvp(plain_loss, (x,), (x,)))(moving), rtol=1e-4)
+    np.testing.assert_allclose(tangents, expected_tangents, rtol=1e-4)
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
@@ -314,7 +321,9 @@ def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
     scale = shaped(*((2,) if per_entry else ()), 2, dtype="float32")
     of_keys = [shaped(2, 4096, 2, own, dtype=kind) for own in (size, value_size)]
     lower = lambda q, k, v, a, b: attend(q, k, v, key_scale=a, value_scale=b)  # noqa: E731
-    text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, size), *of_keys, scale, scale, kernels=[NAME])
+    # What is in the kernel of sizes that are padded, `test_mosaic_forward.py` lowers, with masks.
+    with kernels.hollow() if size == 80 else contextlib.nullcontext():
+        text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, size), *of_keys, scale, scale, kernels=[NAME])
     for own in (size, value_size):
         assert f"x4096x2x{own}xbf16" not in text
         assert f"x4096x2x{own}xf32" not in text
@@ -333,7 +342,9 @@ def test_bytes_in_pages_are_read_as_they_are(page, of_pages):
     pages, scale = shaped(100, page, 2, 64, dtype="int8"), shaped(*((100,) if of_pages else ()), 2, dtype="float32")
     table, lengths = shaped(2, 30, dtype="int32"), shaped(2, dtype="int32")
     lower = lambda q, k, v, t, n, a, b: attend(q, k, v, t, n, key_scale=a, value_scale=b)  # noqa: E731
-    text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, 64), pages, pages, table, lengths, scale, scale, kernels=[NAME])
+    # Kernels with many pages in a block, with one and with a part of one; the others differ from them in a number.
+    with contextlib.nullcontext() if page in (8, 128, 256) else kernels.hollow():
+        text = kernels.lowered_for_cuda(lower, shaped(2, 1, 8, 64), pages, pages, table, lengths, scale, scale, kernels=[NAME])
     assert "stablehlo.gather" not in text
     assert f"x{page}x2x64xbf16" not in text
     assert f"x{page}x2x64xf32" not in text
