@@ -95,21 +95,20 @@ def test_values_and_lse(implementation, forced, feature, dtype):
 # The reference has several features in a program, of the operands of the first of them. What depends on how scores are cut is
 # in tiles, and the rest in one; the slow cases are every feature by itself, in both.
 IN_ONE = [
-    *(("plain",), ("two batch axes",), ("no scale",), ("sinks alone",), ("no batch", "scale"), ("one key", "soft cap")),
+    *(("plain",), ("two batch axes",), ("no scale",), ("sinks alone",), ("one key", "soft cap"), ("one query", "sinks")),
     *(("multi-query", "negative scale", "bias (1,1,40,56)"), ("one head", "causal window", "bias (40,56)")),
-    *(("head size 128", "no sink in some heads"), ("one query", "sinks"), ("smaller values", "lengths", "bias (56,)")),
-    ("larger values", "bias (1,4,40,56)", "dropout"),
-    ("deterministic", "bias (2,4,40,56)"),
+    *(("no batch", "scale", "no sink in some heads"), ("smaller values", "query lengths", "bias (56,)")),
+    *(("larger values", "bias (1,4,40,56)", "dropout"), ("head size 128", "deterministic", "bias (2,4,40,56)")),
 ]
 IN_TILES = [
-    *(("plain",), ("no queries",), ("no keys",), ("equal heads", "window of none"), ("odd sizes", "sinks", "soft cap")),
-    *(("causal", "bias (1,4,40,56)"), ("causal, many queries", "soft cap"), ("window", "sinks"), ("window after", "dropout")),
-    *(("window before", "bias (2,4,1,56)", "dropout, broadcast"), ("window on two sides", "bias (2,4,40,1)")),
-    *(("window, some rows see nothing", "sinks"), ("causal window", "key lengths"), ("offset, causal", "query lengths")),
-    *(("offset, window", "soft cap"), ("offset, some rows see nothing",), ("offset of one query", "bias (1,1,1,56)")),
-    *(("offset without a window", "segments"), ("lengths", "bias (2,1,40,56)"), ("key lengths, causal", "sinks")),
-    *(("segments of both", "dropout, causal"), ("rows that see nothing", "soft cap"), ("bias of -inf", "dropout")),
-    *(("bias (4,1,1)", "causal"), ("dropout", "sinks")),
+    *(("plain",), ("no queries",), ("no keys",), ("lengths",), ("equal heads", "window of none"), ("odd sizes", "sinks")),
+    *(("causal", "bias (4,1,1)"), ("causal, many queries", "soft cap"), ("window", "sinks", "bias (2,1,40,56)")),
+    *(("window after", "dropout"), ("window before", "bias (2,4,1,56)", "dropout, broadcast")),
+    *(("window on two sides", "key lengths", "bias (2,4,40,1)"), ("window, some rows see nothing", "sinks")),
+    *(("offset, causal", "query lengths"), ("offset, window", "soft cap"), ("offset, some rows see nothing",)),
+    *(("offset of one query", "bias (1,1,1,56)"), ("offset without a window", "segments", "bias (1,4,40,56)")),
+    *(("key lengths, causal", "sinks", "dropout"), ("segments of both", "dropout, causal")),
+    *(("rows that see nothing", "soft cap"), ("bias of -inf",)),
 ]
 
 
@@ -386,7 +385,7 @@ def test_a_nan_in_a_cotangent_of_a_row_that_sees_nothing_has_no_effect():
         dout = np.ones((2, 40, 4, 16), np.float32)
         unseen = ~attention_oracle.weights(**given, **options).seen.any((-3, -1))
         dout[unseen] = np.nan
-        gradient = jax.vjp(lambda moving, f=f: f(moving)[0], moving)[1](dout)[0]
+        gradient = jax.jit(lambda moving, dout, f=f: jax.vjp(lambda moving: f(moving)[0], moving)[1](dout)[0])(moving, dout)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
@@ -622,8 +621,11 @@ def test_means_of_fully_masked_rows_know_no_dropout_and_leave_the_residual_and_s
     means = np.repeat(np.mean(given["value"], 1, keepdims=True), 2, 2)
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
     for options in ({}, dropout):
-        found, lse = attend(**given, mask=mask, **options, fully_masked_rows="mean", return_residual=True)
-        zero, expected = attend(**given, mask=mask, **options, return_residual=True)
+        (found, lse), (zero, expected) = jax.jit(
+            lambda given, options=options: [
+                attend(**given, mask=mask, **options, fully_masked_rows=rows, return_residual=True) for rows in ("mean", "zero")
+            ]
+        )(given)
         np.testing.assert_array_equal(lse, expected)
         empty = lse == -np.inf
         assert np.any(empty)
@@ -688,9 +690,9 @@ def test_lengths_are_those_of_jax_nn_also_without_a_batch():
     lengths = {"query_seq_lengths": np.array([30], np.int32), "key_value_seq_lengths": np.array([20], np.int32)}
     mask = random((1, 4, 40, 56))
     with jax.default_matmul_precision("highest"):
-        expected = jax.nn.dot_product_attention(**given, **lengths, mask=mask)
+        expected = jax.jit(jax.nn.dot_product_attention)(**given, **lengths, mask=mask)
     truth, _ = attention_oracle.attention(**given, **lengths, mask=mask[0])
-    for out in (attend(**given, **lengths, mask=mask), expected):
+    for out in (jax.jit(attend)(**given, **lengths, mask=mask), expected):
         assert oracle.error(out, truth) <= 1
 
 
@@ -760,8 +762,8 @@ def test_dropout_is_reproducible_and_its_mean_is_attention():
     truth, lse_truth = truth_of(attention_oracle.attention, "xla", given, {"dropout_rate": 0.5, "dropout_rng": 1})
     assert max(oracle.error(first, truth), oracle.error(jitted, truth)) <= 1  # XLA adds in another order
     assert np.any(first != rates(dropout_rng=jax.random.key(2)))
-    many = jax.vmap(lambda key: rates(dropout_rng=key))(jax.random.split(jax.random.key(0), 400))
-    np.testing.assert_allclose(np.mean(many, 0), attend(**given), atol=6 * float(np.max(np.std(many, 0))) / 20)
+    many = np.asarray(jax.jit(jax.vmap(lambda key: rates(dropout_rng=key)))(jax.random.split(jax.random.key(0), 100)))
+    np.testing.assert_allclose(np.mean(many, 0), attend(**given), atol=6 * float(np.max(np.std(many, 0))) / 10)
     np.testing.assert_array_equal(rates(dropout_rng=None, deterministic=True), attend(**given))
     _, lse = rates(dropout_rng=jax.random.key(1), return_residual=True)
     assert oracle.error(lse, lse_truth) <= 1  # that without dropout
@@ -876,23 +878,24 @@ def test_derivatives_are_those_of_finite_differences(cut, monkeypatch):
     moving = movable("float64")
     rng = np.random.default_rng(3)
     direction = {name: rng.standard_normal(a.shape) for name, a in moving.items()}
-    f = jax.jit(everything)
     step = 1e-5
 
-    def difference(g):
-        ahead, behind = ({k: a + sign * step * direction[k] for k, a in moving.items()} for sign in (1, -1))
-        return jax.tree.map(lambda a, b: (a - b) / (2 * step), g(ahead), g(behind))
+    @jax.jit
+    def derivatives(moving):
+        with_gradient = jax.value_and_grad(everything)
+        slope = jax.jvp(everything, (moving,), (direction,))[1]
+        return *with_gradient(moving), slope, jax.jvp(with_gradient, (moving,), (direction,))[1][1]
 
     def assert_close(actual, expected):
         """The difference misses step^2 / 6 of the third derivative, and 2^-53 / step of the value: about 1e-10 here."""
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), actual, expected)
 
-    gradient = jax.jit(jax.grad(everything))
-    slope = difference(f)
-    assert_close(jax.jit(lambda m, d: jax.jvp(everything, (m,), (d,))[1])(moving, direction), slope)
-    assert_close(sum(np.vdot(gradient(moving)[name], direction[name]) for name in moving), slope)
-    curvature = difference(gradient)
-    assert_close(jax.jit(lambda m, d: jax.jvp(jax.grad(everything), (m,), (d,))[1])(moving, direction), curvature)
+    _, gradient, forward, second = derivatives(moving)
+    ahead, behind = (derivatives({k: a + sign * step * direction[k] for k, a in moving.items()})[:2] for sign in (1, -1))
+    slope, curvature = jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, behind)
+    assert_close(forward, slope)
+    assert_close(sum(np.vdot(gradient[name], direction[name]) for name in moving), slope)
+    assert_close(second, curvature)
     if cut:  # the same rules as in one tile, once more
         return
     inner = jax.grad(lambda m: sum(jnp.vdot(jax.grad(everything)(m)[k], direction[k]) for k in m))
@@ -909,43 +912,53 @@ def test_out_alone_has_the_derivatives_that_it_has_beside_its_residual():
     def derivatives(f):
         return jax.jvp(f, (moving,), (tangents,)), jax.grad(lambda moving: jnp.sum(jnp.sin(f(moving))))(moving)
 
-    alone = derivatives(lambda moving: attend(**moving, is_causal=True))
-    beside = derivatives(lambda moving: attend(**moving, is_causal=True, return_residual=True)[0])
-    oracle.assert_same_in_float64(alone, beside)
+    @jax.jit
+    def both():
+        alone = derivatives(lambda moving: attend(**moving, is_causal=True))
+        return alone, derivatives(lambda moving: attend(**moving, is_causal=True, return_residual=True)[0])
+
+    oracle.assert_same_in_float64(*both())
 
 
 @pytest.mark.usefixtures("x64")
 def test_each_tangent_alone_is_that_of_the_cotangent():
     moving = movable("float64")
-    gradient = jax.jit(jax.grad(everything))(moving)
-    for name, array in moving.items():
-        t = np.random.default_rng(0).standard_normal(array.shape).astype(array.dtype)
+    rng = np.random.default_rng(0)
+    tangents = {name: rng.standard_normal(array.shape) for name, array in moving.items()}
 
-        @jax.jit
-        def derivatives(a, t, name=name):
-            f = lambda a: everything(moving | {name: a})  # noqa: E731
-            return jax.jvp(f, (a,), (t,))[1], jax.grad(f)(a)
+    @jax.jit
+    def derivatives(moving, tangents):
+        found = {}
+        for name, array in moving.items():
+            f = lambda a, name=name: everything(moving | {name: a})  # noqa: E731
+            found[name] = jax.jvp(f, (array,), (tangents[name],))[1], jax.grad(f)(array)
+        return jax.grad(everything)(moving), found
 
-        slope, alone = derivatives(array, t)
-        oracle.assert_same_in_float64((slope, alone), (np.vdot(gradient[name], t), gradient[name]))
+    gradient, found = derivatives(moving, tangents)
+    for name, own in found.items():
+        oracle.assert_same_in_float64(own, (np.vdot(gradient[name], tangents[name]), gradient[name]))
 
 
 @pytest.mark.usefixtures("x64")
 def test_jit_scan_checkpoint_and_linearize():
     moving = movable("float64")
-    expected = jax.grad(everything)(moving)
-    check = oracle.assert_same_in_float64
-    check(jax.jit(jax.grad(everything))(moving), expected)
     nothing = jax.checkpoint(everything, policy=jax.checkpoint_policies.nothing_saveable)
-    check(jax.grad(nothing)(moving), expected)
-    value, push = jax.linearize(everything, moving)
-    check(value, everything(moving))
-    check(push(moving), sum(np.vdot(expected[k], moving[k]) for k in moving))
 
     def scanned(moving):
         return jnp.sum(jax.lax.scan(lambda c, _: (c, everything(c)), moving, None, length=3)[1])
 
-    check(jax.grad(scanned)(moving), jax.tree.map(lambda a: 3 * a, expected))
+    @jax.jit
+    def each(moving):
+        value, push = jax.linearize(everything, moving)
+        return everything(moving), value, push(moving), *(jax.grad(f)(moving) for f in (everything, nothing, scanned))
+
+    expected, check = jax.grad(everything)(moving), oracle.assert_same_in_float64
+    value, linearized, pushed, jitted, checkpointed, of_scan = each(moving)
+    check(jitted, expected)
+    check(checkpointed, expected)
+    check(linearized, value)
+    check(pushed, sum(np.vdot(expected[k], moving[k]) for k in moving))
+    check(of_scan, jax.tree.map(lambda a: 3 * a, expected))
 
 
 OUT, LSE = primitive.SAVED_NAMES
@@ -1056,8 +1069,14 @@ def test_checkpoints_in_vmap_and_in_higher_derivatives():
 
     transformed = [(batched, stack), (forward_over_reverse, x), (reverse_over_forward, x), (reverse_over_reverse, x)]
     for transform, argument in transformed:
-        assert runs(transform(checkpointed), argument, w) == 1
-        actual, expected = (jax.jit(transform(f))(argument, w) for f in (checkpointed, layer))
+        assert runs(transform(checkpointed), argument, w) == 1, transform
+
+    @jax.jit
+    def each(*arguments):
+        pairs = zip(transformed, arguments, strict=True)
+        return [[transform(f)(argument, w) for f in (checkpointed, layer)] for (transform, _), argument in pairs]
+
+    for actual, expected in each(*(argument for _, argument in transformed)):
         oracle.assert_same_in_float64(actual, expected)
     around = jax.grad(loss_of(jax.checkpoint(jax.vmap(layer, (0, None)), policy=BOTH)))
     assert runs(around, stack, w) == 1
@@ -1086,11 +1105,8 @@ def hessian_vector(moving):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("f", "several"),
-    [(everything, BATCHED)]
-    + [
-        pytest.param(hessian_vector, [names], marks=cases.slow_unless(names in (("sinks",), tuple(MOVING))))
-        for names in BATCHED
-    ],
+    [(everything, BATCHED), (hessian_vector, [("sinks",), tuple(MOVING)])]
+    + [pytest.param(hessian_vector, [names], marks=pytest.mark.slow) for names in BATCHED],
     ids=lambda value: "|".join(map("+".join, value)) if isinstance(value, list) else value.__name__,
 )
 def test_vmap_with_each_operand_batched_or_not(f, several):
@@ -1117,7 +1133,6 @@ def test_vmap_of_what_is_not_differentiated():
     ids_of_keys = np.stack([segments(56, i) for i in range(3)])
     keys = jax.random.split(jax.random.key(0), 3)
 
-    @jax.jit
     def f(lengths, mask, ids, ids_of_keys, key):
         return attend(
             **given,
@@ -1129,14 +1144,13 @@ def test_vmap_of_what_is_not_differentiated():
             dropout_rng=key,
         )
 
-    args = (lengths, masks, ids, ids_of_keys, keys)
-    expected = [f(*(a[i] for a in args)) for i in range(3)]
-    oracle.assert_same_in_float64(jax.vmap(f)(*args), np.stack(expected))
-    for batched in range(5):
-        axes = tuple(0 if i == batched else None for i in range(5))
-        mixed = [a if i == batched else a[0] for i, a in enumerate(args)]
-        looped = [f(*(a[j] if i == batched else a for i, a in enumerate(mixed))) for j in range(3)]
-        oracle.assert_same_in_float64(jax.vmap(f, in_axes=axes)(*mixed), np.stack(looped))
+    args, one = (lengths, masks, ids, ids_of_keys, keys), jax.jit(f)
+    axes = [(0,) * 5, *(tuple(0 if i == batched else None for i in range(5)) for batched in range(5))]
+    mixed = [[a if axis == 0 else a[0] for a, axis in zip(args, own, strict=True)] for own in axes]
+    mapped = jax.jit(lambda mixed: [jax.vmap(f, in_axes=own)(*given) for own, given in zip(axes, mixed, strict=True)])
+    for own, given_to_one, actual in zip(axes, mixed, mapped(mixed), strict=True):
+        looped = [one(*(a if axis is None else a[j] for a, axis in zip(given_to_one, own, strict=True))) for j in range(3)]
+        oracle.assert_same_in_float64(actual, np.stack(looped))
 
 
 @pytest.mark.usefixtures("x64")
@@ -1306,8 +1320,9 @@ def test_float64_is_computed_in_float64():
 # Meshes.
 
 
-def make_mesh(kind, shape=(4, 2), names=("data", "model")):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices("cpu"))
+def make_mesh(kind, shape=(2, 2), names=("data", "model")):
+    devices = jax.devices("cpu")[: math.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
 
 
 def placed(array, mesh, spec):
@@ -1320,12 +1335,14 @@ def placed(array, mesh, spec):
 
 def on_mesh(key_heads, heads=4, length=9, keys=11):
     """In float64, in which programs for one device and for several differ in no more than rounding."""
-    given = arrays((8,), length, keys, heads, key_heads, size=8, dtype="float64")
+    given = arrays((4,), length, keys, heads, key_heads, size=8, dtype="float64")
     bias, sinks = random((1, heads, length, keys), "bias", dtype="float64"), random((heads,), "bias", dtype="float64")
     return given | {"bias": bias, "sinks": sinks}
 
 
-def values_and_derivatives(moving, **fixed):
+def values_and_derivatives(moving, order=2, **fixed):
+    """Values, gradient, and the tangents of either the gradient, in second order, or the values."""
+
     def f(moving):
         return attend(**moving, **fixed, dropout_rate=0.1, dropout_rng=jax.random.key(0), return_residual=True)
 
@@ -1333,14 +1350,18 @@ def values_and_derivatives(moving, **fixed):
         results = f(moving)
         return sum(jnp.sum(jnp.sin(x)) for x in results), results
 
-    (gradient, results), (second, _) = jax.jvp(jax.grad(loss, has_aux=True), (moving,), (moving,))
+    gradient_of = jax.grad(loss, has_aux=True)
+    if order == 1:
+        return f(moving), gradient_of(moving)[0], jax.jvp(f, (moving,), (moving,))[1]
+    (gradient, results), (second, _) = jax.jvp(gradient_of, (moving,), (moving,))
     return results, gradient, second
 
 
 @functools.cache
-def expected_on_mesh(*shape, **more):
+def expected_on_mesh(*shape, order=2, **more):
     """Values and derivatives of `on_mesh` on one device, whatever the mesh is."""
-    return jax.tree.map(np.asarray, jax.jit(values_and_derivatives)(on_mesh(*shape, **more)))
+    f = jax.jit(functools.partial(values_and_derivatives, order=order))
+    return jax.tree.map(np.asarray, f(on_mesh(*shape, **more)))
 
 
 def spec_of(result):
@@ -1393,26 +1414,31 @@ def test_batch_and_heads_stay_sharded_and_nothing_is_gathered(spec, key_heads, k
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
-def test_tiles_stay_sharded(tiles, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [(AxisType.Auto, 1), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in (AxisType.Auto, AxisType.Explicit))],
+    ids=str,
+)
+def test_tiles_stay_sharded(tiles, kind, order, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", (4, 4))
-    check_mesh(SPECS[1], 2, kind)
+    check_mesh(SPECS[1], 2, kind, order)
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("order", cases.quick(1, slow=[2]))
 @pytest.mark.parametrize(("key_heads", "kind"), [(1, AxisType.Auto), (2, AxisType.Explicit)], ids=["auto", "explicit"])
-def test_an_implementation_gets_shards(local, key_heads, kind):
-    check_mesh(P("data", None, "model"), key_heads, kind)
+def test_an_implementation_gets_shards(local, key_heads, kind, order):
+    check_mesh(P("data", None, "model"), key_heads, kind, order)
     shapes = {shapes[:3] for shapes in local.shapes}
-    whole, part = (((8 // n, 9, 4 // m, 8), *((8 // n, 11, max(1, key_heads // m), 8),) * 2) for n, m in ((1, 1), (4, 2)))
+    whole, part = (((4 // n, 9, 4 // n, 8), *((4 // n, 11, max(1, key_heads // n), 8),) * 2) for n in (1, 2))
     assert shapes - {whole} == {part}  # on automatic axes once for the whole, to find the types
 
 
-def check_mesh(spec, key_heads, kind):
+def check_mesh(spec, key_heads, kind, order=2):
     given, mesh = on_mesh(key_heads), make_mesh(kind)
     heads = "model" if "model" in spec else None
     specs = dict.fromkeys(("query", "key", "value"), spec) | {"bias": (None, heads), "sinks": (heads,)}
-    actual, text = run_on_mesh(given, mesh, specs)
+    actual, text = run_on_mesh(given, mesh, specs, order)
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
     (out, lse), gradient, _ = actual
@@ -1420,14 +1446,14 @@ def check_mesh(spec, key_heads, kind):
     assert spec_of(out) == padded
     assert spec_of(lse) == padded[:3]
     assert spec_of(gradient["query"]) == padded
-    oracle.assert_same_in_float64(actual, expected_on_mesh(key_heads))
+    oracle.assert_same_in_float64(actual, expected_on_mesh(key_heads, order=order))
 
 
-def run_on_mesh(given, mesh, specs):
+def run_on_mesh(given, mesh, specs, order=2):
     """Values and derivatives of arrays that are sharded so, and the text of the compiled program."""
     with jax.set_mesh(mesh):
         shards = {name: placed(array, mesh, specs.get(name, ())) for name, array in given.items()}
-        compiled = jax.jit(values_and_derivatives).lower(shards).compile()
+        compiled = jax.jit(functools.partial(values_and_derivatives, order=order)).lower(shards).compile()
         return compiled(shards), compiled.as_text()
 
 
@@ -1437,30 +1463,29 @@ QUERY_SPECS = [P(None, ("data", "model")), P("data", "model"), P(None, "data", "
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("spec", "in_tiles"),
-    [(QUERY_SPECS[2], True), pytest.param(QUERY_SPECS[1], False, marks=pytest.mark.slow)]
-    + [pytest.param(QUERY_SPECS[0], True, marks=pytest.mark.slow)]
-    + [pytest.param(spec, index == 1, marks=pytest.mark.slow) for index, spec in enumerate(QUERY_SPECS)],
+    ("spec", "in_tiles", "order"),
+    [(QUERY_SPECS[2], True, 1)]
+    + [pytest.param(spec, in_tiles, 2, marks=pytest.mark.slow) for spec in QUERY_SPECS for in_tiles in (False, True)],
     ids=str,
 )
-def test_queries_stay_sharded_on_automatic_axes(spec, in_tiles, monkeypatch):
+def test_queries_stay_sharded_on_automatic_axes(spec, in_tiles, order, monkeypatch):
     if in_tiles:
         small_tiles(monkeypatch)
-    length, mesh = 8 * 23, make_mesh(AxisType.Auto)
+    length, mesh = 4 * 23, make_mesh(AxisType.Auto)
     given = on_mesh(2, 6, length, keys=50)
     batch, queries, heads = (*spec, None)[:3]
     specs = {"query": spec, "bias": (None, heads, queries), "sinks": (heads,)}
     specs |= dict.fromkeys(("key", "value"), (batch, None, heads))
-    actual, text = run_on_mesh(given, mesh, specs)
+    actual, text = run_on_mesh(given, mesh, specs, order)
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
     assert not re.search(rf"\[(\d+,)*{length}[,\]]", text)  # no device has all queries, nor scores of all
-    oracle.assert_same_in_float64(actual, expected_on_mesh(2, 6, length, keys=50))
+    oracle.assert_same_in_float64(actual, expected_on_mesh(2, 6, length, keys=50, order=order))
 
 
 def test_tiles_that_a_narrow_window_leaves_are_visited_on_several_devices_too():
     """All of them are less work than the share of a device in the whole. An exported program leaves shards to XLA."""
-    mesh, texts = make_mesh(AxisType.Auto), []
+    mesh, texts = make_mesh(AxisType.Auto, (4, 2)), []
     x = jax.ShapeDtypeStruct((1, 16384, 1, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, ("data", "model"))))
     for window in (300, 3000):
         f = jax.jit(lambda q, window=window: attend(q, q, q, local_window_size=window))
@@ -1480,16 +1505,17 @@ def test_heads_are_sharded_over_the_axes_that_share_key_heads_evenly(local, shap
     given = on_mesh(2, heads=8)
     specs = {"query": (None, None, ("a", "b")), "bias": (None, ("a", "b"))}
     specs |= dict.fromkeys(("key", "value"), (None, None, shared))
-    actual, text = run_on_mesh(given, mesh, specs)
-    part = ((8, 9, 4, 8), (8, 11, 1, 8), (8, 11, 1, 8))
-    whole = ((8, 9, 8, 8), (8, 11, 2, 8), (8, 11, 2, 8))
+    order = 1 if shared == "a" else 2
+    actual, text = run_on_mesh(given, mesh, specs, order)
+    part = ((4, 9, 4, 8), (4, 11, 1, 8), (4, 11, 1, 8))
+    whole = ((4, 9, 8, 8), (4, 11, 2, 8), (4, 11, 2, 8))
     assert {shapes[:3] for shapes in local.shapes} - ({whole} if kind == AxisType.Auto else set()) == {part}
     if shared == "a":  # as here a device's heads are among those that it gets
         gathered = {tuple(map(int, m.split(","))) for m in re.findall(r"f64\[([\d,]+)\]\S* all-gather\(", text)}
         assert gathered
         assert all(math.prod(shape) <= math.prod(part[0]) for shape in gathered)
     with kernels.anew():
-        expected = expected_on_mesh(2, heads=8)
+        expected = expected_on_mesh(2, heads=8, order=order)
     oracle.assert_same_in_float64(actual, expected)
 
 
@@ -1549,13 +1575,13 @@ def test_inside_shard_map(check_vma, manual, cut, monkeypatch):
         return values_and_derivatives(given, mask=mask)
 
     expected = jax.jit(f)({name: a[:2] for name, a in given.items()})
-    repeated = {name: np.tile(a[:2], (4, 1, 1, 1)) for name, a in given.items()}  # dropout's seeds are those of a shard
+    repeated = {name: np.tile(a[:2], (2, 1, 1, 1)) for name, a in given.items()}  # dropout's seeds are those of a shard
     with jax.set_mesh(mesh):
         shards = {name: placed(array, mesh, ("data",)) for name, array in repeated.items()}
         mapped = jax.jit(jax.shard_map(f, in_specs=P("data"), out_specs=P("data"), axis_names=set(manual), check_vma=check_vma))
         assert "all-gather" not in mapped.lower(shards).compile().as_text()
         actual = mapped(shards)
-    expected = jax.tree.map(lambda a: np.tile(a, (4,) + (1,) * (a.ndim - 1)), expected)
+    expected = jax.tree.map(lambda a: np.tile(a, (2,) + (1,) * (a.ndim - 1)), expected)
     oracle.assert_same_in_float64(actual, expected)
 
 
@@ -1679,9 +1705,11 @@ def test_a_window_wider_than_the_sequences_rules_out_nothing(implementation, far
         monkeypatch.setattr(xla, "ONE_TILE", 0)
         monkeypatch.setattr(xla, "BLOCK", (4, 4))
     near = {"local_window_size": (2, None)}
-    for wide, narrow in ((far, {}), ((far, None), {}), ((None, far), {}), ((2, far), near)):
-        actual = jax.jit(lambda q, wide=wide: attend(q, K + 1, K + 1, local_window_size=wide))(Q)
-        np.testing.assert_array_equal(actual, jax.jit(lambda q, narrow=narrow: attend(q, K + 1, K + 1, **narrow))(Q))
+    pairs = [(far, {}), ((far, None), {}), ((None, far), {}), ((2, far), near)]
+    each = [{"local_window_size": wide} for wide, _ in pairs] + [{}, near]
+    *found, whole, narrow = jax.jit(lambda q: [attend(q, K + 1, K + 1, **options) for options in each])(Q)
+    for (wide, options), actual in zip(pairs, found, strict=True):
+        np.testing.assert_array_equal(actual, narrow if options else whole, err_msg=str(wide))
 
 
 @pytest.mark.usefixtures("x64")
