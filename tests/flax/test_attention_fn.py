@@ -184,10 +184,11 @@ def test_output_and_gradients_are_those_of_flax(api, case):
 
 
 def test_linen_takes_is_causal_from_a_partial():
-    params, f = linen_layer(functools.partial(attention_fn, is_causal=True))
-    expected = linen_layer(attention_fn)[1](params, *INPUTS, mask=CAUSAL)
-    assert_same(f(params, *INPUTS), expected)
-    assert_same(f(params, *INPUTS, mask=CAUSAL), expected)
+    (params, f), (_, plain) = linen_layer(functools.partial(attention_fn, is_causal=True)), linen_layer(attention_fn)
+    every = jax.jit(lambda *args: (plain(*args, mask=CAUSAL), f(*args), f(*args, mask=CAUSAL)))
+    expected, *found = every(params, *INPUTS)
+    for out in found:
+        assert_same(out, expected)
 
 
 @BOTH
@@ -197,10 +198,10 @@ def test_rows_without_a_key_give_zero_where_flax_averages(api):
     assert not seeing.all()
     q, k, v = normal(3, BATCH, LENGTH, HEADS, 8)
     empty = np.broadcast_to(~seeing[..., None], q.shape)
-    np.testing.assert_array_equal(attention_fn(q, k, v, mask=mask)[empty], 0)
+    np.testing.assert_array_equal(jax.jit(attention_fn)(q, k, v, mask=mask)[empty], 0)
     averages = np.broadcast_to(np.mean(v, 1, keepdims=True), v.shape)
     few = 2 * LENGTH * oracle.EPS * np.max(np.abs(v))  # roundings of either sum
-    np.testing.assert_allclose(api.own(q, k, v, mask=mask)[empty], averages[empty], rtol=0, atol=few)
+    np.testing.assert_allclose(jax.jit(api.own)(q, k, v, mask=mask)[empty], averages[empty], rtol=0, atol=few)
 
     layers = [api.layer(fn, use_bias=False) for fn in (attention_fn, api.own)]
     ours, theirs = results_of(layers, INPUTS, rows=seeing, mask=mask)
@@ -359,7 +360,8 @@ def test_softmax_in_float32_gives_the_dtypes_of_flax(force, dtype):
     found = []
     for attention in (attention_fn, linen.dot_product_attention):
         params, f = linen_layer(attention, param_dtype=dtype, force_fp32_for_softmax=force)
-        alone, both = (f(params, INPUTS[0].astype(dtype), mask=CAUSAL, **sow) for sow in ({}, {"sow_weights": True}))
+        each = [functools.partial(f, mask=CAUSAL, **sow) for sow in ({}, {"sow_weights": True})]
+        alone, both = (jax.eval_shape(one, params, INPUTS[0].astype(dtype)) for one in each)
         found.append([array.dtype for array in jax.tree.leaves((alone, both))])
     assert found[0] == found[1]
     assert set(found[0]) == {np.dtype(np.float32 if force else jnp.dtype(dtype))}
@@ -380,18 +382,19 @@ UNIT = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (3, 64, 2, 64))
 Q, K = normal(2, 3, 64, 2, 64) / 3
 
 
-def weights_of(attention, **options):
-    """The weights `[batch, heads, queries, keys]` of `Q` and `K`."""
-    return np.swapaxes(np.asarray(attention(Q, K, UNIT, **options)), 1, 2)
-
-
 @pytest.mark.parametrize("rate", [0.2, 0.7])
 @pytest.mark.parametrize("attention", [attention_fn, *(api.own for api in APIS.values())], ids=["ours", *APIS])
 def test_dropout_drops_its_part_and_is_broadcast_as_in_flax(attention, rate):
     key = jax.random.key(0)
-    whole = weights_of(attention)
-    for broadcast in (True, False):
-        dropped = weights_of(attention, dropout_rate=rate, dropout_rng=key, broadcast_dropout=broadcast)
+
+    @jax.jit
+    def every(query, keys, value, key):
+        attend = functools.partial(attention, query, keys, value)
+        both = [attend(dropout_rate=rate, dropout_rng=key, broadcast_dropout=broadcast) for broadcast in (True, False)]
+        return attend(), *both
+
+    whole, *of_each = (np.swapaxes(np.asarray(out), 1, 2) for out in every(Q, K, UNIT, key))  # [batch, heads, queries, keys]
+    for broadcast, dropped in zip((True, False), of_each, strict=True):
         kept = dropped != 0
         few = 2 * (8 + 3 * 16) * oracle.EPS  # roundings of two weights, of scores that are less than 16 apart
         np.testing.assert_allclose(dropped[kept], whole[kept] / (1 - rate), rtol=few)
@@ -410,8 +413,8 @@ def test_the_mean_of_dropout_is_attention(broadcast):
     def f(key):
         return attention_fn(Q, K, UNIT, dropout_rate=0.5, dropout_rng=key, broadcast_dropout=broadcast)
 
-    many = jax.jit(jax.vmap(f))(jax.random.split(jax.random.key(0), 200))
-    deviation = np.max(np.std(many, 0), initial=0) / np.sqrt(200)
+    many = np.asarray(jax.jit(jax.vmap(f))(jax.random.split(jax.random.key(0), 64)))
+    deviation = np.max(np.std(many, 0), initial=0) / np.sqrt(64)
     np.testing.assert_allclose(np.mean(many, 0), attention_fn(Q, K, UNIT), atol=6 * deviation)
 
 
@@ -419,11 +422,13 @@ def test_the_mean_of_dropout_is_attention(broadcast):
 def test_dropout_of_a_module_comes_from_its_key(api):
     params, f = api.layer(attention_fn, dropout_rate=0.4)
     f = functools.partial(f, mask=CAUSAL)
-    first, again, other = (f(params, *INPUTS, deterministic=False, dropout=jax.random.key(seed)) for seed in (1, 1, 2))
+    with_key = jax.jit(lambda key: f(params, *INPUTS, deterministic=False, dropout=key))
+    first, again, other = (with_key(jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != other)
-    none = f(params, *INPUTS, deterministic=True)
-    np.testing.assert_array_equal(none, api.layer(attention_fn)[1](params, *INPUTS, mask=CAUSAL))
+    plain = functools.partial(api.layer(attention_fn)[1], mask=CAUSAL)
+    none, expected = (jax.jit(one)(params, *INPUTS) for one in (functools.partial(f, deterministic=True), plain))
+    np.testing.assert_array_equal(none, expected)
     assert np.any(first != none)
     gradient = jax.grad(loss_of(f, deterministic=False, dropout=jax.random.key(1)), has_aux=True)
     assert ops(gradient, params, *INPUTS) == [("dot_product_attention", "xla"), ("dot_product_attention_vjp", "xla")]
@@ -438,8 +443,9 @@ def test_weights_are_sown_as_by_flax_and_change_nothing(api, dtype):
     mask = linen.combine_masks(CAUSAL, KEYS_OF_LEFT)
     more = {"mask": mask, "deterministic": False, "dropout": jax.random.key(1)}
     (params, f), (_, own) = (api.layer(fn, dropout_rate=0.3, dtype=dtype) for fn in (attention_fn, api.own))
-    (out, ours), (_, theirs) = (g(params, *INPUTS, sow_weights=True, **more) for g in (f, own))
-    np.testing.assert_array_equal(out, f(params, *INPUTS, **more))
+    every = [functools.partial(g, sow_weights=True, **more) for g in (f, own)] + [functools.partial(f, **more)]
+    (out, ours), (_, theirs), alone = jax.jit(lambda *args: [g(*args) for g in every])(params, *INPUTS)
+    np.testing.assert_array_equal(out, alone)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     (ours,), (theirs,) = jax.tree.leaves(ours), jax.tree.leaves(theirs)
     assert ours.dtype == theirs.dtype == dtype
@@ -453,21 +459,21 @@ def test_weights_are_sown_as_by_flax_and_change_nothing(api, dtype):
 
 def test_weights_of_grouped_heads_and_is_causal_are_sown():
     (params, f), (_, own) = (nnx_layer(fn, num_kv_heads=2) for fn in (attention_fn, nnx.dot_product_attention))
-    assert_same(*(g(params, *INPUTS, mask=CASES["padding right"]["mask"], is_causal=True, sow_weights=True) for g in (f, own)))
+    call = {"mask": CASES["padding right"]["mask"], "is_causal": True, "sow_weights": True}
+    assert_same(*jax.jit(lambda *args: [g(*args, **call) for g in (f, own)])(params, *INPUTS))
 
 
 @BOTH
 def test_weights_that_are_sown_have_gradients(api):
-    def gradient(fn):
-        params, f = api.layer(fn)
-
+    def gradient(f, params):
         def squares(params):
             _, sown = f(params, *INPUTS, mask=CAUSAL, sow_weights=True)
             return sum(jnp.sum(weights**2) for weights in jax.tree.leaves(sown))
 
-        return jax.jit(jax.grad(squares))(params)
+        return jax.grad(squares)(params)
 
-    assert_same(gradient(attention_fn), gradient(api.own))
+    (params, f), (_, own) = (api.layer(fn) for fn in (attention_fn, api.own))
+    assert_same(*jax.jit(lambda params: [gradient(g, params) for g in (f, own)])(params))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
@@ -487,12 +493,19 @@ def test_einsums_of_linen_get_what_flax_gives_them_and_the_same_weights_are_drop
     call = {"mask": CASES["causal and padding"]["mask"], "deterministic": False, "dropout": jax.random.key(3)}
     for recorded in given.values():
         recorded.clear()  # what initialization gave
-    out, expected = (g(params, *INPUTS, **call) for g in (f, own))
-    for ours, theirs in zip(*given.values(), strict=True):
-        assert ours[0] == theirs[0]
-        assert_same(ours[1:] if rate == 0 else ours[2:], theirs[1:] if rate == 0 else theirs[2:])
     _, kernel = linen_layer(attention_fn, dropout_rate=rate, broadcast_dropout=broadcast)
-    assert_same(out, kernel(params, *INPUTS, **call))
+
+    @jax.jit
+    def every(*args):
+        outs = [g(*args, **call) for g in (f, own, kernel)]
+        return outs, [[operands for _, *operands in recorded] for recorded in given.values()]
+
+    (out, expected, alone), operands = every(params, *INPUTS)
+    equations, of_flax = ([equation for equation, *_ in recorded] for recorded in given.values())
+    assert equations == of_flax
+    for ours, theirs in zip(*operands, strict=True):
+        assert_same(ours if rate == 0 else ours[1:], theirs if rate == 0 else theirs[1:])
+    assert_same(out, alone)
     if rate == 0:
         assert_same(out, expected)
     assert [name for name, _ in ops(functools.partial(f, **call), params, *INPUTS)] == ["softmax"]
@@ -510,7 +523,7 @@ def linen_steps(attention):
     """A function of embedded tokens `[batch, 1, width]` that goes through the cache."""
     options = {"num_heads": HEADS, "attention_fn": attention, "decode": True}
     module = linen.MultiHeadDotProductAttention(**options)
-    variables = module.init(jax.random.key(0), np.zeros((BATCH, TOKENS, WIDTH), np.float32))
+    variables = jax.jit(module.init)(jax.random.key(0), np.zeros((BATCH, TOKENS, WIDTH), np.float32))
 
     @jax.jit
     def apply(cache, x):
@@ -526,7 +539,7 @@ def linen_steps(attention):
         return out
 
     whole = linen.MultiHeadDotProductAttention(**options | {"decode": False})
-    return step, lambda x, mask: whole.apply({"params": variables["params"]}, x, mask=mask)
+    return step, jax.jit(lambda x, mask: whole.apply({"params": variables["params"]}, x, mask=mask))
 
 
 def nnx_steps(attention):
@@ -569,8 +582,8 @@ def test_decoding_gives_what_flax_gives_for_its_tokens(steps, own):
 @BOTH
 def test_vmap_is_a_batch(api):
     params, f = api.layer(attention_fn)
-    mapped = jax.vmap(lambda x, mask: f(params, x, mask=mask))(INPUTS[0], CAUSAL)
-    assert_same(mapped, f(params, *INPUTS, mask=CAUSAL))
+    call = lambda x, mask: f(params, x, mask=mask)  # noqa: E731
+    assert_same(*jax.jit(lambda *args: (jax.vmap(call)(*args), call(*args)))(INPUTS[0], CAUSAL))
 
 
 POLICY = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
@@ -679,9 +692,9 @@ def test_rope_takes_positions(batch):
     """Those of a sequence may start anywhere: only differences count."""
     params, f = nnx_layer(functools.partial(attention_fn_with_rope, rope=nnx.RoPE()))
     positions = np.arange(LENGTH) + np.arange(5, 5 + math.prod(batch)).reshape(*batch, 1)
-    expected = f(params, *INPUTS)
-    assert_same(f(params, *INPUTS, input_positions=positions), expected)
-    far = f(params, *INPUTS, input_positions=3 * positions)
+    every = jax.jit(lambda *args: [f(*args, **call) for call in ({}, *({"input_positions": i * positions} for i in (1, 3)))])
+    expected, found, far = every(params, *INPUTS)
+    assert_same(found, expected)
     assert np.max(np.abs(far - expected)) > 1e-3
 
 
@@ -868,13 +881,13 @@ def test_bad_arguments_are_named(kind):
 
 def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard_promotion):
     """In a `shard_map`, where the layer says so, and on a mesh whose axes say so themselves."""
-    x, n = normal(BATCH, 16, WIDTH), 4
+    x, n = normal(BATCH, 16, WIDTH), 2
     mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:n])
     order = {"zigzag": n, "context_parallel": "ring"}
 
     fn = functools.partial(attention_fn_with_rope, rope=nnx.RoPE(), is_causal=True)
     params, whole = linen_layer(fn)
-    expected = whole(params, x)
+    expected = jax.jit(whole)(params, x)
 
     def layer(x, positions, **options):
         own = functools.partial(fn, input_positions=positions, **order, **options)
@@ -885,11 +898,12 @@ def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard
     ordered = jaxsoftmax.zigzag(x, n, 1), jaxsoftmax.zigzag(np.arange(16), n)
     mapped = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x")))
     assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    assert_close(jaxsoftmax.unzigzag(mapped(*ordered), n, 1), expected)
+    undone = jax.jit(lambda x: jaxsoftmax.unzigzag(x, n, 1))
+    assert_close(undone(np.asarray(mapped(*ordered))), expected)
     with jax.set_mesh(mesh):
         shards = jax.device_put(ordered[0], NamedSharding(mesh, P(None, "x")))
         found = jax.jit(layer)(shards, ordered[1])
-    assert_close(jaxsoftmax.unzigzag(found, n, 1), expected)
+    assert_close(undone(np.asarray(found)), expected)
 
 
 @pytest.mark.parametrize(
