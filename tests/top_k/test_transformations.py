@@ -96,16 +96,23 @@ STEPS = {
 TWO_STEPS = [steps for steps in itertools.product(STEPS, STEPS) if not (steps[0] == "grad" and steps[1] == "jvp")]
 
 
+# By default three chains, each of every second pair by turns.
 @pytest.mark.parametrize(
-    "steps", [pytest.param(steps, marks=cases.slow_unless(i % 8 == 0)) for i, steps in enumerate(TWO_STEPS)], ids="-".join
+    ("steps", "pairs"),
+    [
+        pytest.param(steps, list(PAIRS)[first::2], marks=cases.slow_unless(i % 8 == 0 and first == i // 8 % 2))
+        for i, steps in enumerate(TWO_STEPS)
+        for first in (0, 1)
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "even" if "top_k" in value else "odd",
 )
-def test_two_transformations(steps):
+def test_two_transformations(steps, pairs):
     def transformed(f):
         for step in reversed(steps):
             f = STEPS[step](f)
         return f
 
-    assert_same_of_pairs(transformed, PAIRS)
+    assert_same_of_pairs(transformed, pairs)
 
 
 def assert_same_of_pairs(transformed, pairs):
@@ -129,10 +136,10 @@ def test_the_scale_may_be_differentiated_twice(normalize):
         found, _, lse = f(x, 3, scale=scale, normalize=normalize, return_lse=True)
         return jnp.sum(jnp.sin(found) * lse[..., None])
 
+    derivatives = [jax.hessian(functools.partial(loss, f=f), (0, 1)) for f in FUNCTIONS]
+    both = jax.jit(lambda x, scale: [derivative(x, scale) for derivative in derivatives])
     for scale in (0.7, -1.3):
-        derivative = jax.jit(jax.hessian(loss, (0, 1)), static_argnums=2)
-        results = [derivative(array(), np.float64(scale), f) for f in FUNCTIONS]
-        assert_same(*results)
+        assert_same(*both(array(), np.float64(scale)))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -187,19 +194,25 @@ FUNCTIONS = (jaxsoftmax.softmax_top_k, plain_softmax_top_k)
 @pytest.mark.parametrize("temperature", cases.quick(np.array([0.5, 0, 2, 1]), slow=[np.float64(0.6)]), ids=["of rows", "one"])
 def test_the_temperature_may_be_differentiated(temperature, options):
     x = array()
-    index = jaxsoftmax.categorical(KEY, x, temperature=temperature, **options)
 
     def ours(x, temperature):
         return jnp.sum(jnp.sin(jaxsoftmax.categorical(KEY, x, temperature=temperature, return_log_prob=True, **options)[1]))
 
     def plain(x, temperature):
+        index = jaxsoftmax.categorical(KEY, jax.lax.stop_gradient(x), temperature=jax.lax.stop_gradient(temperature), **options)
         hot = jnp.where(temperature > 0, temperature, 1)
         found = jax.nn.log_softmax(x / hot.reshape(-1, 1), -1)
         found = jnp.take_along_axis(jnp.broadcast_to(found, (*index.shape, 5)), index[..., None], -1)[..., 0]
         return jnp.sum(jnp.where(temperature > 0, jnp.sin(found), 0))
 
-    results = jax.jit(lambda *given: [[of(f, (0, 1))(*given) for of in (jax.grad, jax.hessian)] for f in (ours, plain)])
-    assert_same(*results(x, temperature))
+    def orders(f):
+        def gradient(*given):
+            found = jax.grad(f, (0, 1))(*given)
+            return found, found
+
+        return jax.jacfwd(gradient, (0, 1), has_aux=True)  # the second derivatives, and the first
+
+    assert_same(*jax.jit(lambda *given: [orders(f)(*given) for f in (ours, plain)])(x, temperature))
 
 
 def test_nothing_flows_into_what_does_not_take_part():
@@ -225,21 +238,19 @@ def test_vmap_of_operands_and_masks(in_axes):
     where = where if in_axes[1] is None else np.stack([where, ~where, where | ~where, where])
     where[..., 0] = True
 
-    def of_each(f):
-        found = [jax.tree.map(np.asarray, f(x_, where_)) for x_, where_ in zip(*separate(x, where, in_axes), strict=True)]
-        return jax.tree.map(lambda *parts: np.stack(parts), *found)
-
-    def both(x, where):
-        found = jaxsoftmax.top_k(x, 3, where=where), jaxsoftmax.softmax_top_k(x, 3, where=where, scale=0.5)
-        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x, 3, where=where)[0])))(x)
-        samples = [jaxsoftmax.categorical(KEY, x, where=where, return_log_prob=True, **options) for options in OPTIONS]
-        return found, gradient, samples
-
-    actual, expected = jax.jit(jax.vmap(both, in_axes))(x, where), of_each(jax.jit(both))
-    assert_same(actual, expected)
+    found = [jax.tree.map(np.asarray, of_masked(*example)) for example in zip(*separate(x, where, in_axes), strict=True)]
+    actual = jax.jit(jax.vmap(of_masked, in_axes))(x, where)
+    assert_same(actual, jax.tree.map(lambda *parts: np.stack(parts), *found))
 
 
-OPTIONS = ({}, {"top_p": 0.8}, {"top_k": 2, "temperature": 0.5}, {"shape": (3, 4)})
+@jax.jit
+def of_masked(x, where):
+    """The results of all functions for logits of which only some take part, with a gradient."""
+    found = jaxsoftmax.top_k(x, 3, where=where), jaxsoftmax.softmax_top_k(x, 3, where=where, scale=0.5)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x, 3, where=where)[0])))(x)
+    options = ({"shape": (3, 4)}, {"top_p": 0.8}, {"top_k": 2, "temperature": 0.5})
+    samples = [jaxsoftmax.categorical(KEY, x, where=where, return_log_prob=True, **each) for each in options]
+    return found, gradient, samples
 
 
 def separate(x, where, in_axes):
@@ -298,16 +309,14 @@ def everything(x):
     samples = [
         jaxsoftmax.categorical(KEY, x, return_log_prob=True, **options)
         for options in (
-            {},
             {"top_p": 0.9, "temperature": np.linspace(0, 2, 8)},
-            {"top_k": 20, "min_p": 0.01},
             {"top_k": counts},
-            {"top_k": 5, "shape": (3, 8)},
+            {"top_k": 5, "min_p": 0.01, "shape": (3, 8)},
         )
     ]
     gradients = [
         jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
-        for f, _ in (PAIRS["top_k"], PAIRS["softmax_top_k"], PAIRS["selected alone"], PAIRS["categorical"])
+        for f, _ in (PAIRS["top_k"], PAIRS["selected alone"], PAIRS["categorical"])
     ]
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(PAIRS["softmax_top_k"][0](x))))
     return jaxsoftmax.top_k(x, 3), weights(x), samples, gradients, jax.jvp(gradient, (x,), (jnp.cos(x),))[1]
@@ -352,8 +361,8 @@ def test_a_kernel_gets_shards_of_rows(kind):
 
 
 def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = array((16, 7))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x = array((4, 7))
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -361,7 +370,7 @@ def test_inside_shard_map():
         found, gradient = jaxsoftmax.top_k(x, 3), jax.grad(lambda x: jnp.sum(jnp.sin(weights(x))))(x)
         key = jax.random.fold_in(KEY, jax.lax.axis_index("data"))
         counts = jnp.full(x.shape[:1], 2)
-        return found, gradient, [jaxsoftmax.categorical(key, x, **options) for options in ({}, {"top_k": 3}, {"top_k": counts})]
+        return found, gradient, [jaxsoftmax.categorical(key, x, **options) for options in ({}, {"top_k": counts})]
 
     found, gradient, samples = step(x)
     expected = jax.jit(lambda x: (jaxsoftmax.top_k(x, 3), jax.grad(lambda x: jnp.sum(jnp.sin(weights(x))))(x)))(x)
@@ -370,9 +379,9 @@ def test_inside_shard_map():
     @jax.jit
     def of_device(index, x):
         key = jax.random.fold_in(KEY, index)
-        return [jaxsoftmax.categorical(key, x, **options) for options in ({}, {"top_k": 3}, {"top_k": 2})]
+        return [jaxsoftmax.categorical(key, x, **options) for options in ({}, {"top_k": 2})]
 
-    for index in range(8):
+    for index in range(2):
         rows = slice(2 * index, 2 * index + 2)
         np.testing.assert_array_equal([np.asarray(sample)[rows] for sample in samples], of_device(index, x[rows]))
 
