@@ -18,7 +18,7 @@ from jaxsoftmax.ops.attention import mosaic, xla
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
 
-from .support import kernels, triton_kernels  # noqa: E402
+from .support import kernels, lowering, triton_kernels  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
     if not config.getoption("--as-users-compile"):
         compile_quickly()
+        lowering.quickly()
 
 
 def compile_quickly() -> None:

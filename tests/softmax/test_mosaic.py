@@ -31,7 +31,7 @@ from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.target import ANY_HOPPER, HOPPER
 from jaxsoftmax.ops.softmax import mosaic
 
-from ..support import cases, kernels, oracle
+from ..support import cases, kernels, lowering, oracle
 from ..support.meshes import collectives_of
 from ..support.meshes import hurtful as with_hurtful_parts
 
@@ -212,6 +212,14 @@ def check_columns(kernel, itemsize, rows):
 @pytest.mark.parametrize(("kernel", "itemsize", "rows"), of_each_kernel(QUICK))
 def test_configurations_lower_for_cuda(kernel, itemsize, rows):
     check_columns(kernel, itemsize, rows)
+
+
+def test_kernels_are_those_that_users_lower():
+    """Tests have Mosaic lower faster, to the same."""
+    x = shaped(3, 2, 50257, dtype=jnp.bfloat16)
+    found = kernels.lowered_for_cuda(OPS["softmax"], x)
+    with lowering.as_users_lower():
+        assert kernels.lowered_for_cuda(OPS["softmax"], x) == found
 
 
 @pytest.mark.slow
