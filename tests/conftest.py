@@ -31,7 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(config.rootpath / ".pytest_cache" / "bytecode"))
     if not config.getoption("--as-users-compile"):
         compile_quickly()
-        lowering.quickly()
+        if not has_gpu():
+            lowering.quickly()
 
 
 def compile_quickly() -> None:
@@ -69,14 +70,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--as-users-compile", action="store_true", help="let XLA optimise programs, which takes minutes more")
 
 
+def leaves_out_native_tests(config: pytest.Config) -> bool:
+    """Says whether tests of kernels on a GPU are left out: there is none, and no `-m gpu` asks for the reason, test by test."""
+    return not has_gpu() and "gpu" not in config.option.markexpr
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "no NVIDIA GPU: tests marked `gpu` are left out" if leaves_out_native_tests(config) else None
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has left out what `-k` and `-m` leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--kinds"):
         keep_one_of_each_kind(config, items)
-    for item in items:
-        if item.get_closest_marker("gpu") and not has_gpu():
+    native = [item for item in items if item.get_closest_marker("gpu")]
+    if leaves_out_native_tests(config):
+        config.hook.pytest_deselected(items=native)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        return
+    for item in native:
+        if not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX sees none"))
-        elif item.get_closest_marker("gpu") and triton_kernels.MISSING and forces_triton(item):
+        elif triton_kernels.MISSING and forces_triton(item):
             item.add_marker(pytest.mark.skip(reason=str(triton_kernels.MISSING)))  # else explain's refusal would be a failure
 
 
