@@ -739,7 +739,6 @@ def test_by_default_results_are_below_where_it_is_run(example, text, tmp_path, c
     assert [line for line in captured.err.replace("\r", "\n").splitlines() if line.strip() and "/44 [" not in line] == []
 
 
-@pytest.mark.slow  # an import of JAX and Flax: without them it is in `test_it_says_something_before_it_imports_...`
 def test_the_script_starts_in_silence(tmp_path):
     done = run_script("--steps", "0", cwd=tmp_path)
     assert done.returncode == 2
