@@ -186,22 +186,21 @@ def _sample(letters: str, inputs: Sequence[Any], output: Any) -> list[tuple[Any,
         at, some = sampled(tokens), sampled(size)
         logits, _, of_logits, spread = _from_logits(hidden[at], weight, labels[at], tokens)
         losses: list[Any] = []
-        of_weight = spread_of_weight = None
+        of_weight: Any = None
         for start in range(0, tokens, _ROWS):
             part = hidden[start : start + _ROWS]
             _, own, gradient, squares = _from_logits(part, weight, labels[start : start + _ROWS], tokens)
             losses.append(own)
             if gradients:
-                own = _of_weight(part, some, gradient, squares)
-                of_weight, spread_of_weight = own if start == 0 else (of_weight + own[0], spread_of_weight + own[1])
+                added = _of_weight(part, some, gradient, squares)
+                of_weight = added if of_weight is None else jax.tree.map(jnp.add, of_weight, added)
         if first.ndim:
             pairs = [(np.asarray(first[at]), oracle.Truth(np.asarray(logits), np.full(logits.shape, oracle.TINY)))]
         else:
             pairs = [(np.asarray(first), _loss(np.concatenate(losses, 1)))]
         if gradients:
             found = gradients[0][at], (gradients[1] if letters == "hv" else gradients[1].T)[some]
-            of_hidden, spread_of_hidden = _of_hidden(of_logits, spread, weight)
-            truths, spreads = [of_hidden, of_weight], [spread_of_hidden, spread_of_weight]
+            truths, spreads = zip(_of_hidden(of_logits, spread, weight), of_weight, strict=True)
             pairs += map(_distance, found, truths, spreads, (hidden.dtype, inputs[1].dtype), (1, 0))
     return pairs
 
