@@ -20,7 +20,7 @@ newest *args:
 python version="3.13" *args:
     uv run --isolated --python {{ version }} pytest -n auto {{ args }}
 
-# All tests but the slow ones, compiled as users' programs are.
+# All tests but the slow ones, compiled and lowered as users' programs are.
 optimised *args:
     uv run pytest -n auto --as-users-compile {{ args }}
 
