@@ -106,7 +106,7 @@ def load(suite: str, path: Path = FILE) -> list[Bar]:
 
 
 def of_file(bars: Sequence[Bar], implementation: str | None, machine: str | None = None) -> list[Bar]:
-    """Those that a result file is held to, of runs that asked for an implementation, or for none, in a machine's folder."""
+    """Selects the bars of a result file: of runs that asked for an implementation, or for none, on a machine."""
     bars = [bar for bar in bars if bar.machines is None or machine in bar.machines]
     if implementation is None:
         return [bar for bar in bars if bar.implementation not in ("triton", "xla")]
@@ -204,7 +204,7 @@ class _Rows:
 
 
 def _found(bar: Bar, cell: Cell, rows: _Rows, blocks: dict[tuple[str, ...], int]) -> float | str:
-    """What the limit is of, or in words why there is none."""
+    """Computes the value that a bar limits, or says in words why there is none."""
     key = _key(cell)
     ours = rows.ours.get(key)
     if ours is None:

@@ -248,7 +248,7 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _loss(losses: np.ndarray) -> oracle.Truth:
-    """Of the mean: errors of its terms may cancel in one way of rounding and not in another."""
+    """Computes the truth of the mean: errors of its terms may cancel in one way of rounding and not in another."""
     exactly, beside = np.mean(losses, 1)
     by_chance = 4 * np.linalg.norm(losses[1] - losses[0]) / losses.shape[1]
     return oracle.Truth(exactly, _MOST * (abs(beside - exactly) + by_chance) + 8 * oracle.EPS * (abs(exactly) + 1))
