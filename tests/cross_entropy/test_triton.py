@@ -82,7 +82,7 @@ def test_it_is_chosen_where_it_is_compiled_for(on):
 @pytest.mark.parametrize("primitive", ["cross_entropy", "cross_entropy_vjp", "cross_entropy_gradient"])
 def test_every_configuration_compiles_and_fits(monkeypatch, primitive, has_all, dtype, capability):
     target = target_of(capability)
-    for shape in [(64, 127), (64, 16384), *LARGE_TILES, (4, 50257), (8, 4096, 64), (8, 100, 5)]:
+    for shape in [(64, 127), (64, 16384), *LARGE_TILES, (8, 4096, 64), (8, 100, 5)]:
         call = functools.partial(call_of, primitive, shape, dtype, has_all, target)
         found = compiled(call, monkeypatch)
         assert {kernel.name.removesuffix("_triton").removesuffix("_states") for kernel in found} == {primitive}

@@ -246,7 +246,7 @@ def test_how_a_mask_is_indexed(shape, whole, axes, expected):
 
 
 PRIMITIVES = (*cases.OPS, "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp", "logsumexp_vjp")
-SHAPES = [(64, 1), (64, 127), (64, 4096), *LARGE_TILES, (4, 50257), (8, 4096, 64), (8, 100, 5)]
+SHAPES = [(64, 1), (64, 127), (64, 4096), *LARGE_TILES, (8, 4096, 64), (8, 100, 5)]
 
 
 @needs_triton

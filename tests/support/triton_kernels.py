@@ -205,5 +205,5 @@ def _dot(builder, a, b, sum, precision, imprecise):
 
 CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]]
 SPILLED = 64  # bytes that a thread may spill
-SPILLED_OF_LARGE_TILES = 256  # of two arrays, or with a mask and a cap
-LARGE_TILES = [(64, 32768), (8, 1000, 128)]
+SPILLED_OF_LARGE_TILES = 384  # of two arrays, or with a mask and a cap: Triton 3.9 spills 340 at most
+LARGE_TILES = [(64, 32768), (4, 50257), (8, 1000, 128)]
