@@ -113,7 +113,7 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
 
     def result(y, placed):
         """Of a program: its results are sharded evenly."""
-        return y if cols == 64 or y.ndim == 1 else placed(jnp.where(jnp.isfinite(y), y, 7) @ weights, P())
+        return y if cols == 64 or y.ndim == 1 else placed(jnp.where(jnp.isfinite(y), y, 7) @ weights, P(spec[0]))
 
     def forward(x, t, placed=constrained):
         return result(op(placed(x, spec)), placed)
