@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
-    """Why it cannot run, in words, or None."""
+    """Says why it cannot run, or gives None."""
     del params
     if (reason := call.unsupported(target)) is not None:
         return reason
@@ -37,7 +37,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
 
 
 def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
-    """Why the reference should be faster although the kernel could run, in words, or None."""
+    """Says why the reference should be faster although the kernel could run, or gives None."""
     from jaxsoftmax.ops.softmax import mosaic  # whose reasons hold here too: what XLA fuses, and short rows side by side
 
     if (reason := call.not_preferred(target)) is not None:
@@ -58,7 +58,7 @@ _OF_ROWS = ("logsumexp", "logsumexp_jvp", "cross_entropy")  # whose results are 
 
 @dataclass(frozen=True)
 class Config:
-    """What a program has, and how many threads it is.
+    """The tile of a program, and its threads.
 
     Attributes:
       rows: of a tile, a power of two.
@@ -77,7 +77,7 @@ class Config:
 # and the bytes of an element. ptxas holds 16 bits as 32: of longer rows a multiprocessor would have one program, which waits
 # for memory.
 _SEVERAL = {1: 2048, 2: 1024}
-_NARROW = 1024  # columns of rows of which a warp has whole ones
+_NARROW = 1024  # columns of the longest rows that one warp has as a whole
 _WHOLE: dict[tuple[Any, int], int] = {(1, 4): 32768, (1, 2): 16384, (2, 4): 16384, (2, 2): 32768}
 _WHOLE |= {("log_softmax_jvp", 4): 32768, ("log_softmax_vjp", 2): 8192}
 
@@ -88,7 +88,7 @@ _TWICE, _WARPS_OF_TWO = 32768, {"state": 16, "sum": 32}
 # Elements of a tile, its warps, and tiles of a slice, of longer rows.
 _LONG = {"state": (8192, 8, 1), "sum": (8192, 8, 1), "nothing": (4096, 4, 1), "rows": (4096, 4, 4)}
 
-# Of rows that are not along the last axis: how many a tile has, its elements at most, and those and its warps for longer rows.
+# Rows that are not along the last axis: how many a tile has, its elements at most, and those and its warps for longer rows.
 _SIDE_BY_SIDE, _WHOLE_SIDE_BY_SIDE, _LONG_SIDE_BY_SIDE = 32, 16384, (8192, 8)
 
 _SLICES = {"along": 512, "across": 64}  # at most, so that each program can merge their states
@@ -135,7 +135,7 @@ def _side_by_side(cols, width, inner, arrays, itemsize) -> Config:
 
 
 def _warps(elements: int, arrays: int, itemsize: int) -> int:
-    """How many warps have a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less.
+    """The warps of a tile: 32 elements for each thread, fewer of small tiles, which wait for memory less.
 
     There are no more threads than elements: two that have the same one might read it after one of them replaced it. Long rows
     of one array of 16 bits have twice as many for each thread, as fewer threads wait for each other.
@@ -217,7 +217,7 @@ _OPERANDS = ("t", "m", "d", "where", "scale", "a", "b", "c", "labels")
 
 @dataclass(frozen=True)
 class Call:
-    """What is static of a call of the kernel.
+    """The static parameters of a call of the kernel.
 
     Attributes:
       map: the name of the primitive.
