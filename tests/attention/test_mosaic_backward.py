@@ -23,6 +23,7 @@ import jaxsoftmax
 from jaxsoftmax import explain, online
 from jaxsoftmax._gpu import tiles
 from jaxsoftmax._gpu.target import HOPPER, Target, lowering_for
+from jaxsoftmax._triton import call as triton_call
 from jaxsoftmax.ops.attention import _blocks as blocks
 from jaxsoftmax.ops.attention import _operands, mosaic, primitive
 from jaxsoftmax.ops.attention.mosaic import backward_plan
@@ -1064,7 +1065,8 @@ def test_a_vmap_makes_a_bias_whole():
 
 @CHOICES
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_other_gpus_are_refused(capability):
+def test_other_gpus_are_refused(capability, monkeypatch):
+    monkeypatch.setattr(triton_call, "missing", lambda: "it needs jax-triton")
     words = f"it needs compute capability 9.x, got cuda {capability}"
     with lowering_for(Target("cuda", capability)):
         assert decisions(lowering.operands()) == (["xla", "xla"], words)

@@ -3,6 +3,7 @@
 What the kernels compute is tested in `triton_interpreted.py`, which needs a process of its own.
 """
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -121,6 +122,12 @@ def test_configurations_fit(capability):
         for block in (config.block_q, config.block_kv):
             assert block >= 16
             assert block & (block - 1) == 0
+
+
+def test_a_gpu_without_room_for_the_smallest_tile_is_an_error_and_no_endless_loop():
+    target = dataclasses.replace(target_of((8, 0)), shared_memory=1024)
+    with pytest.raises(AssertionError, match=r"no configuration of forward for head sizes \(64, 64\) fits any GPU"):
+        ours.config_for("forward", 2, (64, 64), target)
 
 
 def test_dims_find_every_element():

@@ -172,10 +172,10 @@ def config_for(kernel: str, itemsize: int, widths: tuple[int, int], target, of_s
     while shared_bytes(kernel, config, itemsize, widths, of_scores) > target.shared_memory:
         if config.stages > 1:
             config = replace(config, stages=config.stages - 1)
-        else:
+        elif config.block_kv > _LEAST:
             config = replace(config, block_kv=config.block_kv // 2)
-    if config.block_kv < _LEAST:
-        raise AssertionError(f"no configuration of {kernel} for head sizes {widths} fits {target}")
+        else:
+            raise AssertionError(f"no configuration of {kernel} for head sizes {widths} fits {target}")
     return config
 
 
