@@ -153,7 +153,7 @@ def _is_number(value: Any) -> bool:
 
 
 def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tuple[int, list[Miss]]:
-    """How many bars there are, and those that rows miss, of which only those of one run are compared.
+    """Counts the bars, and finds those that rows miss; only rows of one run are compared with each other.
 
     An entry is a bar for each cell that it holds for; with a percentile, for each op, pass and dtype. Cells for another number
     of devices than those of the rows do not count.
@@ -234,7 +234,7 @@ def _found(bar: Bar, cell: Cell, rows: _Rows, blocks: dict[tuple[str, ...], int]
 def _percentiles(
     percentile: float, columns: tuple[int, int] | None, cells: Sequence[Cell], found: Sequence[float | str]
 ) -> list[tuple[str, float | str]]:
-    """That of each op, pass and dtype, and of which cells it is."""
+    """Computes the percentile of each op, pass and dtype, and names the cells behind it."""
     groups: dict[str, list[float | str]] = {}
     for cell, value in zip(cells, found, strict=True):
         groups.setdefault(f"{cell.op} {cell.pass_} {cell.dtype}", []).append(value)
@@ -243,7 +243,7 @@ def _percentiles(
 
 
 def _of_percentile(percentile: float, found: Sequence[float | str]) -> float | str:
-    """The value that at most so many percent are below, or why there is none: each cell has to have one."""
+    """The value that at most `percentile` percent are below, or why there is none: each cell has to have one."""
     without = [value for value in found if isinstance(value, str)]
     if without:
         return f"{len(without)} of {len(found)} without a ratio, the first: {without[0]}"

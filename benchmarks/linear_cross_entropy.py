@@ -242,7 +242,7 @@ def _of_hidden(gradient, squares, weight):
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """To a dtype; a conversion there and back is one that XLA may leave out."""
+    """Rounds to the precision of a dtype: XLA may leave out a conversion there and back."""
     kind = jnp.finfo(dtype)
     return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
@@ -267,7 +267,7 @@ def _distance(found: Any, truths: jax.Array, spread: jax.Array, dtype: Any, axis
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axis"))
 def _norms(found, truths, dtype, axis):
-    """The norms of the truth, of the error and of what rounding changes, along an axis and, at the end, in all."""
+    """The norms of the truth, the error and the change by rounding: along an axis and, at the end, over all elements."""
     exactly, beside = truths[0], _rounded(truths[1], dtype)
     arrays = jnp.stack([exactly, found.astype(jnp.float64) - exactly, beside - exactly])
     along = jnp.linalg.norm(arrays, axis=1 + axis)

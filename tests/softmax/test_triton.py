@@ -5,6 +5,7 @@ What the kernels compute is tested in `triton_interpreted.py`, which needs a pro
 
 import functools
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -214,8 +215,9 @@ assert not {"triton", "jax_triton"} & set(sys.modules)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("inner", [1, 3, 16, 33, 4096])
 def test_configurations_fit(primitive, itemsize, inner):
-    for cols in (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1):
-        config = ours.config_for(primitive, cols, inner, itemsize)
+    lengths = (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1)
+    for cols, masked in itertools.product(lengths, (False, True)):
+        config = ours.config_for(primitive, cols, inner, itemsize, masked)
         assert config.rows & (config.rows - 1) == config.cols & (config.cols - 1) == 0
         most = 64 if ours._REDUCES.get(primitive) != "sum" and itemsize == 2 else 32  # a thread's
         assert config.rows * config.cols // (32 * config.warps) <= most, (cols, config)

@@ -57,7 +57,7 @@ def _given(named):
 
 
 def _of_types(given, precision, most):
-    """Why dtypes, or the head sizes that they allow, are not served."""
+    """Says why dtypes, or the head sizes that they allow, are not served."""
     dtype = given["query"].dtype
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
@@ -85,7 +85,7 @@ def _of_shapes(given):
 
 
 def _is_whole(given) -> bool:
-    """Whether each score has a bias of its own."""
+    """Returns True where each score has a bias of its own."""
     (*_, length, heads, _), keys = given["query"].shape, given["key"].shape[-3]
     return given["bias"].shape == (*batch_of(given), heads, length, keys)
 
@@ -107,7 +107,7 @@ remark = call.remark
 
 @dataclass(frozen=True)
 class Config:
-    """What a program has.
+    """The tiles of a program, and its threads.
 
     Attributes:
       block_q: queries of a tile, a power of two.
@@ -161,7 +161,7 @@ _READ_SHARED_MEMORY = (9, 10)  # major compute capabilities of the former
 def config_for(kernel: str, itemsize: int, widths: tuple[int, int], target, of_scores: int = 0) -> Config:
     """The configuration of a kernel for tiles of these head sizes: of fewer stages or keys where memory is short.
 
-    A bias and a mask, of so many bytes for each score, have tiles too, in shared memory and registers: others are smaller then.
+    A bias and a mask, `of_scores` bytes for each score, have tiles too, in shared memory and registers: others shrink then.
     """
     table = _CONFIGS[kernel, itemsize]
     from_shared, from_registers = table[min(size for size in table if size >= max(widths))]
@@ -193,7 +193,7 @@ def shared_bytes(kernel: str, config: Config, itemsize: int, widths: tuple[int, 
 
 @dataclass(frozen=True)
 class Call:
-    """What is static of a call of a kernel.
+    """The static parameters of a call of a kernel.
 
     Attributes:
       kernel: its name.

@@ -95,10 +95,11 @@ _SLICES = {"along": 512, "across": 64}  # at most, so that each program can merg
 _WIDE = 2**31 - 2**16  # elements, from which on offsets in a mask need 64 bits: those of the last tile may be beyond it
 
 
-def config_for(primitive: str, cols: int, inner: int, itemsize: int, masked: bool = False) -> Config:
+def config_for(primitive: str, cols: int, inner: int, itemsize: int, masked: bool) -> Config:
     """The configuration for rows of `cols` elements, with `inner` rows side by side; `itemsize` is that of the scores.
 
-    The number of rows does not matter, so the bits of a row do not depend on it. Sizes are those that were fast on an H200.
+    The number of rows does not matter, so the bits of a row do not depend on it. Sizes are those that were fast on an H200,
+    except those of narrow rows of 16 bits with a mask.
     """
     reduces = _REDUCES.get(primitive, "state")
     arrays = 2 if reduces == "sum" else 1
@@ -106,7 +107,7 @@ def config_for(primitive: str, cols: int, inner: int, itemsize: int, masked: boo
     if inner > 1:
         return _side_by_side(cols, width, inner, arrays, itemsize)
     if width <= _NARROW and (cols * itemsize % 16 or primitive in _OF_ROWS):  # no warp waits for another
-        # With a mask, 64 elements of 16 bits for each thread spill up to 2800 bytes in Triton 3.9, and 32 spill none.
+        # With a mask, 64 elements of 16 bits a thread spill up to 2800 bytes in Triton 3.9, and 32 spill none; not timed.
         elements = 1024 if arrays == 2 or masked else 4096 // itemsize
         return Config(max(1, elements // width), width, 1, width)
     rows = max(1, _SEVERAL[arrays] // width)
