@@ -26,6 +26,7 @@ from jax import lax
 
 from benchmarks.cells import OURS, Cell, Contender, library, torch
 from benchmarks.check import sampled, to_torch
+from jaxsoftmax import ContextParallel
 from tests.support import oracle
 from tests.support.attention import oracle as attention_oracle
 
@@ -171,9 +172,9 @@ class Call:
         if self.soft_cap is not None:
             given["logits_soft_cap"] = self.soft_cap
         if self.deterministic:
-            given["deterministic"] = True
+            given["deterministic_gradients"] = True
         if self.zigzag is not None:
-            given["zigzag"] = self.zigzag
+            given["parallel"] = ContextParallel(zigzag=self.zigzag)
         for name, extra in zip(self.extras, extras, strict=True):
             if name == "segments":
                 given["query_segment_ids"], given["key_value_segment_ids"] = extra

@@ -24,13 +24,13 @@ Sample = Callable[[Sequence[Any], Any], list[tuple[Any, Any]]]
 
 
 class Library:
-    """Stands for the module `jaxsoftmax` in all cells: its functions choose what runs, or run on `implementation` alone."""
+    """Stands for the functions of `jaxsoftmax` and `jaxsoftmax.cache` in all cells. They run on `implementation` if set."""
 
     def __init__(self) -> None:
         self.implementation: str | None = None
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        function = getattr(jaxsoftmax, op)
+        function = getattr(jaxsoftmax, op, None) or getattr(jaxsoftmax.cache, op)
         return function if self.implementation is None else functools.partial(function, implementation=self.implementation)
 
     def refuses(self, problem: Exception) -> bool:

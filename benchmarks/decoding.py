@@ -162,7 +162,7 @@ def _inputs(step: Step, key, hurtful: bool) -> tuple[Any, ...]:
     return (*operands, *scale, lengths) if step.ragged else (*operands, *scale)
 
 
-_quantized = jax.jit(jaxsoftmax.quantize, static_argnames="dtype")
+_quantized = jax.jit(jaxsoftmax.cache.quantize, static_argnames="dtype")
 
 
 def _sample(step: Step, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:

@@ -146,7 +146,8 @@ def materialised(softmax: Softmax, query: jax.Array, key: jax.Array, value: jax.
 def flash(query: jax.Array, key: jax.Array, value: jax.Array, deterministic: bool) -> jax.Array:
     # jaxsoftmax sees XLA's flag in the environment, but not among the options of jax.jit: so it is told.
     scale = query.shape[-1] ** -0.5
-    return jaxsoftmax.dot_product_attention(query, key, value, scale=scale, is_causal=True, deterministic=deterministic)
+    options = {"is_causal": True, "deterministic_gradients": deterministic}
+    return jaxsoftmax.dot_product_attention(query, key, value, scale=scale, **options)
 
 
 ATTENTIONS: dict[str, Callable[[bool], Attend]] = {

@@ -1,14 +1,19 @@
 """Softmax for JAX on NVIDIA GPUs: over logits, in attention, in a loss, over a sharded vocabulary."""
 
-from jaxsoftmax import online
-from jaxsoftmax._core.dispatch import explain
+from jaxsoftmax import cache, online
+from jaxsoftmax._core.dispatch import Decision, Explanation, explain
 from jaxsoftmax.ops.attention._zigzag import unzigzag, zigzag
-from jaxsoftmax.ops.attention.api import dot_product_attention, paged_attention, quantize, update_pages
+from jaxsoftmax.ops.attention.api import dot_product_attention
+from jaxsoftmax.ops.attention.parallel import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
 __all__ = [
+    "ContextParallel",
+    "Decision",
+    "Explanation",
+    "cache",
     "categorical",
     "cross_entropy",
     "dot_product_attention",
@@ -17,13 +22,15 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
-    "paged_attention",
-    "quantize",
     "softmax",
     "softmax_top_k",
     "top_k",
     "unzigzag",
-    "update_pages",
     "zigzag",
 ]
 __version__ = "0.1.0"
+
+# Pickles and `help` name the public path of a function, which stays, not the file that holds it.
+for _name in __all__:
+    if hasattr(_public := globals()[_name], "__module__"):
+        _public.__module__ = __name__

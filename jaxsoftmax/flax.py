@@ -19,15 +19,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention.api import (
-    DTYPES,
-    AxisName,
-    ContextParallel,
-    dot_product_attention,
-    dropout_seeds,
-    of_every_head,
-    scores_like,
-)
+from jaxsoftmax.ops.attention.api import dot_product_attention, of_every_head
+from jaxsoftmax.ops.attention.checks import DTYPES, dropout_seeds, scores_like
+from jaxsoftmax.ops.attention.parallel import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]
@@ -57,9 +51,7 @@ def attention_fn(
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
     is_causal: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
-    context_parallel: ContextParallel = None,
-    zigzag: int | None = None,
-    axis_name: AxisName = None,
+    parallel: ContextParallel | None = None,
 ) -> jax.Array:
     """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
 
@@ -79,8 +71,7 @@ def attention_fn(
       broadcast_dropout: whether the same weights are dropped in all heads and all of the batch.
       dropout_rng: a key of `jax.random`; the same key drops the same weights, though other ones than Flax's own attention.
       dropout_rate: as `jaxsoftmax.dot_product_attention` takes it.
-      deterministic: whether no weight is dropped, concrete. It says nothing of gradients, other than that of
-        `jaxsoftmax.dot_product_attention`.
+      deterministic: True if no weight is dropped; concrete. It says nothing of gradients.
       dtype: to which query, key and value are cast, and that of the computation; None for the one to which theirs promote:
         float16, bfloat16, float32 or float64.
       precision: as `jaxsoftmax.dot_product_attention` takes it.
@@ -97,9 +88,8 @@ def attention_fn(
         passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
         each query is the only one of its call, so that its position would be 0.
       fully_masked_rows: as for `jaxsoftmax.dot_product_attention`; modules take `functools.partial(attention_fn, ...)`.
-      context_parallel: likewise, how devices share a sequence that is sharded.
-      zigzag: likewise, its order; not where weights are sown or einsums are the caller's own.
-      axis_name: likewise, over which mesh axes of a `shard_map` around it is sharded; not there either.
+      parallel: as for `jaxsoftmax.dot_product_attention`. Where weights are sown or einsums are the caller's own, it may have
+        neither `zigzag` nor `axis_name`.
 
     Returns:
       `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
@@ -107,7 +97,7 @@ def attention_fn(
     Raises:
       TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
       ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`;
-        weights or einsums with `zigzag` or `axis_name`.
+        weights or einsums with `zigzag` or `axis_name` in `parallel`.
     """
     query, key, value = _real(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, force_fp32_for_softmax = arguments.flags(
@@ -141,15 +131,11 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         fully_masked_rows=fully_masked_rows,
-        context_parallel=context_parallel,
-        zigzag=zigzag,
-        axis_name=axis_name,
+        parallel=parallel,
     )
     if module is None and qk_attn_weights_einsum is None:
         return attend().astype(result_dtype)
-    for name, option in (("zigzag", zigzag), ("axis_name", axis_name)):
-        if option is not None:
-            raise ValueError(f"{_NAME}: {name} must be None where weights are in memory, got {arguments.shown(option)}")
+    _refuse_order(_NAME, parallel, "where weights are in memory")
     jax.eval_shape(attend)  # checks the arguments
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
@@ -187,15 +173,15 @@ def attention_fn_with_rope(
       key: `[*batch, S, K, H]`.
       value: `[*batch, S, K, Hv]`.
       rope: rotates `[T, H]` by positions `[T]`, or by `0, ..., T - 1` where there are none: a `flax.nnx.RoPE`.
-      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same. With `zigzag` and
-        `axis_name` they must be there, in the order of the tokens.
+      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same. They must be
+        there, in the order of the tokens, if `parallel` has a `zigzag` or an `axis_name`.
       **options: what else `attention_fn` takes.
 
     Returns and raises what `attention_fn` does; TypeError and ValueError of positions too.
     """
     arguments.callback(_WITH_ROPE, "rope", rope)
-    if input_positions is None and (named := [name for name in ("zigzag", "axis_name") if options.get(name) is not None]):
-        raise ValueError(f"{_WITH_ROPE}: input_positions must come with {named[0]}, got None")
+    if input_positions is None:
+        _refuse_order(_WITH_ROPE, options.get("parallel"), "without input_positions")
     if input_positions is not None:
         listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
         (found,) = _real(_WITH_ROPE, input_positions=listed)
@@ -228,6 +214,14 @@ def _real(function, **arrays):
     return found.values()
 
 
+def _refuse_order(function, parallel, where):
+    """Raises ValueError if tokens are in another order than their positions, or here are a part of them."""
+    parallel = as_context_parallel(function, parallel)
+    for name in ("zigzag", "axis_name"):
+        if (option := getattr(parallel, name)) is not None:
+            raise ValueError(f"{function}: parallel must have no {name} {where}, got {option!r}")
+
+
 def _check_functions(einsums, promote_dtype, precision):
     for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
         if function is not None:
@@ -242,9 +236,9 @@ def _check_functions(einsums, promote_dtype, precision):
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
     """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of; and which keys are seen."""
     scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
-    masks = [] if mask is None else [scores_like("mask", mask, scores.shape)]
+    masks = [] if mask is None else [scores_like(_NAME, "mask", mask, scores.shape)]
     if bias is not None:
-        bias = scores_like("bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
+        bias = scores_like(_NAME, "bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
         scores = scores.astype(bias.dtype) + bias
         masks.append(bias != -jnp.inf)
     if is_causal:
@@ -264,7 +258,7 @@ def _positions(shape):
 def _dropped(weights, rng, rate, broadcast):
     """The weights after dropout, the same ones as those of `dot_product_attention`."""
     *batch, heads, _, _ = weights.shape
-    seeds = dropout_seeds(rng, tuple(batch), heads, broadcast)
+    seeds = dropout_seeds(_NAME, rng, tuple(batch), heads, broadcast)
     rows, cols = _positions(weights.shape)
     kept = dropout.keep(seeds[..., :1, None], seeds[..., 1:, None], rows, cols, rate)
     return weights * (kept.astype(weights.dtype) / (1 - rate))  # a product may be of arrays that are sharded in different ways

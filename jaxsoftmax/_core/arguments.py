@@ -98,20 +98,26 @@ def soft_cap(function: str, value: Any, kind: np.dtype) -> float:
     return cap
 
 
+def names(function: str, name: str, value: Any) -> tuple[str, ...]:
+    """The names of an argument that takes None for none, a string, or a sequence of strings."""
+    found = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(found, tuple | list) or not all(isinstance(one, str) for one in found):
+        raise TypeError(f"{function}: {name} must be None, a string or a sequence of strings, got {shown(value)}")
+    return tuple(found)
+
+
 def axis_names(function: str, value: Any) -> tuple[str, ...]:
     """The argument `axis_name`: mesh axes of a `shard_map` around the call, none for None."""
-    names = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{function}: axis_name must be None, a string or a sequence of strings, got {shown(value)}")
+    found = names(function, "axis_name", value)
     try:
-        lax.axis_size(tuple(names))
+        lax.axis_size(found)
         is_known = True
     except NameError:
         is_known = False
-    if not is_known or len(set(names)) != len(names):
+    if not is_known or len(set(found)) != len(found):
         what = "mesh axes, each once, of a shard_map around the call"
         raise ValueError(f"{function}: axis_name must name {what}, got {shown(value)}")
-    return tuple(names)
+    return found
 
 
 def dtype(function: str, name: str, value: Any, allowed: str) -> np.dtype:

@@ -1,5 +1,6 @@
 """Attention whose sequence is sharded: what one device gives, in float64, and what devices exchange for it."""
 
+import dataclasses
 import functools
 import re
 
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import explain, unzigzag, zigzag
+from jaxsoftmax import ContextParallel, explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.attention import _devices
 
@@ -23,7 +24,13 @@ from ..support.attention import gradients as backward
 from ..support.attention import oracle as attention_oracle
 from ..support.attention import values as forward
 
-attend = jaxsoftmax.dot_product_attention
+
+def attend(*arrays, **given):
+    """Attention; the fields of a `ContextParallel` may stand among the arguments."""
+    fields = {field.name: given.pop(field.name) for field in dataclasses.fields(ContextParallel) if field.name in given}
+    return jaxsoftmax.dot_product_attention(*arrays, **given, **({"parallel": ContextParallel(**fields)} if fields else {}))
+
+
 pytestmark = [pytest.mark.usefixtures("hollow_kernels"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
 X64 = pytest.mark.usefixtures("x64")
 
@@ -114,15 +121,15 @@ def with_gradients(f):
     return both
 
 
-def sequence_axes(name, array, whole_queries=False):
+def sequence_axes(name, array, replicated_queries=False):
     """The axes of an operand that are those of the sequence, in its own order, and those that are cut."""
     if name in ("query", "query_segment_ids"):
-        return [1], [] if whole_queries else [1]
+        return [1], [] if replicated_queries else [1]
     if name in ("key", "value", "key_value_segment_ids"):
         return [1], [1]
     if name in ("mask", "bias"):
         own = [axis for axis in (array.ndim - 2, array.ndim - 1) if array.shape[axis] > 1]
-        return own, [] if whole_queries else own[:1] if array.shape[-2] > 1 else []
+        return own, [] if replicated_queries else own[:1] if array.shape[-2] > 1 else []
     return [], []
 
 
@@ -145,8 +152,8 @@ def ordered(given, n, is_undone=False):
     return found
 
 
-def spec_of(name, array, over, whole_queries=False):
-    cut = sequence_axes(name, array, whole_queries)[1]
+def spec_of(name, array, over, replicated_queries=False):
+    cut = sequence_axes(name, array, replicated_queries)[1]
     return P(*(over if axis in cut else None for axis in range(array.ndim)))
 
 
@@ -160,15 +167,15 @@ def mesh_of(kind, shape=(DEVICES,), names=("x",)):
     return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices("cpu")[: int(np.prod(shape))])
 
 
-def sharded(kind, given, options, *, n=None, whole_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
+def sharded(kind, given, options, *, n=None, replicated_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
     """What attention gives if the sequence is sharded, its derivatives, both in its own order, and the text of the program."""
     mesh, given = mesh_of(kind, shape, names), ordered(given, n)
     options = options | {"return_residual": True, "zigzag": n}
-    specs = {name: spec_of(name, array, names, whole_queries) for name, array in given.items()}
+    specs = {name: spec_of(name, array, names, replicated_queries) for name, array in given.items()}
     f = of_arrays(attend, **options)
     if kind in ("checked", "unchecked"):
-        out = P() if whole_queries else P(None, names)
-        local = functools.partial(attend, axis_name=names, whole_queries=whole_queries, **options)
+        out = P() if replicated_queries else P(None, names)
+        local = functools.partial(attend, axis_name=names, replicated_queries=replicated_queries, **options)
         f = jax.shard_map(
             lambda given: local(**given), mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "checked"
         )
@@ -191,10 +198,10 @@ def expected_of(features, **shapes):
     return jax.tree.map(np.asarray, found)
 
 
-def check(kind, features, *, n=None, whole_queries=False, more=None, over=None, **shapes):
+def check(kind, features, *, n=None, replicated_queries=False, more=None, over=None, **shapes):
     given, options = case(features, **shapes)
     expected = expected_of(tuple(features), **shapes)
-    *actual, text = sharded(kind, given, options | (more or {}), n=n, whole_queries=whole_queries, **over or {})
+    *actual, text = sharded(kind, given, options | (more or {}), n=n, replicated_queries=replicated_queries, **over or {})
     oracle.assert_same_in_float64(tuple(actual), expected)
     return text
 
@@ -234,7 +241,7 @@ EVERY = [
 @pytest.mark.parametrize(("kind", "way", "n", "features", "devices"), [*QUICK, *EVERY], ids=str)
 def test_a_sequence_that_is_sharded_gives_what_a_whole_one_does(kind, way, n, features, devices):
     size = 12 if devices == 3 else 16
-    check(kind, features, n=n, more={"context_parallel": way}, over={"shape": (devices,)}, length=size, keys=size)
+    check(kind, features, n=n, more={"strategy": way}, over={"shape": (devices,)}, length=size, keys=size)
 
 
 @X64
@@ -246,7 +253,7 @@ def test_a_sequence_that_is_sharded_gives_what_a_whole_one_does(kind, way, n, fe
 )
 def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mesh(kind, features):
     over = {"shape": (2, 2), "names": ("a", "b")}
-    check(kind, features, keys=32, key_heads=2, more={"context_parallel": "ring"}, over=over)
+    check(kind, features, keys=32, key_heads=2, more={"strategy": "ring"}, over=over)
 
 
 @X64
@@ -277,7 +284,7 @@ def test_a_shard_map_around_may_leave_other_axes(kind):
     with jax.set_mesh(mesh):
         placed = {n: P(*("b" if n != "sinks" else None, *specs[n][1:])) for n in given}
         shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in given.items()}
-        local = functools.partial(attend, axis_name="x", context_parallel="ring", return_residual=True, **options)
+        local = functools.partial(attend, axis_name="x", strategy="ring", return_residual=True, **options)
         over = {"in_specs": (specs,), "out_specs": P(None, "x"), "axis_names": {"x"}}
         compiled = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over))).lower(shards).compile()
         actual = compiled(shards)
@@ -293,7 +300,7 @@ def test_operands_may_be_on_no_mesh_where_one_is_set(constrained):
     def f(given):
         if constrained:
             given = {name: jax.lax.with_sharding_constraint(array, P(None, "x")) for name, array in given.items()}
-        return attend(**given, **options, context_parallel="ring" if constrained else None)
+        return attend(**given, **options, strategy="ring" if constrained else None)
 
     expected = attend(**given, **options)
     with jax.set_mesh(mesh_of("auto")):
@@ -317,19 +324,19 @@ def test_zigzag_order_is_undone_on_one_device(n):
 @X64
 @pytest.mark.parametrize("n", [None, slow(2)])
 @pytest.mark.parametrize("kind", ["explicit", *map(slow, ("auto", "checked", "unchecked"))])
-def test_whole_queries_merge_states_in_one_collective(kind, n):
+def test_replicated_queries_merge_states_in_one_collective(kind, n):
     features = ("sinks", "lengths", "bias of keys", "dropout")
-    check(kind, features, n=n, whole_queries=True, over={"shape": (2,)})
-    text = sharded(kind, *case(("causal", "offset")), n=n, whole_queries=True, gradients=False, shape=(2,))[2]
+    check(kind, features, n=n, replicated_queries=True, over={"shape": (2,)})
+    text = sharded(kind, *case(("causal", "offset")), n=n, replicated_queries=True, gradients=False, shape=(2,))[2]
     expected = {"all-reduce": 1} if kind in ("checked", "unchecked") else {"all-gather": 1}
     assert {name: count for name, count in counted(text).items() if count} == expected
 
 
 @X64
 @pytest.mark.parametrize("kind", ["checked", slow("unchecked"), slow("explicit")])
-def test_many_whole_queries_are_summed_up(kind, monkeypatch):
+def test_many_replicated_queries_are_summed_up(kind, monkeypatch):
     monkeypatch.setattr(_devices, "_MOST_MERGED", 0)
-    check(kind, ("sinks", "lengths"), whole_queries=True)
+    check(kind, ("sinks", "lengths"), replicated_queries=True)
 
 
 @X64
@@ -371,7 +378,7 @@ def test_second_derivatives_tangents_and_vmap(kind):
     specs = {name: spec_of(name, array, "x") for name, array in moving.items()}
     f = functools.partial(attend, is_causal=True, return_residual=True)
     g = of_arrays(f)
-    ring = functools.partial(f, context_parallel="ring")
+    ring = functools.partial(f, strategy="ring")
     on_mesh = of_arrays(ring)
     if kind in ("checked", "unchecked"):
         over = {"mesh": mesh, "in_specs": (specs,), "out_specs": P(None, "x"), "check_vma": kind == "checked"}
@@ -408,7 +415,7 @@ def test_second_derivatives_tangents_and_vmap(kind):
 def test_any_features_together(kind, way, n, features, heads):
     if {"bias", "bias of keys", "bias of queries"} <= set(features):
         features = [name for name in features if not name.startswith("bias of")]
-    check(kind, features, n=n, heads=heads, more={"context_parallel": way})
+    check(kind, features, n=n, heads=heads, more={"strategy": way})
 
 
 # What devices exchange.
@@ -428,7 +435,7 @@ def test_a_batch_of_sinks_alone(which):
 
     def f(given, way=None):
         def one(sinks):
-            return attend(**given, **options, sinks=sinks, context_parallel=way, return_residual=True)
+            return attend(**given, **options, sinks=sinks, strategy=way, return_residual=True)
 
         return with_gradients(lambda moving: jax.vmap(one)(moving["sinks"]))({"sinks": sinks})
 
@@ -458,7 +465,7 @@ COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XL
 def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
     monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
-    text = check(kind, features, n=n, more={"context_parallel": "ring"}, over={"shape": (8,)}, length=32, keys=32)
+    text = check(kind, features, n=n, more={"strategy": "ring"}, over={"shape": (8,)}, length=32, keys=32)
     assert " while(" in text
     of_keys = 2 if "segments" in features else 1  # packed arrays, of each dtype one
     assert counted(text)["collective-permute"] < (2 * of_keys + 1) * 7 + of_keys  # where all steps are written out
@@ -482,7 +489,9 @@ def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monk
 @X64
 def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
     monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
-    assert " while(" in check("explicit", ("lengths", "sinks"), whole_queries=True, over={"shape": (6,)}, length=24, keys=24)
+    assert " while(" in check(
+        "explicit", ("lengths", "sinks"), replicated_queries=True, over={"shape": (6,)}, length=24, keys=24
+    )
 
 
 @X64
@@ -490,7 +499,7 @@ def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
 def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
     given, options = case(("causal",), length=6 * 7, keys=6 * 11)
-    local = functools.partial(attend, axis_name="x", context_parallel="ring", zigzag=n, return_residual=True, **options)
+    local = functools.partial(attend, axis_name="x", strategy="ring", zigzag=n, return_residual=True, **options)
     specs = {name: P(None, "x") for name in given}
     f = jax.shard_map(
         lambda given: local(**given), mesh=mesh_of("checked", (3,)), in_specs=(specs,), out_specs=P(None, "x"), check_vma=False
@@ -512,7 +521,7 @@ def test_a_window_ends_the_ring_early(window, steps, monkeypatch):
     """Four devices have four tokens each: a query sees four keys before its own shard only if it sees five before itself."""
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
     given, _ = case(())
-    local = functools.partial(attend, axis_name="x", local_window_size=window, context_parallel="ring")
+    local = functools.partial(attend, axis_name="x", local_window_size=window, strategy="ring")
     over = {"mesh": mesh_of("checked"), "in_specs": P(None, "x"), "out_specs": P(None, "x")}
     text = jax.jit(jax.shard_map(lambda given: local(**given), **over)).lower(given).as_text()
     assert text.count("stablehlo.collective_permute") == steps
@@ -578,7 +587,7 @@ def test_kernels_run_on_shards_and_steps_alike_have_one(n):
     """The first and the last forward step have kernels of their own. In zigzag order backward a device's own keys have one."""
 
     def f(*operands):
-        out = attend(*operands, is_causal=True, context_parallel="ring", zigzag=n)
+        out = attend(*operands, is_causal=True, strategy="ring", zigzag=n)
         return jnp.sum(out.astype(jnp.float32))
 
     text = on_abstract_mesh(jax.grad(f, (0, 1, 2)))
@@ -591,9 +600,9 @@ def test_kernels_run_on_shards_and_steps_alike_have_one(n):
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
-def test_whole_queries_of_a_shard_map_run_the_kernels(is_differentiated):
+def test_replicated_queries_of_a_shard_map_run_the_kernels(is_differentiated):
     mesh = AbstractMesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
-    local = functools.partial(attend, axis_name="x", whole_queries=True)
+    local = functools.partial(attend, axis_name="x", replicated_queries=True)
     f = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "x"), P(None, "x")), out_specs=P())
     types = [jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for length, heads in ((8, 8), (4096, 2), (4096, 2))]
     if is_differentiated:
@@ -603,9 +612,9 @@ def test_whole_queries_of_a_shard_map_run_the_kernels(is_differentiated):
 
 
 @X64
-def test_whole_queries_on_one_device():
+def test_replicated_queries_on_one_device():
     """An axis of size 1 shares nothing, and its type has to say so."""
-    check("checked", ("causal", "offset"), length=16, whole_queries=True, over={"shape": (1,)})
+    check("checked", ("causal", "offset"), length=16, replicated_queries=True, over={"shape": (1,)})
 
 
 def test_decoding_runs_the_kernel_for_few_queries_on_shards():
@@ -632,7 +641,7 @@ def test_derivatives_that_are_written_in_place_are_not_fused_with_slices():
     x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
 
     def f(*operands):  # late queries and early keys have a kernel of their own, which takes a part of the sums
-        out = attend(*operands, local_window_size=(700, 0), context_parallel="ring", zigzag=2)
+        out = attend(*operands, local_window_size=(700, 0), strategy="ring", zigzag=2)
         return jnp.sum(out.astype(jnp.float32))
 
     with jax.set_mesh(mesh):
@@ -655,7 +664,7 @@ def test_keys_and_values_are_packed_unless_xla_sends_them_together(flags, tokens
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, tokens * DEVICES, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
-        text = kernels.lowered_for_cuda(lambda x: attend(x, x, x, context_parallel="ring"), x)
+        text = kernels.lowered_for_cuda(lambda x: attend(x, x, x, strategy="ring"), x)
     assert text.count("stablehlo.collective_permute") == (1 if is_packed else 2) * (DEVICES - 1)
     assert ("stablehlo.concatenate" in text) is is_packed
 
@@ -665,7 +674,7 @@ def test_export_of_a_ring_of_an_unknown_batch():
     (batch,) = jax.export.symbolic_shape("b")
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((batch, 64, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "x")))
-        f = jax.jit(lambda q, k, v: attend(q, k, v, context_parallel="ring"))
+        f = jax.jit(lambda q, k, v: attend(q, k, v, strategy="ring"))
         text = jax.export.export(f, platforms=["cuda"])(x, x, x).mlir_module()
     assert text.count("stablehlo.collective_permute") == DEVICES - 1  # packed, as it may be large
 
@@ -677,7 +686,7 @@ def test_xla_sends_together_what_is_not_packed(tokens, count, monkeypatch):
     mesh = jax.sharding.Mesh(xla_cuda.mesh((2,), ("x",)).devices, ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, tokens * 2, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
-        text = jax.jit(lambda q, k, v: attend(q, k, v, context_parallel="ring")).lower(x, x, x).compile().as_text()
+        text = jax.jit(lambda q, k, v: attend(q, k, v, strategy="ring")).lower(x, x, x).compile().as_text()
     (results,) = re.findall(r" = (.*) collective-permute-start\(", text)
     assert results.count("bf16[") == 2 * count  # the operands are among them
 
@@ -686,7 +695,7 @@ def test_explain_shows_shards():
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
-        found = explain(lambda x: attend(x, x, x, context_parallel="ring"), x, platform="cuda")
+        found = explain(lambda x: attend(x, x, x, strategy="ring"), x, platform="cuda")
     assert [decision.implementation for decision in found] == ["mosaic"] * 3  # of the first, the middle and the last steps
     assert {decision.operands[0] for decision in found} == {"bfloat16[1,1,512,4,64]"}
 
@@ -702,7 +711,7 @@ NATIVE = {
     "dropout": ({}, {"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 3}),
     "bias": ({"bias": (1, 4, 512, 512)}, {}),
     "mask": ({"mask": (2, 1, 512, 512)}, {}),
-    "deterministic": ({}, {"is_causal": True, "deterministic": True}),
+    "deterministic": ({}, {"is_causal": True, "deterministic_gradients": True}),
     "grouped heads": ({}, {"is_causal": True}),
     "window, one entry": ({}, {"local_window_size": (150, 0)}),
     "lengths": ({"query_seq_lengths": [500, 130], "key_value_seq_lengths": [512, 201]}, {"is_causal": True}),
@@ -745,7 +754,7 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
     types = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(types,), devices=devices)
     own = ordered(given, n)
-    specs, parallel = {k: spec_of(k, a, "x") for k, a in own.items()}, {"context_parallel": way, "zigzag": n}
+    specs, parallel = {k: spec_of(k, a, "x") for k, a in own.items()}, {"strategy": way, "zigzag": n}
     dout, dlse = backward.cotangents_like(
         (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct(given["query"].shape[:-1], jnp.float32))
     )
@@ -761,7 +770,7 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
         (out, lse), found = pull(moving, both)
         again = pull(moving, both)
     out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
-    if options.get("deterministic") or name == "xla":
+    if options.get("deterministic_gradients") or name == "xla":
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), ((out, lse), found))
     if n is not None:
         out, lse, found = (
@@ -810,10 +819,10 @@ def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(na
     mesh = jax.make_mesh(
         (len(devices),), ("x",), axis_types=(AxisType.Auto if is_mapped else AxisType.Explicit,), devices=devices
     )
-    specs = {operand: spec_of(operand, array, "x", whole_queries=True) for operand, array in given.items()}
+    specs = {operand: spec_of(operand, array, "x", replicated_queries=True) for operand, array in given.items()}
     f = of_arrays(attend, **options, implementation=name, return_residual=True)
     if is_mapped:
-        local = of_arrays(attend, **options, implementation=name, return_residual=True, axis_name="x", whole_queries=True)
+        local = of_arrays(attend, **options, implementation=name, return_residual=True, axis_name="x", replicated_queries=True)
         f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(), P()))
     dout, dlse = backward.cotangents_like(
         (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((3, 1, 8), jnp.float32))
@@ -857,15 +866,17 @@ ERRORS = {
     "axis": (lambda: zigzag(np.arange(8), 2, axis=1), ValueError, ["axis", "got 1"]),
     "zigzag": (lambda: call(zigzag=3), ValueError, ["zigzag", "16 queries"]),
     "zigzag of strings": (lambda: call(zigzag="2"), TypeError, ["zigzag must be an int"]),
-    "context_parallel": (lambda: call(context_parallel="rings"), ValueError, ["context_parallel", "'ring'", "'rings'"]),
-    "context_parallel of whole sequences": (
-        lambda: call(context_parallel="ring"),
+    "strategy": (lambda: call(strategy="rings"), ValueError, ["strategy", "'ring'", "'rings'"]),
+    "strategy of whole sequences": (
+        lambda: call(strategy="ring"),
         ValueError,
-        ["context_parallel must be None", "no sequence is sharded", "'ring'", "axis_name"],
+        ["parallel must name no strategy", "no sequence is sharded", "'ring'", "axis_name"],
     ),
     "axis_name": (lambda: call(axis_name="nowhere"), ValueError, ["axis_name", "shard_map", "nowhere"]),
-    "whole_queries": (lambda: call(whole_queries=True), ValueError, ["whole_queries", "axis_name"]),
-    "whole_queries of 1": (lambda: call(whole_queries=1), TypeError, ["whole_queries", "True or False"]),
+    "replicated_queries": (lambda: call(replicated_queries=True), ValueError, ["replicated_queries", "axis_name"]),
+    "replicated_queries of 1": (lambda: call(replicated_queries=1), TypeError, ["replicated_queries", "True or False"]),
+    "parallel": (lambda: call(parallel="ring"), TypeError, ["parallel", "ContextParallel", "'ring'"]),
+    "axis_name of numbers": (lambda: call(axis_name=(1,)), TypeError, ["ContextParallel: axis_name", "(1,)"]),
 }
 
 
@@ -885,8 +896,8 @@ def test_errors_name_the_argument(kind):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context_parallel": "ring", "zigzag": 2, "is_causal": True}, "zigzag=2, and there are 4 shards"),
-        ({"context_parallel": "all_to_all"}, "4 devices cannot share 2 heads"),
+        ({"strategy": "ring", "zigzag": 2, "is_causal": True}, "zigzag=2, and there are 4 shards"),
+        ({"strategy": "all_to_all"}, "4 devices cannot share 2 heads"),
     ],
 )
 def test_a_way_that_cannot_be_gone_says_why(options, words):
@@ -897,13 +908,13 @@ def test_a_way_that_cannot_be_gone_says_why(options, words):
             attend(x, x, x, **options)
 
 
-def test_context_parallel_is_refused_where_types_say_that_sequences_are_whole():
+def test_a_strategy_is_refused_where_types_say_that_sequences_are_whole():
     mesh = mesh_of("explicit")
     x = jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(mesh, P("x")))
-    ring = functools.partial(attend, context_parallel="ring")
+    ring = functools.partial(attend, strategy="ring")
     on_shards = jax.shard_map(lambda x: ring(x, x, x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     for f in (lambda x: ring(x, x, x), on_shards):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match="context_parallel must be None where no sequence is sharded"):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match="parallel must name no strategy where no sequence is sharded"):
             jax.jit(f)(x)
     one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])  # the same program where there is one device
     jax.jit(lambda x: ring(x, x, x))(jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(one, P(None, "x"))))

@@ -473,7 +473,7 @@ def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
     if "dropout_rate" in options:  # which the argument would turn off
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops")
     else:
-        f = forward.function(options | {"deterministic": True}, fixed, "mosaic")
+        f = forward.function(options | {"deterministic_gradients": True}, fixed, "mosaic")
     program = compiled("mosaic", pull_of(lambda moving: f(moving)), *args)
     first, *others = (jax.tree.map(np.asarray, program(*args)[1]) for _ in range(3))
     varying = default(*args)[1]
@@ -641,7 +641,7 @@ def test_every_feature_lowers_for_cuda_in_every_configuration(feature, sizes, le
     given, options = lowering.with_features([feature], sizes, lowering.LENGTHS[lengths])
     lower(given, **options)
     if "bias" not in feature:
-        lower(given, deterministic=True, **options)
+        lower(given, deterministic_gradients=True, **options)
 
 
 @pytest.mark.parametrize("sizes", quick(lowering.SIZES, CONFIGURATIONS[1:2]), ids=str)
@@ -679,14 +679,14 @@ def test_deterministic_derivatives_lower_for_cuda(size):
     names = ("window", "lengths", "segments", "sinks", "mask")
     given, options = lowering.with_features(names, (size, size), (300, 301))
     bias = {"bias": lowering.shaped(2, 4, 300, 301, dtype="float32")}
-    lower(given | bias, deterministic=True, logits_soft_cap=5.0, **options)
+    lower(given | bias, deterministic_gradients=True, logits_soft_cap=5.0, **options)
 
 
 @pytest.mark.parametrize("deterministic", quick([False, True], [True]))
 @pytest.mark.parametrize("size", quick([64, 128, 256], [64]))
 def test_an_offset_of_queries_lowers_for_cuda_without_a_mask(size, deterministic):
     given = lowering.operands(length=1024, keys=1024, size=size) | {"query_offset": lowering.shaped(2, dtype="int32")}
-    text = lower(given, is_causal=True, local_window_size=(300, 0), deterministic=deterministic)
+    text = lower(given, is_causal=True, local_window_size=(300, 0), deterministic_gradients=deterministic)
     assert "1024x1024" not in text
 
 
@@ -694,7 +694,7 @@ def test_an_offset_of_queries_lowers_for_cuda_without_a_mask(size, deterministic
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_deterministic_derivatives_without_lengths_lower_for_cuda(size):
     for options in ({}, {"is_causal": True}, {"local_window_size": (70, 10)}):
-        lower(lowering.operands(size=size), deterministic=True, **options)
+        lower(lowering.operands(size=size), deterministic_gradients=True, **options)
 
 
 SHAPES = {
@@ -766,7 +766,7 @@ def test_what_is_written_in_place_leaves_no_effect(deterministic):
 def test_derivatives_lower_with_64_bits():
     with jax.enable_x64(True):
         given = lowering.operands() | {"key_value_seq_lengths": lowering.shaped(2, dtype="int32")}
-        kernels.lowered_for_cuda(functools.partial(gradient, deterministic=True), given, kernels=[FORWARD, BACKWARD])
+        kernels.lowered_for_cuda(functools.partial(gradient, deterministic_gradients=True), given, kernels=[FORWARD, BACKWARD])
 
 
 @pytest.mark.usefixtures("hollow_kernels")
@@ -1058,7 +1058,9 @@ def test_a_vmap_makes_a_bias_whole():
     """What is mapped over is no sum, also where the bias itself is the same for all."""
     given = {name: lowering.shaped(3, *a.shape, dtype=a.dtype) for name, a in lowering.operands(()).items()}
     bias = lowering.shaped(4, 300, 300, dtype="float32")
-    mapped = jax.vmap(lambda given, bias: gradient(given | {"bias": bias}, attend=attend, deterministic=True), (0, None))
+    mapped = jax.vmap(
+        lambda given, bias: gradient(given | {"bias": bias}, attend=attend, deterministic_gradients=True), (0, None)
+    )
     found = explain(mapped, given, bias, platform="cuda")
     assert [decision.implementation for decision in found] == ["mosaic", "mosaic"]
 

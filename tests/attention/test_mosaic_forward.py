@@ -223,7 +223,7 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
         given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, dtype="float32"))
 
     def call(moving, given):
-        return forced(**given, **moving, **options, deterministic=kind == "deterministic").astype(jnp.float32).sum()
+        return forced(**given, **moving, **options, deterministic_gradients=kind == "deterministic").astype(jnp.float32).sum()
 
     moving = {name: given.pop(name) for name in ("query", "key", "value", "bias") if name in given}
     is_gradient = kind in ("gradient", "deterministic")

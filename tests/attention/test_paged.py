@@ -83,7 +83,7 @@ def test_derivatives_are_those_of_gathered_keys():
         for name in ("key", "value"):
             pages = moving[f"{name}_pages"][np.clip(arrays["page_table"], 0, 39)]
             given[name] = pages.reshape(given[name].shape)
-        offset = np.clip(arrays["lengths"], 0, 320) - 2
+        offset = np.clip(arrays["key_value_seq_lengths"], 0, 320) - 2
         return jnp.sum(jaxsoftmax.dot_product_attention(**given, is_causal=True, query_offset=offset) ** 2)
 
     for derivative in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
@@ -92,7 +92,9 @@ def test_derivatives_are_those_of_gathered_keys():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mapped", [("query", "page_table", "lengths"), ("key_pages", "value_pages"), ("page_table",)], ids=str)
+@pytest.mark.parametrize(
+    "mapped", [("query", "page_table", "key_value_seq_lengths"), ("key_pages", "value_pages"), ("page_table",)], ids=str
+)
 def test_vmap(mapped):
     several = [paged(dtype="float32", size=16, seed=seed) for seed in range(3)]
     fixed = {name: array for name, array in several[0].items() if name not in mapped}
@@ -105,7 +107,7 @@ def test_vmap(mapped):
 
 def value_and_derivatives(given):
     moving = {name: given[name] for name in ("query", "key_pages", "value_pages")}
-    fixed = {name: given[name] for name in ("page_table", "lengths")}
+    fixed = {name: given[name] for name in ("page_table", "key_value_seq_lengths")}
     out, vjp = jax.vjp(lambda moving: attend(**moving, **fixed, is_causal=True), moving)
     return out, vjp(out)[0]
 
@@ -123,7 +125,7 @@ def test_values_and_derivatives_on_two_devices(kind, sharded):
     arrays, expected = on_one_device()
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     of_heads = {"query": P(None, None, "x"), "key_pages": P(None, None, "x"), "value_pages": P(None, None, "x")}
-    of_batch = {"query": P("x"), "page_table": P("x"), "lengths": P("x")}
+    of_batch = {"query": P("x"), "page_table": P("x"), "key_value_seq_lengths": P("x")}
     specs = dict.fromkeys(arrays, P()) | (of_heads if sharded == "heads" else of_batch)
     placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
 
@@ -233,7 +235,7 @@ def test_native_what_is_behind_the_last_page_is_not_read(page):
     others = [number for number in range(100) if number not in np.clip(list(needed), 0, 99)]
     for name in ("key_pages", "value_pages"):
         arrays[name][others] = np.nan
-    out = jax.jit(functools.partial(attend, implementation="mosaic"))(**arrays | {"lengths": lengths})
+    out = jax.jit(functools.partial(attend, implementation="mosaic"))(**arrays | {"key_value_seq_lengths": lengths})
     assert np.all(np.isfinite(np.asarray(out, np.float32)))
 
 
@@ -252,7 +254,7 @@ def test_native_pages_of_their_own_under_vmap():
 
 
 SHAPES = [(5, 6, 4, 4), (1, 5, 4, 3), (2, 1, 2, 1), (3, 4, 0, 2), (4, 2, 1, 0)]  # a program each
-jitted_update = jax.jit(jaxsoftmax.update_pages)
+jitted_update = jax.jit(jaxsoftmax.cache.update_pages)
 
 
 @quick
@@ -277,7 +279,9 @@ def test_tokens_are_written_where_they_are_read(sizes, seed):
 def test_donated_pages_are_written_in_place():
     _, pages, _, table, lengths = types(dtype="float32")
     new = shaped(2, 1, 2, 64, dtype="float32")
-    compiled = jax.jit(jaxsoftmax.update_pages, donate_argnums=(0, 1)).lower(pages, pages, new, new, table, lengths).compile()
+    compiled = (
+        jax.jit(jaxsoftmax.cache.update_pages, donate_argnums=(0, 1)).lower(pages, pages, new, new, table, lengths).compile()
+    )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * pages.size * 4
     assert memory.temp_size_in_bytes < 2**16
@@ -293,7 +297,7 @@ def test_a_step_of_decoding_is_attention_to_all_tokens_so_far():
     def step(pages, own):
         at, *own = own
         new = [array[:, None] for array in own]
-        pages = jaxsoftmax.update_pages(*pages, *new[1:], table, jnp.full(2, at))
+        pages = jaxsoftmax.cache.update_pages(*pages, *new[1:], table, jnp.full(2, at))
         return pages, attend(new[0], *pages, table, jnp.full(2, at + 1), is_causal=True)[:, 0]
 
     along = [np.swapaxes(array, 0, 1) for array in (query, key, value)]
@@ -337,7 +341,11 @@ WRONG = {
     "query of integers": ({"query": np.zeros((3, 2, 8, 16), int)}, TypeError, ["query", "floating"]),
     "table of floats": ({"page_table": np.zeros((3, 20))}, TypeError, ["page_table", "integers"]),
     "table of another batch": ({"page_table": np.zeros((2, 20), int)}, ValueError, ["page_table", "[*batch, M]", "(2, 20)"]),
-    "lengths of another batch": ({"lengths": np.zeros(2, int)}, ValueError, ["lengths", "[*batch]", "(2,)", "(3,)"]),
+    "lengths of another batch": (
+        {"key_value_seq_lengths": np.zeros(2, int)},
+        ValueError,
+        ["key_value_seq_lengths", "[*batch]", "(2,)", "(3,)"],
+    ),
     "mask of another length": ({"mask": np.zeros((2, 7), bool)}, ValueError, ["mask", "(2, 7)"]),
     "no such implementation": ({"implementation": "cuda"}, ValueError, ["implementation", "'mosaic'", "'cuda'"]),
     "a negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "-1"]),
@@ -382,7 +390,9 @@ def test_wrong_arguments_are_named(kind):
 def test_wrong_arguments_of_writing_are_named(wrong, words):
     new = np.zeros((3, 1, 2, 16))
     arrays = paged(dtype="float32", size=16)
-    given = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table")} | {"positions": arrays["lengths"]}
+    given = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table")} | {
+        "positions": arrays["key_value_seq_lengths"]
+    }
     with pytest.raises(ValueError, match="update_pages") as found:
-        jaxsoftmax.update_pages(**given | {"key": new, "value": new} | wrong)
+        jaxsoftmax.cache.update_pages(**given | {"key": new, "value": new} | wrong)
     assert all(word in str(found.value) for word in words), str(found.value)

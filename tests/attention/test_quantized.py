@@ -167,7 +167,7 @@ def test_the_kernel_with_pages_as_numpy_plays_it(page, of_pages, monkeypatch):
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_derivatives(in_pages):
     arrays = paged("float8_e4m3fn", True, dtype="float32", size=16) if in_pages else quantised(length=3, size=16)
-    attend = jaxsoftmax.paged_attention if in_pages else jaxsoftmax.dot_product_attention
+    attend = jaxsoftmax.cache.paged_attention if in_pages else jaxsoftmax.dot_product_attention
     moving = {name: arrays.pop(name) for name in ("query", "key_scale", "value_scale")}
 
     def loss(moving):
@@ -202,7 +202,7 @@ def test_scales_do_not_know_a_nan_in_keys_that_nobody_sees(in_pages):
     def attend(stored, *scales):
         given = {"key_scale": scales[0], "value_scale": scales[1]}
         if in_pages:
-            return jaxsoftmax.paged_attention(query, stored, stored, np.array([[0, 1, 2]]), np.array([8]), **given)
+            return jaxsoftmax.cache.paged_attention(query, stored, stored, np.array([[0, 1, 2]]), np.array([8]), **given)
         keys = stored.reshape(1, 12, 2, 16)
         return jaxsoftmax.dot_product_attention(query, keys, keys, key_value_seq_lengths=np.array([8]), **given)
 
@@ -292,7 +292,7 @@ def test_rows_that_see_nothing_may_give_the_mean_and_others_are_as_they_were(kin
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_heads_over_two_devices(kind, in_pages):
     arrays = paged(of_pages=True, dtype="float32", size=16) if in_pages else quantised(length=3, size=16, per_entry=True)
-    attend = jaxsoftmax.paged_attention if in_pages else jaxsoftmax.dot_product_attention
+    attend = jaxsoftmax.cache.paged_attention if in_pages else jaxsoftmax.dot_product_attention
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     heads = {"query": 2, "key": 2, "value": 2, "key_pages": 2, "value_pages": 2, "key_scale": 1, "value_scale": 1}
     specs = {name: P(*[None] * heads[name], "x") if name in heads else P() for name in arrays}
@@ -336,7 +336,7 @@ def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
     ],
 )
 def test_bytes_in_pages_are_read_as_they_are(page, of_pages):
-    attend = functools.partial(jaxsoftmax.paged_attention, implementation="mosaic")
+    attend = functools.partial(jaxsoftmax.cache.paged_attention, implementation="mosaic")
     pages, scale = shaped(100, page, 2, 64, dtype="int8"), shaped(*((100,) if of_pages else ()), 2, dtype="float32")
     table, lengths = shaped(2, 30, dtype="int32"), shaped(2, dtype="int32")
     lower = lambda q, k, v, t, n, a, b: attend(q, k, v, t, n, key_scale=a, value_scale=b)  # noqa: E731
@@ -360,7 +360,7 @@ def mapped_over(names, **sizes):
 @pytest.mark.usefixtures("hollow_kernels")
 def test_pages_and_scales_that_are_not_mapped_alike_are_read_as_they_are():
     given, axes = mapped_over(MIXED[0])
-    attend = functools.partial(jaxsoftmax.paged_attention, implementation="mosaic")
+    attend = functools.partial(jaxsoftmax.cache.paged_attention, implementation="mosaic")
     text = kernels.lowered_for_cuda(jax.vmap(lambda own: attend(**own), in_axes=(axes,)), given, kernels=[NAME])
     assert "stablehlo.gather" not in text
 
@@ -436,7 +436,7 @@ def test_native_shapes(sizes):
 @pytest.mark.parametrize("length", [2, 70])
 def test_native_pages_and_scales_that_are_not_mapped_alike(names, length):
     given, axes = mapped_over(names, length=length)
-    attend = jax.jit(functools.partial(jaxsoftmax.paged_attention, implementation="mosaic"))
+    attend = jax.jit(functools.partial(jaxsoftmax.cache.paged_attention, implementation="mosaic"))
     found = jax.jit(jax.vmap(lambda own: attend(**own), in_axes=(axes,)))(given)
     for i, one in enumerate(found):
         expected = attend(**{name: a if axes[name] is None else a[i] for name, a in given.items()})
@@ -452,7 +452,7 @@ def test_quantised_numbers_are_the_nearest(kind, seed, size):
     x = (size * np.random.default_rng(seed).standard_normal((5, 3, 16))).astype(np.float32)
     top = 127 if kind == "int8" else 448
     scale = np.max(np.abs(x), (0, 2)) / top
-    found = np.asarray(jax.jit(jaxsoftmax.quantize, static_argnums=2)(x, scale, kind))
+    found = np.asarray(jax.jit(jaxsoftmax.cache.quantize, static_argnums=2)(x, scale, kind))
     assert found.dtype == jnp.dtype(kind)
     error = np.abs(found.astype(np.float64) * scale[:, None] - x)
     step = scale[:, None] if kind == "int8" else np.maximum(np.abs(x) / 8, scale[:, None] * 2.0**-9)
@@ -462,11 +462,13 @@ def test_quantised_numbers_are_the_nearest(kind, seed, size):
 @pytest.mark.parametrize("kind", BYTES)
 def test_quantised_numbers_saturate(kind):
     top = 127 if kind == "int8" else 448
-    found = jaxsoftmax.quantize(np.array([[1e9, -1e9, 1.0, np.inf]], np.float32), np.float32(1), kind)
+    found = jaxsoftmax.cache.quantize(np.array([[1e9, -1e9, 1.0, np.inf]], np.float32), np.float32(1), kind)
     np.testing.assert_array_equal(found.astype(jnp.float32), [[top, -top, 1, top]])
-    nan = np.asarray(jaxsoftmax.quantize(np.full((1, 1), np.nan, np.float32), np.float32(1), kind), np.float32)
+    nan = np.asarray(jaxsoftmax.cache.quantize(np.full((1, 1), np.nan, np.float32), np.float32(1), kind), np.float32)
     assert nan == 0 if kind == "int8" else np.isnan(nan)
-    assert np.all(np.asarray(jaxsoftmax.quantize(np.zeros((2, 3), np.float32), np.zeros(2, np.float32), kind), np.float32) == 0)
+    assert np.all(
+        np.asarray(jaxsoftmax.cache.quantize(np.zeros((2, 3), np.float32), np.zeros(2, np.float32), kind), np.float32) == 0
+    )
 
 
 @pytest.mark.parametrize("of_pages", [False, True])
@@ -477,12 +479,12 @@ def test_pages_are_written_in_bytes(kind, of_pages):
     pages = [jnp.zeros((6, 4, 2, size), kind) for size in (16, 8)]
     scales = [scales_of((6, 2) if of_pages else (2,), seed) for seed in range(2)]
     table, positions = np.array([[4, 1], [0, 9]]), np.array([2, 3])
-    found = jax.jit(jaxsoftmax.update_pages)(*pages, *new, table, positions, key_scale=scales[0], value_scale=scales[1])
+    found = jax.jit(jaxsoftmax.cache.update_pages)(*pages, *new, table, positions, key_scale=scales[0], value_scale=scales[1])
     for array, before, scale, written in zip(new, pages, scales, found, strict=True):
         expected = np.array(before)
         for b, at, number, slot in ((0, 0, 4, 2), (0, 1, 4, 3), (0, 2, 1, 0), (1, 0, 0, 3)):  # page 9 does not exist
             own = scale[number] if of_pages else scale
-            expected[number, slot] = jaxsoftmax.quantize(array[b, at], own, kind)
+            expected[number, slot] = jaxsoftmax.cache.quantize(array[b, at], own, kind)
         np.testing.assert_array_equal(written.astype(jnp.float32), expected.astype(np.float32))
 
 
@@ -504,12 +506,12 @@ def bad(**more):
         (bad(key_scale=np.ones(3, np.float32)), ValueError, ["key_scale", "(2,)", "(2, 2)", "(3,)"]),
         (bad(value_scale=np.ones(2, np.int32)), TypeError, ["value_scale", "floating", "int32"]),
         (lambda: bad(**values.arrays(length=3))(), TypeError, ["key_scale", "int8", "float8_e4m3fn", "float32"]),
-        (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(3), "int8"), ValueError, ["scale", "(2,)", "(3,)"]),
-        (lambda: jaxsoftmax.quantize(np.float32(1), np.float32(1), "int8"), ValueError, ["x must", "()"]),
-        (lambda: jaxsoftmax.quantize(np.ones((2, 3)), np.ones(2), "int16"), TypeError, ["dtype", "int8", "int16"]),
-        (lambda: jaxsoftmax.quantize(np.ones((2, 3), int), np.ones(2), "int8"), TypeError, ["x", "floating", "int"]),
+        (lambda: jaxsoftmax.cache.quantize(np.ones((2, 3)), np.ones(3), "int8"), ValueError, ["scale", "(2,)", "(3,)"]),
+        (lambda: jaxsoftmax.cache.quantize(np.float32(1), np.float32(1), "int8"), ValueError, ["x must", "()"]),
+        (lambda: jaxsoftmax.cache.quantize(np.ones((2, 3)), np.ones(2), "int16"), TypeError, ["dtype", "int8", "int16"]),
+        (lambda: jaxsoftmax.cache.quantize(np.ones((2, 3), int), np.ones(2), "int8"), TypeError, ["x", "floating", "int"]),
         (
-            lambda: jaxsoftmax.paged_attention(**paged(size=16) | {"key_scale": np.ones((3, 2), np.float32)}),
+            lambda: jaxsoftmax.cache.paged_attention(**paged(size=16) | {"key_scale": np.ones((3, 2), np.float32)}),
             ValueError,
             ["key_scale", "(2,)", "(40, 2)", "(3, 2)"],
         ),

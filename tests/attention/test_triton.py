@@ -95,7 +95,7 @@ def test_it_says_what_it_does_not_differentiate(on):
         with pytest.raises(NotImplementedError, match="head size must be at most"):
             explain(jax.grad(lambda q: jnp.sum(forced(q, q, q))), query, platform="cuda")
     query = shaped(2, 64, 4, 64)
-    grad = jax.grad(lambda bias, q: jnp.sum(forced(q, q, q, bias, deterministic=True)))
+    grad = jax.grad(lambda bias, q: jnp.sum(forced(q, q, q, bias, deterministic_gradients=True)))
     cases.assert_all_run_on("triton", explain(grad, shaped(2, 4, 64, 64, dtype="float32"), query, platform="cuda"))
     with pytest.raises(NotImplementedError, match=r"bias that is broadcast, of shape \(1, 4, 64, 64\), is summed in any order"):
         explain(grad, shaped(1, 4, 64, 64, dtype="float32"), query, platform="cuda")

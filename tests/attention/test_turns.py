@@ -183,7 +183,9 @@ def operands(length, size, heads=16):
 
 def gradient(query, key, value, cotangent):
     def attend(*operands):
-        return jaxsoftmax.dot_product_attention(*operands, is_causal=True, deterministic=True, implementation="mosaic")
+        return jaxsoftmax.dot_product_attention(
+            *operands, is_causal=True, deterministic_gradients=True, implementation="mosaic"
+        )
 
     return jax.vjp(attend, query, key, value)[1](cotangent)
 

@@ -827,7 +827,7 @@ def test_derivatives_are_deterministic_where_the_caller_or_xla_flags_say_so(flag
     if flags is not None:
         monkeypatch.setenv("XLA_FLAGS", flags)
     assert all_deterministic() is expected
-    assert all_deterministic(deterministic=np.bool_(True)) is True
+    assert all_deterministic(deterministic_gradients=np.bool_(True)) is True
 
 
 def test_dropout_and_deterministic_derivatives_go_together(monkeypatch):

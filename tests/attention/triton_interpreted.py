@@ -94,8 +94,8 @@ def test_keys_in_pages():
     rng = np.random.default_rng(0)
     query, pages = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 4, 16), (5, 8, 2, 16)))
     given = query, pages, pages, np.array([[3, 0, 9, 1], [2, 2, -1, 4]]), np.array([29, 7])
-    actual = jax.jit(functools.partial(jaxsoftmax.paged_attention, implementation="triton", is_causal=True))(*given)
-    expected = jaxsoftmax.paged_attention(*given, implementation="xla", is_causal=True)
+    actual = jax.jit(functools.partial(jaxsoftmax.cache.paged_attention, implementation="triton", is_causal=True))(*given)
+    expected = jaxsoftmax.cache.paged_attention(*given, implementation="xla", is_causal=True)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     assert ran == ["forward"]
 

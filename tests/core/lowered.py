@@ -48,7 +48,7 @@ FEATURES = {
     "dropout": ({}, DROPOUT),
     "dropout that is broadcast": ({}, DROPOUT | {"broadcast_dropout": True}),
     "soft cap": ({}, {"logits_soft_cap": 3.0}),
-    "deterministic": ({}, {"deterministic": True, "is_causal": True}),
+    "deterministic": ({}, {"deterministic_gradients": True, "is_causal": True}),
     "means of masked rows": ({"mask": MASK}, {"fully_masked_rows": "mean"}),
 }
 EVERYTHING = (
@@ -136,8 +136,8 @@ def programs_of_losses_and_samples():
     sample = functools.partial(jaxsoftmax.categorical, jax.random.key(0))
     yield "categorical", lambda given: sample(given["x"]), {"x": shaped(8, 32000)}, BOTH
     cache = {"key_pages": PAGES, "value_pages": PAGES, "key_scale": SCALES, "value_scale": SCALES}
-    cache |= {"page_table": TABLE, "lengths": LENGTHS}
-    yield "paged_attention", lambda given: jaxsoftmax.paged_attention(**given), cache | {"query": TOKEN}, BOTH
+    cache |= {"page_table": TABLE, "key_value_seq_lengths": LENGTHS}
+    yield "paged_attention", lambda given: jaxsoftmax.cache.paged_attention(**given), cache | {"query": TOKEN}, BOTH
 
 
 def programs_of_triton(qkv):

@@ -122,13 +122,10 @@ ATTENTION = {
     "dropout_rate": {"a float"},
     "dropout_rng": {"a key"},
     "fully_masked_rows": set(),
-    "context_parallel": {"None"},
-    "zigzag": {"None", "an int", "0-d int", "0-d int of JAX"},
-    "axis_name": {"None"},
-    "whole_queries": set(),
+    "parallel": {"None"},
     "implementation": {"None"},
     "precision": {"None"},
-} | dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic", "return_residual"), BOOLS)
+} | dict.fromkeys(("is_causal", "broadcast_dropout", "deterministic", "deterministic_gradients", "return_residual"), BOOLS)
 INTS = {"an int", "0-d int", "0-d int of JAX"}
 ORDER = {"x": {"five axes", "a traced array"}, "n": INTS, "axis": INTS}
 FLAX = {name: ATTENTION[name] for name in inspect.signature(attention_fn).parameters if name in ATTENTION} | {
@@ -145,10 +142,14 @@ OPERANDS = {name: set() for name in QKV}
 PAGES = dict.fromkeys(("key_pages", "value_pages"), np.zeros((5, 3, 4, 8), np.float32)) | {
     "page_table": np.zeros((2, 2), np.int32)
 }
-PAGED = {"query": Q} | PAGES | {"lengths": np.ones(2, np.int32)}
+PAGED = {"query": Q} | PAGES | {"key_value_seq_lengths": np.ones(2, np.int32)}
 OF_PAGED = ("bias", "mask", "scale", "is_causal", "local_window_size", "query_offset", "logits_soft_cap", "sinks", "precision")
 SCALES = {"key_scale": {"None"}, "value_scale": {"None"}}
-OF_PAGED = {name: ATTENTION[name] for name in (*OF_PAGED, "implementation", "return_residual")} | {"lengths": {"ints"}} | SCALES
+OF_PAGED = (
+    {name: ATTENTION[name] for name in (*OF_PAGED, "implementation")}
+    | {"key_value_seq_lengths": {"ints"}, "return_lse": BOOLS}
+    | SCALES
+)
 WRITTEN = PAGES | {"key": Q, "value": Q, "positions": np.ones(2, np.int32)}
 ROPE = {"input_positions": {"None"} | NUMBERS | BOOLS | {"a traced float", "a traced bool"}, "rope": FUNCTIONS}
 
@@ -183,16 +184,20 @@ CALLS = {
     "softmax": (jaxsoftmax.softmax, {"x": X}, SOFTMAX),
     "log_softmax": (jaxsoftmax.log_softmax, {"x": X}, SOFTMAX),
     "logsumexp": (jaxsoftmax.logsumexp, {"a": X}, LOGSUMEXP),
-    "top_k": (jaxsoftmax.top_k, {"x": X, "k": 2}, TOP_K | {"x": REAL}),
+    "top_k": (jaxsoftmax.top_k, {"operand": X, "k": 2}, TOP_K | {"operand": REAL}),
     "softmax_top_k": (jaxsoftmax.softmax_top_k, {"logits": X, "k": 2}, SOFTMAX_TOP_K),
     "categorical": (jaxsoftmax.categorical, {"key": jax.random.key(0), "logits": X}, CATEGORICAL),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
-    "paged_attention": (jaxsoftmax.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
+    "paged_attention": (jaxsoftmax.cache.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
     "zigzag": (jaxsoftmax.zigzag, {"x": SQUARE, "n": 1}, ORDER),
     "unzigzag": (jaxsoftmax.unzigzag, {"x": SQUARE, "n": 1}, ORDER),
-    "update_pages": (jaxsoftmax.update_pages, WRITTEN, {name: set() for name in WRITTEN} | {"positions": {"ints"}} | SCALES),
+    "update_pages": (
+        jaxsoftmax.cache.update_pages,
+        WRITTEN,
+        {name: set() for name in WRITTEN} | {"positions": {"ints"}} | SCALES,
+    ),
     "quantize": (
-        jaxsoftmax.quantize,
+        jaxsoftmax.cache.quantize,
         {"x": X, "scale": np.float32(1), "dtype": "int8"},
         {"x": {"five axes", "a traced array"}, "scale": {"a float", "nan", "a traced float"}, "dtype": set()},
     ),

@@ -44,11 +44,11 @@ def linear_loss(hidden, weight, labels, **given):
     return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, ignore_index=-1, **given)
 
 
-page_attend = functools.partial(jaxsoftmax.paged_attention, is_causal=True, return_residual=True)
+page_attend = functools.partial(jaxsoftmax.cache.paged_attention, is_causal=True, return_lse=True)
 attend = functools.partial(jaxsoftmax.dot_product_attention, return_residual=True)
 SEEDS = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), ENTRIES)))
 PAGES_OF_BYTES = {"key_pages": eight_bits(5, 4, 2, 8), "value_pages": eight_bits(5, 4, 2, 4)}
-IN_PAGES = {"query": normal(2, 2, 4, 8), "page_table": integers(-1, 6, 2, 3), "lengths": integers(1, 13, 2)}
+IN_PAGES = {"query": normal(2, 2, 4, 8), "page_table": integers(-1, 6, 2, 3), "key_value_seq_lengths": integers(1, 13, 2)}
 LOGITS, ALLOWED = normal(4, 7), mask(4, 7)
 # Functions, their operands, one for each entry, and the names of those that are differentiated.
 OPS = {
@@ -100,7 +100,7 @@ OPS = {
         ("query", "key_pages", "value_pages", "bias", "sinks"),
     ),
     "update of pages": (
-        jaxsoftmax.update_pages,
+        jaxsoftmax.cache.update_pages,
         PAGES_OF_BYTES
         | {
             "key": normal(2, 2, 2, 8),
@@ -132,9 +132,9 @@ OPS = {
             "weight": normal(3, 5),
             "labels": integers(-1, 5, 4),
             "bias": normal(5),
-            "weights": positive(4),
+            "sample_weight": positive(4),
         },
-        ("hidden", "weight", "bias", "weights"),
+        ("hidden", "weight", "bias", "sample_weight"),
     ),
     "top_k": (lambda x, **given: jaxsoftmax.top_k(x, 3, **given), {"x": LOGITS, "where": ALLOWED}, ("x",)),
     "softmax_top_k": (

@@ -133,7 +133,7 @@ calls = {
     "cross_entropy": (lambda x, **o: js.cross_entropy(x, labels, **o), x),
     "linear_cross_entropy": (lambda x, **o: js.linear_cross_entropy(x, x.T, labels, **o), x),
     "dot_product_attention": (lambda q, **o: js.dot_product_attention(q, q, q, **o), q),
-    "paged_attention": (lambda q, **o: js.paged_attention(q, *pages, jnp.zeros((1, 2), int), lengths, **o), q),
+    "paged_attention": (lambda q, **o: js.cache.paged_attention(q, *pages, jnp.zeros((1, 2), int), lengths, **o), q),
     "top_k": (lambda x, **o: js.top_k(x, 2, **o)[0], x),
     "softmax_top_k": (lambda x, **o: js.softmax_top_k(x, 2, **o)[0], x),
     "categorical": (lambda x, **o: js.categorical(jax.random.key(0), x, top_k=3, return_log_prob=True, **o)[1], x),

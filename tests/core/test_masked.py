@@ -38,7 +38,7 @@ def losses(mask, options):
             "ignored, with lse": lambda x: loss(x, IGNORED, ignore_index=-100, return_lse=True, **options)[0],
             "linear": lambda x: linear(x, labels=IGNORED, ignore_index=-100, reduction="none", **options),
             "linear, mean": lambda x: linear(x, labels=IGNORED, ignore_index=-100, **options),
-            "linear, weights": lambda x: linear(x, labels=LABELS, weights=2.0 * ROWS, **options),
+            "linear, weights": lambda x: linear(x, labels=LABELS, sample_weight=2.0 * ROWS, **options),
         }
     return found
 
@@ -121,20 +121,20 @@ def test_what_is_left_out_has_no_derivative_of_any_order(ops, mask, option, half
 def test_nothing_that_is_left_out_is_nan_on_the_way():
     """With `jax_debug_nans` JAX raises where an operation, outside of `jit`, gives a NaN."""
     labels = np.where(ROWS, LABELS, 10**6)
-    table = {"page_table": np.array([[0], [1], [0], [1]]), "lengths": np.array([4, 0, 2, 1])}
+    table = {"page_table": np.array([[0], [1], [0], [1]]), "key_value_seq_lengths": np.array([4, 0, 2, 1])}
     queries, pages = jnp.asarray(RNG.standard_normal((4, 2, 1, 8))), jnp.asarray(RNG.standard_normal((2, 4, 1, 8)))
     segments = np.eye(4, 2, dtype=int)
     attend = functools.partial(jaxsoftmax.dot_product_attention, return_residual=True)
     ops = losses("rows", ALL) | {f"entries, {name}": f for name, f in losses("entries", ALL).items()}
     ops |= softmaxes("entries", 0.7) | {
         "labels that are no class": lambda x: jaxsoftmax.cross_entropy(x, labels, where=ROWS, return_lse=True),
-        "linear, no class": lambda x: linear(x, labels=labels, weights=ROWS),
+        "linear, no class": lambda x: linear(x, labels=labels, sample_weight=ROWS),
     }
     heads = {
         "mask": lambda q: attend(q, q, q, mask=ROWS[:, None, None, None]),
         "lengths": lambda q: attend(q, q, q, key_value_seq_lengths=np.array([2, 0, 1, 2]), is_causal=True),
         "segments": lambda q: attend(q, q, q, query_segment_ids=segments, key_value_segment_ids=0 * segments),
-        "pages": lambda q: jaxsoftmax.paged_attention(q, pages, pages, **table, return_residual=True),
+        "pages": lambda q: jaxsoftmax.cache.paged_attention(q, pages, pages, **table, return_lse=True),
     }
     with jax.debug_nans(True):
         for of, x in ((ops, X), (heads, queries)):

@@ -76,14 +76,14 @@ def of_heads(x):
     """Those of attention, for queries, keys and values of any dtype that queries may have, one after the other."""
     query, key, value = x.reshape(3, 1, 8, 1, -1)
     pages, eight = (dict(zip(PAGES, array.reshape(2, 2, 4, 1, -1), strict=True)) for array in (jnp.stack([key, value]), EIGHT))
-    table = {"page_table": np.array([[1, 0]]), "lengths": np.array([7]), "return_residual": True}
+    table = {"page_table": np.array([[1, 0]]), "key_value_seq_lengths": np.array([7]), "return_lse": True}
     found = {
         "attention": jaxsoftmax.dot_product_attention(query, key, value, is_causal=True, return_residual=True),
-        "pages": jaxsoftmax.paged_attention(query, **pages, **table),
+        "pages": jaxsoftmax.cache.paged_attention(query, **pages, **table),
     }
     for name, shape in (("scales", (1,)), ("scales of pages", (2, 1))):
         scales = {"key_scale": np.full(shape, 0.0123, wide(x)), "value_scale": np.full(shape, 0.0321, wide(x))}
-        found[name] = jaxsoftmax.paged_attention(query, **eight, **scales, **table)
+        found[name] = jaxsoftmax.cache.paged_attention(query, **eight, **scales, **table)
     return found
 
 

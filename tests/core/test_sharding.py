@@ -476,18 +476,18 @@ PLACED = {
         ("key",),
     ),
     "paged_attention": (
-        jaxsoftmax.paged_attention,
+        jaxsoftmax.cache.paged_attention,
         {
             "query": (numbers(4, 1, 4, 8), HEADS),
             "key_pages": (PAGES, OF_HEADS),
             "value_pages": (PAGES, OF_HEADS),
             "page_table": (TABLE, DATA),
-            "lengths": LENGTHS,
+            "key_value_seq_lengths": LENGTHS,
         },
         ("query", "key_pages", "value_pages"),
     ),
     "update_pages": (
-        jaxsoftmax.update_pages,
+        jaxsoftmax.cache.update_pages,
         {
             "key_pages": (PAGES, OF_HEADS),
             "value_pages": (PAGES, OF_HEADS),
@@ -499,7 +499,7 @@ PLACED = {
         (),
     ),
     "quantize": (
-        functools.partial(jaxsoftmax.quantize, dtype=jnp.int8),
+        functools.partial(jaxsoftmax.cache.quantize, dtype=jnp.int8),
         {"x": (numbers(4, 8, 2, 8), HEADS), "scale": (np.abs(numbers(2)), P("model"))},
         (),
     ),

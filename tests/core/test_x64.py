@@ -49,7 +49,7 @@ CALLS = {
     "cross_entropy, probabilities": ("cross_entropy", [shaped(64, 1000), shaped(64, 1000)], {"where": mask(64, 1000)}, LOSS),
     "linear_cross_entropy": ("linear_cross_entropy", [half(256, 128), half(128, 4096), ints(256)], {}, {}),
     "linear_cross_entropy, options": ("linear_cross_entropy", [half(256, 128), half(128, 4096), ints(256)], {}, LOSS),
-    "attention": ("dot_product_attention", HEADS, {}, {"is_causal": True, "deterministic": True}),
+    "attention": ("dot_product_attention", HEADS, {}, {"is_causal": True, "deterministic_gradients": True}),
     "attention, everything": (
         "dot_product_attention",
         HEADS,
@@ -207,6 +207,6 @@ def test_kernels_of_shards_lower_in_double_precision(way):
     mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
-        attend = functools.partial(jaxsoftmax.dot_product_attention, context_parallel=way, is_causal=True)
+        attend = functools.partial(jaxsoftmax.dot_product_attention, parallel=jaxsoftmax.ContextParallel(way), is_causal=True)
         text = kernels.lowered_for_cuda(jax.grad(lambda x: total(attend(x, x, x))), x)
     kernels.assert_ran(text, "mosaic")

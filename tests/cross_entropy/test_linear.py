@@ -28,7 +28,7 @@ X64 = pytest.mark.usefixtures("x64")
 
 
 @X64
-@pytest.mark.parametrize("without", cases.quick((), slow=[("bias", "weights")]), ids=str)
+@pytest.mark.parametrize("without", cases.quick((), slow=[("bias", "sample_weight")]), ids=str)
 @pytest.mark.parametrize(
     ("options", "reduction", "class_axis"),
     [
@@ -54,15 +54,15 @@ def test_losses_and_gradients_are_those_of_whole_logits(options, reduction, clas
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_rows_that_do_not_count_may_hold_anything(reduction):
     arrays = given()
-    few = {name: array[1:] if name in ("hidden", "labels", "weights") else array for name, array in arrays.items()}
-    arrays["hidden"][0], arrays["weights"][0, :40], arrays["labels"][0, 40:] = np.nan, 0, -100
+    few = {name: array[1:] if name in ("hidden", "labels", "sample_weight") else array for name, array in arrays.items()}
+    arrays["hidden"][0], arrays["sample_weight"][0, :40], arrays["labels"][0, 40:] = np.nan, 0, -100
     arrays["labels"][0, :40] = 10**6
     options = {"ignore_index": -100, "reduction": reduction, "z_loss": 0.1}
     (loss, gradients), (expected, of_few) = (with_gradients(by_parts, given, **options) for given in (arrays, few))
     if reduction == "none":
         np.testing.assert_array_equal(loss[0], 0)
         loss = loss[1:]
-    for name in ("hidden", "weights"):
+    for name in ("hidden", "sample_weight"):
         np.testing.assert_array_equal(gradients[name][0] if name == "hidden" else 0, 0)
         gradients[name] = gradients[name][1:]
     oracle.assert_same_in_float64((loss, gradients), (expected, of_few))
@@ -97,7 +97,7 @@ def test_a_label_that_is_no_class_gives_nan():
 def test_errors_are_no_larger_than_those_of_whole_logits_of_that_dtype(dtype, weight_dtype):
     """Those have float32 products, and logits and their gradient rounded once."""
     arrays = given(rows=(300,), hidden=64, classes=500, dtype=dtype)
-    arrays.pop("weights")
+    arrays.pop("sample_weight")
 
     def rounded(arrays):
         wide = {name: array.astype(np.float32) for name, array in arrays.items() if name != "labels"}
@@ -178,7 +178,7 @@ def test_what_to_take_for_forward_mode_is_said(reduction, name):
     for run in (tangent, jax.jit(tangent), jax.linearize(f, array)[1], jax.jacfwd(f)):
         with pytest.raises(TypeError, match=r"linear_cross_entropy: it has no forward mode .*; take cross_entropy\(hidden @"):
             run(array)
-    if reduction == "none" and name != "weights":  # those of a mean have forward mode over reverse mode
+    if reduction == "none" and name != "sample_weight":  # those of a mean have forward mode over reverse mode
         with pytest.raises(TypeError, match="linear_cross_entropy: it has no forward mode"):
             jax.jvp(jax.grad(lambda array: jnp.sum(f(array))), (array,), (array,))
 
@@ -188,7 +188,10 @@ def test_logits_are_never_whole(is_differentiated):
     rows = 16384
     arrays = given(rows=(1,), hidden=8, classes=50000, dtype=np.float32)
     shapes = {name: jax.ShapeDtypeStruct(array.shape, np.float32) for name, array in arrays.items()}
-    shapes |= {"hidden": jax.ShapeDtypeStruct((rows, 8), np.float32), "weights": jax.ShapeDtypeStruct((rows,), np.float32)}
+    shapes |= {
+        "hidden": jax.ShapeDtypeStruct((rows, 8), np.float32),
+        "sample_weight": jax.ShapeDtypeStruct((rows,), np.float32),
+    }
     shapes["labels"] = jax.ShapeDtypeStruct((rows,), np.int32)
     f = by_parts
 
@@ -282,7 +285,7 @@ def test_gradients_on_explicit_axes_are_sharded_as_what_they_are_of(of_hidden, o
 @pytest.mark.usefixtures("parts")
 def test_on_explicit_axes_a_part_merges_states_once_and_gradients_add_up_once(reduction):
     mesh, arrays = make_mesh(AxisType.Explicit), given(rows=(1024,), classes=64)
-    arrays.pop("weights"), arrays.pop("bias")
+    arrays.pop("sample_weight"), arrays.pop("bias")
 
     def collectives(f):
         """Those of a part, in the loop, and those of all."""
@@ -332,7 +335,7 @@ def test_inside_shard_map():
 def test_symbolic_shapes_are_exported(options, sizes):
     rows, classes = (*export.symbolic_shape(sizes), CLASSES)[:2]
     shapes = {name: array.shape for name, array in given().items()}
-    for name in ("hidden", "labels", "weights"):
+    for name in ("hidden", "labels", "sample_weight"):
         shapes[name] = (rows, *shapes[name][1:])
     shapes |= {"weight": (HIDDEN, classes), "bias": (classes,)}
     types = {name: jax.ShapeDtypeStruct(shape, np.int64 if name == "labels" else np.float64) for name, shape in shapes.items()}
@@ -406,7 +409,7 @@ WRONG = {
         TypeError,
         "hidden must have 16 bits or more, .* got float8_e5m2",
     ),
-    "labels": (F | {"labels": F["weights"]}, {}, TypeError, "labels must be integers, got float64"),
+    "labels": (F | {"labels": F["sample_weight"]}, {}, TypeError, "labels must be integers, got float64"),
     "weight": (
         F | {"weight": F["weight"].T},
         {},
@@ -415,7 +418,12 @@ WRONG = {
     ),
     "class_axis": (F, {"class_axis": 2}, ValueError, "class_axis must be -2, -1, 0 or 1, got 2"),
     "bias": (F | {"bias": np.zeros(3)}, {}, ValueError, r"bias must broadcast to shape \(33,\), got \(3,\)"),
-    "weights": (F | {"weights": np.zeros(3)}, {}, ValueError, r"weights must broadcast to shape \(3, 70\), got \(3,\)"),
+    "sample_weight": (
+        F | {"sample_weight": np.zeros(3)},
+        {},
+        ValueError,
+        r"sample_weight must broadcast to shape \(3, 70\), got \(3,\)",
+    ),
     "reduction": (F, {"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
     "smoothing": (F, {"label_smoothing": -1}, ValueError, r"label_smoothing must be from 0 to 1, got -1\.0"),
     "z_loss": (F, {"z_loss": -1}, ValueError, r"z_loss must be 0 or more and finite in float32, got -1\.0"),

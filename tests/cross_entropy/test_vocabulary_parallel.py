@@ -184,7 +184,7 @@ def test_second_derivatives():
         )
     ],
 )
-@pytest.mark.parametrize("without", cases.quick((), slow=[("bias", "weights")]), ids=str)
+@pytest.mark.parametrize("without", cases.quick((), slow=[("bias", "sample_weight")]), ids=str)
 @pytest.mark.usefixtures("parts")
 def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, class_axis, options, check_vma):
     rows, classes = specs
@@ -192,7 +192,7 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
     arrays = {name: array for name, array in given(rows=(1024,), classes=CLASSES).items() if name not in without}
     if class_axis == 0:
         arrays["weight"] = arrays["weight"].T
-    place = {"hidden": P(rows), "labels": P(rows), "weights": P(rows), "bias": P(classes)}
+    place = {"hidden": P(rows), "labels": P(rows), "sample_weight": P(rows), "bias": P(classes)}
     place |= {"weight": P(classes) if class_axis == 0 else P(None, classes)}
     place = {name: place[name] for name in arrays}
 
@@ -216,7 +216,7 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
 
 def test_gradients_inside_a_shard_map_that_checks_what_varies():
     arrays = given(rows=(64,), classes=CLASSES)
-    arrays.pop("weights"), arrays.pop("bias")
+    arrays.pop("sample_weight"), arrays.pop("bias")
     place = {"hidden": P("data"), "weight": P(None, "model"), "labels": P("data")}
 
     def step(arrays, **options):

@@ -883,14 +883,14 @@ def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard
     """In a `shard_map`, where the layer says so, and on a mesh whose axes say so themselves."""
     x, n = normal(BATCH, 16, WIDTH), 2
     mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:n])
-    order = {"zigzag": n, "context_parallel": "ring"}
 
     fn = functools.partial(attention_fn_with_rope, rope=nnx.RoPE(), is_causal=True)
     params, whole = linen_layer(fn)
     expected = jax.jit(whole)(params, x)
 
-    def layer(x, positions, **options):
-        own = functools.partial(fn, input_positions=positions, **order, **options)
+    def layer(x, positions, axis_name=None):
+        parallel = jaxsoftmax.ContextParallel("ring", zigzag=n, axis_name=axis_name)
+        own = functools.partial(fn, input_positions=positions, parallel=parallel)
         module = linen.MultiHeadDotProductAttention(attention_fn=own, num_heads=HEADS, qkv_features=2 * WIDTH)
         return module.apply({"params": params}, x, deterministic=True)
 
@@ -906,11 +906,20 @@ def test_a_sharded_sequence_in_zigzag_order_gives_what_a_whole_one_does(standard
     assert_close(undone(np.asarray(found)), expected)
 
 
+ORDER = jaxsoftmax.ContextParallel(zigzag=2)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: attention_fn(x, x, x, zigzag=2, module=SimpleNamespace(sow=print)), "attention_fn: zigzag must be None"),
-        (lambda x: attention_fn_with_rope(x, x, x, zigzag=2, rope=lambda x: x), "input_positions must come with zigzag"),
+        (
+            lambda x: attention_fn(x, x, x, parallel=ORDER, module=SimpleNamespace(sow=print)),
+            "attention_fn: parallel must have no zigzag where weights are in memory, got 2",
+        ),
+        (
+            lambda x: attention_fn_with_rope(x, x, x, parallel=ORDER, rope=lambda x: x),
+            "attention_fn_with_rope: parallel must have no zigzag without input_positions, got 2",
+        ),
     ],
 )
 def test_what_knows_no_order_refuses_it(call, words):

@@ -178,8 +178,8 @@ class _Work:
         self.steps = self._steps() if self.rows.axes and self.rows.axes == self.cols.axes else []
         if context_parallel is not None and not {"queries", "keys"} & set(over):
             raise ValueError(
-                "dot_product_attention: context_parallel must be None where no sequence is sharded, got"
-                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map say axis_name"
+                "dot_product_attention: parallel must name no strategy where no sequence is sharded, got"
+                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map give axis_name"
             )
         self.way = self._way(context_parallel)
         self.halves = self.way == "ring" and self._is_halved()
@@ -212,7 +212,7 @@ class _Work:
         if self.rows.length == 1 and not _OF_BOTH.isdisjoint(self.given):
             reasons.setdefault("all_to_all", "of masks and biases it is not known whether devices share them")
         if wanted in reasons:
-            raise NotImplementedError(f"dot_product_attention: context_parallel={wanted!r} cannot run: {reasons[wanted]}")
+            raise NotImplementedError(f"dot_product_attention: strategy {wanted!r} of parallel cannot run: {reasons[wanted]}")
         return wanted or self._cheapest([way for way in STRATEGIES if way not in reasons])
 
     def _cheapest(self, ways) -> str:

@@ -240,7 +240,7 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     bias: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
+    sample_weight: ArrayLike | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
     class_axis: int = -1,
     label_smoothing: float = 0.0,
@@ -275,9 +275,9 @@ def linear_cross_entropy(
         is cast to the dtype of `hidden`; its gradient adds up over parts in its own dtype, of which float32 loses least.
       labels: `[*rows]`, integers: the class of each row.
       bias: `[classes]`, or None.
-      weights: `[*rows]`, real: how much each row counts. One of 0 may hold anything; its loss is 0 and has no derivative.
-      reduction: "mean" for the sum of the losses times `weights` over the sum of `weights`, both without rows of
-        `ignore_index`, and 0 where nothing counts; "sum"; or "none" for `[*rows]` losses times `weights`.
+      sample_weight: `[*rows]`, real: how much each row counts. One of 0 may hold anything; its loss is 0 and has no derivative.
+      reduction: "mean" for the sum of the losses times `sample_weight` over the sum of `sample_weight`, both without rows of
+        `ignore_index`, and 0 where nothing counts; "sum"; or "none" for `[*rows]` losses times `sample_weight`.
       class_axis: the axis of `weight` that has the classes.
       label_smoothing: as for `cross_entropy`, and so are those that follow.
       z_loss: a number from 0 on.
@@ -313,11 +313,11 @@ def linear_cross_entropy(
     given = {"hidden": hidden, "weight": weight, "labels": labels}
     if bias is not None:
         given["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
-    if weights is not None:
-        weights = arguments.array(name, "weights", weights)
-        if jnp.issubdtype(weights.dtype, jnp.complexfloating):
-            raise TypeError(f"{name}: weights must be real, got {weights.dtype}")
-        given["weights"] = _broadcast("weights", weights, rows, name).astype(kind)
+    if sample_weight is not None:
+        sample_weight = arguments.array(name, "sample_weight", sample_weight)
+        if jnp.issubdtype(sample_weight.dtype, jnp.complexfloating):
+            raise TypeError(f"{name}: sample_weight must be real, got {sample_weight.dtype}")
+        given["sample_weight"] = _broadcast("sample_weight", sample_weight, rows, name).astype(kind)
     axis_name = arguments.axis_names(name, axis_name)
 
     def loss(of_rows, of_classes, *operands):
@@ -327,11 +327,11 @@ def linear_cross_entropy(
         all_classes = _countable(name, classes * lax.axis_size(axis_name))
         here = dict(zip(given, operands, strict=True))
         hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
-        factors = here.get("weights", jnp.ones_like(labels, kind))
+        factors = here.get("sample_weight", jnp.ones_like(labels, kind))
         index = _index(labels, all_classes)
         if ignore_index is not None:
             factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
-        if ignore_index is not None or weights is not None:
+        if ignore_index is not None or sample_weight is not None:
             index = jnp.where(factors != 0, index, NO_ROW)
             hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
         if reduction == "mean":

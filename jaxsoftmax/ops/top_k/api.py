@@ -29,39 +29,40 @@ _LEAST_TEMPERATURE = 2.0**-64  # scores at a lower one might overflow
 
 
 def top_k(
-    x: ArrayLike,
+    operand: ArrayLike,
     k: int,
     *,
     axis: int = -1,
     where: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `k` largest entries of `x` along `axis`, the largest first, and their indices, as `jax.lax.top_k` gives them.
+    """The `k` largest entries of `operand` along `axis`, the largest first, and their indices, as `jax.lax.top_k` gives them.
 
     The order is that of the bits: NaN of sign 0 above +inf, +0 above -0, NaN of sign 1 below -inf; equal entries in the order
     of their indices. (In long rows on a GPU `jax.lax.top_k`, and so the implementation "xla", takes 0 and -0 as equal.) Values
     may be differentiated, any number of times and in both modes.
 
     Args:
-      x: array of a floating or integer dtype with at least one axis.
+      operand: array of a floating or integer dtype with at least one axis.
       k: how many, from 0 to the size of `axis`; a concrete integer.
-      axis: the axis along which entries are compared. It counts in the shape to which `x` and `where` broadcast.
-      where: boolean, broadcast against `x` (also `x` against it): the entries that take part. The others count as -inf, or as
-        the smallest number of integers and of floating dtypes without infinity, and what `x` holds there has no effect.
+      axis: the axis along which entries are compared. It counts in the shape to which `operand` and `where` broadcast.
+      where: boolean, broadcast against `operand` (also `operand` against it): the entries that take part. The others count as
+        -inf, or as the smallest number of integers and of floating dtypes without infinity, and what `operand` holds there has
+        no effect.
       implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
 
     Returns:
-      The values, in the dtype of `x`, and their indices along `axis`, int32; both in the shape of `x` with size `k` along
-      `axis`.
+      The values, in the dtype of `operand`, and their indices along `axis`, int32; both in the shape of `operand` with size `k`
+      along `axis`.
 
     Raises:
-      TypeError: `x` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean.
+      TypeError: `operand` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean.
       ValueError: `k` or `axis` is out of range, `where` does not broadcast, no such `implementation`.
       NotImplementedError: `implementation` cannot run this call; with the reason.
     """
     name = "top_k"
     dispatch.check_implementation(name, name, implementation)
-    x, where, axis = _rows(name, "x", _real(name, "x", x), axis, where)
+    x, where, axis = _rows(name, "operand", _real(name, "operand", operand), axis, where)
     k = _count(name, k, x.shape[-1])
     shape = (*x.shape[:-1], k)
     if _is_empty(shape):

@@ -10,10 +10,10 @@ import jaxsoftmax
 
 from . import values
 
-attend = jaxsoftmax.paged_attention
+attend = jaxsoftmax.cache.paged_attention
 
 
-STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_residual", "precision", "implementation")
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_lse", "precision", "implementation")
 
 
 def jitted(**given):
@@ -41,13 +41,13 @@ def paged(
     lengths = rng.integers(0, most * page + 1, batch).astype(np.int32)
     if lengths.size > 1:
         lengths.flat[:2] = 2**31 - 1, -(2**31)
-    return arrays | {"page_table": table, "lengths": lengths}
+    return arrays | {"page_table": table, "key_value_seq_lengths": lengths}
 
 
 def gathered(arrays, **more):
     """The operands of `dot_product_attention` of the same meaning."""
     pages, table = arrays["key_pages"].shape[0], arrays["page_table"]
-    found = {"query": arrays["query"], "key_value_seq_lengths": arrays["lengths"]}
+    found = {"query": arrays["query"], "key_value_seq_lengths": arrays["key_value_seq_lengths"]}
     for name in ("key", "value"):
         array = arrays[f"{name}_pages"][np.clip(table, 0, pages - 1)]
         found[name] = array.reshape(*table.shape[:-1], -1, *array.shape[-2:])
@@ -77,11 +77,11 @@ FEATURES = list(features((1,), 1, 1, 16))
 
 def check(arrays, feature, name="xla", call=jitted):
     """Holds a call to float64."""
-    batch, (length, heads) = arrays["lengths"].shape, arrays["query"].shape[-3:-1]
+    batch, (length, heads) = arrays["key_value_seq_lengths"].shape, arrays["query"].shape[-3:-1]
     keys = arrays["page_table"].shape[-1] * arrays["key_pages"].shape[1]
     more, options = features(batch, length, heads, keys)[feature]
-    results = call(**arrays, **more, **options, return_residual=True)
+    results = call(**arrays, **more, **options, return_lse=True)
     moves = "is_causal" in options or "local_window_size" in options
-    arrays = arrays | {"lengths": np.clip(arrays["lengths"], 0, keys)}
-    last = {"query_offset": arrays["lengths"] - length} if moves else {}
+    arrays = arrays | {"key_value_seq_lengths": np.clip(arrays["key_value_seq_lengths"], 0, keys)}
+    last = {"query_offset": arrays["key_value_seq_lengths"] - length} if moves else {}
     values.assert_right(name, results, gathered(arrays, **last | more), options)

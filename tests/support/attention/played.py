@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoftmax import cache
 from jaxsoftmax._gpu.target import HOPPER
 from jaxsoftmax.ops.attention import api
 from jaxsoftmax.ops.attention.mosaic import decode, forward
@@ -124,5 +125,6 @@ def play(monkeypatch, **more):
         return decode.attention(operands, target=HOPPER, **options, **more)
 
     monkeypatch.setattr(forward, "run", run)
-    monkeypatch.setattr(api, "bind", bind)
+    for module in (api, cache):
+        monkeypatch.setattr(module, "bind", bind)
     return found

@@ -127,7 +127,7 @@ FEATURES = {
     "dropout": case(dropout_rate=0.3, dropout_rng=3),
     "dropout, causal": case(dropout_rate=0.8, dropout_rng=4, is_causal=True),
     "dropout, broadcast": case(dropout_rate=0.3, dropout_rng=5, broadcast_dropout=True),
-    "deterministic": case(dropout_rate=0.3, deterministic=True),
+    "deterministic": case(dropout_rate=0.3, deterministic=True, deterministic_gradients=True),
     **{f"mask {cases.ident(shape)}": case(None, lambda shape=shape: {"mask": random(shape)}) for shape in SCORES},
     **{f"bias {cases.ident(shape)}": case(None, lambda shape=shape: {"bias": random(shape, "bias")}) for shape in SCORES[:10]},
 }
@@ -160,7 +160,7 @@ def function(options, fixed, implementation=None):
 def truth_of(truth, name, given, options, *args):
     """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
     is_float32, is_coarse = given["query"].dtype == np.float32, options.get("precision") == "high"
-    options = {name: value for name, value in options.items() if name not in ("deterministic", "precision")}
+    options = {name: value for name, value in options.items() if name not in ("deterministic_gradients", "precision")}
     rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
     broadcast = options.pop("broadcast_dropout", False)
     if seed is not None:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 
 ROWS, HIDDEN, CLASSES = (3, 70), 16, 33
-WRT = ("hidden", "weight", "bias", "weights")
+WRT = ("hidden", "weight", "bias", "sample_weight")
 
 
 def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
@@ -18,9 +18,11 @@ def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
         "hidden": rng.standard_normal((*rows, hidden)),
         "weight": rng.standard_normal((hidden, classes)),
         "bias": rng.standard_normal(classes),
-        "weights": rng.random(rows),
+        "sample_weight": rng.random(rows),
     }
-    arrays = {name: array.astype(jnp.dtype(dtype) if name != "weights" else array.dtype) for name, array in arrays.items()}
+    arrays = {
+        name: array.astype(jnp.dtype(dtype) if name != "sample_weight" else array.dtype) for name, array in arrays.items()
+    }
     return arrays | {"labels": rng.integers(0, classes, rows)}
 
 
@@ -30,7 +32,7 @@ def whole(arrays, reduction="mean", class_axis=-1, ignore_index=None, **options)
     logits = arrays["hidden"] @ weight
     logits += jnp.broadcast_to(arrays.get("bias", 0.0), logits.shape).astype(logits.dtype)
     loss = jaxsoftmax.cross_entropy(logits, arrays["labels"], ignore_index=ignore_index, **options)
-    factors = jnp.asarray(arrays.get("weights", np.ones(loss.shape)), loss.dtype)
+    factors = jnp.asarray(arrays.get("sample_weight", np.ones(loss.shape)), loss.dtype)
     if ignore_index is not None:
         factors = jnp.where(arrays["labels"] == ignore_index, 0, factors)
     return {"none": factors * loss, "sum": jnp.sum(factors * loss), "mean": jnp.sum(factors * loss) / jnp.sum(factors)}[
@@ -58,5 +60,5 @@ def with_gradients(f, arrays, **options):
 def sharded_over(mesh, of_hidden, of_weight, arrays):
     """The arrays on devices, as the specs of two of them say, and the specs of all."""
     of_rows = P(*of_hidden[: arrays["labels"].ndim])
-    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "weights": of_rows, "labels": of_rows}
+    specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "sample_weight": of_rows, "labels": of_rows}
     return {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}, specs

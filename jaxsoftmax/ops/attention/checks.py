@@ -1,0 +1,220 @@
+"""Checks of the arguments that `dot_product_attention` and `paged_attention` share.
+
+Each function takes the name of the public function first, in whose name it raises.
+"""
+
+import math
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxsoftmax._core import arguments, compat
+from jaxsoftmax._core.dtypes import accumulator
+
+Window = int | tuple[int | None, int | None] | None
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+BYTES = ("float8_e4m3fn", "int8")  # of keys and values with a scale
+
+
+def cache_scales(function, dtype, keys, shape, **scales):
+    """The scales of keys and values of 8 bits, as what results of a dtype are summed in, by the names of the operands.
+
+    `shape` is the largest that they may have, of which the last axis is heads.
+    """
+    found = {}
+    if keys.dtype.name not in BYTES:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise TypeError(
+                    f"{function}: {name}_scale must be None unless keys and values are of dtype {' or '.join(BYTES)},"
+                    f" got one with {keys.dtype}"
+                )
+        return found
+    for name, scale in scales.items():
+        scale = jnp.ones(shape[-1:]) if scale is None else scale
+        array = arguments.array(function, f"{name}_scale", scale, "floating")
+        if array.shape not in (shape, shape[-1:]):
+            raise ValueError(f"{function}: {name}_scale must have the shape {shape[-1:]} or {shape}, got {array.shape}")
+        found[f"{name}_scale"] = array.astype(accumulator(dtype))
+    return found
+
+
+def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """An array of floating point numbers, or of 8 bits."""
+    array = arguments.array(function, name, value)
+    hint = "" if name == "query" else f", or of dtype {' or '.join(BYTES)}"
+    return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
+
+
+def of_32_bits(array):
+    """Integers as int32: one that int32 does not hold is as good as the next that it does."""
+    if array.dtype.itemsize > 4 or array.dtype == np.uint32:
+        limits = np.iinfo(np.int32)
+        array = jnp.clip(array, 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else limits.min, limits.max)
+    return array.astype(np.int32)
+
+
+def operands_of_scores(function, bias, mask, sinks, shape):
+    """Bias, mask and sinks of scores of a shape, as far as there are any, by the names of the operands."""
+    found, (*batch, heads, _, _) = {}, shape
+    if bias is not None:
+        found["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape)
+    if mask is not None:
+        mask = arguments.array(function, "mask", mask, "boolean", "; what is added to the scores goes into bias")
+        found["mask"] = scores_like(function, "mask", mask, shape)
+    if sinks is not None:
+        sinks = of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
+        found["sinks"] = lax.expand_dims(sinks, range(len(batch)))
+    return found
+
+
+def scores_like(function, name, array, shape):
+    """`array` with the axes of the scores, of which it may have size 1."""
+    extra = array.ndim - len(shape)
+    if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
+        array = lax.squeeze(array, range(extra))
+    fits = array.ndim <= len(shape) and all(own in (1, size) for own, size in zip(array.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"{function}: {name} must broadcast to [*batch, N, T, S], got shape {array.shape} for {shape}")
+    return lax.expand_dims(array, range(len(shape) - array.ndim))
+
+
+def of_shape(function, name, value, kind, shape, axes):
+    """`value` as an array of a dtype of this kind and of this shape."""
+    array = arguments.array(function, name, value, kind)
+    if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
+        array = array.reshape(())
+    if array.shape != shape:
+        raise ValueError(f"{function}: {name} must have the shape {axes} = {shape}, got {array.shape}")
+    return array
+
+
+def sequence_lengths(function, name, value, batch):
+    """Lengths as int32."""
+    return of_32_bits(of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
+
+
+def offset(function, value, batch):
+    """An offset as int32, one for each batch entry or one for all, within what sums with lengths do not exceed."""
+    array = arguments.array(function, "query_offset", arguments.listed(function, "query_offset", value), "integers")
+    if array.shape not in ((), batch):
+        raise ValueError(f"{function}: query_offset must be one number or have the shape [*batch] = {batch}, got {array.shape}")
+    if array.dtype.itemsize >= 4:
+        array = jnp.minimum(array, 2**29)
+        array = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, -(2**29))
+    return array.astype(np.int32).reshape(array.shape or (1,) * len(batch))
+
+
+def scaled(function, query, scale) -> tuple[jax.Array, float]:
+    """The query and a concrete scale, 1 if the scale is traced: it multiplies the query then, which is rounded once."""
+    kind = accumulator(query.dtype)
+    if scale is None:
+        return query, 1 / math.sqrt(query.shape[-1])
+    if not isinstance(scale, jax.core.Tracer):
+        return query, _scale(function, scale, kind)
+    scale = arguments.array(function, "scale", scale)
+    if scale.shape != () or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        raise TypeError(f"{function}: scale must be a real number, got {arguments.shown(scale)}")
+    return (query.astype(kind) * scale.astype(kind)).astype(query.dtype), 1.0
+
+
+def _scale(function, value, kind):
+    scale, limits = arguments.number(function, "scale", value), jnp.finfo(kind)
+    if not abs(scale) <= float(limits.max):
+        raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {scale}")
+    return scale
+
+
+_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # those of jax.lax.Precision
+
+_MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
+    lax.Precision.HIGHEST,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    lax.DotAlgorithmPreset.F32_F32_F32,
+    lax.DotAlgorithmPreset.F64_F64_F64,
+}
+
+
+def precision(function: str, value: Any) -> Literal["high", "highest"]:
+    """Whether float32 products must be those of float32, or may be made of three bfloat16 products."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision
+    if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
+        return "highest"
+    several = isinstance(value, tuple | list)
+    found = [_one_precision(function, one) for one in (value if several else [value])]
+    if several and not (len(found) == 2 and all(isinstance(one, lax.Precision) for one in found)):
+        raise ValueError(f"{function}: several precisions must be two of jax.lax.Precision, got {arguments.shown(value)}")
+    return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in found) else "high"
+
+
+def _one_precision(function, value):
+    if value is None or isinstance(value, lax.Precision | lax.DotAlgorithmPreset):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{function}: precision must be None, a string or one of jax.lax's, got {arguments.shown(value)}")
+    if value in lax.DotAlgorithmPreset.__members__:
+        return lax.DotAlgorithmPreset[value]
+    try:
+        return lax.Precision(value)
+    except ValueError:
+        names = ", ".join(map(repr, _PRECISIONS))
+        raise ValueError(
+            f"{function}: precision must be one that jax.lax.dot takes, None, {names}, or the name of a"
+            f" jax.lax.DotAlgorithmPreset such as 'BF16_BF16_F32', got {arguments.shown(value)}"
+        ) from None
+
+
+def dropout_seeds(
+    function: str, dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: int, broadcast: bool
+) -> jax.Array:
+    """The seeds of dropout, uint32 `[*batch, N, 2]`, the same ones everywhere if `broadcast`."""
+    if dropout_rng is None:
+        raise ValueError(f"{function}: dropout_rng must be a key where dropout_rate is above 0, got None")
+    key, shape = arguments.random_key(function, "dropout_rng", dropout_rng), (*batch, heads, 2)
+    seeds = jax.random.bits(key, (2,) if broadcast else shape, np.uint32)
+    return jnp.broadcast_to(seeds, shape)
+
+
+def xla_is_deterministic() -> bool:
+    """Whether XLA_FLAGS asks for GPU programs that give the same bits run after run."""
+    flags = compat.xla_flags()
+    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    return any(flags.get(name, "").lower() in ("true", "1") for name in names)
+
+
+def window(function, value, is_causal, length, keys, is_offset) -> tuple[int | None, int | None]:
+    """How many keys before and after its own position a query sees, None where that rules out nothing, wherever queries are."""
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2:
+        raise ValueError(
+            f"{function}: local_window_size must be one number or a pair (left, right), got {arguments.shown(value)}"
+        )
+    try:
+        if any(isinstance(side, bool | np.bool_) for side in sides):
+            raise TypeError
+        left, right = (None if side is None else operator.index(side) for side in sides)
+    except TypeError:
+        raise TypeError(
+            f"{function}: local_window_size must be an int or a pair of ints, got {arguments.shown(value)}"
+        ) from None
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise ValueError(
+            f"{function}: local_window_size must not be negative, and None is for all keys, got {arguments.shown(value)}"
+        )
+    ends = (None, None) if is_offset else (length, keys)
+    return _side(left, ends[0]), _side(0 if is_causal else right, ends[1])
+
+
+def _side(side: int | None, length) -> int | None:
+    if side is None or (isinstance(length, int) and side >= length - 1):
+        return None
+    return min(side, 2**30)  # positions are of 32 bits, and there are less than that many
