@@ -122,7 +122,7 @@ def attention_fn(
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jaxsoftmax.flax import attention_fn
-      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16))
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.float32)
       >>> causal = nnx.make_causal_mask(jnp.ones((2, 8)))
       >>> output = attention_fn(query, key, value, mask=causal)
       >>> expected = nnx.dot_product_attention(query, key, value, mask=causal)
@@ -132,7 +132,7 @@ def attention_fn(
       One argument changes in a module, and its parameters stay the same:
 
       >>> attention = nnx.MultiHeadAttention(2, in_features=16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
-      >>> print(attention(jnp.ones((2, 8, 16)), is_causal=True).shape)
+      >>> print(attention(jnp.ones((2, 8, 16), jnp.float32), is_causal=True).shape)
       (2, 8, 16)
 
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -238,7 +238,7 @@ def attention_fn_with_rope(
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jaxsoftmax.flax import attention_fn_with_rope
-      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16))
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.float32)
       >>> output = attention_fn_with_rope(query, key, value, rope=nnx.RoPE())
       >>> expected = nnx.dot_product_attention_with_rope(query, key, value, rope=nnx.RoPE())
       >>> bool(jnp.allclose(output, expected, atol=1e-2))  # a GPU may multiply in TF32

@@ -20,26 +20,6 @@ when the maximum grows.
     state = merge(state, other)        another split of the same rows
     state = finish(state)              (log-sum-exp, 1, the weighted mean of the values)
 
-A finished state is a state of the same scores with `d = 1`. Attention over a prefix that many requests share can
-therefore be computed once, kept as `(lse, o)`, and merged with the attention over each request's suffix:
-
->>> import jax
->>> import jax.numpy as jnp
->>> from jaxsoftmax.online import finish, lift, merge
->>> keys = jax.random.split(jax.random.key(0), 5)
->>> query = jax.random.normal(keys[0], (4, 8))  # four requests, head size 8
->>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
->>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
->>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
->>> suffix = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
->>> suffix = jax.tree.map(lambda a: a[:, 0], suffix)
->>> output = finish(merge(shared, suffix)).o
->>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
->>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
->>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
->>> bool(jnp.allclose(output, whole, atol=1e-2))  # a GPU may multiply in TF32
-True
-
 Infinite scores obey the same laws. A set in which every score is `-inf` has the state `(-inf, 0, 0)` of the identity.
 A set that holds `+inf` has `m = d = +inf`. A NaN score makes the state NaN.
 
@@ -49,6 +29,27 @@ All functions are plain `jax.numpy` on whole blocks, in float32 or float64. They
 With `scale`, which must not be negative, the scores are `scale * x` for the array `x` that is passed. Then `m` is the
 maximum of `x`, before scaling, and `d` is the sum of `exp(scale * (x - m))`. This keeps differences of large scores
 that `scale * x` would lose to rounding. `finish` takes states that were made without `scale`.
+
+A finished state is a state of the same scores with `d = 1`. Attention over a prefix that many requests share can
+therefore be computed once, kept as `(lse, o)`, and merged with the attention over each request's suffix.
+
+Examples:
+  >>> import jax
+  >>> import jax.numpy as jnp
+  >>> from jaxsoftmax.online import finish, lift, merge
+  >>> keys = jax.random.split(jax.random.key(0), 5)
+  >>> query = jax.random.normal(keys[0], (4, 8))  # four requests, head size 8
+  >>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
+  >>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
+  >>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
+  >>> suffix = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
+  >>> suffix = jax.tree.map(lambda a: a[:, 0], suffix)
+  >>> output = finish(merge(shared, suffix)).o
+  >>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
+  >>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
+  >>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
+  >>> bool(jnp.allclose(output, whole, atol=1e-2))  # a GPU may multiply in TF32
+  True
 
 Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
 """
