@@ -1,6 +1,6 @@
-"""Attention for Flax: what modules of linen and nnx take as `attention_fn`.
+"""Attention functions that modules of `flax.linen` and `flax.nnx` take as `attention_fn`.
 
-`import jaxsoftmax` leaves this module alone, so Flax is imported by those who import this one.
+`import jaxsoftmax` does not import this module, so Flax is needed only by programs that import `jaxsoftmax.flax`.
 """
 
 import functools
@@ -53,51 +53,81 @@ def attention_fn(
     fully_masked_rows: Literal["zero", "mean"] = "zero",
     parallel: ContextParallel | None = None,
 ) -> jax.Array:
-    """Attention with the arguments of `flax.linen.dot_product_attention` and of `flax.nnx.dot_product_attention`.
+    """Computes attention with the arguments of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`.
 
-    The attention modules of both take it as `attention_fn`. It runs as `jaxsoftmax.dot_product_attention` does: the kernels are
-    the same, the derivatives, and the names under `jax.checkpoint`. Other than in Flax, a query that sees no key gives 0
-    unless `fully_masked_rows` is `"mean"`, and softmax is computed in float32 or wider, whatever the dtype.
+    The attention modules of both APIs take the function as `attention_fn`. It runs as `jaxsoftmax.dot_product_attention`,
+    with the same kernels, derivatives and checkpoint names. Two things differ from Flax: a query that sees no key gives 0
+    unless `fully_masked_rows` is "mean", and the softmax is computed in float32 or wider for every dtype.
 
-    `is_causal` and a mask go together: a query sees what neither rules out. The kernels skip whole blocks of keys before the
-    first and behind the last that any query of a block sees, if the mask is the same for all heads, as Flax's are.
+    `is_causal` and `mask` combine: a query sees a key if neither excludes it. If the mask is the same for all heads, as
+    masks of Flax are, the kernels skip whole blocks of keys before the first key and after the last key that a block of
+    queries sees.
 
     Args:
-      query: `[*batch, T, N, H]`, with any number of batch axes or none.
-      key: `[*batch, S, K, H]`. N is a multiple of K: each key head serves N / K query heads that follow one another.
-      value: `[*batch, S, K, Hv]`.
-      bias: as `jaxsoftmax.dot_product_attention` takes it.
-      mask: boolean or numbers, broadcast to `[*batch, N, T, S]`: a query sees the keys where it is not 0.
-      broadcast_dropout: whether the same weights are dropped in all heads and all of the batch.
-      dropout_rng: a key of `jax.random`; the same key drops the same weights, though other ones than Flax's own attention.
-      dropout_rate: as `jaxsoftmax.dot_product_attention` takes it.
-      deterministic: True if no weight is dropped; concrete. It says nothing of gradients.
-      dtype: to which query, key and value are cast, and that of the computation; None for the one to which theirs promote:
-        float16, bfloat16, float32 or float64.
-      precision: as `jaxsoftmax.dot_product_attention` takes it.
-      module: a module of linen or nnx that sows the weights, `[*batch, N, T, S]`, before dropout, as `"attention_weights"` of
-        its intermediates. The output is the same with and without them.
-      force_fp32_for_softmax: whether sown weights and the output, which has been rounded to `dtype`, are float32 where that is
-        narrower, as in Flax.
-      einsum_dot_general: must be None. Products of the caller's own are what the two einsums make.
-      qk_attn_weights_einsum: makes the scores in place of `jnp.einsum`. All weights are in memory then, and no kernel
-        of attention runs.
-      attn_weights_value_einsum: makes the output of weights and values; both or none.
-      promote_dtype: a function of `(query, key, value)` and `dtype=` that returns the three of one dtype; None for Flax's.
-      is_causal: whether a query sees no key after its own position, both counted from 0. No mask is in memory then. nnx
-        passes it; in linen, `functools.partial(attention_fn, is_causal=True)` says so, but never with `decode=True`: there
-        each query is the only one of its call, so that its position would be 0.
-      fully_masked_rows: as for `jaxsoftmax.dot_product_attention`; modules take `functools.partial(attention_fn, ...)`.
-      parallel: as for `jaxsoftmax.dot_product_attention`. Where weights are sown or einsums are the caller's own, it may have
-        neither `zigzag` nor `axis_name`.
+      query: array `[*batch, T, N, H]`, with any number of batch axes or none.
+      key: array `[*batch, S, K, H]`. N is a multiple of K: each key head serves `N / K` consecutive query heads.
+      value: array `[*batch, S, K, Hv]`.
+      bias: floating array that broadcasts to `[*batch, N, T, S]` and is added to the scores. An entry of `-inf` hides a
+        key. None (the default) for no bias.
+      mask: boolean or numeric array that broadcasts to `[*batch, N, T, S]`. A query sees a key if the entry is not 0. None
+        (the default) for no mask.
+      broadcast_dropout: True (the default) to drop the same weights in all heads and in the whole batch.
+      dropout_rng: key of `jax.random`, needed if weights are dropped. Equal keys drop equal weights, but other weights
+        than Flax's own attention drops for the same key.
+      dropout_rate: share of the weights that is dropped, a concrete number from 0 (the default) to less than 1. The
+        remaining weights are divided by `1 - dropout_rate`.
+      deterministic: True to drop no weights; False by default. A concrete value. It has no effect on the order in which
+        gradients are summed.
+      dtype: dtype to which query, key and value are cast, and dtype of the computation: float16, bfloat16, float32 or
+        float64. None (the default) for the dtype to which theirs promote.
+      precision: precision of the matrix products, as in `jax.lax.dot` and `jaxsoftmax.dot_product_attention`. None (the
+        default) for `jax_default_matmul_precision`.
+      module: linen or nnx module that sows the weights `[*batch, N, T, S]`, before dropout, as "attention_weights" of its
+        intermediates. None (the default) sows nothing. The output is the same with and without it.
+      force_fp32_for_softmax: True to return the output, and sow the weights, as float32 if `dtype` is narrower, as Flax
+        does; False by default. The output has been rounded to `dtype` before.
+      einsum_dot_general: must be None. Custom products are passed as the two einsums below.
+      qk_attn_weights_einsum: function that computes the scores in place of `jnp.einsum`. All weights are then in memory,
+        and no attention kernel runs. None (the default) for no custom product.
+      attn_weights_value_einsum: function that computes the output from weights and values. Pass both einsums or neither.
+      promote_dtype: function of `(query, key, value)` and `dtype=` that returns the three arrays in one dtype. None (the
+        default) for Flax's function.
+      is_causal: True if a query sees no key after its own position, with both counted from 0; False by default. It needs
+        no mask in memory. nnx modules pass it. In linen pass `functools.partial(attention_fn, is_causal=True)`, but never
+        with `decode=True`: there each call has a single query, whose position would be 0.
+      fully_masked_rows: result of a query that sees no key: "zero" (the default), or "mean" for the mean of all values, as
+        in Flax. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
+      parallel: `jaxsoftmax.ContextParallel` that describes how devices share the sequence; None (the default) leaves the
+        choice to the library. `zigzag` and `axis_name` cannot be combined with sown weights or custom einsums.
 
     Returns:
-      `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as `force_fp32_for_softmax` says.
+      Array `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as described at `force_fp32_for_softmax`.
 
     Raises:
-      TypeError: an argument is of the wrong type or dtype, complex, or traced although it must be concrete.
-      ValueError: an argument has a shape or a value that does not fit; one einsum without the other, or with `precision`;
-        weights or einsums with `zigzag` or `axis_name` in `parallel`.
+      TypeError: an argument has the wrong type or dtype, is complex, or is traced although it must be concrete.
+      ValueError: an argument has a shape or value that does not fit, `einsum_dot_general` is not None, one einsum comes
+        without the other or with `precision`, or sown weights or custom einsums come with a `parallel` that sets `zigzag`
+        or `axis_name`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxsoftmax.flax import attention_fn
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.float32)
+      >>> causal = nnx.make_causal_mask(jnp.ones((2, 8)))
+      >>> output = attention_fn(query, key, value, mask=causal)
+      >>> expected = nnx.dot_product_attention(query, key, value, mask=causal)
+      >>> bool(jnp.allclose(output, expected, atol=1e-2))  # a GPU may multiply in TF32
+      True
+
+      One argument changes in a module, and its parameters stay the same:
+
+      >>> attention = nnx.MultiHeadAttention(2, in_features=16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+      >>> print(attention(jnp.ones((2, 8, 16), jnp.float32), is_causal=True).shape)
+      (2, 8, 16)
+
+    Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     query, key, value = _real(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, force_fp32_for_softmax = arguments.flags(
@@ -164,20 +194,49 @@ def attention_fn_with_rope(
     input_positions: ArrayLike | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`attention_fn` of queries and keys that are rotated by their positions: `flax.nnx.dot_product_attention_with_rope`.
+    """Computes `attention_fn` of queries and keys that are rotated by their positions.
 
-    Modules take `functools.partial(attention_fn_with_rope, rope=rope)` as `attention_fn`.
+    The function replaces `flax.nnx.dot_product_attention_with_rope`. Modules take
+    `functools.partial(attention_fn_with_rope, rope=rope)` as `attention_fn`.
 
     Args:
-      query: `[*batch, T, N, H]`.
-      key: `[*batch, S, K, H]`.
-      value: `[*batch, S, K, Hv]`.
-      rope: rotates `[T, H]` by positions `[T]`, or by `0, ..., T - 1` where there are none: a `flax.nnx.RoPE`.
-      input_positions: numbers, broadcast to `[*batch, T]` and to `[*batch, S]`, so that T and S are the same. They must be
-        there, in the order of the tokens, if `parallel` has a `zigzag` or an `axis_name`.
-      **options: what else `attention_fn` takes.
+      query: array `[*batch, T, N, H]`, with any number of batch axes or none.
+      key: array `[*batch, S, K, H]`. N is a multiple of K: each key head serves `N / K` consecutive query heads.
+      value: array `[*batch, S, K, Hv]`.
+      rope: function that rotates an array `[T, H]` by positions `[T]`, or by `0, ..., T - 1` if it gets no positions, such
+        as a `flax.nnx.RoPE`.
+      input_positions: real numbers that broadcast to `[*batch, T]` and to `[*batch, S]`, so T and S are equal. None (the
+        default) for `0, ..., T - 1`. If `parallel` sets `zigzag` or `axis_name`, positions are required, in the order of
+        the tokens.
+      **options: all other arguments of `attention_fn`, by name.
 
-    Returns and raises what `attention_fn` does; TypeError and ValueError of positions too.
+    Returns:
+      Array `[*batch, T, N, Hv]` in the dtype of the computation, or float32 as described at `force_fp32_for_softmax` of
+      `attention_fn`.
+
+    Raises:
+      TypeError: `rope` is not a function, `input_positions` are not real numbers, or an argument of `attention_fn` has the
+        wrong type or dtype, is complex, or is traced although it must be concrete.
+      ValueError: `query` or `key` has fewer than 3 axes, `input_positions` do not broadcast to the positions of queries
+        and keys or are missing although `parallel` sets `zigzag` or `axis_name`, or an argument of `attention_fn` has a
+        shape or value that does not fit.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxsoftmax.flax import attention_fn_with_rope
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.float32)
+      >>> output = attention_fn_with_rope(query, key, value, rope=nnx.RoPE())
+      >>> expected = nnx.dot_product_attention_with_rope(query, key, value, rope=nnx.RoPE())
+      >>> bool(jnp.allclose(output, expected, atol=1e-2))  # a GPU may multiply in TF32
+      True
+
+      In a module:
+
+      >>> import functools
+      >>> rotated = functools.partial(attention_fn_with_rope, rope=nnx.RoPE())
+      >>> attention = nnx.MultiHeadAttention(2, in_features=16, attention_fn=rotated, decode=False, rngs=nnx.Rngs(0))
     """
     arguments.callback(_WITH_ROPE, "rope", rope)
     if input_positions is None:

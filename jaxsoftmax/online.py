@@ -1,49 +1,55 @@
-"""Online softmax as a monoid.
+"""Online softmax as a monoid: states of scores that merge in any order.
 
-A `State` stands for a set of scores that have been seen:
+A `State` represents a set of scores:
 
     m = max(scores),   d = sum(exp(scores - m)),   o = sum(exp(scores - m) * values)
 
-(`o` only where values ride along, as in attention.) Softmax needs nothing but this state: its denominator is `d` once the
-maximum is `m`, log-sum-exp is `m + log(d)`, and attention's output is `o / d`. Two sets are joined by rescaling both states to
-the larger maximum and adding:
+`o` is present only if the scores carry values, as in attention. Softmax needs nothing except this state: its
+denominator is `d` once the maximum is `m`, the log-sum-exp is `m + log(d)`, and attention's output is `o / d`. To
+merge two states, both are rescaled to the larger maximum and added:
 
-    m = max(a.m, b.m),   d = a.d * exp(a.m - m) + b.d * exp(b.m - m),   o likewise.
+    m = max(a.m, b.m),   d = a.d * exp(a.m - m) + b.d * exp(b.m - m),   o in the same way.
 
-This `merge` is associative and commutative, and `identity`, the state of no scores, is `(-inf, 0, 0)`. So the scores of a row
-may be cut anywhere and merged in any order, at any level: between lanes, warps, blocks, key blocks of attention, splits of a
-huge row, or devices. A row is read once, as the sum so far can be rescaled when the maximum grows.
+This `merge` is associative and commutative. Its neutral element is `identity`, the state of no scores: `(-inf, 0, 0)`.
+The scores of a row may therefore be cut anywhere and merged in any order, at any level: between lanes, warps, blocks,
+key blocks of attention, splits of a long row, or devices. A row is read once, because the sum so far can be rescaled
+when the maximum grows.
 
     state = identity(shape)            no scores yet
     state = push(state, block)         one more block of scores; equals merge(state, lift(block))
     state = merge(state, other)        another split of the same rows
     state = finish(state)              (log-sum-exp, 1, the weighted mean of the values)
 
-A finished state is again a state, of the same scores, with `d = 1`. Attention over a prefix that many requests share can
-therefore be computed once, kept as `(lse, o)`, and merged with the attention over each request's own suffix:
+Infinite scores obey the same laws. A set in which every score is `-inf` has the state `(-inf, 0, 0)` of the identity.
+A set that holds `+inf` has `m = d = +inf`. A NaN score makes the state NaN.
 
->>> import jax, jax.numpy as jnp
->>> keys = jax.random.split(jax.random.key(0), 5)
->>> query = jax.random.normal(keys[0], (4, 8))  # four requests, head size 8
->>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
->>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
->>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
->>> own = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
->>> own = jax.tree.map(lambda a: a[:, 0], own)
->>> output = finish(merge(shared, own)).o
->>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
->>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
->>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
->>> bool(jnp.allclose(output, whole, atol=1e-2))  # a GPU may multiply in TF32
-True
+All functions are plain `jax.numpy` on whole blocks, in float32 or float64. They run wherever `jax.numpy` runs: in
+`jit`, in a Pallas kernel, in `lax.reduce`, in `shard_map`.
 
-Infinite scores obey the laws too: a set of nothing but `-inf` has the state `(-inf, 0, 0)` of the identity, one that holds
-`+inf` has `m = d = +inf`. A NaN score makes the state NaN. Everything here is plain `jax.numpy` on whole blocks and runs in
-float32 or float64 wherever that does: in `jit`, in a Pallas kernel, in `lax.reduce`, in `shard_map`.
+With `scale`, which must not be negative, the scores are `scale * x` for the array `x` that is passed. Then `m` is the
+maximum of `x`, before scaling, and `d` is the sum of `exp(scale * (x - m))`. This keeps differences of large scores
+that `scale * x` would lose to rounding. `finish` takes states that were made without `scale`.
 
-With `scale`, which must not be negative, the scores are `scale` times what is given: `m` is the maximum before scaling, and
-`d` the sum of `exp(scale * (given - m))`. That is exact where `scale * given` would lose the differences of large scores.
-`finish` takes states without a `scale`.
+A finished state is a state of the same scores with `d = 1`. Attention over a prefix that many requests share can
+therefore be computed once, kept as `(lse, o)`, and merged with the attention over each request's suffix.
+
+Examples:
+  >>> import jax
+  >>> import jax.numpy as jnp
+  >>> from jaxsoftmax.online import finish, lift, merge
+  >>> keys = jax.random.split(jax.random.key(0), 5)
+  >>> query = jax.random.normal(keys[0], (4, 8))  # four requests, head size 8
+  >>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
+  >>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
+  >>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
+  >>> suffix = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
+  >>> suffix = jax.tree.map(lambda a: a[:, 0], suffix)
+  >>> output = finish(merge(shared, suffix)).o
+  >>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)
+  >>> v = jnp.concatenate([jnp.broadcast_to(prefix_v, (4, 32, 8)), suffix_v], axis=1)
+  >>> whole = jnp.einsum("rk,rkh->rh", jax.nn.softmax(jnp.einsum("rh,rkh->rk", query, k)), v)
+  >>> bool(jnp.allclose(output, whole, atol=1e-2))  # a GPU may multiply in TF32
+  True
 
 Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867, section 3.1.
 """
@@ -83,12 +89,21 @@ _LOG2E = math.log2(math.e)
 
 
 class State(NamedTuple):
-    """The scores of each row seen so far.
+    """Represents a set of scores for each row: their maximum and their sums relative to it.
+
+    `lift` makes a state of scores, `merge` joins two states, and `finish` gives the results. A state is a pytree.
 
     Attributes:
-      m: maximum of the scores, `[*rows]`.
-      d: sum of `exp(score - m)`, `[*rows]`.
-      o: sum of `exp(score - m) * value`, `[*rows, value_size]`, or None where no values ride along.
+      m: maximum of the scores, `[*rows]`, float32 or float64.
+      d: sum of `exp(score - m)`, `[*rows]`, in the dtype of `m`.
+      o: sum of `exp(score - m) * value`, `[*rows, value_size]`, in the dtype of `m`. None if the scores carry no values.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> state = online.lift(jnp.log(jnp.array([[1.0, 2.0, 5.0]])))
+      >>> print(jnp.round(jnp.exp(state.m), 3), jnp.round(state.d, 3), state.o)
+      [5.] [1.6] None
     """
 
     m: jax.Array
@@ -97,23 +112,62 @@ class State(NamedTuple):
 
 
 def identity(rows: tuple[int, ...], value_size: int | None = None, dtype: jax.typing.DTypeLike = jnp.float32) -> State:
-    """The state of no scores at all, for an array of rows; with `value_size`, for scores that carry values."""
+    """Returns the state of no scores: `m = -inf`, `d = 0` and `o = 0`.
+
+    Args:
+      rows: shape of the rows.
+      value_size: size of the values that the scores carry. None (the default) for scores without values.
+      dtype: dtype of the state, float32 by default, or float64.
+
+    Returns:
+      `State` with `m` and `d` of shape `[*rows]`, and `o` of shape `[*rows, value_size]` or None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> print(online.identity((2,), value_size=3).o.shape)
+      (2, 3)
+      >>> state = online.lift(jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.float32))
+      >>> merged = online.merge(online.identity((2,)), state)
+      >>> print(bool(jnp.all(merged.m == state.m)), bool(jnp.all(merged.d == state.d)))
+      True True
+    """
     o = None if value_size is None else jnp.zeros((*rows, value_size), dtype)
     return State(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), o)
 
 
 def lift(scores: Scores, values: jax.Array | None = None, *, axis: Axis = -1, scale: jax.Array | None = None) -> State:
-    """The state of one block of scores.
+    """Makes the state of one block of scores.
 
     Args:
-      scores: `[*rows, block]`, floating, or several such arrays of one shape. Those of 16 bits or less become float32. Scores
-        of `-inf` are scores that are not there. The block may lie along other axes, or several, when no values ride along.
-      values: None or `[*batch, block, value_size]`, where `[*batch, queries]` are the scores' rows; for one array of scores.
-      axis: the axis or axes of `scores` that are the block; the last, if there are values. `()` where several arrays are it.
-      scale: None, a scalar or `[*rows]`, not negative.
+      scores: floating array `[*rows, block]`, or an iterable of several such arrays of one shape. Arrays of 16 bits or
+        less are converted to float32. A score of `-inf` counts as absent. If the scores carry no values, the block may lie
+        along another axis or along several axes.
+      values: array `[*batch, block, value_size]` for scores in one array `[*batch, queries, block]`. None (the default)
+        for scores without values.
+      axis: axis or axes of `scores` that hold the block; -1 by default, and the last axis if there are values. With `()`,
+        the block consists of the several arrays in `scores`.
+      scale: scalar or array `[*rows]` that multiplies the scores, not negative; None (the default) for 1.
 
     Returns:
-      A `State` with the scores' shape without `axis`.
+      `State` with the shape of `scores` without `axis`, float32, or float64 if the scores are float64.
+
+    Raises:
+      ValueError: `values` come with several arrays of scores, or with an `axis` that is not the last one.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> state = online.lift(scores)
+      >>> bool(jnp.allclose(state.m + jnp.log(state.d), jax.nn.logsumexp(scores, axis=-1), atol=1e-5))
+      True
+      >>> values = jax.random.normal(jax.random.key(1), (100, 8))
+      >>> print(jax.tree.map(jnp.shape, online.lift(scores, values)))
+      State(m=(4,), d=(4,), o=(4, 8))
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
     """
     parts, m = _parts_and_max(scores, axis)
     return State(m, *_sums(parts, values, m, axis, scale))
@@ -128,9 +182,45 @@ def push(
     scale: jax.Array | None = None,
     top: jax.Array | None = None,
 ) -> State:
-    """`merge(state, lift(scores, values))`, with one rescaling instead of two: the step of a hot loop.
+    """Adds a block of scores to a state.
 
-    `top` is the maximum of the block, `[*rows]`, where that is known; it must not be less.
+    The result equals `merge(state, lift(scores, values))`, with one rescaling instead of two. It is the step of a loop
+    over blocks.
+
+    Args:
+      state: `State` of the scores so far.
+      scores: floating array `[*rows, block]`, or an iterable of several such arrays of one shape. Arrays of 16 bits or
+        less are converted to float32. A score of `-inf` counts as absent. If the scores carry no values, the block may lie
+        along another axis or along several axes.
+      values: array `[*batch, block, value_size]` for scores in one array `[*batch, queries, block]`. None (the default)
+        for scores without values.
+      axis: axis or axes of `scores` that hold the block; -1 by default, and the last axis if there are values. With `()`,
+        the block consists of the several arrays in `scores`.
+      scale: scalar or array `[*rows]` that multiplies the scores, not negative; None (the default) for 1. It must be the
+        same for all blocks.
+      top: maximum of the block, `[*rows]`, if the caller knows it; None (the default) to compute it. It must not be less
+        than the maximum.
+
+    Returns:
+      `State` of the earlier scores and the block, in the shape of `state`.
+
+    Raises:
+      TypeError: `state` is not a `State`.
+      ValueError: `values` come with several arrays of scores, or with an `axis` that is not the last one; or only one of
+        `state` and `scores` carries values.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100), jnp.float32)
+      >>> state = online.identity((4,))
+      >>> for block in jnp.split(scores, 4, axis=1):
+      ...     state = online.push(state, block)
+      >>> bool(jnp.allclose(online.finish(state).m, jax.nn.logsumexp(scores, axis=-1), atol=1e-5))
+      True
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
     """
     _check("push", state=state)
     parts, m = _parts_and_max(scores, axis, top)
@@ -141,7 +231,35 @@ def push(
 
 
 def merge(a: State, b: State, *, scale: jax.Array | None = None) -> State:
-    """The state of the scores of both: associative, commutative, and with `identity` as its neutral element."""
+    """Merges two states: returns the state of the scores of both.
+
+    Both states are rescaled to the larger maximum and added. The operation is associative and commutative, and `identity`
+    is its neutral element.
+
+    Args:
+      a: `State` of some scores.
+      b: `State` of other scores of the same rows.
+      scale: scalar or array `[*rows]` that multiplied the scores of both states, not negative; None (the default) for 1.
+
+    Returns:
+      `State` in the shape of `a` and `b`.
+
+    Raises:
+      TypeError: `a` or `b` is not a `State`.
+      ValueError: only one of the two states carries values.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> left, right = online.lift(scores[:, :30]), online.lift(scores[:, 30:])
+      >>> merged = online.finish(online.merge(left, right))
+      >>> bool(jnp.allclose(merged.m, jax.nn.logsumexp(scores, axis=-1), atol=1e-5))
+      True
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
+    """
     _check("merge", a=a, b=b)
     m = jnp.maximum(a.m, b.m)
     a, b = rescale(a, m, scale=scale), rescale(b, m, scale=scale)
@@ -158,25 +276,44 @@ def push_log2(
     headroom: float = 0,
     unit: float = 1,
 ) -> tuple[State, jax.Array, jax.Array]:
-    """`push` in powers of two, for kernels that sum the values themselves.
+    """Adds a block of scores to a state in powers of two, for kernels that sum the values themselves.
 
-    Scores are `unit * scale_log2 * scores * log(2)`, and the `m` of the state is in units of `unit * log(2)`. With a unit of 1
-    a multiply-add and an `exp2` give a weight, and the rounding of `m`, up to `|m| * 2^-24`, is in all weights alike: it has
-    to be small against 128. With `scale_log2` 1 and another unit `m` is not rounded, for one operation more.
+    With `s = unit * scale_log2 * scores`, a weight is `2**(s - unit * m)`. So a score in natural units is `s * log(2)`,
+    and the `m` of the state is in units of `unit * log(2)`. With `unit` 1, a multiply-add and an `exp2` give a weight, and
+    the rounding of `m`, up to `|m| * 2**-24`, is the same in all weights. That rounding must be small compared with 128,
+    the largest exponent of float32. With `scale_log2` 1 and another unit `m` is not rounded, at the cost of one more
+    operation.
 
     Args:
-      state: with `m` and `d`.
-      scores: `[*rows, block]`.
-      scale_log2: positive.
-      axis: the axis of `scores` that is the block.
-      slack: by how much scores may exceed the `m` of the state, in units of `log(2)`, before it follows: then `m` is their
-        maximum, or up to `slack` less. Weights are at most `2**slack`, and most factors 1.
-      headroom: by how much `m` is less than the maximum when it follows, in units of `log(2)`. Weights are at most
-        `2**(slack + headroom)`: float16 holds small ones with more bits then.
-      unit: of `m`.
+      state: `State` with `m` and `d`.
+      scores: floating array `[*rows, block]`, with the block along `axis`.
+      scale_log2: positive factor of the scores.
+      axis: axis of `scores` that holds the block; -1 by default.
+      slack: amount by which scores may exceed the `m` of the state before `m` follows, in units of `log(2)`; 0 by default.
+        When `m` follows, it becomes the maximum of the block. At any time it is at most `slack` below the maximum, so
+        weights are at most `2**slack`, and most factors are 1.
+      headroom: amount by which `m` stays below the maximum when it follows, in units of `log(2)`; 0 by default. Weights
+        are then at most `2**(slack + headroom)`, so that float16 holds small weights with more bits.
+      unit: unit of `m`; 1 by default.
 
     Returns:
-      The state with the block, the factor for what was summed before, and the weights of the block, `[*rows, block]`.
+      A triple: the `State` that includes the block, the factor `[*rows]` that rescales earlier sums of values, and the
+      weights of the block `[*rows, block]`.
+
+    Examples:
+      >>> import math
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100), jnp.float32)
+      >>> values = jax.random.normal(jax.random.key(1), (100, 8), jnp.float32)
+      >>> state, total = online.identity((4,)), jnp.zeros((4, 8), jnp.float32)
+      >>> for block in (slice(0, 50), slice(50, 100)):
+      ...     state, factor, weights = online.push_log2(state, scores[:, block], math.log2(math.e))
+      ...     total = total * factor[:, None] + jnp.matmul(weights, values[block], precision="highest")
+      >>> expected = jnp.matmul(jax.nn.softmax(scores), values, precision="highest")
+      >>> bool(jnp.allclose(total / state.d[:, None], expected, atol=1e-5))
+      True
     """
     scores = _wide(scores)
     m = jnp.max(scores, axis, initial=-jnp.inf) * scale_log2 - headroom / unit
@@ -188,19 +325,82 @@ def push_log2(
 
 
 def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:
-    """The state of one score, in natural units, as `push_log2` has it with this headroom and unit."""
+    """Makes the state of one score for each row, as `push_log2` represents it.
+
+    An attention sink is such a score.
+
+    Args:
+      score: floating array `[*rows]`, in natural units.
+      headroom: `headroom` of the calls of `push_log2` that follow; 0 by default.
+      unit: `unit` of the calls of `push_log2` that follow; 1 by default.
+
+    Returns:
+      `State` with `m` and `d` of shape `[*rows]`, in the dtype of `score`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> score = jnp.array([0.5, -2.0])
+      >>> state = online.lift_log2(score)
+      >>> bool(jnp.allclose(online.lse_log2(state), score))
+      True
+    """
     return State(score * (_LOG2E / unit) - headroom / unit, jnp.full(score.shape, 2**headroom, score.dtype))
 
 
 def lse_log2(state: State, *, unit: float = 1) -> jax.Array:
-    """The log-sum-exp, in natural units, of a state of `push_log2` with this unit."""
+    """Returns the log-sum-exp of a state of `push_log2`, in natural units.
+
+    The result is `log(2) * (unit * m + log2(d))`.
+
+    Args:
+      state: `State` of `push_log2` or `lift_log2`.
+      unit: `unit` of the calls that made the state; 1 by default.
+
+    Returns:
+      Array `[*rows]` in the dtype of the state.
+
+    Examples:
+      >>> import math
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100), jnp.float32)
+      >>> state, _, _ = online.push_log2(online.identity((4,)), scores, math.log2(math.e))
+      >>> bool(jnp.allclose(online.lse_log2(state), jax.nn.logsumexp(scores, axis=-1), atol=1e-5))
+      True
+    """
     return unit / _LOG2E * state.m + jnp.log2(state.d) * (1 / _LOG2E)
 
 
 def merge_along(states: State, axis: int, *, scale: jax.Array | None = None, product: Product = operator.mul) -> State:
-    """The state of all scores of the states that are stacked along `axis` of the rows; no values may ride along.
+    """Merges states that are stacked along an axis.
 
-    `product` is that of `rescale`.
+    Args:
+      states: `State` without values whose `m` and `d` have an additional axis, along which states are stacked.
+      axis: that axis of `m` and `d`.
+      scale: scalar or array, in the shape of the result, that multiplied the scores of all states, not negative; None (the
+        default) for 1.
+      product: function that multiplies two arrays of the shape of `d`, for kernels that control the rounding;
+        `operator.mul` by default.
+
+    Returns:
+      `State` of all scores, in the shape of `states` without `axis`.
+
+    Raises:
+      TypeError: `states` is not a `State`.
+      ValueError: `states` carry values.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 5, 20))
+      >>> state = online.merge_along(online.lift(scores), axis=1)
+      >>> bool(jnp.allclose(online.finish(state).m, jax.nn.logsumexp(scores, axis=(1, 2)), atol=1e-5))
+      True
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
     """
     _check("merge_along", states=states)
     if states.o is not None:
@@ -210,9 +410,30 @@ def merge_along(states: State, axis: int, *, scale: jax.Array | None = None, pro
 
 
 def finish(state: State) -> State:
-    """`(log-sum-exp, 1, the mean of the values weighted with softmax)`: a state of the same scores.
+    """Returns the log-sum-exp of a state, and the mean of the values with softmax weights.
 
-    Rows without a score, or with none above `-inf`, get `-inf` and a mean of zero.
+    The result is a state of the same scores with `d = 1`, so it can be merged with other states.
+
+    Args:
+      state: `State` made without `scale`.
+
+    Returns:
+      `State` in the shape of `state`: `m` is the log-sum-exp, `d` is 1, and `o` is the weighted mean of the values, or
+      None. A row without scores, or with every score `-inf`, has the log-sum-exp `-inf` and the mean 0.
+
+    Raises:
+      TypeError: `state` is not a `State`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> values = jax.random.normal(jax.random.key(1), (100, 8))
+      >>> mean = online.finish(online.lift(scores, values)).o
+      >>> expected = jnp.matmul(jax.nn.softmax(scores), values, precision="highest")
+      >>> bool(jnp.allclose(mean, expected, atol=1e-5))
+      True
     """
     _check("finish", state=state)
     o = state.o
@@ -222,7 +443,29 @@ def finish(state: State) -> State:
 
 
 def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
-    """`exp(scale * (scores - m))`: what each score adds to `d` of a state whose maximum is `m`; 0 for a score of `-inf`."""
+    """Computes `exp(scale * (scores - m))`, which each score adds to the `d` of a state with the maximum `m`.
+
+    Divided by `d`, the result is the softmax of the scores.
+
+    Args:
+      scores: floating array `[*rows, block]`, with the block along `axis`.
+      m: maximum of each row, `[*rows]`, or a scalar. An infinite maximum counts as 0.
+      axis: axis or axes of `scores` that hold the block; -1 by default.
+      scale: scalar or array `[*rows]`, not negative; None (the default) for 1.
+
+    Returns:
+      Array in the shape of `scores`. It is 0 where the score is `-inf`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> state = online.lift(scores)
+      >>> softmax = online.weights(scores, state.m) / state.d[:, None]
+      >>> bool(jnp.allclose(softmax, jax.nn.softmax(scores), atol=1e-6))
+      True
+    """
     return exponentials(scores, shift(m), axis=axis, scale=scale)
 
 

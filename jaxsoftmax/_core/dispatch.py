@@ -1,18 +1,29 @@
-"""Which implementation of an op runs, and why another does not.
+"""Choice of the implementation that runs an op, with the reasons against the others.
 
-When a primitive of an op is lowered for a platform, `choose` walks the op's implementations, the preferred first, and takes
-the first that does not say why it cannot. Without a GPU at hand the target on CUDA is any Hopper, sm_90a.
+When a primitive is lowered for a platform, `choose` walks the implementations of its op, the preferred one first, and
+takes the first one that has no reason against itself. On CUDA without a GPU at hand the target is any Hopper GPU,
+sm_90a.
 
-An implementation is a module with a function for each primitive that it has a kernel for, of its name, that takes operands,
-parameters and `target` by name (the reference, `xla.py`, has all, and takes no `target`), and with
+An implementation is a module. It has a function for each primitive that it has a kernel for, with the primitive's
+name. That function takes operands, parameters and `target` by name. (The reference, `xla.py`, has a function for every
+primitive, and its functions take no `target`.) The module also has
 
     unsupported(primitive, target, operands, **params) -> str | None
 
-which says in words why it cannot run a primitive on operands of these types (None where one is absent), or None where it can.
-It may have `lacks(primitive, operands, **params)`, whether there is no kernel for such operands at all, so that the reference
-runs even where it was forced, `unprofitable(primitive, target, operands, fused, cast, **params)`, why the reference is expected
-to be faster, `remark(target)`, what `explain` adds, and `merges(primitive, target, operands, **params)`, whether the kernel
-takes `devices`, the mesh axes over which rows are sharded, and merges over them itself. `docs/design.md` says more.
+which returns the reason why it cannot run a primitive on operands of these types, or None if it can. An absent operand
+is None.
+
+A module may have four more functions:
+
+- `lacks(primitive, operands, **params)`: tells if there is no kernel for such operands at all. The reference then runs even
+  where this implementation was forced.
+- `unprofitable(primitive, target, operands, fused, cast, **params)`: returns the reason why the reference is expected to be
+  faster, or None.
+- `remark(target)`: returns a text that `explain` adds, or None.
+- `merges(primitive, target, operands, **params)`: tells if the kernel takes `devices`, the mesh axes over which rows are
+  sharded, and merges over them itself.
+
+`docs/design.md` says more.
 """
 
 import contextlib
@@ -61,15 +72,30 @@ _KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 @dataclass(frozen=True)
 class Decision:
-    """Which implementation runs one call of a primitive, and why the preferred ones do not.
+    """Names the implementation that runs one call of a primitive, with the reasons against the preferred ones.
+
+    `explain` returns a sequence of these.
 
     Attributes:
-      primitive: the name of the primitive, such as `softmax` or `softmax_jacobian`.
-      operands: the types of what the implementation gets, such as `float32[8,128]`; kernels get what a cast to float32 widens.
-      implementation: the name of the implementation that runs.
-      refusals: pairs of the name of an implementation that does not run and why: it cannot, or it would not pay.
-      remark: a caveat about the implementation on this GPU, such as that its kernels were only compiled for it, or None.
-      gpu: the GPU that was lowered for, in words; None on other platforms than CUDA.
+      primitive: name of the primitive, such as "softmax" or "softmax_jacobian".
+      operands: types of the operands that the implementation gets, such as "float32[8,128]". If the program casts an
+        operand to float32, kernels get the operand before the cast.
+      implementation: name of the implementation that runs: "mosaic", "triton" or "xla".
+      refusals: pairs `(name, reason)`, one for each preferred implementation that does not run: it cannot run the call,
+        the reference is expected to be faster, or the call names another implementation.
+      remark: caveat about the implementation on this GPU, for example that its kernels were compiled for the GPU but not
+        run on it. None if there is no caveat.
+      gpu: description of the GPU that the call was lowered for. None on platforms other than "cuda".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> x = jnp.ones((8, 128), jnp.float32)
+      >>> decision = jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cpu")[0]
+      >>> print(decision.primitive, decision.operands, decision.implementation)
+      softmax ('float32[8,128]',) xla
+      >>> print(decision.refusals[0])
+      ('mosaic', 'it runs on cuda, not on cpu')
     """
 
     primitive: str
@@ -82,13 +108,24 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation(Sequence[Decision]):
-    """The decisions that `explain` found: a sequence that prints as a table.
+    """Holds the decisions that `explain` found: a sequence of `Decision` that prints as a table.
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".
-      decisions: in the order of the ops.
-      gpu: the GPU that was lowered for, in words; None on other platforms than CUDA.
-      is_assumed: whether that is any Hopper because JAX sees no GPU and none was named.
+      decisions: tuple of `Decision`, in the order of the ops in the program.
+      gpu: description of the GPU that the function was lowered for. None on platforms other than "cuda".
+      is_assumed: True if `gpu` stands for any Hopper GPU because JAX sees no GPU and the caller named none.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> x = jnp.ones((8, 128), jnp.float32)
+      >>> explanation = jaxsoftmax.explain(jaxsoftmax.softmax, x, gpu="h100")
+      >>> print(explanation.platform, len(explanation), explanation[0].implementation)
+      cuda 1 mosaic
+      >>> print(explanation)
+      on cuda, H100 (compute capability 9.0, 132 multiprocessors):
+        softmax  float32[8,128]  -> mosaic
     """
 
     platform: str
@@ -127,29 +164,49 @@ def explain(
     gpu: str | tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Says which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
+    """Reports which implementation runs each jaxsoftmax op in `f(*args, **kwargs)`, and why others do not.
 
-    `f` is traced and lowered, never run. Derivatives show where `f` takes them, as in `explain(jax.grad(loss), x)`. An op that
-    a jitted function inside `f` holds shows once, however often that is called. Arrays that are sharded over explicit mesh
-    axes show as shards, those on automatic ones, which only the compiler knows, whole.
+    `f` is traced and lowered, never run, and the platform need not be present. Derivatives appear where `f` takes them, as
+    in `explain(jax.grad(loss), x)`. An op inside a jitted function appears once, however often that function is called.
+    Arrays that are sharded over explicit mesh axes appear as shards. Arrays on automatic mesh axes appear whole, because
+    only the compiler knows their shards.
 
     Args:
-      f: a function of arrays that can be jitted.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s of any shapes and dtypes.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; it need not be there. The default is JAX's default backend, or
-        "cuda" with `gpu`.
-      gpu: for "cuda", which GPU it is, there or not: "a100", "l4", "l40s", "rtx3090", "rtx4090", "h100", "h200", "gh200",
-        "b200" or "rtx5090", or a compute capability such as "8.0" or `(8, 0)`. None for the GPU that JAX sees, and where it
-        sees none for any GPU of compute capability 9.0 (Hopper), which the table then says.
-      **kwargs: more arguments of `f`. Options such as `axis` are not traced, those with a `jax.ShapeDtypeStruct` are.
+      f: function of arrays that `jax.jit` can trace.
+      *args: arguments of `f`: arrays or `jax.ShapeDtypeStruct` of any shape and dtype, or pytrees of them.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu". None (the default) for JAX's default backend, or for "cuda" if
+        `gpu` is passed.
+      gpu: GPU to lower for on "cuda": "a100", "l4", "l40s", "rtx3090", "rtx4090", "h100", "h200", "gh200", "b200" or
+        "rtx5090", or a compute capability such as "8.0" or `(8, 0)`. The GPU need not be present. None (the default) for
+        the GPU that JAX sees. If JAX sees none, any GPU of compute capability 9.0 (Hopper) is assumed, and the table says
+        so.
+      **kwargs: keyword arguments of `f`. Those that hold a `jax.ShapeDtypeStruct` are traced. All others are passed as
+        they are, so options such as `axis` stay concrete.
 
     Returns:
-      A sequence of `Decision`s, in the order of the ops, that prints as a table.
+      `Explanation`, a sequence of `Decision` in the order of the ops, which prints as a table.
 
     Raises:
-      TypeError: `f` is no function, or an argument of it no array.
-      ValueError: `platform` or `gpu` is none of those, or `gpu` is given for another platform than "cuda".
-      NotImplementedError: `f` forces an implementation that cannot run.
+      TypeError: `f` is not a function, one of `args` is not an array, or `gpu` is a pair that is not made of integers.
+      ValueError: `platform` or `gpu` is none of the above, or `gpu` is passed for a platform other than "cuda".
+      NotImplementedError: `f` names an implementation that cannot run. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> x = jnp.ones((8, 128), jnp.float32)
+      >>> print(jaxsoftmax.explain(jaxsoftmax.softmax, x, gpu="h100"))
+      on cuda, H100 (compute capability 9.0, 132 multiprocessors):
+        softmax  float32[8,128]  -> mosaic
+
+      Gradients are ops of their own:
+
+      >>> def loss(logits, labels):
+      ...     return jnp.mean(jaxsoftmax.cross_entropy(logits, labels))
+      >>> labels = jax.ShapeDtypeStruct((8,), jnp.int32)
+      >>> [(d.primitive, d.implementation) for d in jaxsoftmax.explain(jax.grad(loss), x, labels, platform="cpu")]
+      [('cross_entropy', 'xla'), ('cross_entropy_vjp', 'xla')]
     """
     arguments.callback("explain", "f", f)
     for index, arg in enumerate(args):

@@ -1,4 +1,4 @@
-"""The zigzag order of a sequence, in which devices that share it have equal work under a causal mask."""
+"""Zigzag order of a sequence: devices that share the sequence have equal work under a causal mask."""
 
 import math
 from typing import Any
@@ -11,35 +11,68 @@ from jaxsoftmax._core import arguments
 
 
 def zigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
-    """A sequence in the order in which `n` devices have equal work in causal attention.
+    """Reorders a sequence so that `n` devices have equal work in causal attention.
 
-    Under a causal mask late queries see more keys than early ones. So a sequence is cut into `2 n` blocks, of which device `i`
-    gets `i` and `2 n - 1 - i`. Tokens, targets, positions and segments take the order before they are cut over devices, and
-    `dot_product_attention` is told so by its argument of this name; layers that look at single tokens need not know.
+    Under a causal mask late queries see more keys than early ones. The sequence is therefore cut into `2 * n` blocks, and
+    device `i` gets the blocks `i` and `2 * n - 1 - i`, an early and a late one.
+
+    Apply the order to tokens, targets, positions and segment ids before they are sharded. Tell attention about it with
+    `dot_product_attention(..., parallel=jaxsoftmax.ContextParallel(zigzag=n))`. Layers that treat each token separately
+    need no change. `unzigzag` restores the original order.
 
     Args:
-      x: an array of any dtype, whose size along `axis` is a multiple of `2 n`.
-      n: over how many devices the sequence is to be cut.
-      axis: that of the sequence.
+      x: array of any dtype. Its size along `axis` is a multiple of `2 * n`.
+      n: number of devices that share the sequence.
+      axis: axis of the sequence; 0 by default.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      Array of the shape and dtype of `x`.
 
     Raises:
-      TypeError: `x` is no array, `n` or `axis` no integer.
-      ValueError: `n` is less than 1, `x` has no such axis, or its size is no multiple of `2 n`.
+      TypeError: `x` is not an array of numbers, or `n` or `axis` is not an integer.
+      ValueError: `n` is less than 1, `x` has no such axis, or its size along `axis` is not a multiple of `2 * n`.
 
-    Example:
+    Examples:
+      Eight tokens for two devices. The first device gets the first four results:
+
       >>> import jax.numpy as jnp
-      >>> zigzag(jnp.arange(8), 2)
-      Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+      >>> import jaxsoftmax
+      >>> print(jaxsoftmax.zigzag(jnp.arange(8), 2))
+      [0 1 6 7 2 3 4 5]
+      >>> batch = jnp.arange(32).reshape(2, 16)
+      >>> print(jaxsoftmax.zigzag(batch, 4, axis=1)[0])
+      [ 0  1 14 15  2  3 12 13  4  5 10 11  6  7  8  9]
     """
     x, n, axis = _checked("zigzag", x, n, axis)
     return reordered(x, n, axis)
 
 
 def unzigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
-    """The inverse of `zigzag`, with the same arguments: a sequence in its own order, of one that is ordered for `n` devices."""
+    """Restores the original order of a sequence that `zigzag` reordered for `n` devices.
+
+    `unzigzag(zigzag(x, n, axis), n, axis)` equals `x`.
+
+    Args:
+      x: array of any dtype in zigzag order. Its size along `axis` is a multiple of `2 * n`.
+      n: number of devices that share the sequence, as passed to `zigzag`.
+      axis: axis of the sequence; 0 by default.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not an array of numbers, or `n` or `axis` is not an integer.
+      ValueError: `n` is less than 1, `x` has no such axis, or its size along `axis` is not a multiple of `2 * n`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> print(jaxsoftmax.unzigzag(jnp.array([0, 1, 6, 7, 2, 3, 4, 5]), 2))
+      [0 1 2 3 4 5 6 7]
+      >>> tokens = jnp.arange(24).reshape(2, 12)
+      >>> bool(jnp.all(jaxsoftmax.unzigzag(jaxsoftmax.zigzag(tokens, 3, axis=1), 3, axis=1) == tokens))
+      True
+    """
     x, n, axis = _checked("unzigzag", x, n, axis)
     return ordered(x, n, axis)
 

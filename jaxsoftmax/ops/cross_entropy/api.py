@@ -1,4 +1,4 @@
-"""Cross-entropy, with the arguments and values of optax's functions of labels that are classes, or probabilities."""
+"""Cross-entropy losses, with the arguments and values of optax: of logits, or of a linear layer's inputs and weight."""
 
 import math
 import operator
@@ -75,41 +75,88 @@ def cross_entropy(
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The loss `logsumexp(s) - s[label]` of each row of `logits`, where `s` are its scores: the logits, or capped ones.
+    """Computes the cross-entropy loss of each row of `logits`.
 
-    Arithmetic is float32, or float64 where `logits` are; the gradient has the dtype of `logits`. It may be differentiated any
-    number of times, in both modes. On Hopper the logits are read once forward, and read and written once backward.
+    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`. The loss of a row is `nll =
+    logsumexp(s) - s[label]`, or `sum(label * (logsumexp(s) - s))` for labels that are probabilities. Two options change
+    it, with `lse = logsumexp(s)`:
+
+        (1 - label_smoothing) * nll + label_smoothing * (lse - mean(s)) + z_loss * lse**2
+
+    The function replaces `optax.softmax_cross_entropy_with_integer_labels`, and `optax.softmax_cross_entropy` for labels
+    that are probabilities. In addition it takes label smoothing, a z-loss, a soft cap and labels to ignore.
+
+    The arithmetic is float32, or float64 if `logits` are float64. The gradient has the dtype of `logits`. On NVIDIA Hopper
+    GPUs the forward pass reads the logits once, and the backward pass reads and writes them once. The loss can be
+    differentiated any number of times, in forward and reverse mode.
 
     Args:
-      logits: `[*rows, classes]`, floating, the classes along `axis`.
-      labels: `[*rows]`, integers: the class of each row. Rows of `logits` broadcast along axes of size 1. Or, floating, how
-        likely each class is: they broadcast against `logits`, and `logits` against them; what is 0 adds nothing, where the
-        logit is `-inf` too. Or, boolean or integers in the shape of `logits`, one-hot.
-      axis: that of the classes in `logits`, or several: a label counts in `logits[axis]`, flattened in the order of `axis`.
-      where: boolean: the rows that take part, where it has as many axes as there are of rows, as in optax; else, broadcast
-        against `logits`, the classes that do.
-      label_smoothing: the share, from 0 to 1, of the labels that is spread evenly over the classes that take part.
-      z_loss: a number from 0 on; `z_loss * logsumexp(s)**2` is added.
-      logits_soft_cap: a concrete positive number: the scores are `cap * tanh(logits / cap)`. None for no cap.
-      ignore_index: the label of rows that do not count, such as padding: their loss and gradient are 0, whatever they hold.
-      return_lse: whether to return `logsumexp(s)` too.
-      axis_name: in a `shard_map`, the mesh axis or axes over which the classes are sharded, several in the order in which they
-        are: a vocabulary-parallel loss. `logits` then have `classes / devices` of the classes (of several axes, the first is
-        sharded), and so has what has their shape. Labels number the classes of all devices; they and the losses are the same
-        on all of them. One all-gather has the states of rows, and where `where` masks classes an all-reduce how many are left.
-        Where the map does not check what varies (`check_vma=False`), a derivative that is taken inside is that of the sum over
-        devices, as of `lax.psum`.
-      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+      logits: floating array `[*rows, classes]`, with the classes along `axis`.
+      labels: one of three kinds of labels.
+
+        - Integers `[*rows]`: the class of each row. Rows of `logits` broadcast along axes of size 1.
+        - Floating: the probability of each class. Labels broadcast against `logits`, and `logits` against labels. A
+          probability of 0 adds nothing to the loss, even if the logit is `-inf`.
+        - Boolean or integers in the shape of `logits`: one-hot labels.
+      axis: axis of the classes in `logits`; -1 by default. It may name several axes, or be None for all. A label then is
+        an index into `logits[axis]`, flattened in the order of `axis`.
+      where: boolean mask, or None (the default). A mask with as many axes as `[*rows]` selects the rows that take part, as
+        in optax. A mask with another number of axes broadcasts against `logits` and selects the classes that take part.
+      label_smoothing: share of the label's probability that is spread evenly over the classes that take part; a concrete
+        number from 0 (the default) to 1.
+      z_loss: factor of the term `z_loss * logsumexp(s)**2` that is added to the loss; a concrete number, 0 (the default)
+        or more.
+      logits_soft_cap: limit of the absolute value of scores, a concrete positive number; None (the default) for no cap.
+      ignore_index: label of the rows that do not count, such as padding; a concrete integer. Their loss and gradient are
+        0, whatever their logits hold. None (the default) ignores no label. Only for integer labels `[*rows]`.
+      return_lse: True to return `logsumexp(s)` too; False by default.
+      axis_name: name or names of the mesh axes over which the classes are sharded, for calls inside a `shard_map`; None
+        (the default) if the classes are not sharded there. The loss is then vocabulary-parallel, as described below.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
 
     Returns:
-      The losses, `[*rows]`, float32 or float64; with `return_lse` a pair of them and the log-sum-exp of each row. A label that
-      is none of the classes gives NaN, a negative one too. A row of which nothing takes part has loss 0.
+      Losses `[*rows]`, float32, or float64 if `logits` are float64. With `return_lse` the result is a pair: the losses,
+      and the log-sum-exp of each row in the same shape and dtype. A label that is not the index of a class, such as a
+      negative one, gives NaN. A row in which nothing takes part has loss 0.
 
     Raises:
-      TypeError: an argument is not of a type named here.
-      ValueError: the shape of `labels` or `where` does not fit, `axis` is out of range or repeated, a number is out of range,
-        `ignore_index` comes with labels that are no classes, or there is no such `implementation`.
-      NotImplementedError: `implementation` cannot run this call; with the reason.
+      TypeError: `logits` are not floating, `labels` are not integers, boolean or floating, `where` is not boolean, `axis`
+        is not made of integers, `label_smoothing`, `z_loss` or `logits_soft_cap` is not a concrete real number,
+        `ignore_index` is not a concrete integer, `return_lse` is not True or False, or `axis_name` is not made of strings.
+      ValueError: the shape of `labels` or `where` does not fit `logits`, `axis` is empty, out of range or names an axis
+        twice, `label_smoothing`, `z_loss` or `logits_soft_cap` is out of range, `ignore_index` comes with labels that are
+        probabilities or one-hot, there are more classes than int32 can count, `axis_name` is not a mesh axis of a
+        `shard_map` around the call, or there is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> import optax
+      >>> logits = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> labels = jnp.array([3, 14, 15, 92])
+      >>> losses = jaxsoftmax.cross_entropy(logits, labels)
+      >>> expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      >>> bool(jnp.allclose(losses, expected, atol=1e-5))
+      True
+
+      Padding has the label -100 here. Its loss and its gradient are 0:
+
+      >>> def loss(logits):
+      ...     losses = jaxsoftmax.cross_entropy(logits, jnp.array([3, 14, -100, -100]), ignore_index=-100, z_loss=1e-4)
+      ...     return jnp.sum(losses) / 2
+      >>> gradient = jax.grad(loss)(logits)
+      >>> print(gradient.shape, jnp.any(gradient != 0, axis=-1))
+      (4, 100) [ True  True False False]
+
+    With `axis_name`, each device passes `classes / devices` of the classes in `logits`, and in every array that has the
+    shape of `logits`. Mesh axes come in the order in which they shard the classes. If `axis` names several axes, the first
+    of them is sharded. Integer labels count the classes of all devices. Labels and losses are the same on all devices. One
+    all-gather exchanges the states of the rows. If `where` masks classes, an all-reduce counts the classes that take part.
+    In a `shard_map` with `check_vma=False`, a derivative that is taken inside the map is the derivative of the sum over
+    devices, as for `lax.psum`.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
     """
@@ -250,47 +297,94 @@ def linear_cross_entropy(
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`cross_entropy(hidden @ weight + bias, labels)`, without the logits of all rows in memory at a time.
+    """Computes the cross-entropy of `hidden @ weight + bias` without the logits of all rows in memory at once.
 
-    Logits are made for a part of the rows, 256 MiB of them, or 512 MiB with gradients, which take their place. (On explicit
-    mesh axes, and in a `shard_map`, for a part of each device's rows.) They have the dtype of `hidden`, as sums in float32 that
-    are rounded once; with a bias those sums are in memory too, and count. Of a mean or a sum the gradients are made with the
-    losses, part by part, and take three products of matrices in all; with `reduction="none"`, and in float16, they take a
-    fourth. There is no forward mode. Under `vmap` each example has parts of its own, all of which are in memory, but for losses
-    on one device of examples that share the weight. In programs for symbolic shapes all rows are one part.
-
-    The losses of `reduction="none"`, of float16, and of a mean or a sum that is not differentiated come from a kernel on
-    Hopper, which has no logits in memory (12 bytes for each row and 256 classes in place of them), and does not round them. It
-    takes `hidden` of 16 bits, and no bias, smoothing or cap. It copies a weight of another dtype, and one up to 256 MiB whose H
-    is no multiple of 64, or its number of classes none of 64, or with `class_axis=0` of 8. On several devices it runs inside a
-    `shard_map` over all mesh axes, or where all of them are explicit.
-
-    Classes may be sharded over devices: a vocabulary-parallel loss. Each multiplies by its part of the weight, which is not
-    gathered and neither are logits. Devices merge the states of rows by one collective for each part, or one in all without
-    gradients, and add up the gradient of `hidden` once. (On automatic mesh axes that is left to XLA, for each part.)
+    The result equals `cross_entropy(hidden @ weight + bias, labels)`, reduced over the rows. The products are made for a
+    part of the rows at a time, so the memory for logits is bounded. The function has no counterpart in `jax.nn` or optax.
+    It can be differentiated in reverse mode; forward mode raises TypeError.
 
     Args:
-      hidden: `[*rows, H]`, floating, of 16 bits or more: what the last layer gets.
-      weight: `[H, classes]`, as the kernel of a dense layer of Flax, or with `class_axis=0` `[classes, H]`, as an embedding. It
-        is cast to the dtype of `hidden`; its gradient adds up over parts in its own dtype, of which float32 loses least.
-      labels: `[*rows]`, integers: the class of each row.
-      bias: `[classes]`, or None.
-      sample_weight: `[*rows]`, real: how much each row counts. One of 0 may hold anything; its loss is 0 and has no derivative.
-      reduction: "mean" for the sum of the losses times `sample_weight` over the sum of `sample_weight`, both without rows of
-        `ignore_index`, and 0 where nothing counts; "sum"; or "none" for `[*rows]` losses times `sample_weight`.
-      class_axis: the axis of `weight` that has the classes.
-      label_smoothing: as for `cross_entropy`, and so are those that follow.
-      z_loss: a number from 0 on.
-      logits_soft_cap: a concrete positive number, or None.
-      ignore_index: a label, or None.
-      axis_name: as for `cross_entropy`, in a `shard_map`: the mesh axes over which the classes of `weight` and `bias` are
-        sharded. All else is the same on all devices of these.
-      implementation: a name, or None.
+      hidden: floating array `[*rows, H]` of 16 bits or more, the input of the last layer.
+      weight: floating array `[H, classes]`, as the kernel of a Flax dense layer, or `[classes, H]` with `class_axis=0`, as
+        an embedding. It is cast to the dtype of `hidden`. Its gradient is summed over parts in the dtype of `weight`;
+        float32 loses the least precision.
+      labels: integers that broadcast to `[*rows]`, the class of each row.
+      bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
+      sample_weight: real array that broadcasts to `[*rows]`, the weight of each row's loss; None (the default) for 1. A
+        row of weight 0 may hold anything: its loss is 0 and has no derivative.
+      reduction: "mean" (the default) divides the sum of the weighted losses by the sum of `sample_weight`, both without
+        rows of `ignore_index`, and gives 0 if no row counts. "sum" gives the sum of the weighted losses. "none" gives the
+        weighted loss of each row.
+      class_axis: axis of `weight` that has the classes; -1 by default.
+      label_smoothing: share of the label's probability that is spread evenly over all classes; a concrete number from 0
+        (the default) to 1.
+      z_loss: factor of the term `z_loss * logsumexp(s)**2` that is added to the loss of a row with scores `s`; a concrete
+        number, 0 (the default) or more.
+      logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
+        (the default) for no cap.
+      ignore_index: label of the rows that do not count, such as padding; a concrete integer. Their loss and gradient are
+        0. None (the default) ignores no label.
+      axis_name: name or names of the mesh axes over which the classes of `weight` and `bias` are sharded, for calls inside
+        a `shard_map`; None (the default) if they are not sharded there. All other arguments are the same on all devices of
+        these axes, and labels count the classes of all devices.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
 
     Returns:
-      The loss, or losses, in float32, or float64 where `hidden` is.
+      A scalar for `reduction` "mean" and "sum", an array `[*rows]` for "none"; float32, or float64 if `hidden` is float64.
+      A label that is not the index of a class gives NaN.
 
-    Raises what `cross_entropy` does, and ValueError where shapes do not fit each other or `reduction` is none of the three.
+    Raises:
+      TypeError: `hidden`, `weight` or `bias` is not floating, `hidden` has fewer than 16 bits, `labels` are not integers,
+        `sample_weight` is not real, `class_axis` or `ignore_index` is not a concrete integer, `label_smoothing`, `z_loss`
+        or `logits_soft_cap` is not a concrete real number, or `axis_name` is not made of strings. Forward-mode
+        differentiation raises TypeError too.
+      ValueError: the shapes of `hidden` and `weight` do not fit each other, `labels`, `bias` or `sample_weight` does not
+        broadcast, `class_axis` is not an axis of `weight`, `reduction` is not one of the three, `label_smoothing`,
+        `z_loss` or `logits_soft_cap` is out of range, there are more classes than int32 can count, `axis_name` is not a
+        mesh axis of a `shard_map` around the call, or there is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> hidden = jax.random.normal(keys[0], (2, 8, 16))
+      >>> weight = jax.random.normal(keys[1], (16, 100))
+      >>> labels = jax.random.randint(keys[2], (2, 8), 0, 100)
+      >>> def loss(hidden, weight):
+      ...     return jaxsoftmax.linear_cross_entropy(hidden, weight, labels)
+      >>> with jax.default_matmul_precision("highest"):
+      ...     value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+      ...     expected = jnp.mean(jaxsoftmax.cross_entropy(hidden @ weight, labels))
+      >>> bool(jnp.allclose(value, expected, rtol=1e-5))
+      True
+      >>> print([gradient.shape for gradient in gradients])
+      [(2, 8, 16), (16, 100)]
+
+      An embedding has the classes first: `linear_cross_entropy(hidden, embedding, labels, class_axis=0)`.
+
+    Memory and work: the logits of a part take 256 MiB, or 512 MiB with gradients, which replace the logits in memory. On
+    explicit mesh axes, and in a `shard_map`, a part is taken from each device's rows. Logits have the dtype of `hidden`:
+    products are summed in float32 and rounded once. With a bias the float32 sums are in memory too, and count toward a
+    part's size. With `reduction` "mean" or "sum" the gradients are computed together with the losses, part by part, in
+    three matrix products. With "none", and in float16, a fourth product is needed. Under `vmap` each example has its own
+    parts, and those of all examples are in memory at once. The exception is a loss on one device whose examples share the
+    weight. In programs for symbolic shapes all rows are one part.
+
+    On NVIDIA Hopper GPUs a kernel that keeps no logits in memory computes the losses for `reduction="none"`, for float16,
+    and for a "mean" or "sum" that is not differentiated. It needs 12 bytes for each row and 256 classes instead, and does
+    not round logits. It takes `hidden` of 16 bits, without `bias`, `label_smoothing` or `logits_soft_cap`. It copies a
+    weight of another dtype. It also copies a weight whose `H` is not a multiple of 64, or whose number of classes is not a
+    multiple of 64 (8 with `class_axis=0`). If that copy would exceed 256 MiB, the loss is computed in parts instead. On
+    several devices the kernel runs inside a `shard_map` over all mesh axes, or if all mesh axes are explicit.
+
+    Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
+    collective for each part merges the states of the rows, or one in all without gradients. The gradient of `hidden` is
+    summed over devices once. On automatic mesh axes XLA decides, and may sum it for each part.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
     """
     name = "linear_cross_entropy"
     dispatch.check_implementation(_NAME, name, implementation)

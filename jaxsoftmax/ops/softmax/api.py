@@ -1,4 +1,4 @@
-"""The softmax family, with the signatures and edge cases of `jax.nn`."""
+"""Softmax, log-softmax and log-sum-exp, with the signatures and edge cases of `jax.nn`."""
 
 import operator
 from collections.abc import Sequence
@@ -29,31 +29,59 @@ def softmax(
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`, computed without overflow.
+    """Computes the softmax of `x` along `axis`.
 
-    Arithmetic is float32 inside, whatever the dtypes of `x` and of the result, or float64 where one of them is. It may be
-    differentiated, any number of times and in both modes, in `x` and in `scale`.
+    With `s = scale * x`, the result is `exp(s - max(s)) / sum(exp(s - max(s)))`, so no exponential overflows. The function
+    replaces `jax.nn.softmax`. In addition it takes `scale`, `dtype`, `axis_name` and `implementation`.
+
+    The arithmetic is float32, for any dtype of `x` and of the result, or float64 if one of the two is float64. On NVIDIA
+    Hopper GPUs a kernel reads each element once (twice in the longest rows) and writes it once. The result can be
+    differentiated with respect to `x` and `scale`, any number of times, in forward and reverse mode.
 
     Args:
-      x: array of any shape, of a floating, complex or integer dtype. Integers become float32 first (as in `jnp.exp`).
-      axis: the axis or axes that sum to 1; None for all. It counts in the shape to which `x` and `where` broadcast.
-      where: boolean, broadcast against `x` (also `x` against it): the entries that take part. The others give 0, and what `x`
-        holds there, NaN too, has no effect.
-      scale: a number that multiplies `x`, such as `1 / sqrt(head_dim)`; a traced scalar as well. None for 1.
-      dtype: of the result, floating; None for that of `x`. The conversion costs no pass over memory.
-      axis_name: inside a `shard_map`, the mesh axes over which `axis` is sharded, a part as long on each device; None for none.
-        No part of `x` moves between devices. Elsewhere JAX knows how arrays are sharded.
-      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+      x: array of any shape. The dtype is floating, complex or integer. Integers are converted first, as `jnp.exp` converts
+        them: to float32, or to float64 if they have 64 bits.
+      axis: axis or axes along which the result sums to 1; -1 by default. None stands for all axes. Axes are counted in the
+        shape to which `x` and `where` broadcast.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `x`, and `x` against it. Entries that are not selected give 0, and their values in `x`, even NaN, have no
+        effect.
+      scale: real scalar that multiplies `x`, such as `1 / sqrt(head_dim)`; None (the default) for 1. It may be traced.
+      dtype: floating dtype of the result, complex if `x` is complex; None (the default) for the dtype of `x`. The
+        conversion needs no extra pass over memory.
+      axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
+        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
+        for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how arrays are sharded.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
 
     Returns:
-      An array of the broadcast shape of `x` and `where`. As with `jax.nn.softmax`, a row of nothing but `-inf`, and one that
-      holds `+inf` or NaN, is NaN; one without an entry in `where` is 0; an empty array stays empty.
+      Array in the shape to which `x` and `where` broadcast, of dtype `dtype`. As with `jax.nn.softmax`, a row is NaN if it
+      holds NaN or `+inf`, or nothing except `-inf`. A row without a selected entry is 0. An empty array stays empty.
 
     Raises:
-      TypeError: `x` is bool or no array, `where` is not boolean, `scale` is not real, `dtype` is not floating.
-      ValueError: `axis` is out of range or repeated, `where` does not broadcast, `scale` is no scalar or too large, `axis_name`
-        is no mesh axis of a `shard_map` around, no such `implementation`.
-      NotImplementedError: `implementation` cannot run this call; with the reason.
+      TypeError: `x` is not an array of numbers or has dtype bool, `axis` is not made of integers, `where` is not boolean,
+        `scale` is not real, `dtype` is not floating (not complex if `x` is complex), or `axis_name` is not made of
+        strings.
+      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` is not a
+        scalar or too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map` around the call, or there
+        is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> scores = jax.random.normal(jax.random.key(0), (2, 8, 8))
+      >>> bool(jnp.allclose(jaxsoftmax.softmax(scores), jax.nn.softmax(scores), atol=1e-6))
+      True
+
+      Causal attention weights, scaled and rounded to bfloat16 in the same pass:
+
+      >>> causal = jnp.tril(jnp.ones((8, 8), bool))
+      >>> weights = jaxsoftmax.softmax(scores, where=causal, scale=0.125, dtype=jnp.bfloat16)
+      >>> print(weights.shape, weights.dtype)
+      (2, 8, 8) bfloat16
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
@@ -71,10 +99,60 @@ def log_softmax(
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The logarithm of softmax, `(s - m) - log(sum(exp(s - m)))` with `s = scale * x` and `m = max(s)` along `axis`.
+    """Computes the logarithm of the softmax of `x` along `axis`.
 
-    Arguments, shapes, dtypes and errors are those of `softmax`. Entries outside `where` give `-inf`. As with
-    `jax.nn.log_softmax`, a row of nothing but `-inf`, and one that holds `+inf` or NaN, is NaN.
+    With `s = scale * x` and `m = max(s)`, the result is `(s - m) - log(sum(exp(s - m)))`. It stays finite where
+    `log(softmax(x))` would take the logarithm of a weight that is rounded to 0. The function replaces
+    `jax.nn.log_softmax`. In addition it takes `scale`, `dtype`, `axis_name` and `implementation`.
+
+    The arithmetic is float32, for any dtype of `x` and of the result, or float64 if one of the two is float64. On NVIDIA
+    Hopper GPUs a kernel reads each element once (twice in the longest rows) and writes it once. The result can be
+    differentiated with respect to `x` and `scale`, any number of times, in forward and reverse mode.
+
+    Args:
+      x: array of any shape. The dtype is floating, complex or integer. Integers are converted first, as `jnp.exp` converts
+        them: to float32, or to float64 if they have 64 bits.
+      axis: axis or axes of the softmax; -1 by default. None stands for all axes. Axes are counted in the shape to which
+        `x` and `where` broadcast.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `x`, and `x` against it. Entries that are not selected give `-inf`, and their values in `x`, even NaN, have
+        no effect.
+      scale: real scalar that multiplies `x`, such as the inverse of a temperature; None (the default) for 1. It may be
+        traced.
+      dtype: floating dtype of the result, complex if `x` is complex; None (the default) for the dtype of `x`. The
+        conversion needs no extra pass over memory.
+      axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
+        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
+        for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how arrays are sharded.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
+
+    Returns:
+      Array in the shape to which `x` and `where` broadcast, of dtype `dtype`. As with `jax.nn.log_softmax`, a row is NaN
+      if it holds NaN or `+inf`, or nothing except `-inf`. A row without a selected entry is `-inf`. An empty array stays
+      empty.
+
+    Raises:
+      TypeError: `x` is not an array of numbers or has dtype bool, `axis` is not made of integers, `where` is not boolean,
+        `scale` is not real, `dtype` is not floating (not complex if `x` is complex), or `axis_name` is not made of
+        strings.
+      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` is not a
+        scalar or too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map` around the call, or there
+        is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jnp.array([[0.0, 1.0, 200.0], [3.0, 3.0, 3.0]])
+      >>> log_weights = jaxsoftmax.log_softmax(logits)
+      >>> bool(jnp.allclose(log_weights, jax.nn.log_softmax(logits), atol=1e-6))
+      True
+      >>> print(jnp.round(log_weights[0]))
+      [-200. -199.    0.]
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     operands, params = _arguments("log_softmax", x, axis, where, scale, dtype, implementation, axis_name)
     return bind(primitive.LOG_SOFTMAX, operands, return_state=False, **params)[0]
@@ -119,26 +197,66 @@ def logsumexp(
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`log(sum(b * exp(a)))` along `axis`, computed without overflow.
+    """Computes `log(sum(b * exp(a)))` along `axis`.
 
-    Arithmetic is float32 inside, or float64 where `a` is.
+    The maximum of `a` is subtracted before the exponential, so nothing overflows. The function replaces
+    `jax.nn.logsumexp`. In addition it takes `axis_name` and `implementation`.
+
+    The arithmetic is float32, or float64 if `a` is float64. On NVIDIA Hopper GPUs a kernel reads each element once. Calls
+    with `b` or `return_sign` run as `jax.nn.logsumexp`, in float32 or wider. The result can be differentiated any number
+    of times, in forward and reverse mode.
 
     Args:
-      a: array of any shape, of a floating, complex, integer or bool dtype.
-      axis: the axis or axes that are summed; None for all. It counts in the shape to which `a` and `where` broadcast.
-      b: factors, broadcast against `a`; None for 1. Real ones may be negative.
-      keepdims: whether the summed axes stay, with size 1.
-      return_sign: whether to return the sign of the sum too; without it, a negative sum gives NaN.
-      where: boolean, broadcast against `a`: the entries that take part.
-      axis_name: as for `softmax`; every device gets the result, which a `shard_map` that checks what varies knows to be the
-        same. Not with `b` or `return_sign`.
-      implementation: as for `softmax`. Calls with `b` or `return_sign` are left to `jax.nn.logsumexp`, in float32.
+      a: array of any shape. The dtype is floating, complex, integer or bool.
+      axis: axis or axes over which the sum runs; None (the default) for all axes. Axes are counted in the shape to which
+        `a`, `b` and `where` broadcast.
+      b: array of factors that broadcasts against `a`, and `a` against it; None (the default) for 1. Real factors may be
+        negative.
+      keepdims: True to keep the summed axes, with size 1; False by default.
+      return_sign: True to return the sign of the sum too; False by default. Without it a negative sum gives NaN.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `a`, and `a` against it.
+      axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
+        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
+        for each row, in one all-gather. Every device gets the same result, and a `shard_map` with `check_vma=True` knows
+        that it does not vary. Must be None with `b` or `return_sign`. Outside a `shard_map` leave it None: JAX knows how
+        arrays are sharded.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype. With `b` or `return_sign` only None and "xla" are possible.
 
     Returns:
-      An array without `axis`, of the dtype of `a` (integers and bool: float32); with `return_sign`, a pair of it and the sign.
-      The sum of nothing is `-inf`, and so is that of nothing but `-inf`; with a `+inf` among them, `+inf`; with a NaN, NaN.
+      Array in the shape to which `a`, `b` and `where` broadcast, without `axis`, or with size 1 along `axis` if `keepdims`
+      is True. The dtype is that of `a`; for integers and bool it is float32, or float64 if they have 64 bits. A `b`
+      promotes the dtype as in `jax.nn.logsumexp`. With `return_sign` the result is a pair: the logarithm of the sum's
+      absolute value, and the sign of the sum, in arrays of the same shape.
 
-    Raises what `softmax` does.
+      The sum of no entries gives `-inf`, and so does a sum in which every entry is `-inf`. If an entry is `+inf`, the
+      result is `+inf`. If an entry is NaN, the result is NaN.
+
+    Raises:
+      TypeError: `a` or `b` is not an array of numbers, `axis` is not made of integers, `where` is not boolean, `keepdims`
+        or `return_sign` is not True or False, or `axis_name` is not made of strings.
+      ValueError: `axis` is out of range or names an axis twice, `where` or `b` does not broadcast with `a`, `axis_name` is
+        not a mesh axis of a `shard_map` around the call or comes with `b` or `return_sign`, or there is no
+        `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> lse = jaxsoftmax.logsumexp(logits, axis=-1)
+      >>> bool(jnp.allclose(lse, jax.nn.logsumexp(logits, axis=-1), atol=1e-6))
+      True
+
+      A difference of exponentials needs factors, and a sign:
+
+      >>> value, sign = jaxsoftmax.logsumexp(jnp.array([1.0, 2.0]), b=jnp.array([1.0, -1.0]), return_sign=True)
+      >>> print(jnp.round(sign * jnp.exp(value), 3), jnp.round(jnp.exp(1.0) - jnp.exp(2.0), 3))
+      -4.671 -4.671
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     keepdims, return_sign = arguments.flags("logsumexp", keepdims=keepdims, return_sign=return_sign)
     if b is not None or return_sign:

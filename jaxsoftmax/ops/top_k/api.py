@@ -1,4 +1,4 @@
-"""The largest entries of rows, their softmax weights, and samples, with the signatures of `jax.lax.top_k` and `jax.random`."""
+"""Largest entries of rows, their softmax weights, and samples, with the signatures of `jax.lax.top_k` and `jax.random`."""
 
 import math
 import operator
@@ -36,29 +36,49 @@ def top_k(
     where: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `k` largest entries of `operand` along `axis`, the largest first, and their indices, as `jax.lax.top_k` gives them.
+    """Returns the `k` largest entries of `operand` along `axis`, the largest first, and their indices.
 
-    The order is that of the bits: NaN of sign 0 above +inf, +0 above -0, NaN of sign 1 below -inf; equal entries in the order
-    of their indices. (In long rows on a GPU `jax.lax.top_k`, and so the implementation "xla", takes 0 and -0 as equal.) Values
-    may be differentiated, any number of times and in both modes.
+    The function replaces `jax.lax.top_k` and returns the same bits. In addition it takes `axis`, `where` and
+    `implementation`. The order of floating numbers is the order of their bits: NaN of sign 0, `+inf`, finite numbers,
+    `-inf`, NaN of sign 1, with +0 before -0. Equal entries come in the order of their indices. In long rows on a GPU
+    `jax.lax.top_k` takes +0 and -0 as equal, and so does the implementation "xla".
+
+    Values can be differentiated any number of times, in forward and reverse mode. Indices are constants.
 
     Args:
       operand: array of a floating or integer dtype with at least one axis.
-      k: how many, from 0 to the size of `axis`; a concrete integer.
-      axis: the axis along which entries are compared. It counts in the shape to which `operand` and `where` broadcast.
-      where: boolean, broadcast against `operand` (also `operand` against it): the entries that take part. The others count as
-        -inf, or as the smallest number of integers and of floating dtypes without infinity, and what `operand` holds there has
-        no effect.
-      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+      k: number of entries to return, a concrete integer from 0 to the size of `axis`.
+      axis: axis along which entries are compared; -1 by default. It is counted in the shape to which `operand` and `where`
+        broadcast.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `operand`, and `operand` against it. Entries that are not selected count as `-inf`, or as the smallest
+        number of a dtype without infinity. Their values in `operand`, even NaN, have no effect.
+      implementation: name of the implementation that must run: "mosaic" or "xla". None (the default) takes the best one
+        for the platform, shape and dtype.
 
     Returns:
-      The values, in the dtype of `operand`, and their indices along `axis`, int32; both in the shape of `operand` with size `k`
-      along `axis`.
+      A pair: the values, in the dtype of `operand`, and their indices along `axis`, int32. Both have the shape to which
+      `operand` and `where` broadcast, with size `k` along `axis`.
 
     Raises:
-      TypeError: `operand` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean.
-      ValueError: `k` or `axis` is out of range, `where` does not broadcast, no such `implementation`.
-      NotImplementedError: `implementation` cannot run this call; with the reason.
+      TypeError: `operand` is not an array of numbers or is bool or complex, `k` or `axis` is not a concrete integer, or
+        `where` is not boolean.
+      ValueError: `k` or `axis` is out of range, `where` does not broadcast with `operand`, or there is no `implementation`
+        of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> x = jnp.array([[0.1, 0.7, 0.2, 0.4], [3.0, 1.0, 2.0, 3.0]])
+      >>> values, indices = jaxsoftmax.top_k(x, 2)
+      >>> print(indices)
+      [[1 3]
+       [0 3]]
+      >>> expected = jax.lax.top_k(x, 2)
+      >>> print(bool(jnp.all(values == expected[0])), bool(jnp.all(indices == expected[1])))
+      True True
     """
     name = "top_k"
     dispatch.check_implementation(name, name, implementation)
@@ -112,36 +132,62 @@ def softmax_top_k(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The `k` largest weights of `softmax(scale * logits)` along `axis`, the largest first, and their indices.
+    """Returns the `k` largest weights of `softmax(scale * logits)` along `axis`, the largest first, and their indices.
 
-    As a router of experts needs them: the logits are read once, and weights are made of what was found alone. (With a mask
-    they are read twice, unless weights are those of the selected, and no log-sum-exp is asked for.) Arithmetic is float32, or
-    float64 where `logits` are. Weights may be differentiated in `logits` and `scale`, any number of times and in both modes;
-    the indices count as constants.
+    A router of experts needs these weights. On NVIDIA Hopper GPUs a kernel reads the logits once: it finds the largest of
+    them and sums the exponentials of the row. The weights of all other entries are never computed. With `where` the logits
+    are read twice, unless `normalize` is "selected" and `return_lse` is False.
+
+    The arithmetic is float32, or float64 if `logits` are float64. Weights can be differentiated with respect to `logits`
+    and `scale`, any number of times, in forward and reverse mode. Indices are constants.
 
     Args:
-      logits: array of a floating or integer dtype with at least one axis. Integers become float32 first.
-      k: how many, from 0 to the size of `axis`; a concrete integer.
-      axis: the axis of the softmax. It counts in the shape to which `logits` and `where` broadcast.
-      scale: a number that multiplies `logits`; a traced scalar as well. Where it is negative, the smallest logits come first.
-        None for 1.
-      where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
-      normalize: "all" for weights of the softmax over the whole row; "selected" for those of the `k` entries, which sum to 1.
-      return_lse: whether to return `logsumexp(scale * logits)` over the whole row too.
-      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+      logits: array of a floating or integer dtype with at least one axis. Integers are converted first, as `jnp.exp`
+        converts them: to float32, or to float64 if they have 64 bits.
+      k: number of weights to return, a concrete integer from 0 to the size of `axis`.
+      axis: axis of the softmax; -1 by default. It is counted in the shape to which `logits` and `where` broadcast.
+      scale: real scalar that multiplies `logits`; None (the default) for 1. It may be traced. If it is negative, the
+        smallest logits come first.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `logits`, and `logits` against it. Entries that are not selected have weight 0.
+      normalize: "all" (the default) for weights of the softmax over the whole row. "selected" for weights of the softmax
+        over the `k` entries, which sum to 1.
+      return_lse: True to return `logsumexp(scale * logits)` over the whole row too; False by default.
+      implementation: name of the implementation that must run: "mosaic" or "xla". None (the default) takes the best one
+        for the platform, shape and dtype.
 
     Returns:
-      The weights, in the dtype of `logits` (integers: float32), and their indices along `axis`, int32, both with size `k` along
-      `axis`; with `return_lse` also the log-sum-exp without `axis`, float32 or float64. They come in the order of `top_k`. As
-      with `softmax`, a row of nothing but -inf gives NaN, and so does one that holds +inf or NaN, with "selected" among what
-      was found. What is not in `where` weighs 0.
+      A pair: the weights, in the dtype of `logits` (converted, if they are integers), and their indices along `axis`,
+      int32. Both have the shape to which `logits` and `where` broadcast, with size `k` along `axis`, in the order of
+      `top_k`. With `return_lse` the log-sum-exp comes third, without `axis`, in float32, or float64 if the logits are
+      float64.
+
+      As in `softmax`, a row is NaN if it holds NaN or `+inf`, or nothing except `-inf`. With `normalize="selected"` only
+      NaN and `+inf` among the `k` entries count.
 
     Raises:
-      TypeError: `logits` is bool, complex or no array, `k` or `axis` is not a concrete integer, `where` is not boolean, `scale`
-        is not real.
-      ValueError: `k` or `axis` is out of range, `where` does not broadcast, `scale` is no scalar or too large, `normalize` is
-        neither of the two, no such `implementation`.
-      NotImplementedError: `implementation` cannot run this call; with the reason.
+      TypeError: `logits` are not an array of numbers or are bool or complex, `k` or `axis` is not a concrete integer,
+        `where` is not boolean, `scale` is not real, or `return_lse` is not True or False.
+      ValueError: `k` or `axis` is out of range, `where` does not broadcast with `logits`, `scale` is not a scalar or too
+        large for the arithmetic, `normalize` is neither "all" nor "selected", or there is no `implementation` of this
+        name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jnp.log(jnp.array([[1.0, 5.0, 2.0, 2.0], [4.0, 1.0, 0.5, 4.5]]))
+      >>> weights, experts = jaxsoftmax.softmax_top_k(logits, 2)
+      >>> print(experts)
+      [[1 2]
+       [3 0]]
+      >>> expected = jax.lax.top_k(jax.nn.softmax(logits), 2)[0]
+      >>> bool(jnp.allclose(weights, expected, atol=1e-6))
+      True
+      >>> weights, _ = jaxsoftmax.softmax_top_k(logits, 2, normalize="selected")
+      >>> print(jnp.round(jnp.sum(weights, axis=-1), 3))
+      [1. 1.]
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, fuses softmax with the search of its largest weights.
     """
@@ -216,47 +262,84 @@ def categorical(
     return_log_prob: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Samples from `softmax(logits / temperature)` along `axis`, of the entries that `top_k`, `top_p` and `min_p` keep.
+    """Draws samples from `softmax(logits / temperature)` along `axis`.
 
-    A sample is the entry with the largest `logits / temperature + noise`, where the Gumbel noise of an entry depends on the
-    key, the number of the sample and the column alone. So it is the same whatever the implementation and the sharding, unless
-    two entries come as close as rounding. Inside a `shard_map` each device numbers its own samples from 0, and needs a key of
-    its own. The noise is not that of `jax.random.categorical`, and so neither are the samples: it is finer where it is large.
+    `top_k`, `top_p` and `min_p` limit the entries that can be drawn. They apply in this order, after `where` and
+    `temperature`. The function has the signature of `jax.random.categorical`, without `replace` and `mode`. In addition it
+    takes the filters, `temperature`, `where`, `return_log_prob` and `implementation`.
+
+    A sample is the entry with the largest `logits / temperature + noise`, where `noise` is Gumbel noise. The noise of an
+    entry depends only on the key, the number of the sample and the column. A sample is therefore the same for every
+    implementation and sharding, unless the two largest sums differ by no more than rounding. From the same key
+    `jax.random.categorical` draws other samples, because its noise differs: the noise here is finer where it is large.
+
+    Inside a `shard_map` each device counts its own samples from 0. Pass a different key on each device.
 
     Args:
-      key: a key of `jax.random`.
-      logits: array of a floating or integer dtype with at least one axis. Integers become float32 first.
-      axis: the axis of the classes. It counts in the shape to which `logits` and `where` broadcast.
-      shape: that of the samples, as in `jax.random.categorical`: one to which the shape of `logits` without `axis` broadcasts,
-        and so do those of the arguments below. None for the one to which they broadcast together.
-      temperature: a number or an array, 0 or more. Where it is 0, the largest logit is taken, at the lowest index among equals;
-        in an array of JAX also where it is negative or NaN. One below 2^-64 counts as 0. None for 1.
-      top_k: keep so many of the largest entries, in the order of `top_k`: an integer from 1 on, or an array of integers, in
-        which those below 1 keep all. None keeps all. On Hopper up to 1024 are found by a kernel; where an array holds more, or
-        keeps all, the reference sorts all rows.
-      top_p: keep the shortest beginning, in the order of `top_k`, that has a share of `top_p` of the weight that is left; one
-        entry at least. Without a `top_k`, 0 and -0 are equal there. A number from 0 to 1, or an array. 1, NaN and None keep
-        all. In an array of JAX more than 1 keeps all too, and a negative number keeps one entry.
-      min_p: keep entries that weigh at least `min_p` times the largest. A number up to 1, or an array. Up to 0, NaN and None
-        keep all. In an array of JAX more than 1 counts as 1.
-      where: boolean, broadcast against `logits` (also `logits` against it): the entries that take part.
-      out_sharding: the sharding of samples over explicit mesh axes, as in `jax.random.categorical`. None for that of `logits`.
-      return_log_prob: whether to return how likely samples were too.
-      implementation: None for the best one for this platform, shape and dtype; or the name of the one that must run.
+      key: key of `jax.random`, typed or raw.
+      logits: array of a floating or integer dtype with at least one axis. Integers are converted first, as `jnp.exp`
+        converts them: to float32, or to float64 if they have 64 bits.
+      axis: axis of the classes; -1 by default. It is counted in the shape to which `logits` and `where` broadcast.
+      shape: shape of the samples. The shape of `logits` without `axis` must broadcast to it, and so must `temperature`,
+        `top_k`, `top_p` and `min_p`. None (the default) for the shape to which all of these broadcast together.
+      temperature: number or array, 0 or more; None (the default) for 1. A temperature of 0 takes the largest logit, at the
+        lowest index among equal ones. A temperature below 2^-64 counts as 0. In a JAX array a negative temperature and NaN
+        count as 0 too.
+      top_k: number of largest entries to keep, in the order of `jaxsoftmax.top_k`: an integer of at least 1, or an array
+        of integers, in which values below 1 keep all. None (the default) keeps all. On NVIDIA Hopper GPUs a kernel finds
+        up to 1024 entries. If an array holds a larger value, or a value that keeps all, the reference sorts all rows.
+      top_p: share of the remaining weight to keep: the shortest beginning of the sorted entries whose weights reach this
+        share is kept, and at least one entry. A number from 0 to 1, or an array. 1, NaN and None (the default) keep all.
+        In a JAX array a value above 1 keeps all too, and a negative one keeps one entry. Without `top_k`, +0 and -0 count
+        as equal in the order of the entries.
+      min_p: smallest weight to keep, as a share of the largest weight: a number of at most 1, or an array. Values up to 0,
+        NaN and None (the default) keep all. In a JAX array a value above 1 counts as 1.
+      where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
+        against `logits`, and `logits` against it.
+      out_sharding: sharding of the samples over explicit mesh axes, a `NamedSharding` or `PartitionSpec`, as in
+        `jax.random.categorical`. None (the default) for the sharding of `logits`.
+      return_log_prob: True to return the log-probabilities of the samples too; False by default.
+      implementation: name of the implementation that must run: "mosaic" or "xla". None (the default) takes the best one
+        for the platform, shape and dtype.
 
     Returns:
-      The samples, int32 indices along `axis` in `shape`; with `return_log_prob` also the logarithm of their weights in
-      `softmax(logits / temperature)` over the whole row, before anything is left out, in float32, or float64 where `logits`
-      are. It may be differentiated in `logits` and `temperature`, and is 0 where the temperature is. What is -inf or not in
-      `where` is never drawn, unless a row has nothing else: then index 0 is. Of a row that holds NaN or +inf some index is.
+      Samples in the shape `shape`, int32 indices along `axis`. An entry that is `-inf` or not selected by `where` is never
+      drawn, unless the row has no other entry: then the sample is 0. If a row holds NaN or `+inf`, the sample is some
+      index.
+
+      With `return_log_prob` the result is a pair: the samples, and the logarithms of their weights in `softmax(logits /
+      temperature)` over the whole row, before the filters apply. They have the shape of the samples, in float32, or
+      float64 if `logits` are float64. They can be differentiated with respect to `logits` and `temperature`, and are 0
+      where the temperature is 0.
 
     Raises:
-      TypeError: an argument is not of a type named here.
-      ValueError: shapes do not fit, there is nothing to draw from, a concrete number is out of range, no such `implementation`.
-      NotImplementedError: `implementation` cannot run this call; with the reason.
+      TypeError: `key` is not a key of `jax.random`, `logits` are not an array of numbers or are bool or complex, `axis` is
+        not a concrete integer, `shape` is not a sequence of integers, `temperature`, `top_p` or `min_p` is not real,
+        `top_k` is not made of integers, `where` is not boolean, `out_sharding` is not a sharding, or `return_log_prob` is
+        not True or False.
+      ValueError: `key` is an array of several keys, `axis` is out of range or has size 0, shapes do not broadcast, `shape`
+        has a negative size, a concrete `temperature`, `top_k`, `top_p` or `min_p` is out of range, or there is no
+        `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
-    Source: Gumbel-max sampling; `top_p` is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; `min_p` is Nguyen et al.
-    2024, arXiv:2407.01082.
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jnp.array([[0.0, 3.0, 1.0, -jnp.inf], [2.0, 0.0, 0.0, 0.0]])
+      >>> tokens = jaxsoftmax.categorical(jax.random.key(0), logits, shape=(1000, 2), temperature=0.8, top_k=2)
+      >>> print(tokens.shape, tokens.dtype)
+      (1000, 2) int32
+
+      Only the two largest entries of the first row are drawn. A temperature of 0 takes the largest of each row:
+
+      >>> print(sorted(set(tokens[:, 0].tolist())))
+      [1, 2]
+      >>> print(jaxsoftmax.categorical(jax.random.key(0), logits, temperature=0))
+      [1 0]
+
+    Source: Gumbel-max sampling. `top_p` is nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). `min_p` is by Nguyen
+    et al. 2024, arXiv:2407.01082.
     """
     dispatch.check_implementation("top_k", _CATEGORICAL, implementation)
     (return_log_prob,) = arguments.flags(_CATEGORICAL, return_log_prob=return_log_prob)
