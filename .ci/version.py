@@ -1,15 +1,16 @@
-"""Checks that a release is consistent, and prints its notes.
+"""Checks that a release is consistent, and writes its notes.
 
 usage: .ci/version.py [--tag TAG] [--notes FILE]
 
 The version of `jaxsoftmax/__init__.py` must have a dated section in CHANGELOG.md, CITATION.cff must name the same version and
 date, and a tag must be `v` and the version. The notes of a release are its section of the changelog. The status is 1 if
-something disagrees. Needs Python's standard library alone.
+something disagrees. Needs Python's standard library alone; hatch_build.py loads this file too.
 """
 
 import argparse
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,23 @@ def section_of(changelog: str, version: str) -> tuple[str, str]:
     return match[1], text + "\n"
 
 
+def absolute_links(markdown: str, source: str, tag: str) -> str:
+    """Returns Markdown whose relative links lead to the files of a tag on GitHub.
+
+    Pages that are not part of the repository need this, such as the one of the package on PyPI. Code blocks and links to a
+    heading of the same page stay as they are.
+    """
+
+    def absolute(match: re.Match) -> str:
+        kind = "raw" if match[1] else "blob"  # an image, or a page
+        return f"{match[1] or ''}]({source}/{kind}/{tag}/{match[2]})"
+
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)  # text and code by turns
+    for i in range(0, len(parts), 2):
+        parts[i] = re.sub(r"(!\[[^\]]*)?\]\((?!https?://|mailto:|#)([^)\s]+)\)", absolute, parts[i])
+    return "".join(parts)
+
+
 def problems_of(version: str, changelog: str, citation: str, tag: str | None = None) -> list[str]:
     """Returns what is inconsistent about a release, one sentence each."""
     problems = []
@@ -54,7 +72,7 @@ def problems_of(version: str, changelog: str, citation: str, tag: str | None = N
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the checks on this checkout. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Checks that a release is consistent, and prints its notes.")
+    parser = argparse.ArgumentParser(description="Checks that a release is consistent, and writes its notes.")
     parser.add_argument("--tag", help="the tag that is released; an empty one is not checked")
     parser.add_argument("--notes", type=Path, help="a file that the notes are written to")
     options = parser.parse_args(arguments)
@@ -65,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     date, notes = section_of(changelog, version)
     if options.notes:
-        options.notes.write_text(notes)
+        urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+        options.notes.write_text(absolute_links(notes, urls["Source"], f"v{version}"))
     print(f"version {version} of {date}: tag, changelog and citation agree" if options.tag else f"version {version} of {date}")
     return 0
 
