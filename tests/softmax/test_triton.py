@@ -124,7 +124,7 @@ INSTALLED = {
 @pytest.mark.parametrize("kind", INSTALLED)
 def test_what_is_installed_in_part_is_refused_with_a_remedy(monkeypatch, kind):
     jax_triton, triton, has_plugin, reason = INSTALLED[kind]
-    versions = {"jax-triton": jax_triton, "triton": triton}
+    versions = {"jax-triton": jax_triton, "triton": triton, "jax": "0.11.2"}
     monkeypatch.setattr(call, "_is_there", lambda module: versions[module.replace("_", "-")] is not None)
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(
