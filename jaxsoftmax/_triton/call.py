@@ -64,7 +64,7 @@ def missing(packages: tuple[tuple[str, str], ...] = _PACKAGES) -> str | None:
     if triton and triton < least:
         return f"jax-triton {_dotted(own)} needs triton from {_dotted(least)} on, got {_dotted(triton)}: {remedy}"
     if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
-        remedy = f'pip install "jax[cuda13]=={importlib.metadata.version('jax')}" (or cuda12)'
+        remedy = f'pip install "jax[cuda13]=={importlib.metadata.version("jax")}" (or cuda12)'
         return f"it needs JAX's plugin for CUDA, in jaxlib's version: {remedy}"
     return None
 
