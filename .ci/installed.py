@@ -1,5 +1,7 @@
 """Calls the installed package of an environment that has no checkout; the file that it was installed from is an argument."""
 
+import importlib.metadata
+import re
 import sys
 import tarfile
 import zipfile
@@ -22,6 +24,9 @@ else:
     assert not [name for name in names if "tests/" in name or "benchmarks/" in name], names
 assert folder.is_relative_to(sys.prefix), folder
 assert package.stat().st_size < 2**20, package.stat().st_size
+description = importlib.metadata.metadata("jaxsoftmax").get_payload()
+assert "## Install" in description, description
+assert not (relative := re.findall(r"\]\((?!https?://|#)\S+\)", description)), relative
 
 x = jnp.asarray([[1.0, 2.0, 3.0], [0.0, 0.0, -jnp.inf]])
 np.testing.assert_allclose(jaxsoftmax.softmax(x), [[0.09003057, 0.24472847, 0.66524096], [0.5, 0.5, 0.0]], rtol=1e-6)

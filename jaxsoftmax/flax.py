@@ -12,9 +12,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+
+try:
+    from flax.linen import dtypes
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "flax":
+        raise
+    message = 'jaxsoftmax.flax needs Flax, which is not installed: pip install "flax>=0.12.12"'
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator

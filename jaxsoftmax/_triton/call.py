@@ -53,18 +53,19 @@ _SERVED = ((0, 3, 1), (0, 5))  # versions of jax-triton, from the first to befor
 @functools.cache
 def missing(packages: tuple[tuple[str, str], ...] = _PACKAGES) -> str | None:
     """Returns what kernels lack among what is installed, and how to get it, in words, or None; it imports no Triton."""
-    remedy = "pip install 'jaxsoftmax[triton]'"
+    first, end = map(_dotted, _SERVED)
+    remedy = f'pip install "jax-triton>={first},<{end}"'  # which brings Triton, and replaces one that is too old
     if lacking := [package for module, package in packages if not _is_there(module)]:
         return f"it needs {' and '.join(lacking)}: {remedy}"
     own = _version_of("jax-triton")
     if own and not _SERVED[0] <= own < _SERVED[1]:
-        first, end = map(_dotted, _SERVED)
         return f"it needs jax-triton from {first} on and before {end}, got {_dotted(own)}: {remedy}"
     triton, least = _version_of("triton"), _least_triton()
     if triton and triton < least:
         return f"jax-triton {_dotted(own)} needs triton from {_dotted(least)} on, got {_dotted(triton)}: {remedy}"
     if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
-        return "it needs JAX's plugin for CUDA, in jaxlib's version: pip install 'jaxsoftmax[cuda13,triton]' (or cuda12)"
+        remedy = f'pip install "jax[cuda13]=={importlib.metadata.version("jax")}" (or cuda12)'
+        return f"it needs JAX's plugin for CUDA, in jaxlib's version: {remedy}"
     return None
 
 

@@ -266,7 +266,7 @@ def test_links_between_documents_lead_somewhere():
 
 def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"]["path"] == "jaxsoftmax/__init__.py"
     unreleased, newest, *_ = re.findall(r"^## \[(.+?)\](?: - (.*))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert unreleased == ("Unreleased", "")
