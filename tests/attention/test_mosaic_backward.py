@@ -990,11 +990,11 @@ REFUSALS = {
         f"at most {LONG} keys with a bias or a mask, got {LONG + 1}",
     ),
     "float32": (lowering.operands(dtype="float32"), {}, "float32"),
-    "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic": True}, "float32"),
+    "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic_gradients": True}, "float32"),
     **{
         f"bias {shape}, deterministic": (
             biased(shape),
-            {"deterministic": True},
+            {"deterministic_gradients": True},
             "bias that is broadcast, .* summed in any order",
         )
         for shape in BROADCAST
@@ -1024,11 +1024,11 @@ SERVED = {
     "bias that is broadcast": (biased((4, 1, 301)), {}),
     "bias that is broadcast, deterministic, not wanted": (
         biased((4, 1, 301)),
-        {"deterministic": True, "wanted": ("query", "key", "value")},
+        {"deterministic_gradients": True, "wanted": ("query", "key", "value")},
     ),
-    "whole bias, deterministic": (biased((2, 4, 300, 301)), {"deterministic": True}),
-    "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic": True}),
-    "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic": True}),
+    "whole bias, deterministic": (biased((2, 4, 300, 301)), {"deterministic_gradients": True}),
+    "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic_gradients": True}),
+    "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic_gradients": True}),
     "bias and soft cap, size 128": (biased((4, 1, 301), size=128), {"logits_soft_cap": 5.0}),
     "bias and soft cap, size 256": (biased((2, 4, 300, 301), size=256), {"logits_soft_cap": 5.0}),
     "soft cap, size 256": (lowering.operands(size=256), {"logits_soft_cap": 5.0}),

@@ -503,7 +503,11 @@ PLACED = {
         {"x": (numbers(4, 8, 2, 8), HEADS), "scale": (np.abs(numbers(2)), P("model"))},
         (),
     ),
-    "top_k": (functools.partial(jaxsoftmax.top_k, k=3), {"x": (numbers(8, 16), DATA), "where": (SEEN, DATA)}, ("x",)),
+    "top_k": (
+        functools.partial(jaxsoftmax.top_k, k=3),
+        {"operand": (numbers(8, 16), DATA), "where": (SEEN, DATA)},
+        ("operand",),
+    ),
     "softmax_top_k": (
         functools.partial(jaxsoftmax.softmax_top_k, k=3),
         {"logits": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, DATA)},

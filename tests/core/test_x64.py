@@ -123,7 +123,9 @@ def leaves_of(name):
 def program(name, is_differentiated, implementation="mosaic"):
     """A call, or its gradient in all that is floating, as a function of its leaves."""
     function, operands, named, options = CALLS[name]
-    function = functools.partial(getattr(jaxsoftmax, function), implementation=implementation, **options)
+    function = functools.partial(
+        getattr(jaxsoftmax, function, None) or getattr(jaxsoftmax.cache, function), implementation=implementation, **options
+    )
     leaves, tree = jax.tree.flatten((operands, named))
     moving = [index for index, a in enumerate(leaves) if is_differentiated and jnp.issubdtype(a.dtype, jnp.floating)]
 

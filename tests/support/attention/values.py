@@ -160,7 +160,9 @@ def function(options, fixed, implementation=None):
 def truth_of(truth, name, given, options, *args):
     """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
     is_float32, is_coarse = given["query"].dtype == np.float32, options.get("precision") == "high"
-    options = {name: value for name, value in options.items() if name not in ("deterministic_gradients", "precision")}
+    options = {
+        name: value for name, value in options.items() if name not in ("deterministic", "deterministic_gradients", "precision")
+    }
     rate, seed = options.pop("dropout_rate", 0), options.pop("dropout_rng", None)
     broadcast = options.pop("broadcast_dropout", False)
     if seed is not None:
