@@ -82,7 +82,7 @@ def _table_of_run(measured: Measured) -> str:
             ops = runs.setdefault(tuple([getattr(row, key) for key in keys]), {})
             ops |= {row.op: None} if row.op != "copy" else {}
         rows += [[name, ", ".join(ops), *run] for run, ops in runs.items()]
-    return table(("part", "of", "GPU", "JAX", "commit", "run"), rows)
+    return table(("part", "op", "GPU", "JAX", "commit", "run"), rows)
 
 
 def _ladder(shape: Shape, measured: Measured) -> str:
@@ -103,8 +103,8 @@ def _ladder(shape: Shape, measured: Measured) -> str:
     if measured.copy_speed and rows:
         us = 2 * size(shape) / measured.copy_speed
         rows.append(["the copy's speed", "2N", _us(us), f"{measured.copy_speed / 1e3:.0f}", "1.00", "-", "-"])
-    header = ("rung", "bytes", "us", "GB/s of these bytes", "of its roofline")
-    return table((*header, f"bytes, of `{REFERENCE}`'s", f"time, of `{REFERENCE}`'s"), rows)
+    header = ("rung", "passes", "us", "GB/s", "share of its roofline")
+    return table((*header, f"bytes / `{REFERENCE}`", f"time / `{REFERENCE}`"), rows)
 
 
 def _table_of_vector(measured: Measured) -> str:
@@ -114,7 +114,7 @@ def _table_of_vector(measured: Measured) -> str:
         if us or (rows and ms):  # what was published alone comes below what was measured
             where = published.VECTOR_GPU if ms else "-"
             rows.append([f"`{name}`", _figure(us and us / 1e3, ".4f"), kernel, _figure(ms), where])
-    return table(("1 x 16777216, float32", "ms", "published: kernel", "its ms", "on"), rows)
+    return table(("1 x 16777216, float32", "ms", "published: kernel", "published: ms", "published on"), rows)
 
 
 def _table_of_halves(measured: Measured) -> str:
@@ -128,7 +128,7 @@ def _table_of_halves(measured: Measured) -> str:
             others = [*(f"{ms:.4f}" for ms in others), speed_up, published.HALVES_GPU]
             rows.append([f"{shape[0]} x {shape[1]}", *cells, *others])
     columns = [f"`{name}`" for name in names]
-    others = ("published ms: naive, 5N", "fused, 3N", 'online, its "2N"', "online over naive", "on")
+    others = ("published: ms, naive, 5N", "fused, 3N", 'online, its "2N"', "online over naive", "published on")
     return table(("float16, us (speed-up over `naive`)", *columns, *others), rows)
 
 
@@ -153,7 +153,7 @@ def _table_of_the_guide(measured: Measured) -> str:
     found = published.GUIDE.items() if any(times.values()) else ()
     rows = [[name, *ours[name], *metric, published.GUIDE_GPU] for name, metric in found]
     columns = [f"`{name}`" for name in rungs]
-    return table(("1024 x 512, float32", *columns, "published: naive", "optimised", "improvement", "on"), rows)
+    return table(("1024 x 512, float32", *columns, "published: naive", "optimised", "improvement", "published on"), rows)
 
 
 def _table_of_cpu(measured: Measured) -> str:
@@ -168,8 +168,8 @@ def _table_of_cpu(measured: Measured) -> str:
         where = f"{options['cores']} of {options['cpu'].replace('_', ' ')}"
         of_safe = _times(_quotient(row.us, safe_us))
         rows.append([f"`{row.implementation}`, {row.shape}", where, _us(row.us), of_safe, _us(on_gpu), *last])
-    header = "float32", "cores", "us", "of safe's time", "`on_chip` on the GPU, us", "GPU over this"
-    return table((*header, "published: GPU over core", "on"), rows)
+    header = "float32", "cores", "us", "time / safe", "`on_chip` on the GPU, us", "this / GPU"
+    return table((*header, "published: core / GPU", "published on"), rows)
 
 
 def _megabytes(value: float) -> str:
@@ -217,7 +217,7 @@ def _table_of_accesses(measured: Measured) -> str:
             where = "-" if set(others) == {"-"} else published.PAPERS_GPU
             rows.append([f"{paper} (`{rung.name}`)", *ours, *others, where])
     header = "accesses an element", "predicted", "requested, counted", "speed-up over safe"
-    return table((*header, f"{published.PAPER}: accesses", "speed-up over safe", "on"), rows)
+    return table((*header, f"{published.PAPER}: accesses", "speed-up over safe", "published on"), rows)
 
 
 def _table_of_top_k(measured: Measured) -> str:
@@ -240,7 +240,7 @@ def _table_of_top_k(measured: Measured) -> str:
         theirs = (*published.PAPERS_TOP_K[name], published.PAPERS_GPU) if name in ways else ("-", "-", "-")
         rows.append([words, *ours, _us(us), _us(alone), _times(_quotient(base_us, us)), *theirs])
     header = "4096 x 32768, float32", "accesses, predicted", "requested, counted", "predicted, MB", "DRAM, MB", "us"
-    others = "softmax alone, us", "speed-up", f"{published.PAPER}: accesses", "speed-up", "on"
+    others = "softmax alone, us", "speed-up", f"{published.PAPER}: accesses", "speed-up", "published on"
     return table((*header, *others), rows)
 
 
@@ -258,7 +258,7 @@ def _table_of_top_k_by_size(measured: Measured) -> str:
             rows.append([f"{shape[0]} x {shape[1]}", *cells, *accesses, speed_up, published.PAPERS_GPU])
     first, *others = (_name_of_way(way) for way in ways)
     counted = f"accesses, counted: {first}", *others
-    return table(("float32, us (speed-up)", first, *others, *counted, f"{published.PAPER}: online fused", "on"), rows)
+    return table(("float32, us (speed-up)", first, *others, *counted, f"{published.PAPER}: online fused", "published on"), rows)
 
 
 def _name_of_way(way: Any) -> str:
@@ -272,7 +272,7 @@ def _table_of_write_up(measured: Measured) -> str:
         if us := measured.time(name, OF_A_WRITE_UP):
             theirs = published.ROWS.get(name)
             rows.append([f"`{name}`", f"{us / 1e3:.4f}", _figure(theirs), published.ROWS_GPU if theirs else "-"])
-    return table(("1024 x 32768, float32", "ms", "published ms", "on"), rows)
+    return table(("1024 x 32768, float32", "ms", "published: ms", "published on"), rows)
 
 
 TABLES: dict[str, Callable[[Measured], str]] = {

@@ -45,7 +45,7 @@ def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
 
 
 ROWS = support_matrix()
-DOCUMENTS = ("decoding", "design", "differences", "flax", "support")  # those with code
+DOCUMENTS = ("decoding", "design", "differences", "flax", "scaling", "support")  # those with code
 DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
 
 

@@ -469,7 +469,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_figures_have_columns_and_a_gpu_of_their_own(full, name):
     header, _, *lines = [cells_of(line) for line in tables.TABLES[name](full).splitlines()]
-    assert header[-1] == "on"
+    assert header[-1] == "published on"
     found = {line[0]: line for line in lines}
     for first, quoted in PUBLISHED[name].items():
         assert found[first][-len(quoted) :] == quoted
