@@ -56,7 +56,7 @@ FAULTS = (
     Fault(
         "arguments: an axis of a mesh may be named twice",
         f"{_CORE}/arguments.py",
-        "if not is_known or len(set(names)) != len(names):",
+        "if not is_known or len(set(found)) != len(found):",
         "if not is_known:",
         "tests/core/test_sharding.py -k errors_of_axis_name",
     ),
@@ -609,7 +609,7 @@ FAULTS = (
         f"{_ATTENTION}/_devices.py",
         """if name_ == "sinks" and self.way == "merge":""",
         """if name_ == "sinks" and self.way == "whole":""",
-        "tests/attention/test_context_parallel.py -k whole_queries",
+        "tests/attention/test_context_parallel.py -k replicated_queries",
     ),
     Fault(
         "context parallel: the left side of a window ends the ring early",
@@ -689,8 +689,15 @@ FAULTS = (
         "tests/attention/test_context_parallel.py -k 'zigzag'",
     ),
     Fault(
+        "context parallel: queries may be replicated where no axis is named",
+        f"{_ATTENTION}/_parallel.py",
+        "if replicated and not names:",
+        "if replicated and names is None:",
+        "tests/attention/test_context_parallel.py -k errors_name_the_argument",
+    ),
+    Fault(
         "attention: lengths beyond the pages move the queries",
-        f"{_ATTENTION}/api.py",
+        "jaxsoftmax/cache.py",
         "jnp.clip(lengths, 0, keys) - length if query_offset is None",
         "lengths - length if query_offset is None",
         "tests/attention/test_paged.py -k 'the_reference or sizes'",
@@ -704,7 +711,7 @@ FAULTS = (
     ),
     Fault(
         "attention: unsigned lengths of 32 bits wrap",
-        f"{_ATTENTION}/api.py",
+        f"{_ATTENTION}/_checks.py",
         "if array.dtype.itemsize > 4 or array.dtype == np.uint32:",
         "if array.dtype.itemsize > 4:",
         "tests/attention/test_values.py -k unsigned_integers",
