@@ -117,6 +117,7 @@ def test_the_address_of_the_project_is_the_same_everywhere():
     assert urls["Issues"] == f"{urls['Source']}/issues"
     assert urls["Changelog"] == f"{urls['Source']}/blob/main/CHANGELOG.md"
     assert f"\nrepository-code: {urls['Source']}\nurl: {urls['Documentation']}\n" in CITATION
+    assert f"[Documentation]({urls['Documentation']})" in (ROOT / "README.md").read_text()
     references = dict(re.findall(r"^\[(.+?)\]: (\S+)$", CHANGELOG, re.MULTILINE))
     versions = re.findall(r"^## \[(.+?)\]", CHANGELOG, re.MULTILINE)
     assert list(references) == versions
@@ -132,7 +133,7 @@ def test_no_other_file_has_the_address_of_the_project():
     for folder in (".ci", ".github", "benchmarks", "docs", "examples", "jaxsoftmax", "tests"):
         paths += [path for path in (ROOT / folder).rglob("*") if path.suffix in ("", ".md", ".yml", ".py") and path.is_file()]
     found = {str(path.relative_to(ROOT)) for path in paths if any(host in path.read_text() for host in hosts)}
-    assert found == {"pyproject.toml", "CITATION.cff", "CHANGELOG.md"}
+    assert found == {"pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md"}
 
 
 def test_the_entry_to_cite_is_the_newest_version():
