@@ -31,9 +31,10 @@ def on_config(config):
 
 
 def pages(folder: str) -> list[str]:
-    """Returns the pages of a folder of `docs/`, its index first."""
-    names = sorted(path.name for path in (ROOT / "docs" / folder).glob("*.md"))
-    return [folder + name for name in sorted(names, key=lambda name: name != "index.md")]
+    """Returns the pages of a folder of `docs/`: its index, the pages in the order of the links there, then all others."""
+    names = {path.name for path in (ROOT / "docs" / folder).glob("*.md")}
+    linked = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / folder / "index.md").read_text())
+    return [folder + name for name in dict.fromkeys(["index.md", *linked, *sorted(names)]) if name in names]
 
 
 def on_files(files, config):

@@ -49,7 +49,10 @@ def test_figures_that_a_page_shows_are_found(hooks):
     assert hooks.images(text, "docs/performance.md") == {FIGURE}
 
 
-def test_pages_of_a_folder_start_with_its_index(hooks):
-    pages = hooks.pages("recipes/")
-    assert pages[0] == "recipes/index.md"
-    assert pages[1:] == sorted(pages[1:])
+def test_pages_of_a_folder_have_the_order_of_its_index(hooks, monkeypatch, tmp_path):
+    folder = tmp_path / "docs" / "recipes"
+    folder.mkdir(parents=True)
+    for name in ("a", "b", "c", "index"):
+        (folder / f"{name}.md").write_text("[b](b.md#question) and [Flax](../flax.md), [a](a.md)")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    assert hooks.pages("recipes/") == [f"recipes/{name}.md" for name in ("index", "b", "a", "c")]
