@@ -15,18 +15,18 @@ class Readable(griffe.Extension):
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
 
-    def on_function(self, *, func: griffe.Function, **_) -> None:
+    def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
         for parameter in func.parameters:
-            parameter.annotation = _written_out(parameter.annotation, func.module)
+            parameter.annotation = _written_out(parameter.annotation, loader.modules_collection)
 
 
-def _written_out(annotation, module):
-    """Returns `int | Sequence[int] | None` for `Axis`: an annotation without the aliases that its module defines."""
+def _written_out(annotation, modules):
+    """Returns `int | Sequence[int] | None` for `Axis`: an annotation without the aliases that the library defines."""
     if isinstance(annotation, griffe.ExprBinOp):
-        annotation.left = _written_out(annotation.left, module)
-        annotation.right = _written_out(annotation.right, module)
-    if isinstance(annotation, griffe.ExprName):
-        definition = module.members.get(annotation.name)
-        if isinstance(definition, griffe.Attribute) and definition.value is not None:
+        annotation.left = _written_out(annotation.left, modules)
+        annotation.right = _written_out(annotation.right, modules)
+    if isinstance(annotation, griffe.ExprName | griffe.ExprAttribute) and annotation.canonical_path.startswith("jaxsoftmax."):
+        definition = modules[annotation.canonical_path]
+        if definition.is_attribute and definition.value is not None:
             return definition.value
     return annotation
