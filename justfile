@@ -44,9 +44,17 @@ gpu *args:
 bench suite *args:
     uv run --extra cuda13 python -m benchmarks {{ suite }} {{ args }}
 
-# What the documents say, and the code in them.
+# The site of the documents, into `site/`. A broken link or reference fails.
 docs *args:
-    uv run pytest -n auto tests/tools/test_readme.py {{ args }}
+    uv run --isolated --only-group docs mkdocs build --strict {{ args }}
+
+# The site on this machine, built anew whenever a document changes.
+docs-serve *args:
+    uv run --isolated --only-group docs mkdocs serve {{ args }}
+
+# What the documents say, the code in them, and the examples of docstrings.
+docs-test *args:
+    uv run pytest -n auto tests/tools/test_readme.py tests/tools/test_reference.py tests/tools/test_site.py {{ args }}
 
 # Lint, format and types.
 lint:

@@ -138,8 +138,7 @@ def paged_attention(
       >>> import jaxsoftmax
       >>> key_pages, value_pages = jax.random.normal(jax.random.key(0), (2, 4, 8, 2, 16))  # 4 pages of 8 keys, 2 heads
       >>> query = jax.random.normal(jax.random.key(1), (2, 1, 4, 16))  # 2 sequences, 1 new token, 4 heads
-      >>> page_table = jnp.array([[3, 1], [0, 0]])  # the first sequence has 11 keys on pages 3 and 1, the second has 5 on page
-      0
+      >>> page_table = jnp.array([[3, 1], [0, 0]])  # the first sequence is on pages 3 and 1, the second on page 0
       >>> lengths = jnp.array([11, 5])
       >>> out = jaxsoftmax.cache.paged_attention(query, key_pages, value_pages, page_table, lengths)
       >>> key, value = (pages[page_table].reshape(2, 16, 2, 16) for pages in (key_pages, value_pages))

@@ -45,7 +45,7 @@ def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
 
 
 ROWS = support_matrix()
-DOCUMENTS = ("decoding", "design", "differences", "flax", "scaling", "support")  # those with code
+DOCUMENTS = ("decoding", "design", "differences", "flax", "getting_started", "index", "scaling", "support")  # those with code
 DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
 
 
@@ -252,7 +252,7 @@ def test_the_extras_exist():
 
 
 def test_links_between_documents_lead_somewhere():
-    for here in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+    for here in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         document = here.relative_to(ROOT)
         for link in re.findall(r"\]\(([^)]+)\)", here.read_text()):
             if link.startswith("https://"):

@@ -1,0 +1,32 @@
+"""Makes signatures and docstrings readable in the reference, as an extension of Griffe, which mkdocstrings reads code with."""
+
+import re
+
+import griffe
+
+_DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
+
+
+class Readable(griffe.Extension):
+    """Replaces type aliases by their definitions, and marks the examples of docstrings as code."""
+
+    def on_instance(self, *, obj: griffe.Object, **_) -> None:
+        if obj.docstring is not None:
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
+
+    def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
+        for parameter in func.parameters:
+            parameter.annotation = _written_out(parameter.annotation, loader.modules_collection)
+
+
+def _written_out(annotation, modules):
+    """Returns `int | Sequence[int] | None` for `Axis`: an annotation without the aliases that the library defines."""
+    if isinstance(annotation, griffe.ExprBinOp):
+        annotation.left = _written_out(annotation.left, modules)
+        annotation.right = _written_out(annotation.right, modules)
+    if isinstance(annotation, griffe.ExprName | griffe.ExprAttribute) and annotation.canonical_path.startswith("jaxsoftmax."):
+        definition = modules[annotation.canonical_path]
+        if definition.is_attribute and definition.value is not None:
+            return definition.value
+    return annotation
