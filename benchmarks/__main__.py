@@ -302,8 +302,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _plot(options: argparse.Namespace) -> int:
     for suite, _, path in _files(options):
-        draw = plot.draw_sweep if suite == "softmax_sweep" else plot.draw
-        for figure in draw(results.newest_of_each_cell(results.read(path)), path.parent):
+        for figure in plot.draw(results.read(path), path.parent, sweep=suite == "softmax_sweep"):
             print(figure)
     return 0
 

@@ -1,315 +1,418 @@
-"""Draws result files: bandwidth against columns, and accuracy beside it.
+"""Draws result files as SVG: the name of each line stands at its end, and numbers above it compare it with the others.
 
-For attention arithmetic against sequence length; for cross-entropy of a linear layer time and memory against the vocabulary.
+A number says how many times as fast jaxsoftmax is as the fastest alternative. A peer that the newest run left out is drawn from
+the last run that measured it, with a star at its name.
 """
 
-import math
-from collections.abc import Callable, Sequence
+import io
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import is_ours
-from benchmarks.results import Row
+from benchmarks.cells import YARDSTICKS
+from benchmarks.results import Row, newest_of_each_cell
 
-FIGURES = (("softmax", "forward"), ("softmax", "backward"), ("log_softmax", "forward"), ("logsumexp", "forward"))
-
-Ends = dict[str, tuple[float, str]]  # of lines: the height of the last point, and the colour, by name
+Figures = Iterator[tuple[str, Any]]  # names of files without their ending, and figures
 
 OURS = "jaxsoftmax"  # the library's name in every figure
-A_COPY = "a copy as it was measured, which is no limit"  # what is in a cache, or is read alone, may be faster
-GREY = "#80868f"  # readable on white and on black, as are the others
-_COLOURS = {
-    OURS: "#e8590c",
-    "jax.nn": "#3b82f6",
-    "torch": "#2f9e44",
-    "torch.compile": "#a855f7",
-    "quack": "#d19a00",
-    "optax": "#3b82f6",
-    "sum": GREY,
-    "copy": GREY,
-    "cudnn": "#3b82f6",
-    "attention_mgpu": "#a855f7",
-    "tokamax": "#d19a00",
-    "flash_attention_3": "#0891b2",
+WIDTH = 7.3  # inches, 700 pixels: the width at which a README shows a figure
+ORANGE, GREY, INK = "#d55e00", "#5f6368", "#202124"
+NUMBERS = "Orange numbers: how many times as fast jaxsoftmax is as the fastest alternative."
+EARLIER = "* measured in an earlier run."
+A_COPY = "a copy"
+
+_BLUE, _GREEN, _PINK, _PURPLE, _OLIVE = "#0072b2", "#007a5a", "#a8477f", "#7b5ea7", "#7a6400"
+LOOKS = {  # the name of each contender in plain words, its colour, and its marker
+    OURS: (OURS, ORANGE, "o"),
+    "jax.nn": ("jax.nn (XLA)", _BLUE, "s"),
+    "optax": ("optax (XLA)", _BLUE, "s"),
+    "jax": ("jax.lax (XLA)", _BLUE, "s"),
+    "attention_mgpu": ("JAX Pallas", _BLUE, "s"),
+    "cudnn": ("jax.nn (cuDNN)", _GREEN, "^"),
+    "liger": ("Liger (Triton)", _GREEN, "^"),
+    "flashinfer": ("FlashInfer", _GREEN, "^"),
+    "flash_attention_3": ("FlashAttention-3", INK, "D"),
+    "torch": ("torch", _PINK, "v"),
+    "attention torch": ("torch SDPA", _PINK, "v"),
+    "torch.compile": ("torch.compile", _PURPLE, "P"),
+    "tokamax": ("tokamax", _OLIVE, "X"),
+    "quack": ("quack", _OLIVE, "X"),
 }
-_NAMES = {"cudnn": "jax.nn (cuDNN)", "attention_mgpu": "JAX's Pallas kernel", "flash_attention_3": "FlashAttention-3"}
-_NAMES_OF_ATTENTION = {**_NAMES, "torch": "torch (flash attention)"}
-_CAUSAL = {"": "not causal", "causal=1": "causal"}
 STYLE = {
     "font.size": 9,
-    "text.color": GREY,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
+    "text.color": INK,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 18,  # below it are the numbers
     "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.grid": True,
-    "grid.alpha": 0.25,
-    "grid.color": GREY,
-    "grid.linewidth": 0.6,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e5e8",
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "savefig.facecolor": "white",  # on dark pages too
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": OURS,
 }
 
+_LONG_COORDINATE = re.compile(r"(\.\d\d)\d+(?=[\s\",)])")  # of an attribute: text ends with "<"
 
-def draw(run: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws the figures for which the run has rows, as `<op>_<pass>.svg` in `folder`, `_` for `+`; returns their paths."""
+
+def draw(rows: Sequence[Row], folder: Path, *, sweep: bool = False) -> list[Path]:
+    """Draws the figures that the rows of a result file suffice for, as `<name>.svg` in `folder`; returns their paths."""
+    import matplotlib as mpl
+
     paths = []
-    for op, pass_ in FIGURES:
-        rows = [row for row in run if (row.op, row.pass_, row.options) == (op, pass_, "") and _large(row)]
-        dtypes = [dtype for dtype in ("float32", "bfloat16") if any(row.dtype == dtype for row in rows)]
-        if dtypes:
-            copies = {row.dtype: row for row in run if row.op == "copy"}
-            paths.append(_figure(folder / f"{op}_{pass_}.svg", op, pass_, rows, dtypes, copies))
-    for pass_ in ("forward", "forward+backward"):
-        rows = [row for row in run if (row.op, row.pass_, row.dtype) == ("attention", pass_, "bfloat16")]
-        rows = _of_one_size([row for row in rows if row.options in _CAUSAL and _is_power(_length(row))])
-        if rows:
-            paths.append(_figure_of_attention(folder / f"attention_{pass_.replace('+', '_')}.svg", rows))
-    rows = [row for row in run if row.op == "linear_cross_entropy" and _is_power(_columns(row))]
-    if rows:
-        paths.append(_figure_of_memory(folder / "linear_cross_entropy.svg", rows))
+    with mpl.rc_context(STYLE):
+        for name, figure in (figures_of_sweep if sweep else figures)(rows):
+            paths.append(folder / f"{name}.svg")
+            figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
+            paths[-1].write_text(_LONG_COORDINATE.sub(r"\1", text.getvalue()))
     return paths
 
 
-def draw_sweep(run: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws the share of a copy over the columns, as `softmax_sweep.svg` in `folder`; returns its path, none without rows."""
-    rows = [row for row in run if row.op != "copy" and row.copy_share is not None]
-    return [_figure_of_sweep(folder / "softmax_sweep.svg", rows)] if rows else []
+def figures(rows: Sequence[Row]) -> Figures:
+    """Yields the figures of a result file that is no sweep."""
+    rows = _newest(rows)
+    yield from _figures_of_rows(rows)
+    for pass_ in ("forward", "forward+backward"):
+        yield from _figures_of_attention(pass_, [row for row in rows if (row.op, row.pass_) == ("attention", pass_)])
+    yield from _figures_of_memory([row for row in rows if row.op == "linear_cross_entropy"])
+    for bars in BARS:
+        yield from _figures_of_bars(bars, rows)
 
 
-def _length(row: Row) -> int:
-    return int(row.shape.split("x")[1])
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    """The newest rows of each cell, and below them the newest of each peer that the newest run left out."""
+    newest = newest_of_each_cell(list(rows))
+    cells = {row.cell for row in newest if row.op != "copy"}
+    known = {(row.cell, row.implementation) for row in newest}
+    for row in reversed(rows):
+        if row.cell in cells and not is_ours(row) and (row.cell, row.implementation) not in known:
+            known.add((row.cell, row.implementation))
+            newest.append(row)
+    return [row for row in newest if row.implementation not in YARDSTICKS or row.op == "copy"]
 
 
-def _head_size(row: Row) -> int:
-    return int(row.shape.split("x")[3])
+# What is drawn.
 
 
-def _columns(row: Row) -> int:
-    return int(row.shape.rsplit("x", 1)[1])
+def _figures_of_rows(rows: list[Row]) -> Figures:
+    """Speed, and for softmax forward error too, against the columns of arrays of 2^27 elements; a panel for each dtype."""
+    copies = {row.dtype: row.speed / 1e3 for row in rows if row.op == "copy"}
+    for op, pass_ in (("softmax", "forward"), ("softmax", "backward"), ("log_softmax", "forward"), ("logsumexp", "forward")):
+        own = [row for row in rows if (row.op, row.pass_, row.options) == (op, pass_, "") and prod(_shape(row)) > 2**26]
+        dtypes = [dtype for dtype in ("float32", "bfloat16") if any(row.dtype == dtype for row in own)]
+        if all(map(is_ours, own)):
+            continue
+        words = f"{op} {pass_}, {' and '.join(dtypes)}"
+        figure, (panels,) = _panels(1, len(dtypes), 2.9)
+        for dtype, axis in zip(dtypes, panels, strict=True):
+            level = {A_COPY: copies[dtype]} if dtype in copies else {}
+            _lines(axis, [row for row in own if row.dtype == dtype], _columns, lambda row: row.speed / 1e3, level)
+            axis.set(title=dtype, xlabel="columns of a row")
+        panels[0].set_ylabel("GB/s read and written")
+        _from_zero(panels[0])
+        yield f"{op}_{pass_}", _finish(figure, panels, f"Speed of {words}", own, NUMBERS)
+        if (op, pass_) != ("softmax", "forward"):
+            continue
+        figure, (panels,) = _panels(1, len(dtypes), 2.5)
+        for dtype, axis in zip(dtypes, panels, strict=True):
+            axis.set_yscale("log")
+            _lines(axis, [row for row in own if row.dtype == dtype], _columns, lambda row: row.error, {"allowed": 1}, None)
+            axis.set(title=dtype, xlabel="columns of a row", ylim=(0.1, 100))
+        panels[0].set_ylabel("largest error / allowed error")
+        panels[0].yaxis.set_major_formatter("{x:g}")
+        yield f"{op}_{pass_}_error", _finish(figure, panels, f"Error of {words}", own)
 
 
-def _of_one_size(rows: list[Row]) -> list[Row]:
-    """The rows whose hidden size is the one that has the most."""
-    hidden = [int(row.shape.split("x")[2]) * _head_size(row) for row in rows]
-    return [row for row, own in zip(rows, hidden, strict=True) if own == max(hidden, key=hidden.count)]
+def _figures_of_attention(pass_: str, rows: list[Row]) -> Figures:
+    """TFLOP/s against the length of the sequences: a row of panels for each head size, a column with causal masks and one without."""
+    kinds = {"": "", "causal=1": ", causal"}
+    rows = [row for row in rows if row.dtype == "bfloat16" and row.options in kinds and _is_power(_shape(row)[1])]
+    hidden = [_shape(row)[2] * _shape(row)[3] for row in rows]
+    rows = [row for row, size in zip(rows, hidden, strict=True) if size == max(hidden, key=hidden.count)]
+    if not rows:
+        return
+    head_sizes = sorted({_shape(row)[3] for row in rows})
+    options = [option for option in kinds if any(row.options == option for row in rows)]
+    figure, panels = _panels(len(head_sizes), len(options), 2.1)
+    for head_size, line in zip(head_sizes, panels, strict=True):
+        for option, axis in zip(options, line, strict=True):
+            own = [row for row in rows if (row.options, _shape(row)[3]) == (option, head_size)]
+            _lines(axis, own, lambda row: _shape(row)[1], lambda row: row.tflops)
+            axis.set_title(f"head size {head_size}{kinds[option]}")
+        line[0].set_ylabel("TFLOP/s")
+        _from_zero(line[0])
+    for axis in panels[-1]:
+        axis.set_xlabel("sequence length")
+    notes = [NUMBERS]
+    if any(row.implementation == "attention_mgpu" for row in rows):
+        notes.append("JAX Pallas runs in float16.")
+    title = f"Speed of attention {pass_.replace('+', ' and ')}, bfloat16"
+    yield f"attention_{pass_.replace('+', '_')}", _finish(figure, list(panels.flat), title, rows, *notes)
 
 
-def _large(row: Row) -> bool:
-    """Whether a row is of the size at which columns are compared, 2^27 elements, and not of a smaller array."""
-    return math.prod(map(int, row.shape.split("x"))) > 2**26
-
-
-def _is_power(count: int) -> bool:
-    return count & (count - 1) == 0
-
-
-def _figure_of_attention(path: Path, rows: list[Row]) -> Path:
-    """A panel for each head size, a row of panels for causal attention and one for the other."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    head_sizes = sorted({_head_size(row) for row in rows})
-    kinds = [kind for kind in _CAUSAL if any(row.options == kind for row in rows)]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.8 + 3.1 * len(head_sizes), 0.9 + 2.7 * len(kinds)), layout="constrained")
-        panels = figure.subplots(len(kinds), len(head_sizes), squeeze=False, sharex=True, sharey="row")
-        for kind, line in zip(kinds, panels, strict=True):
-            line[0].set_ylabel("TFLOP/s")
-            lasts = []
-            for head_size, axis in zip(head_sizes, line, strict=True):
-                own = [row for row in rows if row.options == kind and _head_size(row) == head_size]
-                lasts.append(_lines(axis, own, _length, lambda row: row.tflops, _NAMES_OF_ATTENTION))
-                axis.set(title=f"head size {head_size}, {_CAUSAL[kind]}")
-                axis.minorticks_off()
-            line[0].set_ylim(0, None)  # of all, when all are drawn
-            label_ends(line[-1], lasts[-1])
-        for axis in panels[-1]:
-            axis.set_xlabel("sequence length")
-        counted = ", causal counted as half" if "causal=1" in kinds else ""
-        _finish(figure, path, f"attention {rows[-1].pass_}, {rows[-1].dtype}{counted}", rows[-1], panels)
-    return path
-
-
-def _figure_of_memory(path: Path, rows: list[Row]) -> Path:
-    """A panel of time and one of memory against the vocabulary."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+def _figures_of_memory(rows: list[Row]) -> Figures:
+    """Time and memory of a linear layer's loss and gradients against the vocabulary."""
+    rows = [row for row in rows if row.pass_ == "forward+backward" and not row.options and _is_power(_columns(row))]
+    if not rows:
+        return
     from matplotlib.ticker import LogLocator
 
-    kinds: dict[str, Callable[[Row], float | None]] = {
+    figure, (panels,) = _panels(1, 2, 2.9, sharey=False)
+    values: dict[str, Callable[[Row], float | None]] = {
         "time, ms": lambda row: row.us / 1e3,
-        "temporary memory, GB": lambda row: row.temporaries and row.temporaries / 1e9,
+        "memory beyond inputs and outputs, GB": lambda row: row.temporaries and row.temporaries / 1e9,
     }
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 3.7), layout="constrained")
-        panels = figure.subplots(1, 2, squeeze=False)
-        for axis, (label, what) in zip(panels.flat, kinds.items(), strict=True):
-            lasts = _lines(axis, rows, _columns, what, _NAMES)
-            axis.set(xlabel="vocabulary", ylabel=label, yscale="log")
-            axis.minorticks_off()
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            label_ends(axis, lasts)
-        tokens, size, _ = rows[-1].shape.split("x")
-        _finish(figure, path, f"loss and gradients of {tokens} tokens, hidden size {size}, {rows[-1].dtype}", rows[-1], panels)
-    return path
+    for (label, value), axis in zip(values.items(), panels, strict=True):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        _lines(axis, rows, _columns, value, better=min)
+        axis.set(title=label, xlabel="classes (vocabulary)")
+    tokens, size, _ = _shape(rows[0])
+    title = f"linear_cross_entropy with gradients, {rows[0].dtype}"
+    notes = f"{tokens} tokens, hidden size {size}.", "Orange numbers: optax's time or memory divided by that of jaxsoftmax."
+    yield "linear_cross_entropy", _finish(figure, panels, title, rows, *notes)
 
 
-def _figure(path: Path, op: str, pass_: str, rows: list[Row], dtypes: list[str], copies: dict[str, Row]) -> Path:
-    import matplotlib as mpl
+@dataclass(frozen=True)
+class Bars:
+    """A figure of bars. `cases` maps what says which cell it is, in `op pass dtype shape options`, to a heading."""
+
+    name: str
+    title: str
+    unit: str
+    value: Callable[[Row], float]
+    better: Callable[..., float]
+    cases: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def _us(row: Row) -> float:
+    return row.us
+
+
+BARS = (
+    Bars(
+        "decoding",
+        "Speed of decoding, bfloat16",
+        "GB/s of keys and values read",
+        lambda row: row.speed / 1e3,
+        max,
+        {
+            "decoding forward bfloat16 1x1x32x128 keys=4096 kv_heads=8": "1 sequence, 4096 keys",
+            "decoding forward bfloat16 1x1x32x128 keys=131072 kv_heads=8": "1 sequence, 131072 keys",
+            "decoding forward bfloat16 32x1x32x128 keys=4096 kv_heads=8": "32 sequences, 4096 keys",
+            "decoding forward bfloat16 32x1x32x128 keys=32768 kv_heads=8": "32 sequences, 32768 keys",
+            "decoding forward bfloat16 32x4x32x128 keys=4096 kv_heads=8": "32 sequences, 4096 keys, 4 queries at a time",
+            "decoding forward bfloat16 32x1x32x256 keys=4096 kv_heads=8": "32 sequences, 4096 keys, head size 256",
+        },
+        ("32 query heads share 8 key heads; the head size is 128 unless a heading says otherwise.",),
+    ),
+    Bars(
+        "cross_entropy",
+        "Time of cross_entropy with its gradient, bfloat16",
+        "ms",
+        lambda row: row.us / 1e3,
+        min,
+        {
+            f"cross_entropy forward+backward bfloat16 8192x{classes}": f"8192 rows of {classes} classes"
+            for classes in (32000, 50257, 128256, 256000)
+        },
+    ),
+    Bars(
+        "top_k",
+        "Time of top_k and categorical, float32",
+        "us",
+        _us,
+        min,
+        {
+            "top_k forward float32 1x128256 k=50": "the 50 largest entries, 1 row",
+            "top_k forward float32 64x128256 k=50": "the 50 largest entries, 64 rows",
+            "top_k forward float32 512x128256 k=50": "the 50 largest entries, 512 rows",
+            "categorical forward float32 512x128256": "a sample, 512 rows",
+            "categorical forward float32 512x128256 top_k=50": "a sample with top_k=50, 512 rows",
+            "categorical forward float32 512x128256 top_p=0.9": "a sample with top_p=0.9, 512 rows",
+        },
+        ("A row has 128256 columns. FlashInfer's samplers with top_k or top_p include the softmax that they need.",),
+    ),
+)
+
+
+def _figures_of_bars(bars: Bars, rows: list[Row]) -> Figures:
+    """A group of bars for each case, if every case was measured beside a peer."""
+    groups = {case: [row for row in rows if " ".join(filter(None, row.cell)) == case] for case in bars.cases}
+    if not all(any(map(is_ours, group)) and len(group) > 1 for group in groups.values()):
+        return
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 0.8 + 2.9 * len(dtypes)), layout="constrained")
-        panels = figure.subplots(len(dtypes), 2, squeeze=False, sharex=True)
-        for (speed, accuracy), dtype in zip(panels, dtypes, strict=True):
-            own = [row for row in rows if row.dtype == dtype]
-            lasts = _lines(speed, own, _columns, lambda row: row.speed / 1e3, _NAMES)
-            speed.set(title=dtype, ylabel="GB/s", ylim=(0, None))
-            if dtype in copies:
-                lasts["copy"] = _level(speed, copies[dtype].speed / 1e3)
-            label_ends(speed, lasts)
-            lasts = _lines(accuracy, own, _columns, lambda row: row.error, _NAMES)
-            accuracy.set(title=dtype, ylabel="largest error / budget", yscale="log")
-            lasts["budget"] = _level(accuracy, 1)
-            low, high = accuracy.get_ylim()
-            accuracy.set_ylim(min(low, 0.1), max(high, 10))
-            label_ends(accuracy, lasts)
-        for axis in panels.flat:
-            axis.minorticks_off()
-        for axis in panels[-1]:
-            axis.set_xlabel("columns")
-        _finish(figure, path, f"{op} {pass_}", rows[-1], panels, f"{A_COPY}, and the budget of the error")
-    return path
+    figure = Figure(figsize=(WIDTH, 1.0 + 0.2 * sum(len(group) + 1.3 for group in groups.values())), layout="constrained")
+    axis, at, ticks = figure.subplots(), 0.0, {}
+    for case, group in groups.items():
+        axis.annotate(bars.cases[case], (0, at), (4, 0), textcoords="offset points", va="center", weight="bold")
+        values = {_key(row): bars.value(row) for row in group}
+        (ratio,) = _ratios({key: {0: value} for key, value in values.items()}, bars.better).values()
+        for key in sorted(values, key=list(LOOKS).index):
+            at += 1
+            name, colour, _ = LOOKS[key]
+            axis.barh(at, values[key], 0.8, color=colour)
+            number = f"{values[key]:.3g}" if values[key] < 1e3 else f"{values[key]:.0f}"
+            text = axis.annotate(number, (values[key], at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            if key == OURS:
+                axis.annotate(_times(ratio), (1, 0.5), (8, 0), text, "offset points", va="center", **_OF_OURS)
+            ticks[at] = name + _star(key, group), colour
+        at += 1.3
+    axis.set_yticks(list(ticks), [name for name, _ in ticks.values()])
+    for label, (name, colour) in zip(axis.get_yticklabels(), ticks.values(), strict=True):
+        label.set(color=colour, weight="bold" if name == OURS else "normal")
+    axis.tick_params(axis="y", length=0)
+    axis.set(ylim=(at - 0.5, -0.7), xlabel=bars.unit)
+    axis.grid(visible=False, axis="y")
+    axis.margins(x=0.2)
+    drawn = [row for group in groups.values() for row in group]
+    yield bars.name, _finish(figure, [axis], f"{bars.title}", drawn, *bars.notes, NUMBERS)
 
 
-def _figure_of_sweep(path: Path, rows: list[Row]) -> Path:
-    """A panel for each op, a row of panels for each dtype."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    ops = list(dict.fromkeys((row.op, row.pass_) for row in rows))
+def figures_of_sweep(rows: Sequence[Row]) -> Figures:
+    """Yields the share of a copy's speed at each width that was drawn: a row of panels for each op, a column for each dtype."""
+    rows = [row for row in _newest(rows) if row.op != "copy" and row.copy_share is not None]
+    ops = list(dict.fromkeys((row.op, row.pass_) for row in rows if not is_ours(row)))
+    rows = [row for row in rows if (row.op, row.pass_) in ops]
+    if not rows:
+        return
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.8 + 3.1 * len(ops), 0.9 + 2.7 * len(dtypes)), layout="constrained")
-        panels = figure.subplots(len(dtypes), len(ops), squeeze=False, sharex=True, sharey=True)
-        for dtype, line in zip(dtypes, panels, strict=True):
-            line[0].set_ylabel("share of a copy")
-            lasts: Ends = {}
-            for (op, pass_), axis in zip(ops, line, strict=True):
-                lasts |= _dots(axis, [row for row in rows if (row.op, row.pass_, row.dtype) == (op, pass_, dtype)])
-                axis.set_title(f"{op} {pass_}, {dtype}")
-            line[0].set_ylim(0, None)  # of all, when all are drawn
-            label_ends(line[-1], lasts)
-        for axis in panels[-1]:
-            axis.set_xlabel("columns")
-        _finish(figure, path, "widths drawn at random", rows[-1], panels, A_COPY)
-    return path
+    figure, panels = _panels(len(ops), len(dtypes), 2.4)
+    for (op, pass_), line in zip(ops, panels, strict=True):
+        for dtype, axis in zip(dtypes, line, strict=True):
+            own = [row for row in rows if (row.op, row.pass_, row.dtype) == (op, pass_, dtype)]
+            ratios = _ratios(_lines(axis, own, _columns, lambda row: row.copy_share, {A_COPY: 1}, None), max).values()
+            axis.set_title(f"{op} {pass_}, {dtype}")
+            words = f"{_times(min(ratios))} to {_times(max(ratios))}" if ratios else ""
+            axis.text(0, 1.02, words, transform=axis.transAxes, va="bottom", **_OF_OURS)
+        line[0].set_ylabel("speed / speed of a copy")
+        _from_zero(line[0])
+    for axis in panels[-1]:
+        axis.set_xlabel("columns of a row")
+        axis.set_xticks([2**power for power in range(6, 21, 2)], [_short(2**power) for power in range(6, 21, 2)])
+    title = f"Speed at {len({_columns(row) for row in rows})} random widths"
+    yield "softmax_sweep", _finish(figure, list(panels.flat), title, rows, NUMBERS)
 
 
-def _dots(axis: Any, rows: list[Row]) -> Ends:
-    """A mark for each width, and the copy. Returns what `_lines` does."""
-    by_name: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        by_name.setdefault(OURS if is_ours(row) else row.implementation, []).append((_columns(row), row.copy_share or 0.0))
-    lasts: Ends = {}
-    for name, points in by_name.items():
-        look = {"color": _COLOURS[name], "marker": "o", "markersize": 4 if name == OURS else 2.5, "linestyle": ""}
-        axis.plot(*transposed(sorted(points)), **look, zorder=3 if name == OURS else 2)
-        lasts[name] = max(points)[1], _COLOURS[name]
-    lasts["copy"] = _level(axis, 1)
-    axis.set_xscale("log", base=2)
-    ticks = [2**power for power in range(6, 21, 2)]
-    axis.set_xticks(ticks, [_short(count) for count in ticks])
-    axis.minorticks_off()
-    return lasts
+# How it is drawn.
 
 
-def _finish(figure: Any, path: Path, title: str, newest: Row, panels: Any, dashed: str = "") -> None:
-    """Says what marks mean and what was measured, and writes the file."""
-    legend(figure, panels, dashed)
-    figure.suptitle(f"{title}, {newest.gpu}, jax {newest.jax}")
-    figure.savefig(path, transparent=True, metadata={"Date": None})
+def _panels(rows: int, columns: int, height: float, *, sharey: Any = "row") -> tuple[Any, Any]:
+    """A figure of the width of a page, and its panels, `height` inches each."""
+    from matplotlib.figure import Figure
 
-
-def legend(figure: Any, panels: Any, dashed: str) -> None:
-    """Says what each mark means, and dashed lines, once for all panels: lines have their names at their ends."""
-    from matplotlib.lines import Line2D
-
-    lines = [line for axis in panels.flat for line in axis.get_lines() if len(line.get_xdata())]
-    hollow = any(line.get_marker() == "o" and not _filled(line) for line in lines)
-    look: dict[str, Any] = {"color": GREY, "linestyle": "", "marker": "o", "markersize": 4}
-    marks = {
-        "measured, a power of two" if hollow else "measured": (Line2D([], [], **look), any(map(_filled, lines))),
-        "measured, another length": (Line2D([], [], **look, markerfacecolor="none"), hollow),
-        dashed: (Line2D([], [], color=GREY, linestyle="--", linewidth=1.2), bool(dashed)),
-    }
-    entries = {label: handle for label, (handle, wanted) in marks.items() if wanted}
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=len(entries), frameon=False)
-
-
-def _filled(line: Any) -> bool:
-    return line.get_marker() == "o" and line.get_markerfacecolor() != "none"
-
-
-def _level(axis: Any, value: float) -> tuple[float, str]:
-    """A dashed line across a panel; its height and its colour."""
-    axis.axhline(value, color=GREY, linestyle="--", linewidth=1.2)
-    return value, GREY
+    figure = Figure(figsize=(WIDTH, 0.8 + height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=sharey)
 
 
 def _lines(
     axis: Any,
     rows: list[Row],
     size: Callable[[Row], int],
-    what: Callable[[Row], float | None],
-    names: dict[str, str],
-) -> Ends:
-    """A line for each implementation through the powers of two; other sizes are hollow marks beside it.
+    value: Callable[[Row], float | None],
+    levels: dict[str, float] | None = None,
+    better: Callable[..., float] | None = max,
+) -> dict[str, dict[int, float]]:
+    """A line for each contender through the powers of two, with hollow marks beside it for other sizes.
 
-    Returns the height at which each ends, and its colour, by its name.
+    Args:
+      levels: heights of dashed lines, by name.
+      better: `max` or `min` for numbers above the panel, which compare ours with the best of the others; None for none.
+
+    Returns:
+      The values that are drawn, by the key of their contender and by size.
     """
-    by_name: dict[str, list[Row]] = {}
+    values: dict[str, dict[int, float]] = {}
     for row in rows:
-        by_name.setdefault(OURS if is_ours(row) else row.implementation, []).append(row)
-    lasts: Ends = {}
-    for name in sorted(by_name, key=list(_COLOURS).index):
-        ours = name == OURS
-        look = {"color": _COLOURS[name], "marker": "o", "markersize": 4, "zorder": 3 if ours else 2}
-        values = ((size(row), what(row)) for row in by_name[name])
-        points = sorted((at, value) for at, value in values if value is not None and 0 < value < float("inf"))
-        line = [point for point in points if _is_power(point[0])]
-        axis.plot(*transposed(line), **look, linewidth=2.2 if ours else 1.2)
-        odd = [point for point in points if not _is_power(point[0])]
-        axis.plot(*transposed(odd), **look, linestyle="", markerfacecolor="none")
-        if line:
-            lasts[names.get(name, name)] = line[-1][1], _COLOURS[name]
-    powers = sorted({size(row) for row in rows if _is_power(size(row))})
-    if len(powers) > 11:  # their labels would touch
-        powers = [power for power in powers if power.bit_length() % 2]
+        if found := value(row):
+            values.setdefault(_key(row), {})[size(row)] = found
+    for key in sorted(values, key=list(LOOKS).index, reverse=True):  # ours last, above the others
+        name, colour, marker = LOOKS[key]
+        look = {"color": colour, "marker": marker, "markersize": 5 if key == OURS else 4}
+        points = sorted(values[key].items())
+        line, others = ([(x, y) for x, y in points if _is_power(x) == power] for power in (True, False))
+        label = name + _star(key, rows)
+        axis.plot(*transposed(line), **look, linewidth=2.8 if key == OURS else 1.4, label=label if line else None)
+        axis.plot(*transposed(others), **look, linestyle="", mfc="none", mew=0.8, label=None if line else label)
+    for name, level in (levels or {}).items():
+        axis.axhline(level, color=GREY, linestyle="--", linewidth=1.2, label=name)
+    powers = sorted({x for points in values.values() for x in points if _is_power(x)})
+    powers = [power for power in powers if (power.bit_length() - powers[0].bit_length()) % (len(powers) // 7 + 1) == 0]
     axis.set_xscale("log", base=2)
-    axis.set_xticks(powers, [_short(count) for count in powers])
-    return lasts
+    axis.set_xticks(powers, [_short(power) for power in powers])
+    axis.minorticks_off()
+    if better is not None:
+        for x, ratio in _ratios(values, better).items():
+            if x in powers:
+                place = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+                axis.text(x, 1.02, _times(ratio), **place, **_OF_OURS)
+    return values
 
 
-def _short(count: int) -> str:
-    """A power of two as 512, 32K or 1M."""
-    units = [(2**20, "M"), (2**10, "K")]
-    return next((f"{count // unit}{letter}" for unit, letter in units if count >= unit), str(count))
+def _from_zero(axis: Any) -> None:
+    """Lets the axis and those that share it begin at zero, with room for marks at the top, when all is drawn."""
+    axis.set_ylim(0, 1.04 * axis.get_ylim()[1])
 
 
-def label_ends(axis: Any, lasts: Ends, gap: float = 0.085) -> None:
-    """Names at the right edge of a panel, each as near to the end of its line as the others allow; limits are final."""
-    to_panel, right = axis.transScale + axis.transLimits, axis.get_xlim()[1]
-    heights = {name: float(to_panel.transform((right, y))[1]) for name, (y, _) in lasts.items()}
-    for name, at in spread(heights, gap).items():
-        axis.text(1.02, at, name, color=lasts[name][1], transform=axis.transAxes, va="center", fontsize=8)
+_OF_OURS: dict[str, Any] = {"color": ORANGE, "fontsize": 8, "weight": "bold"}
+
+
+def _ratios(values: dict[str, dict[int, float]], better: Callable[..., float]) -> dict[int, float]:
+    """How many times as good ours is as the best of the others at each size, where both are known."""
+    ratios = {}
+    for x, ours in values.get(OURS, {}).items():
+        others = [points[x] for key, points in values.items() if key != OURS and x in points]
+        if others:
+            ratios[x] = ours / max(others) if better is max else min(others) / ours
+    return ratios
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×"
+
+
+def label_ends(axis: Any) -> None:
+    """Writes the label of each line to the right of the panel, as near to the line's end as the others allow.
+
+    The limits of the panel are final. A thin line leads from the end of the line to the name.
+    """
+    lines = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
+    names = {}
+    for line in lines:
+        own = {"color": line.get_color(), "va": "center", "fontsize": 8.5}
+        leader = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.7, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3}
+        own["weight"] = "bold" if line.get_label() == OURS else "normal"
+        places = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+        names[line.get_label()] = axis.annotate(line.get_label(), (1, 1), (1.06, 0.5), arrowprops=leader, **places, **own)
+    axis.figure.draw_without_rendering()  # which gives the panels their places
+    for line in lines:
+        end = line.get_transform().transform(line.get_xydata()[-1])
+        names[line.get_label()].xy = tuple(axis.transAxes.inverted().transform(end))
+    gap = 11.5 / 72 * axis.figure.dpi / axis.bbox.height
+    for label, height in spread({label: name.xy[1] for label, name in names.items()}, gap).items():
+        names[label].xyann = names[label].xyann[0], height
 
 
 def spread(heights: dict[str, float], gap: float) -> dict[str, float]:
-    """Heights at least `gap` apart, in the same order; those that would touch are centred on their mean."""
+    """Heights at least `gap` apart and at most 1, in the same order; those that would touch are centred on their mean."""
     groups: list[tuple[list[str], float]] = []
     for name in sorted(heights, key=lambda name: heights[name]):
         names, mean = [name], heights[name]
@@ -318,7 +421,65 @@ def spread(heights: dict[str, float], gap: float) -> dict[str, float]:
             mean = (of_below * len(below) + mean * len(names)) / (len(below) + len(names))
             names = below + names
         groups.append((names, mean))
-    return {name: mean + gap * (at - (len(names) - 1) / 2) for names, mean in groups for at, name in enumerate(names)}
+    placed = {name: mean + gap * (at - (len(names) - 1) / 2) for names, mean in groups for at, name in enumerate(names)}
+    ceiling = 1.0
+    for name in reversed(placed):
+        placed[name] = min(placed[name], ceiling)
+        ceiling = placed[name] - gap
+    return placed
+
+
+def finish(figure: Any, panels: Any, title: str, *notes: str) -> Any:
+    """Names the lines of all panels, and writes the title and the notes; returns the figure."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, weight="bold")
+    figure.supxlabel(textwrap.fill(" ".join(notes), 120), x=0.01, ha="left", fontsize=8, color=GREY)
+    for axis in panels:
+        label_ends(axis)
+    return figure
+
+
+def _finish(figure: Any, panels: Any, title: str, rows: list[Row], *notes: str) -> Any:
+    """Likewise, with the notes that the rows need."""
+    has_star = any(_star(_key(row), rows) for row in rows)
+    sizes = {
+        size
+        for axis in panels
+        for line in axis.get_lines()
+        if line.get_markerfacecolor() == "none"
+        for size in line.get_xdata()
+    }
+    more = ["Hollow marks: widths that are no power of two."] * bool(sizes) + [EARLIER] * has_star
+    return finish(figure, panels, f"{title}, {rows[0].gpu}", *notes, *more, f"jax {max(row.jax for row in rows)}.")
+
+
+def _key(row: Row) -> str:
+    """The key of a row's contender in `LOOKS`."""
+    own = f"{row.op} {row.implementation}"
+    return OURS if is_ours(row) else own if own in LOOKS else row.implementation
+
+
+def _star(key: str, rows: list[Row]) -> str:
+    """A star if a contender's rows are of other runs than ours."""
+    runs = {row.cell: row.run for row in rows if is_ours(row)}
+    return " *" * any(row.run != runs.get(row.cell, row.run) for row in rows if _key(row) == key)
+
+
+def _shape(row: Row) -> list[int]:
+    return list(map(int, row.shape.split("x")))
+
+
+def _columns(row: Row) -> int:
+    return _shape(row)[-1]
+
+
+def _is_power(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+def _short(count: int) -> str:
+    """A power of two as 512, 32K or 1M."""
+    units = [(2**20, "M"), (2**10, "K")]
+    return next((f"{count // unit}{letter}" for unit, letter in units if count >= unit), str(count))
 
 
 def transposed(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
