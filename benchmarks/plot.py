@@ -25,6 +25,7 @@ ORANGE, GREY, INK = "#d55e00", "#5f6368", "#202124"
 NUMBERS = "Orange numbers: how many times as fast jaxsoftmax is as the fastest alternative."
 EARLIER = "* measured in an earlier run."
 A_COPY = "a copy"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 _BLUE, _GREEN, _PINK, _PURPLE, _OLIVE = "#0072b2", "#007a5a", "#a8477f", "#7b5ea7", "#7a6400"
 LOOKS = {  # the name of each contender in plain words, its colour, and its marker
@@ -74,13 +75,16 @@ def draw(rows: Sequence[Row], folder: Path, *, sweep: bool = False) -> list[Path
     """Draws the figures that the rows of a result file suffice for, as `<name>.svg` in `folder`; returns their paths."""
     import matplotlib as mpl
 
-    paths = []
     with mpl.rc_context(STYLE):
-        for name, figure in (figures_of_sweep if sweep else figures)(rows):
-            paths.append(folder / f"{name}.svg")
-            figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
-            paths[-1].write_text(_LONG_COORDINATE.sub(r"\1", text.getvalue()))
-    return paths
+        drawn = (figures_of_sweep if sweep else figures)(rows)
+        return [save(figure, folder / f"{name}.svg") for name, figure in drawn]
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Writes the same bytes for the same figure, coordinates with two decimals; returns the path."""
+    figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
+    path.write_text(_LONG_COORDINATE.sub(r"\1", text.getvalue()))
+    return path
 
 
 def figures(rows: Sequence[Row]) -> Figures:
@@ -139,7 +143,7 @@ def _figures_of_rows(rows: list[Row]) -> Figures:
 
 
 def _figures_of_attention(pass_: str, rows: list[Row]) -> Figures:
-    """TFLOP/s against the length of the sequences: a row of panels for each head size, a column with causal masks and one without."""
+    """TFLOP/s against the sequence length: a row of panels for each head size, a column for causal masks and one for none."""
     kinds = {"": "", "causal=1": ", causal"}
     rows = [row for row in rows if row.dtype == "bfloat16" and row.options in kinds and _is_power(_shape(row)[1])]
     hidden = [_shape(row)[2] * _shape(row)[3] for row in rows]
@@ -270,7 +274,7 @@ def _figures_of_bars(bars: Bars, rows: list[Row]) -> Figures:
             at += 1
             name, colour, _ = LOOKS[key]
             axis.barh(at, values[key], 0.8, color=colour)
-            number = f"{values[key]:.3g}" if values[key] < 1e3 else f"{values[key]:.0f}"
+            number = f"{values[key]:#.3g}" if values[key] < 99.5 else f"{values[key]:.0f}"
             text = axis.annotate(number, (values[key], at), (4, 0), textcoords="offset points", va="center", fontsize=8)
             if key == OURS:
                 axis.annotate(_times(ratio), (1, 0.5), (8, 0), text, "offset points", va="center", **_OF_OURS)
@@ -294,7 +298,7 @@ def figures_of_sweep(rows: Sequence[Row]) -> Figures:
     rows = [row for row in rows if (row.op, row.pass_) in ops]
     if not rows:
         return
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    dtypes = sorted({row.dtype for row in rows}, reverse=True)
     figure, panels = _panels(len(ops), len(dtypes), 2.4)
     for (op, pass_), line in zip(ops, panels, strict=True):
         for dtype, axis in zip(dtypes, line, strict=True):
@@ -331,14 +335,10 @@ def _lines(
     levels: dict[str, float] | None = None,
     better: Callable[..., float] | None = max,
 ) -> dict[str, dict[int, float]]:
-    """A line for each contender through the powers of two, with hollow marks beside it for other sizes.
+    """Draws a line for each contender through the powers of two, and hollow marks for other sizes; without powers, marks alone.
 
-    Args:
-      levels: heights of dashed lines, by name.
-      better: `max` or `min` for numbers above the panel, which compare ours with the best of the others; None for none.
-
-    Returns:
-      The values that are drawn, by the key of their contender and by size.
+    `levels` are the heights of dashed lines, by name. With `better`, `max` or `min`, numbers above the panel compare ours with
+    the best of the others. Returns the values that are drawn, by the key of a contender and by size.
     """
     values: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -351,11 +351,13 @@ def _lines(
         line, others = ([(x, y) for x, y in points if _is_power(x) == power] for power in (True, False))
         label = name + _star(key, rows)
         axis.plot(*transposed(line), **look, linewidth=2.8 if key == OURS else 1.4, label=label if line else None)
-        axis.plot(*transposed(others), **look, linestyle="", mfc="none", mew=0.8, label=None if line else label)
+        look |= {"markerfacecolor": "none", "markeredgewidth": 0.8} if line else {"markersize": 3, "label": label}
+        axis.plot(*transposed(others), **look, linestyle="")
     for name, level in (levels or {}).items():
         axis.axhline(level, color=GREY, linestyle="--", linewidth=1.2, label=name)
     powers = sorted({x for points in values.values() for x in points if _is_power(x)})
-    powers = [power for power in powers if (power.bit_length() - powers[0].bit_length()) % (len(powers) // 7 + 1) == 0]
+    bits = [power.bit_length() for power in powers]
+    powers = [power for power, own in zip(powers, bits, strict=True) if (own - bits[0]) % ((bits[-1] - bits[0]) // 6 + 1) == 0]
     axis.set_xscale("log", base=2)
     axis.set_xticks(powers, [_short(power) for power in powers])
     axis.minorticks_off()
@@ -372,7 +374,7 @@ def _from_zero(axis: Any) -> None:
     axis.set_ylim(0, 1.04 * axis.get_ylim()[1])
 
 
-_OF_OURS: dict[str, Any] = {"color": ORANGE, "fontsize": 8, "weight": "bold"}
+_OF_OURS: dict[str, Any] = {"color": ORANGE, "fontsize": 7.5, "weight": "bold"}
 
 
 def _ratios(values: dict[str, dict[int, float]], better: Callable[..., float]) -> dict[int, float]:
@@ -386,7 +388,7 @@ def _ratios(values: dict[str, dict[int, float]], better: Callable[..., float]) -
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×"
+    return f"{ratio:.2f}{TIMES}" if ratio < 9.995 else f"{ratio:.1f}{TIMES}"
 
 
 def label_ends(axis: Any) -> None:

@@ -13,18 +13,18 @@ from examples.worklog.measured import Measured
 
 FIGURES = ("worklog_time.svg", "worklog_roofline.svg")
 _COLOURS = {
-    "on_chip": "#e8590c",  # the library's, as in the other figures
-    "jax.nn": "#3b82f6",
-    "torch": "#2f9e44",
-    "naive": "#c2255c",
-    "separate": "#d19a00",
+    "on_chip": plot.ORANGE,  # the library's, as in the other figures
+    "jax.nn": "#0072b2",
+    "torch": "#a8477f",
+    "naive": "#444444",
+    "separate": "#7a6400",
     "tree": "#8d6e63",
-    "fused": "#a855f7",
-    "fused_kept": "#7c83fd",
-    "online_thread": "#0c9c7c",
-    "online_lanes": "#65a30d",
-    "online_wide": "#0891b2",
-    "online_blocks": "#db6fb0",
+    "fused": "#7b5ea7",
+    "fused_kept": "#5560c8",
+    "online_thread": "#007a5a",
+    "online_lanes": "#4d7c0f",
+    "online_wide": "#0e7490",
+    "online_blocks": "#3f9142",
 }
 # The panels of the first figure: a title, the shape of so many elements, and the lines, which stand for those that lie on them.
 PANELS: tuple[tuple[str, dict[int, Shape], tuple[str, ...]], ...] = (
@@ -39,47 +39,42 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
     if not measured.times or measured.copy_speed is None:
         return []
     import matplotlib as mpl
+
+    with mpl.rc_context(plot.STYLE):
+        figures = _times(measured), _roofline(measured)
+        return [plot.save(figure, folder / name) for figure, name in zip(figures, FIGURES, strict=True)]
+
+
+def _times(measured: Measured) -> Any:
+    """Time against the number of elements: rows that the cache holds, rows that it does not, and one vector."""
     from matplotlib.figure import Figure
 
-    newest, paths = measured.times[-1], [folder / name for name in FIGURES]
-    for path, panels_of, height in zip(paths, (_draw_times, _draw_roofline), (4.4, 5.0), strict=True):
-        with mpl.rc_context(plot.STYLE):
-            figure = Figure(figsize=(12 if panels_of is _draw_times else 9, height), layout="constrained")
-            panels = panels_of(figure, measured)
-            plot.legend(figure, panels, plot.A_COPY)
-            figure.suptitle(f"softmax, float32, {newest.gpu}, jax {newest.jax}")
-            figure.savefig(path, transparent=True, metadata={"Date": None})
-    return paths
-
-
-def _draw_times(figure: Any, measured: Measured) -> Any:
-    """Time against the number of elements: rows that the cache holds, rows that it does not, and one vector."""
-    panels, lasts = figure.subplots(1, 3, sharex=True, sharey=True), []
+    figure = Figure(figsize=(plot.WIDTH, 9.5), layout="constrained")
+    panels = figure.subplots(3, sharex=True, sharey=True)
     for axis, (title, shape_of, names) in zip(panels, PANELS, strict=True):
-        ends: plot.Ends = {}
         for name in names:
             times = {n: measured.time(name, shape) for n, shape in shape_of.items()}
             points = [(n, us) for n, us in times.items() if us is not None]
             if points:
-                look = {"color": _COLOURS[name], "linewidth": 2.2 if name == "on_chip" else 1.2}
-                axis.plot(*plot.transposed(points), **look, marker="o", markersize=3)
-                ends[shown(name)] = points[-1][1], _COLOURS[name]
+                look = {"color": _COLOURS[name], "linewidth": 2.8 if name == "on_chip" else 1.4}
+                axis.plot(*plot.transposed(points), **look, marker="o", markersize=3, label=shown(name))
         limit = [2 * size((1, n)) / (measured.copy_speed or 1) for n in SIZES]
-        axis.plot(SIZES, limit, color=plot.GREY, linestyle="--", linewidth=1.2)
-        ends["2N, as a copy"] = limit[-1], plot.GREY
-        lasts.append(ends)
+        axis.plot(SIZES, limit, color=plot.GREY, linestyle="--", linewidth=1.2, label="2N, as a copy")
         axis.set_xscale("log", base=2)
         axis.set_xticks(SIZES[::3])
-        axis.set(yscale="log", xlabel="elements", title=title)
+        axis.set(yscale="log", ylabel="us")
+        axis.set_title(title, pad=6)
     panels[0].set_ylim(0.5, None)
-    for axis, ends in zip(panels, lasts, strict=True):  # when the limits that all share are final
-        plot.label_ends(axis, ends, gap=0.055)
-    panels[0].set_ylabel("us")
-    return panels
+    panels[-1].set_xlabel("elements")
+    note = "2N, as a copy: each element is read and written once, at the speed of a copy."
+    return _finish(figure, panels, "Time of softmax by number of elements", measured, note)
 
 
-def _draw_roofline(figure: Any, measured: Measured) -> Any:
+def _roofline(measured: Measured) -> Any:
     """Operations a second against operations a byte: each rung at its own bytes, where it was measured first of the ladders."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(plot.WIDTH, 5), layout="constrained")
     axis, points = figure.subplots(), {}
     for rung in common.ladder().RUNGS:
         if (shape := measured.first_timed(rung)) is not None:
@@ -98,9 +93,16 @@ def _draw_roofline(figure: Any, measured: Measured) -> Any:
     axis.set_xticks(ticks, [f"{x:.3g}\n{OPERATIONS / 4 / x:.0f}N" for x in ticks])
     for x in ticks:
         _name_points(axis, x, {shown(name): (y, _COLOURS[name]) for name, (own, y) in points.items() if own == x})
-    words = f"the peak of float32, {PEAK / 1e12:.0f} TFLOP/s, begins at {PEAK / 1e9 / speed:.0f}"
-    axis.text(0.02, 0.96, f"{words} operations a byte", transform=axis.transAxes, va="top", fontsize=8)
-    return np.array([axis])
+    notes = (
+        f"Dashed: the speed of a copy. {PEAK / 1e12:.0f} TFLOP/s, the peak of float32, begin at",
+        f"{PEAK / 1e9 / speed:.0f} operations a byte.",
+    )
+    return _finish(figure, [axis], "Operations of softmax a second, by operations a byte", measured, *notes)
+
+
+def _finish(figure: Any, panels: Any, title: str, measured: Measured, *notes: str) -> Any:
+    newest = measured.times[-1]
+    return plot.finish(figure, panels, f"{title}, float32, {newest.gpu}", *notes, f"jax {newest.jax}.")
 
 
 def _name_points(axis: Any, x: float, points: dict[str, tuple[float, str]]) -> None:
@@ -111,4 +113,4 @@ def _name_points(axis: Any, x: float, points: dict[str, tuple[float, str]]) -> N
         y, colour = points[name]
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
         at = places[name][0] + 0.03, height
-        axis.annotate(name, (x, y), at, textcoords="axes fraction", color=colour, fontsize=8, va="center", arrowprops=line)
+        axis.annotate(name, (x, y), at, textcoords="axes fraction", color=colour, fontsize=8.5, va="center", arrowprops=line)
