@@ -42,12 +42,12 @@ from benchmarks import (
     clock,
     cross_entropy,
     decoding,
+    figures,
     first_call,
     harness,
     host,
     linear_cross_entropy,
     links,
-    plot,
     reference,
     results,
     sharded,
@@ -302,7 +302,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _plot(options: argparse.Namespace) -> int:
     for suite, _, path in _files(options):
-        for figure in plot.draw(results.read(path), path.parent, sweep=suite == "softmax_sweep"):
+        for figure in figures.draw(results.read(path), path.parent, sweep=suite == "softmax_sweep"):
             print(figure)
     return 0
 
