@@ -130,7 +130,7 @@ def from_zero(axis: Any) -> None:
 
 
 def ratios_of(values: dict[str, dict[int, float]], better: Callable[..., float]) -> dict[int, float]:
-    """How many times as good ours is as the best of the others at each size, where both are known."""
+    """Returns ours over the best of the others at each size that both have: above 1, ours is better."""
     ratios = {}
     for x, ours in values.get(OURS, {}).items():
         others = [points[x] for key, points in values.items() if key != OURS and x in points]
