@@ -48,6 +48,11 @@ from jaxsoftmax.flax import attention_fn
 
 # The ways, and what the figure calls them.
 WAYS = {"jax": "Flax's own attention", "softmax": "jaxsoftmax.softmax", "flash": "jaxsoftmax.flax.attention_fn"}
+LOOKS = {  # colours that colour-blind readers tell apart
+    "jax": {"color": "#0072b2", "marker": "s"},
+    "softmax": {"color": "#7b5ea7", "marker": "^", "linestyle": "--"},
+    "flash": {"color": "#d55e00", "marker": "o", "linewidth": 2.8},
+}
 DTYPES = ("float32", "bfloat16", "float16")
 PASSES = ("forward", "forward+backward")
 CHECKED_LENGTH = 1024  # at most: float64 on a CPU takes its time
@@ -371,12 +376,12 @@ def write_csv(path: Path, header: tuple[str, ...], rows: Sequence[tuple[Any, ...
 def draw(axes: Axes, costs: list[Cost], quantity: str) -> None:
     """One line for each way; a cross where a program is out of memory."""
     lengths = sorted({c.length for c in costs})
-    for place, way in enumerate(WAYS):
+    for way in WAYS:
         of_way = [c for c in costs if c.way == way]
         if not of_way:
             continue
         values = [math.nan if (value := getattr(c, quantity)) is None else value for c in of_way]
-        (line,) = axes.plot([c.length for c in of_way], values, marker="o", color=f"C{place}", label=WAYS[way])
+        (line,) = axes.plot([c.length for c in of_way], values, **LOOKS[way], label=WAYS[way])
         unfit = [c for c in of_way if c.milliseconds is None and getattr(c, quantity) is not None]
         if unfit:
             points = [c.length for c in unfit], [getattr(c, quantity) for c in unfit]
@@ -397,7 +402,7 @@ def plot(path: Path, costs: list[Cost], title: str) -> None:
             axes = figure.add_subplot(2, 2, 2 * row + column + 1)
             axes.set(xlabel="length", ylabel=label, title=stage)
             draw(axes, [c for c in costs if c.stage == stage], quantity)
-    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines() if line.get_marker() == "o"}
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines() if line.get_marker() != "x"}
     if any(c.milliseconds is None for c in costs):
         lines["out of memory"] = Line2D([], [], color="gray", linestyle="", marker="x", markersize=12)
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)

@@ -26,8 +26,8 @@ _COLOURS = {
     "online_wide": "#0e7490",
     "online_blocks": "#3f9142",
 }
-# The panels of the first figure: a title, the shape for each number of elements, and the lines. A line that would lie on another
-# one is left out.
+# The panels of the first figure: a title, the shape for each number of elements, and the lines. A line that would lie on
+# another one is left out.
 PANELS: tuple[tuple[str, dict[int, Shape], tuple[str, ...]], ...] = (
     (f"rows of {ROW}", rows_of(ROW), ("separate", "fused", "online_thread", "on_chip", "jax.nn")),
     (f"rows of {LONG_ROW}", rows_of(LONG_ROW), ("separate", "tree", "fused", "online_wide", "on_chip", "jax.nn")),
