@@ -21,7 +21,8 @@ EARLIER = "* measured in an earlier run."
 A_COPY = "a copy"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-_BLUE, _GREEN, _PINK, _PURPLE, _OLIVE = "#0072b2", "#007a5a", "#a8477f", "#7b5ea7", "#7a6400"
+# At least 31 apart in CIELAB, ours and any two of one figure, for readers without red or green cones too.
+_BLUE, _GREEN, _BROWN, _INDIGO = "#0072b2", "#0f9980", "#5c3310", "#2222d8"
 LOOKS = {  # the name of each contender in plain words, its colour, and its marker
     OURS: (OURS, ORANGE, "o"),
     "jax.nn": ("jax.nn (XLA)", _BLUE, "s"),
@@ -32,11 +33,11 @@ LOOKS = {  # the name of each contender in plain words, its colour, and its mark
     "liger": ("Liger (Triton)", _GREEN, "^"),
     "flashinfer": ("FlashInfer", _GREEN, "^"),
     "flash_attention_3": ("FlashAttention-3", INK, "D"),
-    "torch": ("torch", _PINK, "v"),
-    "attention torch": ("torch SDPA", _PINK, "v"),
-    "torch.compile": ("torch.compile", _PURPLE, "P"),
-    "tokamax": ("tokamax", _OLIVE, "X"),
-    "quack": ("quack", _OLIVE, "X"),
+    "torch": ("torch", _BROWN, "v"),
+    "attention torch": ("torch SDPA", _BROWN, "v"),
+    "torch.compile": ("torch.compile", _INDIGO, "P"),
+    "tokamax": ("tokamax", _INDIGO, "X"),
+    "quack": ("quack", INK, "X"),
 }
 _LINE_OF_TEXT = 11.5  # points from a name to the one below it
 OF_OURS: dict[str, Any] = {"color": ORANGE, "fontsize": 7.5, "weight": "bold"}  # numbers beside what is ours

@@ -50,7 +50,7 @@ from jaxsoftmax.flax import attention_fn
 WAYS = {"jax": "Flax's own attention", "softmax": "jaxsoftmax.softmax", "flash": "jaxsoftmax.flax.attention_fn"}
 LOOKS = {  # colours that colour-blind readers tell apart
     "jax": {"color": "#0072b2", "marker": "s"},
-    "softmax": {"color": "#7b5ea7", "marker": "^", "linestyle": "--"},
+    "softmax": {"color": "#5c3310", "marker": "^", "linestyle": "--"},
     "flash": {"color": "#d55e00", "marker": "o", "linewidth": 2.8},
 }
 DTYPES = ("float32", "bfloat16", "float16")

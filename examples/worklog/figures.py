@@ -15,15 +15,15 @@ FIGURES = ("worklog_time.svg", "worklog_roofline.svg")
 _COLOURS = {
     "on_chip": plot.ORANGE,  # the library's, as in the other figures
     "jax.nn": "#0072b2",
-    "torch": "#a8477f",
+    "torch": "#5c3310",
     "naive": "#444444",
-    "separate": "#7a6400",
-    "tree": "#8d6e63",
-    "fused": "#7b5ea7",
+    "separate": "#2222d8",
+    "tree": "#a8477f",
+    "fused": "#202124",
     "fused_kept": "#5560c8",
     "online_thread": "#007a5a",
     "online_lanes": "#4d7c0f",
-    "online_wide": "#0e7490",
+    "online_wide": "#0f9980",
     "online_blocks": "#3f9142",
 }
 # The panels of the first figure: a title, the shape for each number of elements, and the lines. A line that would lie on
