@@ -48,7 +48,7 @@ from jaxsoftmax.flax import attention_fn
 
 # The ways, and what the figure calls them.
 WAYS = {"jax": "Flax's own attention", "softmax": "jaxsoftmax.softmax", "flash": "jaxsoftmax.flax.attention_fn"}
-LOOKS = {  # colours that colour-blind readers tell apart
+LOOKS: dict[str, dict[str, Any]] = {  # colours that colour-blind readers tell apart
     "jax": {"color": "#0072b2", "marker": "s"},
     "softmax": {"color": "#5c3310", "marker": "^", "linestyle": "--"},
     "flash": {"color": "#d55e00", "marker": "o", "linewidth": 2.8},
