@@ -54,7 +54,7 @@ docs-serve *args:
 
 # What the documents say, the code in them, and the examples of docstrings.
 docs-test *args:
-    uv run pytest -n auto tests/tools/test_readme.py tests/tools/test_reference.py tests/tools/test_site.py {{ args }}
+    uv run pytest -n auto tests/tools/test_readme.py tests/tools/test_recipes.py tests/tools/test_reference.py tests/tools/test_site.py {{ args }}
 
 # Lint, format and types.
 lint:

@@ -1,9 +1,7 @@
 """What the documents say is what the code does."""
 
-import contextlib
 import functools
 import inspect
-import io
 import itertools
 import re
 import tomllib
@@ -18,7 +16,7 @@ import jaxsoftmax
 from jaxsoftmax import cache, explain
 from jaxsoftmax._core import dispatch, lowering
 
-from ..support import cases, kernels
+from ..support import cases, documents, kernels
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -45,7 +43,17 @@ def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
 
 
 ROWS = support_matrix()
-DOCUMENTS = ("decoding", "design", "differences", "flax", "getting_started", "index", "scaling", "support")  # those with code
+DOCUMENTS = (  # those with code; the recipes have tests of their own
+    "decoding",
+    "design",
+    "differences",
+    "flax",
+    "getting_started",
+    "index",
+    "numerics",
+    "scaling",
+    "support",
+)
 DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
 
 
@@ -207,24 +215,7 @@ def test_the_files_of_an_op_are_its_implementations(op):
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in DOCUMENTS)])
 def test_the_code_of_the_documents_runs_and_prints_what_they_show(document):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        assert_prints(document)
-
-
-def assert_prints(document):
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    namespace, printed = {}, ""
-    for language, text in blocks:
-        if language == "python":
-            assert not printed, f"{document} does not show {printed!r}"
-            output = io.StringIO()
-            with contextlib.redirect_stdout(output):
-                exec(compile(text, document, "exec"), namespace)
-            printed = output.getvalue()
-        elif language == "text":
-            assert text == printed
-            printed = ""
-    assert not printed, f"{document} does not show {printed!r}"
+        documents.assert_prints(document)
 
 
 @pytest.mark.parametrize("command", ["uv run examples/train_tiny_lm.py", "uv run pytest -n auto"])
@@ -260,8 +251,7 @@ def test_links_between_documents_lead_somewhere():
             path, _, anchor = link.partition("#")
             target = (here.parent / path) if path else here
             assert target.exists(), (document, link)
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
-            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            anchors = [documents.anchor(heading) for heading in documents.headings(target)] if anchor else []
             assert not anchor or anchor in anchors, (document, link)
 
 

@@ -1,0 +1,51 @@
+"""Runs the code of documents and compares what it prints with what they show."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]+) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def assert_prints(document: str) -> None:
+    """Runs the Python blocks of a document in one namespace. A block that prints is followed by a `text` block of the output.
+
+    The comment `<!-- needs: a b -->` before a Python block names packages. Where one is missing, the block does not run, and
+    its output is not compared.
+    """
+    blocks = BLOCK.findall((ROOT / document).read_text())
+    assert blocks
+    namespace, printed = {}, ""
+    for needs, language, text in blocks:
+        if language == "python":
+            assert not printed, f"{document} does not show {printed!r}"
+            printed = None if any(map(is_missing, needs.split())) else output_of(text, document, namespace)
+        elif language == "text":
+            assert printed in (None, text)
+            printed = ""
+    assert not printed, f"{document} does not show {printed!r}"
+
+
+def output_of(text: str, document: str, namespace: dict) -> str:
+    """Runs a block and returns what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(text, document, "exec"), namespace)
+    return output.getvalue()
+
+
+def is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def headings(document: str) -> list[str]:
+    """Returns the headings of a document, without those in code."""
+    return re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.M | re.S), re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """Returns the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
