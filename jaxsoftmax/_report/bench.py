@@ -523,7 +523,7 @@ def _attention(length: int, size: int, *, causal: bool, backward: bool = False, 
     def inputs(key):
         return tuple(_normals(jax.random.fold_in(key, index), shape, "bfloat16") for index in range(3 + backward))
 
-    def pairs(given, output, is_kernel):
+    def pairs(given: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
         first = max(length - _QUERIES, 0)
         last, every = (slice(-1, None), slice(first, None), slice(-1, None)), (slice(-1, None), slice(None), slice(-1, None))
         operands = [np.asarray(array[part]) for array, part in zip(given, (last, every, every, last), strict=False)]
@@ -576,7 +576,7 @@ def _decoding(keys: int, page: int = 0, batch: int = 32) -> Cell:
         }
         return [Contender(OURS, ours), *(Contender(name, peer) for name, peer in peers.items())]
 
-    def pairs(given, output, is_kernel):
+    def pairs(given: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
         query, key, value = given[0][-1:], *given[1:3]
         if page:
             key, value = (array[given[3][-1]].reshape(1, keys, key_heads, size) for array in (key, value))
@@ -626,7 +626,7 @@ def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:
     )
 
 
-def _samples(dtype: str, shape: tuple[int, int], **options: float) -> Cell:
+def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Cell:
     key = jax.random.key(3)
 
     def contenders(implementation):

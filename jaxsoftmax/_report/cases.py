@@ -242,7 +242,8 @@ def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") ->
 
     def build(implementation):
         def f(hidden, weight, labels):
-            return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, reduction=reduction, implementation=implementation)
+            options: Any = {"reduction": reduction, "implementation": implementation}
+            return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, **options)
 
         def run(given):
             operands = given["hidden"], given["weight"], given["labels"]
@@ -284,7 +285,8 @@ def _truth_of_linear(given: Inputs, narrow: float, *, with_gradients: bool) -> l
 
     of_hidden = product(gradient.value, weight.T, of_logits @ np.abs(weight.T))
     of_weight = product(hidden.T, gradient.value, np.abs(hidden.T) @ of_logits)
-    mean = Truth(np.mean(losses.value), np.mean(losses.budget) + 8 * EPS * np.mean(np.abs(losses.value)))
+    budget = np.mean(losses.budget) + 8 * EPS * np.mean(np.abs(losses.value))
+    mean = Truth(np.asarray(np.mean(losses.value)), np.asarray(budget))
     return [mean, of_hidden, of_weight]
 
 
@@ -364,7 +366,7 @@ def _attention(
 ) -> Case:
     """Output, log-sum-exp and, with `gradients`, the cotangents of all floating operands."""
     is_wide = dtype == "float32"
-    options = options | ({"precision": "high"} if is_wide else {})  # products of three bfloat16 ones, whatever runs
+    options |= {"precision": "high"} if is_wide else {}  # products of three bfloat16 ones, whatever runs
 
     def inputs():
         given = sizes.arrays(dtype) | dict(extras or {})
@@ -378,7 +380,7 @@ def _attention(
             given = dict(given)
             cotangents = [given.pop(name) for name in ("dout", "dlse") if name in given]
             moving = {name: given.pop(name) for name in _MOVING if name in given}
-            more = {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
+            more: dict[str, Any] = {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
 
             def f(moving):
                 return jaxsoftmax.dot_product_attention(
@@ -417,7 +419,8 @@ def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
     first, second = seeds[..., :1, None], seeds[..., 1:, None]
     rows = np.arange(sizes.length, dtype=np.uint32)[:, None]
     cols = np.arange(sizes.of_keys, dtype=np.uint32)
-    return np.asarray(_dropout.keep(first, second, rows, cols, rate)) / (1 - rate)
+    keep: Any = _dropout.keep
+    return np.asarray(keep(first, second, rows, cols, rate)) / (1 - rate)
 
 
 # Steps of decoding: keys and values in one array, in pages, and in 8 bits.
@@ -596,7 +599,7 @@ def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Case:
 
 
 def samples_of(key: Any, x: np.ndarray, rows: np.ndarray, **options: Any) -> Callable[[np.ndarray], float]:
-    """Returns the judge of samples of logits whose rows have these indices. Rows whose filter rounding decides count as right."""
+    """Returns the judge of samples of logits whose rows have these indices. Rows that rounding may filter otherwise pass."""
     kept = order.filtered(x, **options)
     words = np.asarray(jax.random.bits(key, (2,), np.uint32))
     noise = order.noise(words, rows[:, None], np.arange(x.shape[-1]))
