@@ -122,7 +122,7 @@ def main(
         say(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): nothing to measure, and no file.")
         return 0
     path = path or Path(f"jaxsoftmax_{machine(device.device_kind)}.csv")
-    run = Run(device.device_kind, implementation, say)
+    run = Run(device.device_kind, implementation, say, kernel_clock)
     run.measure(all_cells())
     say(table(run.rows))
     if not run.rows:
@@ -150,7 +150,7 @@ class Run:
       is_wrong: whether a result of ours was wrong, or a call of ours raised. It has no row.
     """
 
-    def __init__(self, gpu: str, implementation: str | None, say: Callable[[str], None], clock: Clock = kernel_clock):
+    def __init__(self, gpu: str, implementation: str | None, say: Callable[[str], None], clock: Clock):
         self.rows: list[Row] = []
         self.is_wrong = False
         self._gpu, self._implementation, self._say, self._clock = gpu, implementation, say, clock
@@ -353,8 +353,8 @@ def all_cells(shrink: int = 1) -> list[Cell]:
         _logsumexp("float32", (rows, 4096)),
         _losses("bfloat16", (8192 // shrink, 128256 // min(shrink, 16))),
         *_attention_cells(4096 // shrink),
-        _decoding(4096 // shrink),
-        _decoding(4096 // shrink, page=16),
+        _decoding(max(4096 // shrink, 64)),
+        _decoding(max(4096 // shrink, 64), page=16),
         _largest("float32", (max(2, 512 // shrink), 128256 // min(shrink, 16)), 50),
         _router("bfloat16", (262144 // shrink, 256), 8),
         _samples("float32", (max(2, 64 // shrink), 128256 // min(shrink, 16))),

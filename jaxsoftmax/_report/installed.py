@@ -182,7 +182,13 @@ def _choices(gpu: str | None) -> Iterator[str]:
     groups: dict[tuple[str, str | None, tuple[tuple[str, str], ...]], list[str]] = {}
     where = jax.default_backend()
     for name, (f, types) in standard_calls().items():
-        explanation = jaxsoftmax.explain(f, *types, gpu=gpu)
+        try:
+            explanation = jaxsoftmax.explain(f, *types, gpu=gpu)
+        except ValueError:  # no such GPU
+            raise
+        except Exception as problem:  # whatever a compiler raises belongs into a report
+            groups.setdefault(("raised", call.in_words(problem), ()), []).append(name)
+            continue
         where = explanation.gpu or explanation.platform
         decision = explanation[-1]  # of a gradient the one behind the forward pass
         groups.setdefault((decision.implementation, decision.remark, decision.refusals), []).append(name)

@@ -179,7 +179,7 @@ def test_without_a_gpu_the_reference_is_checked(capsys):
 
 
 def test_a_wrong_value_is_seen(monkeypatch, capsys):
-    right, largest = jaxsoftmax.softmax, jaxsoftmax.top_k
+    right = jaxsoftmax.softmax
 
     def raises(*args, **options):
         raise RuntimeError("ptxas died\nand more")
@@ -190,11 +190,11 @@ def test_a_wrong_value_is_seen(monkeypatch, capsys):
     monkeypatch.setattr(check, "few_cases", lambda: kept)
     assert command.main(["--check"]) == 1
     out = capsys.readouterr().out
+    assert "  raised    top_k\n" in out
     assert re.search(r"^softmax float32 64x1024 .* WRONG$", out, re.MULTILINE)
     assert re.search(r"^top_k float32 64x1000 k=8 .* raised$", out, re.MULTILINE)
     assert "\n  RuntimeError: ptxas died\n" in out
     assert "3 cases: 1 ok, 1 WRONG, 1 raised; 0 ran a kernel" in out
-    assert largest is not raises
 
 
 @pytest.mark.parametrize("change", ["nan", "gradient", "index"])
@@ -226,15 +226,12 @@ def test_an_implementation_that_cannot_run_is_refused_with_its_reason(monkeypatc
     assert "1 cases: 1 refused; 0 ran a kernel" in out
 
 
-def test_on_a_gpu_a_case_without_a_kernel_is_refused_and_one_with_a_kernel_is_not(monkeypatch):
-    """On the CPU with the GPU's table: what runs here is the reference, under the name that `explain` gives it."""
-    first, second = cases.all_cases()[:2]
-    with kernels.plugged_in_local("softmax"):
-        outcomes = check.run([first], on_gpu=True)
-    (refused,) = check.run([second], on_gpu=True)
+def test_on_a_gpu_a_case_that_no_kernel_runs_is_refused_with_the_reasons():
+    (refused,) = check.run(cases.all_cases()[:1], on_gpu=True)
     assert (refused.status, refused.implementation) == ("refused", "xla")
+    assert refused.error <= 1
     assert any("not mosaic: it runs on cuda, not on cpu" in reason for reason in refused.reasons)
-    assert (outcomes[0].status, outcomes[0].error <= 1) == ("ok", True) or outcomes[0].status == "refused"
+    assert "1 cases: 1 refused; 0 ran a kernel" in check.table([refused])
 
 
 REFUSED = {  # cases that run on the reference on an H100, and why
@@ -298,11 +295,11 @@ def test_the_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
 
 # The benchmark.
 
-SHRUNK = 1024
+SMALL = bench.all_cells(shrink=1024)
 
 
 def few_cells(*ops):
-    return [cell for cell in bench.all_cells(SHRUNK) if cell.op in ops]
+    return [cell for cell in SMALL if cell.op in ops]
 
 
 @pytest.fixture
@@ -327,7 +324,6 @@ def test_the_file_is_one_of_the_benchmarks(measured, tmp_path, capsys):
     assert command.main(["--bench"]) == 0
     out = capsys.readouterr().out
     assert "| call | runs on | us |" in out
-    assert "12 rows" not in out
     (path,) = tmp_path.iterdir()
     assert path.name == "jaxsoftmax_test-1.csv"
     assert f"rows are in {path.name}, which may be sent as it is." in out
