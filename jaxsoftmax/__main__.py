@@ -1,4 +1,4 @@
-"""`python -m jaxsoftmax`: a report of what is installed; with `--check` a check of values, with `--bench` a benchmark."""
+"""`python -m jaxsoftmax` reports what is installed; with `--check` it checks values, with `--bench` it measures."""
 
 import argparse
 import sys

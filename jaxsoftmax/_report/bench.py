@@ -1,8 +1,8 @@
 """`python -m jaxsoftmax --bench`: times standard calls beside JAX's own, and writes rows that `python -m benchmarks` reads.
 
-The cells are some of those of `python -m benchmarks`, with the same names, shapes and counts of bytes and operations. They are
-timed likewise: contenders take turns, a turn is at least ten calls over inputs that pass the cache of the GPU, the time is that
-of the kernels, and the median of the turns counts. A value is checked against float64 before it is timed.
+`python -m benchmarks` has the same cells, by name, shape and counts of bytes and operations, and more. It times them likewise:
+contenders take turns, a turn is at least ten calls over inputs that pass the cache of the GPU, the time is that of the kernels,
+and the median of the turns counts. A value is checked against float64 before it is timed.
 """
 
 import csv
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 import jaxsoftmax
-from jaxsoftmax._report import call, cases, truth
+from jaxsoftmax._report import call, cases, installed, truth
 from jaxsoftmax._report.cases import Judge
 from jaxsoftmax._report.clock import kernels_us
 from jaxsoftmax._report.progress import Progress
@@ -54,8 +54,8 @@ class Contender:
 
     Attributes:
       name: `OURS` or the name of the peer.
-      function: what is measured.
-      prepare: turns a cell's inputs into the arguments of the function, outside of what is measured.
+      function: the function that is timed.
+      prepare: turns a cell's inputs into the arguments of the function, before any timing.
       is_checked: whether its results are compared with the truth of the cell; not those of another random generator.
     """
 
@@ -248,7 +248,7 @@ class Run:
             run=self._id,
             date=now(),
             gpu=self._gpu,
-            jax=jax.__version__,
+            jax=installed.version("jax") or "",
             commit=self._commit,
             op=cell.op,
             pass_=cell.pass_,
@@ -294,11 +294,11 @@ def table(rows: Sequence[Row]) -> str:
     header = "| call | runs on | us | fastest | GB/s | TFLOP/s | of a copy | error/tol. | peers: time over ours |"
     lines = [header, "|---|---|---|---|---|---|---|---|---|"]
     for cell, group in itertools.groupby(rows, key=lambda row: row.cell):
-        own = list(group)
-        ours = next((row for row in own if is_ours(row) or row.op == "copy"), None)
+        rows_of_cell = list(group)
+        ours = next((row for row in rows_of_cell if is_ours(row) or row.op == "copy"), None)
         if ours is None:
             continue
-        peers = ", ".join(f"{row.implementation} {row.us / ours.us:.2f}" for row in own if row is not ours)
+        peers = ", ".join(f"{row.implementation} {row.us / ours.us:.2f}" for row in rows_of_cell if row is not ours)
         share = "" if ours.copy_share is None else f"{ours.copy_share:.2f}"
         cells = (
             " ".join(filter(None, cell)),
@@ -403,10 +403,10 @@ def _of_rows(
     def inputs(key):
         return (_normals(key, shape, dtype), *more(jax.random.fold_in(key, 1)))
 
-    def pairs(given, output, is_kernel):
-        at, parts = _some_rows(*given, *output)
-        expected = truths(at, *parts[: len(given)]) if needs_places else truths(*parts[: len(given)])
-        return list(zip(expected, parts[len(given) :], strict=True))
+    def pairs(inputs, output, is_kernel):
+        at, parts = _some_rows(*inputs, *output)
+        expected = truths(at, *parts[: len(inputs)]) if needs_places else truths(*parts[: len(inputs)])
+        return list(zip(expected, parts[len(inputs) :], strict=True))
 
     count = int(passes * _size(shape, dtype)) + written
     return Cell(op, pass_, dtype, shape, options, count, 0, inputs, contenders, pairs)
@@ -416,8 +416,8 @@ def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[
     """Returns the contenders of a function that takes `implementation`, and of peers by name, `_` for `.`."""
 
     def contenders(implementation):
-        own = Contender(OURS, functools.partial(ours, implementation=implementation))
-        return [own, *(Contender(name.replace("_", "."), peer) for name, peer in peers.items())]
+        first = Contender(OURS, functools.partial(ours, implementation=implementation))
+        return [first, *(Contender(name.replace("_", "."), peer) for name, peer in peers.items())]
 
     return contenders
 
@@ -486,8 +486,8 @@ def _losses(dtype: str, shape: tuple[int, int]) -> Cell:
         return with_gradient(functools.partial(jaxsoftmax.cross_entropy, implementation=implementation), x, labels)
 
     def truths(x, labels):
-        found = losses_truth.cross_entropy(x, labels)
-        return [found.loss, found.gradient(np.full(labels.shape, 1 / rows))]
+        losses = losses_truth.cross_entropy(x, labels)
+        return [losses.loss, losses.gradient(np.full(labels.shape, 1 / rows))]
 
     return _of_rows(
         "cross_entropy",
@@ -523,18 +523,18 @@ def _attention(length: int, size: int, *, causal: bool, backward: bool = False, 
     def inputs(key):
         return tuple(_normals(jax.random.fold_in(key, index), shape, "bfloat16") for index in range(3 + backward))
 
-    def pairs(given: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
+    def pairs(inputs: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
         first = max(length - _QUERIES, 0)
         last, every = (slice(-1, None), slice(first, None), slice(-1, None)), (slice(-1, None), slice(None), slice(-1, None))
-        operands = [np.asarray(array[part]) for array, part in zip(given, (last, every, every, last), strict=False)]
+        operands = [np.asarray(array[part]) for array, part in zip(inputs, (last, every, every, last), strict=False)]
         parts = [np.asarray(array[last]) for array in output]
         options = {"is_causal": causal, "query_offset": np.array([first], np.int32)}
         if not backward:
             return [(attention_truth.attention(*operands, **options)[0], parts[0])]
         dout = operands.pop()
-        found = attention_truth.cotangents(dout, np.zeros(dout.shape[:-1]), *operands, **options, tight=is_kernel)
-        of_keys = [truth.Truth(found[name].value[:, first:], found[name].budget[:, first:]) for name in ("key", "value")]
-        return list(zip([found["query"], *of_keys], parts, strict=True))
+        expected = attention_truth.cotangents(dout, np.zeros(dout.shape[:-1]), *operands, **options, tight=is_kernel)
+        of_keys = [truth.Truth(expected[name].value[:, first:], expected[name].budget[:, first:]) for name in ("key", "value")]
+        return list(zip([expected["query"], *of_keys], parts, strict=True))
 
     times = 3 if backward else 1
     products = 7 if backward else 2
@@ -571,15 +571,15 @@ def _decoding(keys: int, page: int = 0, batch: int = 32) -> Cell:
             return [Contender(OURS, functools.partial(jaxsoftmax.cache.paged_attention, implementation=implementation))]
         ours = functools.partial(jaxsoftmax.dot_product_attention, implementation=implementation)
         peers = {
-            name: functools.partial(jax.nn.dot_product_attention, implementation=own)
-            for name, own in (("jax.nn", "xla"), ("cudnn", "cudnn"))
+            name: functools.partial(jax.nn.dot_product_attention, implementation=backend)
+            for name, backend in (("jax.nn", "xla"), ("cudnn", "cudnn"))
         }
         return [Contender(OURS, ours), *(Contender(name, peer) for name, peer in peers.items())]
 
-    def pairs(given: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
-        query, key, value = given[0][-1:], *given[1:3]
+    def pairs(inputs: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
+        query, key, value = inputs[0][-1:], *inputs[1:3]
         if page:
-            key, value = (array[given[3][-1]].reshape(1, keys, key_heads, size) for array in (key, value))
+            key, value = (array[inputs[3][-1]].reshape(1, keys, key_heads, size) for array in (key, value))
         operands = [np.asarray(array) for array in (query, key[-1:], value[-1:])]
         return [(attention_truth.attention(*operands)[0], output[0][-1:])]
 
@@ -599,7 +599,7 @@ def _largest(dtype: str, shape: tuple[int, int], k: int) -> Cell:
         return jaxsoftmax.top_k(x, k, implementation=implementation)
 
     def truths(x):
-        return [_exactly(found) for found in order.top_k(x, k)]
+        return [_exactly(expected) for expected in order.top_k(x, k)]
 
     contenders = _beside(ours, jax=lambda x: lax.top_k(x, k))
     return _of_rows("top_k", "forward", dtype, shape, 1, truths, contenders, options=f"k={k}")

@@ -152,19 +152,19 @@ def _rows(
         return {"x": _numbers(shape, dtype, kind), "direction": direction} | ({"where": _mask(shape)} if masked else {})
 
     def build(implementation):
-        def run(given):
+        def run(arrays):
             def f(x):
-                return getattr(jaxsoftmax, op)(x, axis=axis, where=given.get("where"), implementation=implementation)
+                return getattr(jaxsoftmax, op)(x, axis=axis, where=arrays.get("where"), implementation=implementation)
 
             if forward_mode:
-                return list(jax.jvp(f, (given["x"],), (given["direction"],)))
-            y, vjp = jax.vjp(f, given["x"])
-            return [y, vjp(given["direction"])[0]]
+                return list(jax.jvp(f, (arrays["x"],), (arrays["direction"],)))
+            y, vjp = jax.vjp(f, arrays["x"])
+            return [y, vjp(arrays["direction"])[0]]
 
         return run
 
-    def judges(ran, given):
-        x, direction, where = given["x"], given["direction"], given.get("where")
+    def judges(ran, arrays):
+        x, direction, where = arrays["x"], arrays["direction"], arrays.get("where")
         value = getattr(truth, op)(x, axis, where)
         if op == "softmax":
             return [value, truth.softmax_derivative(x, direction, axis, where, saved=np.dtype(jnp.dtype(dtype)))]
@@ -205,27 +205,27 @@ def _losses(
     """Losses of labels and the gradient of the logits."""
 
     def inputs():
-        given = {"x": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
-        given["cotangent"] = np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)
+        arrays = {"x": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
+        arrays["cotangent"] = np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)
         if masked:
-            given["where"] = _mask(shape)
-            given["where"][np.arange(1, shape[0]), given["labels"][1:]] = True
-        return given
+            arrays["where"] = _mask(shape)
+            arrays["where"][np.arange(1, shape[0]), arrays["labels"][1:]] = True
+        return arrays
 
     def build(implementation):
-        def run(given):
+        def run(arrays):
             def f(x):
-                where = given.get("where")
-                return jaxsoftmax.cross_entropy(x, given["labels"], where=where, implementation=implementation, **options)
+                where = arrays.get("where")
+                return jaxsoftmax.cross_entropy(x, arrays["labels"], where=where, implementation=implementation, **options)
 
-            loss, vjp = jax.vjp(f, given["x"])
-            return [loss, vjp(given["cotangent"])[0]]
+            loss, vjp = jax.vjp(f, arrays["x"])
+            return [loss, vjp(arrays["cotangent"])[0]]
 
         return run
 
-    def judges(ran, given):
-        found = losses_truth.cross_entropy(given["x"], given["labels"], where=given.get("where"), **options)
-        return [found.loss, found.gradient(given["cotangent"])]
+    def judges(ran, arrays):
+        losses = losses_truth.cross_entropy(arrays["x"], arrays["labels"], where=arrays.get("where"), **options)
+        return [losses.loss, losses.gradient(arrays["cotangent"])]
 
     words = " ".join(filter(None, (what, "" if kind == "normal" else kind)))
     return Case("cross_entropy", dtype, shape, words, build, inputs, judges)
@@ -245,8 +245,8 @@ def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") ->
             options: Any = {"reduction": reduction, "implementation": implementation}
             return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, **options)
 
-        def run(given):
-            operands = given["hidden"], given["weight"], given["labels"]
+        def run(arrays):
+            operands = arrays["hidden"], arrays["weight"], arrays["labels"]
             with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
                 if reduction == "none":
                     return [f(*operands)]
@@ -255,27 +255,27 @@ def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") ->
 
         return run
 
-    def judges(ran, given):
-        return _truth_of_linear(given, half_unit(dtype), with_gradients=reduction == "mean")
+    def judges(ran, arrays):
+        return _truth_of_linear(arrays, half_unit(dtype), with_gradients=reduction == "mean")
 
     return Case("linear_cross_entropy", dtype, shape, "" if reduction == "mean" else "each loss", build, inputs, judges)
 
 
-def _truth_of_linear(given: Inputs, narrow: float, *, with_gradients: bool) -> list[Truth]:
+def _truth_of_linear(arrays: Inputs, narrow: float, *, with_gradients: bool) -> list[Truth]:
     """Computes the truth from whole logits.
 
     A logit errs by its sum in float32, which tensor cores truncate, and by a rounding to the dtype where logits are in memory.
     The logits' gradient is rounded to the dtype too, and a sum of n products errs by n / 8 * 2^-24 of its absolute terms.
     """
-    hidden, weight, labels = to64(given["hidden"]), to64(given["weight"]), given["labels"]
+    hidden, weight, labels = to64(arrays["hidden"]), to64(arrays["weight"]), arrays["labels"]
     scores, sizes = hidden @ weight, np.abs(hidden) @ np.abs(weight)
     off = 4 * EPS * np.sqrt(hidden.shape[1]) * sizes + narrow * np.abs(scores)
-    found = losses_truth.cross_entropy(scores, labels)
-    losses = Truth(found.loss.value, found.loss.budget + 2 * np.max(off, 1))
+    exact = losses_truth.cross_entropy(scores, labels)
+    losses = Truth(exact.loss.value, exact.loss.budget + 2 * np.max(off, 1))
     if not with_gradients:
         return [losses]
     ones = np.full(len(labels), 1 / len(labels))
-    gradient, p = found.gradient(ones), found.rows.y
+    gradient, p = exact.gradient(ones), exact.rows.y
     of_logits = gradient.budget + p * (off + np.sum(p * off, 1, keepdims=True)) / len(labels)
     of_logits = of_logits + narrow * np.abs(gradient.value)
 
@@ -312,7 +312,7 @@ class _Sizes:
         return self.keys or self.length
 
     def arrays(self, dtype: str) -> dict[str, np.ndarray]:
-        """Returns query, key and value, some of whose scores stand out."""
+        """Returns query, key and value. Some of their scores stand out."""
         rng = np.random.default_rng(0)
         of_keys = self.batch, self.of_keys, self.key_heads
         shapes = {"query": self.query, "key": (*of_keys, self.size), "value": (*of_keys, self.value_size or self.size)}
@@ -369,45 +369,45 @@ def _attention(
     options |= {"precision": "high"} if is_wide else {}  # products of three bfloat16 ones, whatever runs
 
     def inputs():
-        given = sizes.arrays(dtype) | dict(extras or {})
+        arrays = sizes.arrays(dtype) | dict(extras or {})
         rng = np.random.default_rng(7)
         out = *sizes.query[:3], sizes.value_size or sizes.size
         cotangents = rng.standard_normal(out).astype(jnp.dtype(dtype)), rng.standard_normal(out[:3]).astype(np.float32)
-        return given | (dict(zip(("dout", "dlse"), cotangents, strict=True)) if gradients else {})
+        return arrays | (dict(zip(("dout", "dlse"), cotangents, strict=True)) if gradients else {})
 
     def build(implementation):
-        def run(given):
-            given = dict(given)
-            cotangents = [given.pop(name) for name in ("dout", "dlse") if name in given]
-            moving = {name: given.pop(name) for name in _MOVING if name in given}
+        def run(arrays):
+            arrays = dict(arrays)
+            cotangents = [arrays.pop(name) for name in ("dout", "dlse") if name in arrays]
+            moving = {name: arrays.pop(name) for name in _MOVING if name in arrays}
             more: dict[str, Any] = {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
 
             def f(moving):
                 return jaxsoftmax.dot_product_attention(
-                    **moving, **given, **options, **more, implementation=implementation, return_residual=True
+                    **moving, **arrays, **options, **more, implementation=implementation, return_residual=True
                 )
 
             if not gradients:
                 return list(f(moving))
             results, vjp = jax.vjp(f, moving)
-            found = vjp(tuple(cotangents))[0]
-            return [*results, *(found[name] for name in moving)]
+            gradients_of = vjp(tuple(cotangents))[0]
+            return [*results, *(gradients_of[name] for name in moving)]
 
         return run
 
-    def judges(ran, given):
-        given = dict(given)
-        cotangents = [given.pop(name) for name in ("dout", "dlse") if name in given]
-        own = {name: value for name, value in options.items() if name not in ("precision", "deterministic_gradients")}
-        if rate := own.pop("dropout_rate", 0.0):
-            own["kept"] = _kept(sizes, rate)
-        own |= given | {"product": attention_truth.THREE_PRODUCTS if is_wide else 0.0}
-        results = list(attention_truth.attention(**own))
+    def judges(ran, arrays):
+        arrays = dict(arrays)
+        cotangents = [arrays.pop(name) for name in ("dout", "dlse") if name in arrays]
+        arguments = {name: value for name, value in options.items() if name not in ("precision", "deterministic_gradients")}
+        if rate := arguments.pop("dropout_rate", 0.0):
+            arguments["kept"] = _kept(sizes, rate)
+        arguments |= arrays | {"product": attention_truth.THREE_PRODUCTS if is_wide else 0.0}
+        results = list(attention_truth.attention(**arguments))
         if cotangents:
             cotangents[1] = np.where(np.isneginf(results[1].value), 0, cotangents[1])  # nothing moves an lse of -inf
             tight = ran.get("dot_product_attention_vjp") in NUMBERS and not is_wide
-            found = attention_truth.cotangents(*cotangents, **own, tight=tight)
-            results += [found[name] for name in _MOVING if name in given]
+            expected = attention_truth.cotangents(*cotangents, **arguments, tight=tight)
+            results += [expected[name] for name in _MOVING if name in arrays]
         return results
 
     return Case("dot_product_attention", dtype, sizes.query, what, build, inputs, judges)
@@ -460,23 +460,23 @@ def _in_bytes(dtype: str, sizes: _Sizes, cache: str) -> Case:
     """A step of decoding with a cache of 8 bits."""
 
     def inputs():
-        given = sizes.arrays(dtype)
+        arrays = sizes.arrays(dtype)
         for seed, name in enumerate(("key", "value")):
-            given[name] = _bytes(given[name].shape, cache, seed)
-            given[f"{name}_scale"] = _scales(sizes.key_heads, cache, seed)
-        return given | {"key_value_seq_lengths": np.array([700, 1, 333], np.int32)}
+            arrays[name] = _bytes(arrays[name].shape, cache, seed)
+            arrays[f"{name}_scale"] = _scales(sizes.key_heads, cache, seed)
+        return arrays | {"key_value_seq_lengths": np.array([700, 1, 333], np.int32)}
 
     def build(implementation):
-        def run(given):
-            return list(jaxsoftmax.dot_product_attention(**given, implementation=implementation, return_residual=True))
+        def run(arrays):
+            return list(jaxsoftmax.dot_product_attention(**arrays, implementation=implementation, return_residual=True))
 
         return run
 
-    def judges(ran, given):
-        given = dict(given)
+    def judges(ran, arrays):
+        arrays = dict(arrays)
         for name in ("key", "value"):
-            given[name] = to64(given[name]) * to64(given.pop(f"{name}_scale"))[:, None]
-        return attention_truth.attention(**given)
+            arrays[name] = to64(arrays[name]) * to64(arrays.pop(f"{name}_scale"))[:, None]
+        return attention_truth.attention(**arrays)
 
     return Case("dot_product_attention", dtype, sizes.query, f"decoding, {cache.partition('_')[0]}", build, inputs, judges)
 
@@ -488,29 +488,28 @@ def _paged(dtype: str, page: int, cache: str | None = None) -> Case:
 
     def inputs():
         rng = np.random.default_rng(0)
-        given = {"query": (2 * rng.standard_normal((batch, 1, heads, size))).astype(jnp.dtype(dtype))}
+        arrays = {"query": (2 * rng.standard_normal((batch, 1, heads, size))).astype(jnp.dtype(dtype))}
         for seed, name in enumerate(("key", "value")):
             shape = pages, page, key_heads, size
             normal = 2 * rng.standard_normal(shape)
-            given[f"{name}_pages"] = normal.astype(jnp.dtype(dtype)) if cache is None else _bytes(shape, cache, seed)
+            arrays[f"{name}_pages"] = normal.astype(jnp.dtype(dtype)) if cache is None else _bytes(shape, cache, seed)
             if cache is not None:
-                given[f"{name}_scale"] = _scales(key_heads, cache, seed)
-        given["page_table"] = rng.integers(0, pages, (batch, most)).astype(np.int32)
-        return given | {"key_value_seq_lengths": np.array([640, 0, 333], np.int32)}
+                arrays[f"{name}_scale"] = _scales(key_heads, cache, seed)
+        arrays["page_table"] = rng.integers(0, pages, (batch, most)).astype(np.int32)
+        return arrays | {"key_value_seq_lengths": np.array([640, 0, 333], np.int32)}
 
     def build(implementation):
-        def run(given):
-            found = jaxsoftmax.cache.paged_attention(**given, implementation=implementation, return_lse=True)
-            return list(found)
+        def run(arrays):
+            return list(jaxsoftmax.cache.paged_attention(**arrays, implementation=implementation, return_lse=True))
 
         return run
 
-    def judges(ran, given):
-        operands = {name: given[name] for name in ("query", "key_value_seq_lengths")}
+    def judges(ran, arrays):
+        operands = {name: arrays[name] for name in ("query", "key_value_seq_lengths")}
         for name in ("key", "value"):
-            array = given[f"{name}_pages"][given["page_table"]]
+            array = arrays[f"{name}_pages"][arrays["page_table"]]
             array = array.reshape(batch, -1, key_heads, size)
-            operands[name] = array if cache is None else to64(array) * to64(given[f"{name}_scale"])[:, None]
+            operands[name] = array if cache is None else to64(array) * to64(arrays[f"{name}_scale"])[:, None]
         return attention_truth.attention(**operands)
 
     words = f"pages of {page}" + ("" if cache is None else f", {cache}")
@@ -539,10 +538,10 @@ def _largest(dtype: str, shape: tuple[int, int], k: int, kind: str = "normal") -
     """The largest entries and their indices, bit for bit."""
 
     def build(implementation):
-        return lambda given: list(jaxsoftmax.top_k(given["x"], k, implementation=implementation))
+        return lambda arrays: list(jaxsoftmax.top_k(arrays["x"], k, implementation=implementation))
 
-    def judges(ran, given):
-        return [_exactly(found) for found in order.top_k(given["x"], k)]
+    def judges(ran, arrays):
+        return [_exactly(expected) for expected in order.top_k(arrays["x"], k)]
 
     words = f"k={k}" + ("" if kind == "normal" else f" {kind}")
     return Case("top_k", dtype, shape, words, build, lambda: {"x": _numbers(shape, dtype, kind)}, judges)
@@ -556,17 +555,17 @@ def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case
         return {"x": _numbers(shape, dtype), "cotangent": cotangent}
 
     def build(implementation):
-        def run(given):
+        def run(arrays):
             def f(x):
                 return jaxsoftmax.softmax_top_k(x, k, normalize=normalize, implementation=implementation)
 
-            weights, vjp, indices = jax.vjp(f, given["x"], has_aux=True)
-            return [weights, indices, vjp(given["cotangent"])[0]]
+            weights, vjp, indices = jax.vjp(f, arrays["x"], has_aux=True)
+            return [weights, indices, vjp(arrays["cotangent"])[0]]
 
         return run
 
-    def judges(ran, given):
-        x = given["x"]
+    def judges(ran, arrays):
+        x = arrays["x"]
         indices = order.top_k(x, k)[1]
         where = np.zeros(x.shape, bool)
         np.put_along_axis(where, indices, True, -1)
@@ -574,7 +573,7 @@ def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case
         whole = truth.softmax(x, -1, where)
         weights = Truth(*(np.take_along_axis(array, indices, -1) for array in (whole.value, whole.budget)))
         direction = np.zeros(x.shape)
-        np.put_along_axis(direction, indices, to64(given["cotangent"]), -1)
+        np.put_along_axis(direction, indices, to64(arrays["cotangent"]), -1)
         saved = np.dtype(jnp.dtype(dtype))
         return [weights, _exactly(indices), truth.softmax_derivative(x, direction, -1, where, saved=saved)]
 
@@ -589,10 +588,10 @@ def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Case:
 
     def build(implementation):
         key = jax.random.key(_SEED)
-        return lambda given: [jaxsoftmax.categorical(key, given["x"], implementation=implementation, **options)]
+        return lambda arrays: [jaxsoftmax.categorical(key, arrays["x"], implementation=implementation, **options)]
 
-    def judges(ran, given):
-        return [samples_of(jax.random.key(_SEED), given["x"], np.arange(shape[0]), **options)]
+    def judges(ran, arrays):
+        return [samples_of(jax.random.key(_SEED), arrays["x"], np.arange(shape[0]), **options)]
 
     words = " ".join(f"{name}={value}" for name, value in options.items())
     return Case("categorical", dtype, shape, words, build, lambda: {"x": _numbers(shape, dtype)}, judges)

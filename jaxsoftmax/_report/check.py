@@ -20,7 +20,7 @@ _NAME, _IMPLEMENTATION, _ERROR = 64, 12, 10  # widths of columns
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case gave.
+    """The result of a case.
 
     Attributes:
       case: the name of the case.
@@ -65,25 +65,25 @@ def _compiled(case: Case, implementation: str | None) -> call.Compiled:
     return call.compiled(case.build(implementation), case.inputs())
 
 
-def _outcome(case: Case, compiled: Callable[[], call.Compiled], on_gpu: bool) -> Outcome:
+def _outcome(case: Case, compile_: Callable[[], call.Compiled], on_gpu: bool) -> Outcome:
     try:
-        found = compiled()
+        compiled = compile_()
     except NotImplementedError as refusal:
         return Outcome(case.name, "-", None, REFUSED, (str(refusal),))
     except Exception as problem:  # whatever a compiler raises is the outcome
         return Outcome(case.name, "-", None, RAISED, (call.in_words(problem),))
     try:
-        given = case.inputs()
-        results = [np.asarray(result) for result in found.program(given)]
-        judges = case.judges(found.ran, given)
+        arrays = case.inputs()
+        results = [np.asarray(result) for result in compiled.program(arrays)]
+        judges = case.judges(compiled.ran, arrays)
         largest = max(error(judge, result) for judge, result in zip(judges, results, strict=True))
     except Exception as problem:
-        return Outcome(case.name, found.implementation, None, RAISED, (call.in_words(problem),))
+        return Outcome(case.name, compiled.implementation, None, RAISED, (call.in_words(problem),))
     if not largest <= 1:
-        return Outcome(case.name, found.implementation, largest, WRONG)
-    is_refused = on_gpu and all(decision.implementation == "xla" for decision in found.decisions)
-    reasons = tuple(found.refusals) if on_gpu else ()
-    return Outcome(case.name, found.implementation, largest, REFUSED if is_refused else OK, reasons)
+        return Outcome(case.name, compiled.implementation, largest, WRONG)
+    is_refused = on_gpu and all(decision.implementation == "xla" for decision in compiled.decisions)
+    reasons = tuple(compiled.refusals) if on_gpu else ()
+    return Outcome(case.name, compiled.implementation, largest, REFUSED if is_refused else OK, reasons)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -48,7 +48,7 @@ def _wrapped(label: str, text: str, indent: int = _LABEL) -> list[str]:
 def _installed() -> Iterator[tuple[str, str]]:
     plugins = [name for name in ("jax-cuda13-plugin", "jax-cuda12-plugin") if version(name)]
     yield "jaxsoftmax", jaxsoftmax.__version__
-    yield "jax", ", ".join([jax.__version__, *(f"{name} {version(name)}" for name in ("jaxlib", *plugins))])
+    yield "jax", ", ".join([version("jax") or "", *(f"{name} {version(name)}" for name in ("jaxlib", *plugins))])
     yield "CUDA", _cuda() or "no wheels of CUDA"
     yield "Triton", ", ".join(f"{name} {version(name) or 'not installed'}" for name in ("triton", "jax-triton"))
     yield "Python", f"{platform.python_version()}, {platform.platform()}"
@@ -73,12 +73,12 @@ def version(package: str) -> str | None:
 
 
 def _cuda() -> str:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = re.fullmatch(r"nvidia-(.+?)(-cu\d+)?", (distribution.metadata["Name"] or "").lower())
         if name and name[1] in _WHEELS:
-            found[name[1]] = distribution.version
-    return ", ".join(f"{name} {found[name]}" for name in _WHEELS if name in found)
+            versions[name[1]] = distribution.version
+    return ", ".join(f"{name} {versions[name]}" for name in _WHEELS if name in versions)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ def _by_smi() -> tuple[str | None, list[Gpu]]:
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
         out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
         lines = [[part.strip() for part in line.split(",")] for line in out.splitlines() if line.strip()]
-        return (lines[0][0] if lines else None), [Gpu(name, own, int(float(size))) for _, name, own, size in lines]
+        return (lines[0][0] if lines else None), [
+            Gpu(name, capability, int(float(size))) for _, name, capability, size in lines
+        ]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None, []
 

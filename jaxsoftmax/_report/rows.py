@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row of a result file comes from.
+    """The origin of a row of a result file.
 
     Attributes:
       run: one for all that one process measured; only rows of one run are compared.
