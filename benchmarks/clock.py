@@ -5,6 +5,7 @@ neither launches nor gaps count. It does not report plain memory copies: torch's
 not see, is timed by CUDA events around a CUDA graph of the same calls, and a function of JAX that runs no kernel is refused.
 """
 
+import importlib
 import itertools
 import statistics
 import time
@@ -66,8 +67,9 @@ def cupti_us(
     function: Callable[..., Any], arguments: Arguments, calls: int, framework: str, *, detach: bool = False
 ) -> float | None:
     """Microseconds a call by CUPTI, which the test harness of Mosaic GPU brings along; None if it sees no kernel."""
+    cupti = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
     synchronize(framework)
-    return kernels_us(lambda: _run(function, arguments, calls, framework), calls, detach=detach)
+    return kernels_us(cupti, lambda: _run(function, arguments, calls, framework), calls, detach=detach)
 
 
 def graph_us(function: Callable[..., Any], arguments: Arguments, calls: int) -> float:

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 import jaxsoftmax
+from jaxsoftmax._core import compat
 from jaxsoftmax._report import call, cases, installed, truth
 from jaxsoftmax._report.cases import Judge
 from jaxsoftmax._report.clock import kernels_us
@@ -138,8 +139,12 @@ def main(
 
 
 def kernel_clock(run: Callable[[], None], calls: int) -> float | None:
-    """Returns the microseconds of the kernels of one call, or None if there are none."""
-    return kernels_us(run, calls)
+    """Returns the microseconds of the kernels of one call, or None if there are none.
+
+    Raises:
+      ImportError: this jaxlib has no CUPTI.
+    """
+    return kernels_us(compat.cupti(), run, calls)
 
 
 class Run:

@@ -295,6 +295,7 @@ def test_the_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
 
 # The benchmark.
 
+bench_clock = bench.kernel_clock
 SMALL = bench.all_cells(shrink=1024)
 
 
@@ -369,7 +370,7 @@ def test_a_write_that_fails_leaves_what_was_there(measured, monkeypatch, tmp_pat
 
 
 def test_a_gpu_without_cupti_says_so_and_writes_nothing(measured, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "kernel_clock", lambda run, calls: clock.kernels_us(run, calls))
+    monkeypatch.setattr(bench, "kernel_clock", bench_clock)
     monkeypatch.setattr(bench, "all_cells", lambda: few_cells("copy")[:1])
     assert command.main(["--bench"]) == 1
     out = capsys.readouterr().out
@@ -409,3 +410,19 @@ def test_the_tolerances_are_those_of_the_tests():
 
     assert oracle.softmax is truth.softmax
     assert oracle.error is truth.error
+
+
+def test_the_clock_divides_by_the_calls_and_refuses_uneven_ones():
+    detached = []
+
+    def cupti(count):
+        timings = [("kernel", 0.5)] * count
+        return types.SimpleNamespace(
+            _cupti_init=lambda: None, _cupti_get_timings=lambda detach: detached.append(detach) or timings
+        )
+
+    assert clock.kernels_us(cupti(4), lambda: None, 2) == 1000
+    assert clock.kernels_us(cupti(0), lambda: None, 2, detach=True) is None
+    assert detached == [False, True]
+    with pytest.raises(RuntimeError, match="2 calls ran 3 kernels"):
+        clock.kernels_us(cupti(3), lambda: None, 2)
