@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 
 from benchmarks.cells import torch
+from jaxsoftmax._report.clock import kernels_us
 
 Arguments = Sequence[tuple[Any, ...]]
 
@@ -68,14 +69,7 @@ def cupti_us(
     """Microseconds a call by CUPTI, which the test harness of Mosaic GPU brings along; None if it sees no kernel."""
     cupti = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
     synchronize(framework)
-    cupti._cupti_init()
-    try:
-        _run(function, arguments, calls, framework)
-    finally:
-        kernels = cupti._cupti_get_timings(detach)
-    if len(kernels) % calls:
-        raise RuntimeError(f"{calls} calls ran {len(kernels)} kernels: not the same number each")
-    return 1e3 * sum(milliseconds for _, milliseconds in kernels) / calls if kernels else None
+    return kernels_us(cupti, lambda: _run(function, arguments, calls, framework), calls, detach=detach)
 
 
 def graph_us(function: Callable[..., Any], arguments: Arguments, calls: int) -> float:

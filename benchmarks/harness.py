@@ -3,7 +3,6 @@
 import math
 import os
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from benchmarks.cells import FIRST_CALL, ONE, OURS, YARDSTICKS, Cell, Contender,
 from benchmarks.clock import Clock, kernel_clock, mean_of_devices_us, synchronize, wall_clock
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
+from jaxsoftmax._report import rows
 
 ROOT = Path(__file__).parents[1]  # of this checkout
 _GROSS = 0.1  # the relative error from which on a peer computes something else
@@ -368,11 +368,4 @@ def device_count() -> int:
 
 def commit(root: Path = ROOT) -> str | None:
     """The short hash of a checkout, with `-dirty` if the package differs from it; None outside of a checkout."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, text=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", "jaxsoftmax") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return rows.commit(root)

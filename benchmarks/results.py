@@ -5,115 +5,29 @@ do not take the place of those that say what the library chooses.
 """
 
 import csv
-import datetime
 import io
 import itertools
 import os
-import re
-import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
+from jaxsoftmax._report.rows import COLUMNS, Origin, Row, columns_of, formatted, machine, new_run, now
+
+__all__ = ["COLUMNS", "FOLDER", "Origin", "Row", "append", "append_lines", "check", "columns_of", "machine", "new_run"]
+__all__ += ["newest_of_each_cell", "now", "path_for", "read"]
+
 FOLDER = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a row of a result file comes from.
-
-    Attributes:
-      run: one for all that one process measured; only rows of one run are compared.
-      date: when it was measured, UTC.
-      gpu, jax, commit: the GPU's name, the version of JAX, the commit of jaxsoftmax.
-    """
-
-    run: str
-    date: str
-    gpu: str
-    jax: str
-    commit: str
-
-
-@dataclass(frozen=True)
-class Row(Origin):
-    """One measurement.
-
-    Attributes:
-      op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
-        `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock. Suites may have more.
-      implementation: what ran, ours or a peer; `ours` of an import, which runs none.
-      us: microseconds; of all kernels of a call, the median of five rounds; of programs, and on several devices, on the wall
-        clock.
-      bytes: those that have to be read and written; 0 where they do not matter.
-      flops: the arithmetic, where that is the limit; 0 where it is not counted.
-      copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
-      error: the largest fraction of the error budget used; None for yardsticks.
-      temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
-        without the column.
-      kernel_us: on several devices, microseconds that kernels run, the mean over devices; likewise None elsewhere.
-      least_us: on a machine that others may use too, the microseconds of the fastest round; likewise None elsewhere.
-    """
-
-    op: str
-    pass_: str
-    dtype: str
-    shape: str
-    options: str
-    implementation: str
-    us: float
-    bytes: int
-    flops: int
-    copy_share: float | None
-    error: float | None
-    temporaries: int | None = None
-    kernel_us: float | None = None
-    least_us: float | None = None
-
-    @property
-    def speed(self) -> float:
-        """Bytes a microsecond."""
-        return self.bytes / self.us
-
-    @property
-    def tflops(self) -> float:
-        """10^12 operations a second."""
-        return self.flops / self.us / 1e6
-
-    @property
-    def fastest_us(self) -> float:
-        """`least_us` where it is measured, else `us`."""
-        return self.us if self.least_us is None else self.least_us
-
-    @property
-    def cell(self) -> tuple[str, ...]:
-        return self.op, self.pass_, self.dtype, self.shape, self.options
-
-
-def columns_of(kind: type[Origin]) -> tuple[str, ...]:
-    """The columns of a file of such rows."""
-    return tuple(field.name.rstrip("_") for field in fields(kind))
-
-
-COLUMNS = columns_of(Row)
 _OF_NEWER_FILES = ("temporaries", "kernel_us", "least_us")  # the last columns, of which a file may lack some at the end
-
-
-def new_run() -> str:
-    """A name for a run that begins now."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
-
-
-def now() -> str:
-    """The date of a row."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def path_for(folder: Path, gpu: str, suite: str, implementation: str | None = None, devices: int = 1) -> Path:
     """The result file of a suite on GPUs of this name: 'NVIDIA H200' is `h200`, and two of them are `h200x2`."""
-    own = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    own = machine(gpu)
     return folder / (own if devices == 1 else f"{own}x{devices}") / (implementation or "") / f"{suite}.csv"
 
 
@@ -123,7 +37,7 @@ def append(path: Path, *rows: Row) -> None:
     Raises:
       ValueError: the file has other columns, or ends inside a row.
     """
-    append_lines(path, COLUMNS, map(_format, rows))
+    append_lines(path, COLUMNS, map(formatted, rows))
 
 
 def append_lines(path: Path, columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -172,21 +86,6 @@ def check(path: Path, columns: Sequence[str]) -> Sequence[str]:
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: the last row is not complete; complete or remove it")
     return own
-
-
-def _format(row: Row) -> list[str]:
-    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us = astuple(row)
-    return [
-        *names,
-        f"{us:.3f}",
-        str(bytes_),
-        str(flops),
-        "" if copy_share is None else f"{copy_share:.4f}",
-        "" if error is None else f"{error:.4g}",
-        "" if temporaries is None else str(temporaries),
-        "" if kernel_us is None else f"{kernel_us:.3f}",
-        "" if least_us is None else f"{least_us:.3f}",
-    ]
 
 
 def _parse[R: Origin](path: Path, line: int, kind: type[R], cells: list[str]) -> R:

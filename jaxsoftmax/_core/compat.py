@@ -111,6 +111,19 @@ def missing() -> str | None:
     return None
 
 
+def cupti() -> Any:
+    """Returns the module of jaxlib that asks CUPTI for the times of kernels, which the test harness of Mosaic GPU uses.
+
+    Raises:
+      ImportError: there is none, as without JAX's plugin for CUDA.
+    """
+    plugin = importlib.import_module(f"{_MOSAIC}.profiler").mosaic_gpu_lib
+    module = getattr(plugin, "_mosaic_gpu_ext", None)
+    if module is None or not hasattr(module, "_cupti_init"):
+        raise ImportError("CUPTI is missing: JAX's plugin for CUDA brings it")
+    return module
+
+
 # Sharding and lowering: these also run where kernels cannot.
 
 

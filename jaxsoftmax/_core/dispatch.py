@@ -222,7 +222,7 @@ def explain(
     types = {key: value for key, value in kwargs.items() if _is_type(value)}
     decisions: list[Decision] = []
     named = contextlib.nullcontext() if gpu is None else targets.lowering_for(targets.named("explain", gpu))
-    with named, _recorded(decisions):
+    with named, recorded(decisions):
         # A new function, so that no cached lowering is reused.
         traced = jax.jit(lambda args, types: f(*args, **kwargs | types)).trace(args, types)
         traced.lower(lowering_platforms=(name,))
@@ -239,7 +239,7 @@ _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", 
 
 
 @contextlib.contextmanager
-def _recorded(decisions: list[Decision]) -> Generator[None, None, None]:
+def recorded(decisions: list[Decision]) -> Generator[None, None, None]:
     """A context in which `record` appends to `decisions`."""
     token = _record.set(decisions)
     try:

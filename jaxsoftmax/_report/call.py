@@ -1,0 +1,68 @@
+"""One call as one compiled program, with the decisions that were made for that very program."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxsoftmax._core import dispatch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program and the implementations that run in it.
+
+    Attributes:
+      program: the compiled function.
+      decisions: one for each primitive, in the order of the program.
+    """
+
+    program: Callable[..., Any]
+    decisions: Sequence[dispatch.Decision]
+
+    @property
+    def ran(self) -> dict[str, str]:
+        """The implementation of each primitive."""
+        return {decision.primitive: decision.implementation for decision in self.decisions}
+
+    @property
+    def implementation(self) -> str:
+        """The implementations, as result files name them: `mosaic`, or `mosaic+xla` where a derivative has no kernel."""
+        return "+".join(dict.fromkeys(decision.implementation for decision in self.decisions)) or "xla"
+
+    @property
+    def refusals(self) -> list[str]:
+        """Says for each primitive on the reference why no kernel runs."""
+        return [
+            f"{decision.primitive}: " + "; ".join(f"not {name}: {reason}" for name, reason in decision.refusals)
+            for decision in self.decisions
+            if decision.implementation == "xla"
+        ]
+
+
+def compiled(f: Callable[..., Any], *args: Any) -> Compiled:
+    """Traces, lowers and compiles `f(*args)`, and records the decisions as `explain` does.
+
+    Raises:
+      NotImplementedError: `f` forces an implementation that cannot run.
+    """
+    decisions: list[dispatch.Decision] = []
+    with dispatch.recorded(decisions):
+        # A new function, so that no cached lowering is reused.
+        lowered = jax.jit(lambda *args: f(*args)).lower(*args)
+    return Compiled(lowered.compile(), decisions)
+
+
+def in_words(problem: BaseException) -> str:
+    """Returns an error as one line."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
+
+
+def gpu() -> jax.Device | None:
+    """Returns the NVIDIA GPU that JAX uses by default, or None."""
+    try:
+        device = jax.devices()[0]
+    except (AssertionError, RuntimeError):  # JAX was told to use a platform that is not there
+        return None
+    return device if device.platform == "gpu" and hasattr(device, "compute_capability") else None

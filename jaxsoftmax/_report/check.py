@@ -1,0 +1,107 @@
+"""`python -m jaxsoftmax --check`: runs kernels on the GPU at hand, and holds their results to float64."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxsoftmax._report import call
+from jaxsoftmax._report.cases import Case, all_cases, error, few_cases
+from jaxsoftmax._report.progress import Progress
+
+OK, WRONG, REFUSED, RAISED = "ok", "WRONG", "refused", "raised"
+BAD = (WRONG, RAISED)
+_THREADS = 4  # that lower and compile cases; lowering is Python's work, compiling is not
+_NAME, _IMPLEMENTATION, _ERROR = 64, 12, 10  # widths of columns
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a case.
+
+    Attributes:
+      case: the name of the case.
+      implementation: the implementations that ran, or "-".
+      error: the largest error of a result, over its tolerance; None if there is none.
+      status: `OK`, `WRONG`, `REFUSED` (no kernel runs this call here, and the reference is right) or `RAISED`.
+      reasons: why no kernel runs, or the error that was raised.
+    """
+
+    case: str
+    implementation: str
+    error: float | None
+    status: str
+    reasons: tuple[str, ...] = ()
+
+
+def main(implementation: str | None = None, say: Callable[[str], None] = print) -> int:
+    """Runs the check, prints its table, and returns the exit status: 1 if a value is wrong or a call raises."""
+    device = call.gpu()
+    cases = few_cases() if device is None else all_cases()
+    if device is None:
+        say(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): a few cases check the reference, and no kernel runs.\n")
+    outcomes = run(cases, implementation, on_gpu=device is not None)
+    say(table(outcomes))
+    return 1 if any(outcome.status in BAD for outcome in outcomes) else 0
+
+
+def run(cases: Sequence[Case], implementation: str | None = None, *, on_gpu: bool) -> list[Outcome]:
+    """Runs cases in their order, while threads compile those to come."""
+    progress, outcomes = Progress(len(cases)), []
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        programs = [pool.submit(_compiled, case, implementation) for case in cases]
+        for case, program in zip(cases, programs, strict=True):
+            outcome = _outcome(case, program.result, on_gpu)
+            outcomes.append(outcome)
+            progress.step(case.name, f"{outcome.status} on {outcome.implementation}")
+    progress.end()
+    return outcomes
+
+
+def _compiled(case: Case, implementation: str | None) -> call.Compiled:
+    return call.compiled(case.build(implementation), case.inputs())
+
+
+def _outcome(case: Case, compile_: Callable[[], call.Compiled], on_gpu: bool) -> Outcome:
+    try:
+        compiled = compile_()
+    except NotImplementedError as refusal:
+        return Outcome(case.name, "-", None, REFUSED, (str(refusal),))
+    except Exception as problem:  # whatever a compiler raises is the outcome
+        return Outcome(case.name, "-", None, RAISED, (call.in_words(problem),))
+    try:
+        arrays = case.inputs()
+        results = [np.asarray(result) for result in compiled.program(arrays)]
+        judges = case.judges(compiled.ran, arrays)
+        largest = max(error(judge, result) for judge, result in zip(judges, results, strict=True))
+    except Exception as problem:
+        return Outcome(case.name, compiled.implementation, None, RAISED, (call.in_words(problem),))
+    if not largest <= 1:
+        return Outcome(case.name, compiled.implementation, largest, WRONG)
+    is_refused = on_gpu and all(decision.implementation == "xla" for decision in compiled.decisions)
+    reasons = tuple(compiled.refusals) if on_gpu else ()
+    return Outcome(case.name, compiled.implementation, largest, REFUSED if is_refused else OK, reasons)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Returns outcomes as a table, the reasons below it, and a last line that counts them."""
+    lines = [f"{'case':{_NAME}} {'ran':{_IMPLEMENTATION}} {'error/tol.':>{_ERROR}} result"]
+    reasons: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        number = "" if outcome.error is None else f"{outcome.error:.3g}"
+        line = f"{outcome.case[:_NAME]:{_NAME}} {outcome.implementation:{_IMPLEMENTATION}} {number:>{_ERROR}} {outcome.status}"
+        lines.append(line.rstrip())
+        for reason in outcome.reasons:
+            reasons.setdefault(reason, []).append(outcome.case)
+    if reasons:
+        lines += ["", "where no kernel runs, or none of a derivative, and errors:"]
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines += [f"  {reason}", f"      {names[0]}{more}"]
+    counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (OK, WRONG, REFUSED, RAISED)}
+    kernels = sum(bool({"mosaic", "triton"} & set(outcome.implementation.split("+"))) for outcome in outcomes)
+    words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{len(outcomes)} cases: {words}; {kernels} ran a kernel"])

@@ -1,0 +1,32 @@
+"""A progress bar of one line on a terminal, and plain lines elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+_WIDTH = 28
+
+
+class Progress:
+    """Shows how many of `total` steps are done: on `stream` as a bar if it is a terminal, else as a line for each step."""
+
+    def __init__(self, total: int, stream: TextIO | None = None):
+        self._total, self._done, self._start = total, 0, time.perf_counter()
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty()
+
+    def step(self, name: str, outcome: str) -> None:
+        """Counts one step, which had this outcome."""
+        self._done += 1
+        seconds = time.perf_counter() - self._start
+        if self._is_terminal:
+            filled = _WIDTH * self._done // self._total
+            line = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done}/{self._total} {seconds:.0f} s  {name}"
+            print(f"\r{line[:99]:99}", end="", file=self._stream, flush=True)
+        else:
+            print(f"{self._done}/{self._total} {seconds:.0f} s  {name}: {outcome}", file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Clears the bar."""
+        if self._is_terminal:
+            print(f"\r{'':99}\r", end="", file=self._stream, flush=True)

@@ -1,0 +1,133 @@
+"""The rows of result files, which `python -m jaxsoftmax --bench` writes and `python -m benchmarks` writes and reads."""
+
+import datetime
+import re
+import subprocess
+import uuid
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of a row of a result file.
+
+    Attributes:
+      run: one for all that one process measured; only rows of one run are compared.
+      date: when it was measured, UTC.
+      gpu, jax, commit: the GPU's name, the version of JAX, the commit of jaxsoftmax.
+    """
+
+    run: str
+    date: str
+    gpu: str
+    jax: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Row(Origin):
+    """One measurement.
+
+    Attributes:
+      op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
+        `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock. Suites may have more.
+      implementation: what ran, ours or a peer; `ours` of an import, which runs none.
+      us: microseconds: the median over rounds of the time of all kernels of a call; of programs, and on several devices, on the
+        wall clock.
+      bytes: those that have to be read and written; 0 where they do not matter.
+      flops: the arithmetic, where that is the limit; 0 where it is not counted.
+      copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
+      error: the largest fraction of the error budget used; None for yardsticks.
+      temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
+        without the column.
+      kernel_us: on several devices, microseconds that kernels run, the mean over devices; likewise None elsewhere.
+      least_us: on a machine that others may use too, the microseconds of the fastest round; likewise None elsewhere.
+    """
+
+    op: str
+    pass_: str
+    dtype: str
+    shape: str
+    options: str
+    implementation: str
+    us: float
+    bytes: int
+    flops: int
+    copy_share: float | None
+    error: float | None
+    temporaries: int | None = None
+    kernel_us: float | None = None
+    least_us: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Bytes a microsecond."""
+        return self.bytes / self.us
+
+    @property
+    def tflops(self) -> float:
+        """10^12 operations a second."""
+        return self.flops / self.us / 1e6
+
+    @property
+    def fastest_us(self) -> float:
+        """`least_us` where it is measured, else `us`."""
+        return self.us if self.least_us is None else self.least_us
+
+    @property
+    def cell(self) -> tuple[str, ...]:
+        return self.op, self.pass_, self.dtype, self.shape, self.options
+
+
+def columns_of(kind: type[Origin]) -> tuple[str, ...]:
+    """The columns of a file of such rows."""
+    return tuple(field.name.rstrip("_") for field in fields(kind))
+
+
+COLUMNS = columns_of(Row)
+
+
+def new_run() -> str:
+    """A name for a run that begins now."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def now() -> str:
+    """The date of a row."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def machine(gpu: str) -> str:
+    """Returns the name of a GPU as files and folders have it: 'NVIDIA H200' is `h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+
+
+def formatted(row: Row) -> list[str]:
+    """Returns the cells of a row as text, in the order of `COLUMNS`."""
+    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us = astuple(row)
+    return [
+        *names,
+        f"{us:.3f}",
+        str(bytes_),
+        str(flops),
+        "" if copy_share is None else f"{copy_share:.4f}",
+        "" if error is None else f"{error:.4g}",
+        "" if temporaries is None else str(temporaries),
+        "" if kernel_us is None else f"{kernel_us:.3f}",
+        "" if least_us is None else f"{least_us:.3f}",
+    ]
+
+
+def commit(root: Path) -> str | None:
+    """Returns the short hash of a checkout, with `-dirty` if the package differs from it; None outside of a checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    if not (root / ".git").exists():
+        return None  # an installed package, which may lie in a repository of something else
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", "jaxsoftmax") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,253 @@
+"""The truth of attention and its cotangents, in float64 on the CPU, and the error that a result may have.
+
+A score is a sum of products, `scale * q k + bias`, and its float32 error is a few roundings of the sum `A` of their absolute
+values. A weight `p = exp(s - lse)` therefore errs, relative to itself, by
+
+    unit = (8 + 3 * |s - max|) * 2^-24 + 8 * 2^-24 * A, plus the mean of these over the row, which errs in its denominator,
+
+and a result by the sum of `unit` times the absolute values of the terms that it adds up. Where the operands are of 16 bits,
+a kernel rounds the weights to them before they are multiplied: one more `half_unit` of that sum. The same goes for the scores'
+cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
+a unit of a result that has 16 bits itself.
+
+Kernels have weights of float16 `2^13` times as large: a log-sum-exp is the difference of two numbers of 13 then, in powers of
+two, that are rounded by up to 2^-21 each, or 11 * 2^-24 in all after a product with log(2); `lifted` is that.
+
+Where `cotangents` are to be `tight`, a score's cotangent `ds = p g` with `g = z dp - delta + dlse` errs, in float32, by
+
+    e(ds) = e(p) |ds| + p (1 + e(p)) e(g),   e(p) = unit + e(lse) + 8 * 2^-24, relative to p,
+    e(g) = (8 + Hv / 8) 2^-24 (z sum |do| |v| + sum |do| sum z p |v| + |dlse|) + e(delta),
+    e(delta) = sum |do| (half_unit |out| + floor + sum (unit + half_unit) z p |v|),
+
+whose last term is the rounding of the saved out, and of the weights that made it. `ds` and `p` are rounded before they
+are multiplied, by `half_unit ds + floor` and `half_unit p + floor`. So an entry of dq errs by the scale times the sum over keys
+of `e(ds) + half_unit |ds| + floor` times `|k|`, one of dk likewise, and one of dv by that of `(e(p) + half_unit) z p + floor`
+times `|do|`. Where heads are larger than 128, p is rounded before it is multiplied with g too: `half_unit |ds| + floor |g|`
+more. `floor` is what float16 may miss below its smallest normal number, 2^-25; in bfloat16 it is 2^-126, below which all is
+flushed to 0, p too. Sums of n products have n / 8 * 2^-24 of their absolute terms for themselves: tensor cores add 16 at a
+time, and cut off what is below 2^-23.
+
+Where an implementation makes float32 products of three of bfloat16, each errs by up to `THREE_PRODUCTS` of the sum of its
+absolute terms. bfloat16 has 8 bits: of x in [1, 2) the high term misses at most 2^-8, which the low one is, and the low term at
+most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsoftmax._report.truth import EPS, TINY, Truth, half_unit, to64
+
+THREE_PRODUCTS = 2.0**-15
+
+
+@dataclass
+class Weights:
+    """Arrays that all results are made of; those over scores are `[*batch, N, T, S]`."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    seen: np.ndarray
+    scale: float
+    slope: np.ndarray
+    p: np.ndarray
+    p_sink: np.ndarray
+    z: np.ndarray
+    unit: np.ndarray
+    lse: np.ndarray
+    lse_budget: np.ndarray
+    groups: int
+    narrow: float
+    floor: float
+
+
+def seen_by(shape, *, mask, bias, is_causal, window, offset, query_lengths, key_lengths, query_segments, key_segments):
+    """Returns whether each query sees each key, `[*batch, N, T, S]`."""
+    *batch, _, length, keys = shape
+    seen = np.ones(shape, bool)
+    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
+    left, right = window if isinstance(window, tuple) else (window, window)
+    at = rows if offset is None else rows + np.broadcast_to(offset, batch).reshape(*batch, 1, 1, 1)
+    seen &= True if left is None else cols >= at - left
+    seen &= True if right is None else cols <= at + right
+    seen &= cols <= at if is_causal else True
+    if mask is not None:
+        seen &= np.asarray(mask)
+    if bias is not None:
+        seen &= to64(bias) != -np.inf
+    if query_lengths is not None:
+        seen &= rows < np.asarray(query_lengths).reshape(*batch, 1, 1, 1)
+    if key_lengths is not None:
+        seen &= cols < np.asarray(key_lengths).reshape(*batch, 1, 1, 1)
+    if query_segments is not None:
+        key_segments = query_segments if key_segments is None else key_segments
+        seen &= (np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :])[..., None, :, :]
+    return seen
+
+
+def weights(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_offset=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    kept=None,
+    product=0.0,
+) -> Weights:
+    """Arguments as those of `dot_product_attention`.
+
+    `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
+    """
+    narrow = half_unit(query.dtype) + product
+    floor = 2.0**-25 if query.dtype == np.float16 else TINY
+    lifted = 11 * EPS if query.dtype == np.float16 else 0.0
+    groups = query.shape[-2] // key.shape[-2]
+    q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
+    k, v = (np.repeat(a, groups, -3) for a in (k, v))
+    shape = (*q.shape[:-1], k.shape[-2])
+    seen = seen_by(
+        shape,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        window=local_window_size,
+        offset=query_offset,
+        query_lengths=query_seq_lengths,
+        key_lengths=key_value_seq_lengths,
+        query_segments=query_segment_ids,
+        key_segments=key_value_segment_ids,
+    )
+    k, v = (np.where(np.any(seen, -2)[..., None], a, 0.0) for a in (k, v))  # what nobody sees may hold NaN
+    q = np.where(np.any(seen, -1)[..., None], q, 0.0)
+    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    s, bend = scale * of_pairs(q, k), np.ones(shape)
+    size = np.abs(scale) * of_pairs(np.abs(q), np.abs(k))
+    if logits_soft_cap is not None:
+        bent = np.tanh(s / logits_soft_cap)
+        s, bend = logits_soft_cap * bent, 1 - bent**2
+    missed = product * size * bend if product else 0.0
+    if bias is not None:
+        finite = np.where(to64(bias) == -np.inf, 0.0, to64(bias))
+        s, size = s + finite, size + np.abs(finite)
+    s = np.where(seen, s, -np.inf)
+    sink = np.full((1, 1), -np.inf) if sinks is None else to64(sinks)[:, None]
+    with np.errstate(all="ignore"):
+        m = np.maximum(np.max(s, -1, initial=-np.inf), sink)
+        lse = np.where(m == -np.inf, -np.inf, m + np.log(np.sum(np.exp(s - m[..., None]), -1) + np.exp(sink - m)))
+        p = np.where(seen, np.exp(s - lse[..., None]), 0.0)
+        p_sink = np.where(lse == -np.inf, 0.0, np.exp(sink - lse))
+        unit = np.where(p > 0, (8 + 3 * np.abs(s - m[..., None]) + 8 * size) * EPS + missed, 0.0)
+        budget = 8 * EPS * np.where(m == -np.inf, 0.0, np.abs(m) + np.abs(lse - m) + 1) + np.sum(p * unit, -1) + TINY
+        budget += lifted
+    unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
+    z = np.ones(shape) if kept is None else kept
+    return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
+
+
+def of_pairs(rows, cols):
+    """The product of each row of `[..., T, H]` with each of `[..., S, H]`."""
+    return np.matmul(rows, np.swapaxes(cols, -1, -2))
+
+
+def of_columns(scores, rows):
+    """The sum over rows of `[..., T, H]` for each column of `[..., T, S]`, by which they are multiplied."""
+    return np.matmul(np.swapaxes(scores, -1, -2), rows)
+
+
+def attention(*args, **kwargs) -> tuple[Truth, Truth]:
+    """The output `[*batch, T, N, Hv]`, and lse `[*batch, T, N]`."""
+    w = weights(*args, **kwargs)
+    terms = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v)) + TINY
+    out = Truth(*(np.swapaxes(a, -2, -3) for a in (np.matmul(w.p * w.z, w.v), terms)))
+    return out, Truth(np.swapaxes(w.lse, -1, -2), np.swapaxes(w.lse_budget, -1, -2))
+
+
+def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
+    """Returns the cotangents of query, key, value, bias and sinks, from dout `[*batch, T, N, Hv]` and dlse `[*batch, T, N]`."""
+    w = weights(*args, **kwargs)
+    do, dl = np.swapaxes(to64(dout), -2, -3), np.swapaxes(to64(dlse), -1, -2)[..., None]
+    rows_seen = np.any(w.seen, -1, keepdims=True)
+    do = np.where(rows_seen, do, 0.0)
+    dp = of_pairs(do, w.v)
+    delta = np.sum(w.p * w.z * dp, -1, keepdims=True)
+    g = w.z * dp - delta + dl
+    ds = w.p * g
+    dp_size = of_pairs(np.abs(do), np.abs(w.v))
+    out_size = np.matmul(w.p * w.z, np.abs(w.v))
+    delta_size = np.sum(out_size * np.abs(do), -1, keepdims=True)
+    # The saved lse is rounded, and so is the saved out.
+    lse_error = np.where(rows_seen, w.lse_budget[..., None], 0.0)
+    delta_error = np.sum(np.matmul((w.unit + 2 * w.narrow) * w.p * w.z, np.abs(w.v)) * np.abs(do), -1)
+    ds_size = w.p * (w.z * dp_size + delta_size + np.abs(dl))
+    ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
+    p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
+    dx_size, dx_floor = ds_size, 0.0
+    if tight:
+        out = np.abs(np.matmul(w.p * w.z, w.v))
+        out_error = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
+        delta_error = np.sum((out_error + w.narrow * out + w.floor) * np.abs(do), -1)
+        g_error = (8 + w.v.shape[-1] / 8) * EPS * (w.z * dp_size + delta_size + np.abs(dl)) + delta_error[..., None]
+        relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
+        is_wide = max(w.q.shape[-1], w.v.shape[-1]) > 128
+        ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error + np.where(w.seen, TINY, 0.0) * np.abs(g)
+        ds_error += w.narrow * np.abs(ds) + floor * np.abs(g) if is_wide else 0.0
+        p_error += floor * np.max(w.z, initial=1.0)
+        dx_size, dx_floor = np.abs(ds), np.abs(w.scale) * floor * (1 + (np.abs(g) if is_wide else 0.0))
+
+    def grouped(array):
+        heads = array.shape[-3] // w.groups
+        return array.reshape(*array.shape[:-3], heads, w.groups, *array.shape[-2:]).sum(-3)
+
+    def heads_last(value, error):
+        return Truth(np.swapaxes(value, -2, -3), np.swapaxes(error, -2, -3) + TINY)
+
+    dx, slope = w.slope * ds, np.abs(w.slope)
+    dx_error = slope * ds_error
+    if tight:
+        dx_error += w.narrow * np.abs(dx) + dx_floor
+    if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
+        dx_error = dx_error + 16 * EPS * abs(w.scale) * dx_size + slope * dx_size * w.unit
+    of_row, of_col = ((n / 8 * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
+    results = {
+        "query": heads_last(
+            np.matmul(dx, w.k),
+            np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k)),
+        ),
+        "key": heads_last(
+            grouped(of_columns(dx, w.q)),
+            grouped(of_columns(dx_error + of_col * np.abs(dx), np.abs(w.q))),
+        ),
+        "value": heads_last(
+            grouped(of_columns(w.p * w.z, do)),
+            grouped(of_columns(p_error + of_col * w.p * w.z, np.abs(do))),
+        ),
+    }
+    bias = args[3] if len(args) > 3 else kwargs.get("bias")
+    if bias is not None:
+        of_bias = ds.size / max(1, bias.size) / 8 * EPS if tight else 0.0
+        error = _summed_to(ds_error + of_bias * np.abs(ds), bias.shape)
+        results["bias"] = Truth(_summed_to(ds, bias.shape), error + TINY)
+    if kwargs.get("sinks") is not None:
+        p_sink = w.p_sink[..., None]
+        error = p_sink * ((lse_error + w.lse_budget[..., None] + 16 * EPS) * (delta_size + np.abs(dl)) + delta_error[..., None])
+        axes = (*range(p_sink.ndim - 3), -2, -1)
+        results["sinks"] = Truth(np.sum(p_sink * (dl - delta), axes), np.sum(error, axes) + TINY)
+    return results
+
+
+def _summed_to(array, shape):
+    whole = (1,) * (array.ndim - len(shape)) + tuple(shape)
+    axes = tuple(axis for axis, size in enumerate(whole) if size == 1)
+    return np.sum(array, axes, keepdims=True).reshape(shape)
