@@ -8,6 +8,9 @@ import jax
 
 from jaxsoftmax._core import dispatch
 
+# What a call raises if the implementation that it forces cannot run it, or does not exist for this op.
+REFUSALS = (NotImplementedError, dispatch.UnknownImplementationError)
+
 
 @dataclass(frozen=True)
 class Compiled:

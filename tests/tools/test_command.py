@@ -226,6 +226,12 @@ def test_an_implementation_that_cannot_run_is_refused_with_its_reason(monkeypatc
     assert "1 cases: 1 refused; 0 ran a kernel" in out
 
 
+def test_an_implementation_that_an_op_does_not_have_is_refused():
+    (refused,) = check.run([next(case for case in cases.all_cases() if case.op == "top_k")], "triton", on_gpu=True)
+    assert (refused.status, refused.implementation) == ("refused", "-")
+    assert refused.reasons == ("top_k: implementation must be None or one of 'mosaic', 'xla', got 'triton'",)
+
+
 def test_on_a_gpu_a_case_that_no_kernel_runs_is_refused_with_the_reasons():
     (refused,) = check.run(cases.all_cases()[:1], on_gpu=True)
     assert (refused.status, refused.implementation) == ("refused", "xla")
