@@ -30,7 +30,8 @@ class Library:
         self.implementation: str | None = None
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        function = getattr(jaxsoftmax, op, None) or getattr(jaxsoftmax.cache, op)
+        cache = getattr(jaxsoftmax, "cache", None)  # a checkout before 0.1.0 has its functions in `jaxsoftmax`
+        function = getattr(cache if op in getattr(cache, "__all__", ()) else jaxsoftmax, op)
         return function if self.implementation is None else functools.partial(function, implementation=self.implementation)
 
     def refuses(self, problem: Exception) -> bool:

@@ -269,17 +269,17 @@ def test_sizes_that_are_symbolic_or_too_large_for_an_index():
 
 X = np.zeros((2, 3), np.float32)
 WRONG = [
-    ({"x": X > 0}, TypeError, "top_k: x must be floating or integer, got bool"),
-    ({"x": X.astype(np.complex64)}, TypeError, "top_k: x must be floating or integer, got complex64"),
-    ({"x": np.float32(1), "k": 0}, ValueError, "top_k: axis -1 is out of range for x with 0 dimensions"),
+    ({"operand": X > 0}, TypeError, "top_k: operand must be floating or integer, got bool"),
+    ({"operand": X.astype(np.complex64)}, TypeError, "top_k: operand must be floating or integer, got complex64"),
+    ({"operand": np.float32(1), "k": 0}, ValueError, "top_k: axis -1 is out of range for operand with 0 dimensions"),
     ({"k": 4}, ValueError, "top_k: k must be from 0 to 3, the size of axis, got 4"),
     ({"k": -1}, ValueError, "top_k: k must be from 0 to 3"),
     ({"k": True}, TypeError, "top_k: k must be a concrete integer, got True"),
     ({"k": 1.0}, TypeError, "top_k: k must be a concrete integer, got 1.0"),
-    ({"axis": 2}, ValueError, "top_k: axis 2 is out of range for x with 2 dimensions, allowed are -2 to 1"),
+    ({"axis": 2}, ValueError, "top_k: axis 2 is out of range for operand with 2 dimensions, allowed are -2 to 1"),
     ({"axis": None}, TypeError, "top_k: axis must be a concrete integer, got None"),
     ({"where": X}, TypeError, "top_k: where must be boolean, got float32"),
-    ({"where": np.ones(2, bool)}, ValueError, "top_k: where must broadcast with x, got shapes"),
+    ({"where": np.ones(2, bool)}, ValueError, "top_k: where must broadcast with operand, got shapes"),
     ({"implementation": "fast"}, ValueError, "top_k: implementation must be None or one of"),
     ({"normalize": "none"}, ValueError, "softmax_top_k: normalize must be 'all' or 'selected', got 'none'"),
     ({"scale": X}, ValueError, "softmax_top_k: scale must be a scalar, got an array of shape"),
