@@ -29,8 +29,9 @@ class ContextParallel:
         equal parts. T and S are the lengths of a shard then; masks and biases still have all keys. None elsewhere: the types of
         the arrays, or XLA, say how they are sharded.
       zigzag: the `n` of `jaxsoftmax.zigzag`, by which queries, keys, values and everything else with an axis T or S are
-        ordered. None for the usual order. Positions stay those of the usual order. In a causal ring of `n` devices this order
-        gives every device equal work; with another number of devices keys are gathered.
+        ordered; None for the usual order. Positions stay those of the usual order. In a causal ring of `n` devices this order
+        gives every device equal work. With another number of devices a ring cannot run: `"ring"` raises NotImplementedError,
+        and None picks another strategy.
       replicated_queries: True if every device has all queries, and only keys and values are sharded: a decoding step with a
         sharded cache. Each device attends to its own keys, and their states are merged. Needs `axis_name`.
 

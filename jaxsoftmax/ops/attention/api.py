@@ -122,8 +122,17 @@ def dot_product_attention(
 
     A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all allow, and that `bias` does not
     exclude with `-inf`. A query that sees no key gives 0 and has zero gradients, unless `fully_masked_rows` says otherwise.
-    Keys and values that no query sees have no effect. One exception: the implementation "mosaic" multiplies hidden values, and
-    in derivatives hidden queries and keys too, by 0, so that NaN or infinity there gives NaN.
+    Keys and values that no query sees have no effect. On Hopper (implementation "mosaic") hidden values must be finite, and
+    for derivatives hidden queries and keys too: they are multiplied by 0, and NaN or infinity times 0 is NaN.
+
+    The arguments by purpose:
+
+    - what a query sees: `mask`, `is_causal`, `query_seq_lengths`, `key_value_seq_lengths`, `local_window_size`, `query_offset`,
+      `query_segment_ids`, `key_value_segment_ids`, `fully_masked_rows`
+    - the scores: `scale`, `bias`, `logits_soft_cap`, `sinks`, `precision`
+    - keys and values in 8 bits: `key_scale`, `value_scale`
+    - dropout: `dropout_rate`, `dropout_rng`, `broadcast_dropout`, `deterministic`
+    - how it runs: `implementation`, `parallel`, `deterministic_gradients`, `return_residual`
 
     Derivatives save the output and the log-sum-exp under the names `"jaxsoftmax_attention_out"` and
     `"jaxsoftmax_attention_lse"`. Under `jax.checkpoint` (rematerialization), the policy
@@ -155,8 +164,8 @@ def dot_product_attention(
       sinks: floating `[N]`, an extra score of each head that adds to the denominator and has no value (attention sinks).
       key_scale: floating `[K]` or `[*batch, K]`, for keys in float8_e4m3fn or int8: an element stands for itself times the
         scale. None for 1. `jaxsoftmax.cache.quantize` makes such keys. On Hopper up to 64 queries in 16 bits read them as they
-        are. Other kernels, and derivatives, first compute the products in memory, rounded to the dtype of `query`; in float16
-        a product beyond 65504 becomes infinite.
+        are. Other kernels, and derivatives, first convert the keys to the dtype of `query` in memory. In float16 a key beyond
+        65504 becomes infinite there.
       value_scale: the same for values.
       dropout_rate: share of the weights that is dropped, concrete, at least 0 and less than 1. The others are divided by
         `1 - dropout_rate`.
@@ -175,11 +184,11 @@ def dot_product_attention(
         or "xla". Derivatives run on the reference "xla" where the named one has no kernel for that kind of derivative at all
         (tangents, float32), and raise NotImplementedError where it has one that cannot run this call.
       precision: precision of products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`.
-        `"highest"`, `"float32"` and algorithms of more than three bfloat16 products ask for float32 products. Otherwise, and by
-        default, "mosaic" makes each product of three bfloat16 products. Their error is at most 2^-15 of the sum of the absolute
-        terms (TF32, which `jax.nn` uses on NVIDIA GPUs: 2^-10), and infinite operands or operands beyond 3.39e38 give NaN.
-        Derivatives use float32 products and the log-sum-exp of the forward pass. With 16-bit operands, "xla" multiplies the
-        float32 weights in the same way on NVIDIA GPUs of compute capability 8.0 or more.
+        `"highest"`, `"float32"` and algorithms of more than three bfloat16 products ask for float32 products. With any other
+        value, "mosaic" replaces each product by three bfloat16 products. Their error is at most 2^-15 of the sum of the
+        absolute terms; that of TF32, which `jax.nn` uses on NVIDIA GPUs, is 2^-10. Infinite operands, and operands beyond
+        3.39e38, then give NaN. Derivatives use float32 products. With 16-bit operands, "xla" multiplies its float32 weights by
+        three bfloat16 products on NVIDIA GPUs of compute capability 8.0 or more.
       return_residual: True to return the log-sum-exp too. The name is that of `jax.nn`; other ops call it `return_lse`.
 
     Returns:
@@ -205,7 +214,7 @@ def dot_product_attention(
       >>> out.shape, lse.shape
       ((2, 16, 8, 32), (2, 16, 8))
       >>> expected = jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=(3, 0))
-      >>> bool(jnp.allclose(out, expected, atol=1e-2))
+      >>> bool(jnp.allclose(out, expected, atol=1e-2))  # on a GPU `jax.nn` multiplies in TF32
       True
 
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -360,7 +369,7 @@ def _over_keys(operands, axes, options):
 
 
 def _with_means(out, lse, operands, axes, parallel):
-    """`out` with the mean of all values in the place of 0 where a query sees no key, but for those behind `query_lengths`."""
+    """`out` with the mean of all values in the place of 0 where a query sees no key, except behind `query_lengths`."""
     names = [name for name in ("value", "value_scale") if name in operands]
     (value, *scale), _ = sharding.alike(primitive.ATTENTION, names, [operands[name] for name in names])
     empty, query_lengths = lse[..., None] == -jnp.inf, operands.get("query_lengths")
