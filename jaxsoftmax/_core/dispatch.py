@@ -248,15 +248,11 @@ def recorded(decisions: list[Decision]) -> Generator[None, None, None]:
         _record.reset(token)
 
 
-class UnknownImplementationError(ValueError):
-    """An op has no implementation of the name that was asked for."""
-
-
 def check_implementation(op: str, function: str, name: str | None) -> None:
-    """Raises `UnknownImplementationError` for the public `function` unless `name` is None or an implementation of `op`."""
+    """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
     if name is not None and (not isinstance(name, str) or name not in implementations[op]):
         allowed = ", ".join(map(repr, implementations[op]))
-        raise UnknownImplementationError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
+        raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
 
 
 @dataclass(frozen=True)

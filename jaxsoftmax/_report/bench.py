@@ -193,7 +193,7 @@ class Run:
             return step()
         except Exception as problem:
             self._say(f"{cell.name}: {who.name} left out: {call.in_words(problem)[:200]}")
-            is_refused = isinstance(problem, call.REFUSALS) or "RESOURCE_EXHAUSTED" in str(problem)
+            is_refused = call.is_refusal(problem) or "RESOURCE_EXHAUSTED" in str(problem)
             self.is_wrong |= who.name == OURS and not is_refused
             return None
 

@@ -8,9 +8,6 @@ import jax
 
 from jaxsoftmax._core import dispatch
 
-# What a call raises if the implementation that it forces cannot run it, or does not exist for this op.
-REFUSALS = (NotImplementedError, dispatch.UnknownImplementationError)
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -55,6 +52,12 @@ def compiled(f: Callable[..., Any], *args: Any) -> Compiled:
         # A new function, so that no cached lowering is reused.
         lowered = jax.jit(lambda *args: f(*args)).lower(*args)
     return Compiled(lowered.compile(), decisions)
+
+
+def is_refusal(problem: BaseException) -> bool:
+    """Returns whether a call raised because the implementation that it forces cannot run it, or does not exist for its op."""
+    is_unknown = isinstance(problem, ValueError) and ": implementation must be None or one of " in str(problem)
+    return is_unknown or isinstance(problem, NotImplementedError)
 
 
 def in_words(problem: BaseException) -> str:

@@ -68,9 +68,9 @@ def _compiled(case: Case, implementation: str | None) -> call.Compiled:
 def _outcome(case: Case, compile_: Callable[[], call.Compiled], on_gpu: bool) -> Outcome:
     try:
         compiled = compile_()
-    except call.REFUSALS as refusal:
-        return Outcome(case.name, "-", None, REFUSED, (str(refusal),))
     except Exception as problem:  # whatever a compiler raises is the outcome
+        if call.is_refusal(problem):
+            return Outcome(case.name, "-", None, REFUSED, (str(problem),))
         return Outcome(case.name, "-", None, RAISED, (call.in_words(problem),))
     try:
         arrays = case.inputs()
