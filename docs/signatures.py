@@ -12,8 +12,7 @@ class Readable(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_) -> None:
         if obj.docstring is not None:
-            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
-            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
+            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
         for parameter in func.parameters:

@@ -30,7 +30,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Pickles and `help` name the public path of a function, which stays, not the file that holds it.
+# Pickles and `help` name the public path of a function, which stays, not the file that holds it. The price, as in JAX itself:
+# `inspect.getsource` of a class and `typing.get_overloads` find nothing.
 for _name in __all__:
     if hasattr(_public := globals()[_name], "__module__"):
         _public.__module__ = __name__

@@ -106,9 +106,9 @@ def names(function: str, name: str, value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def axis_names(function: str, value: Any) -> tuple[str, ...]:
+def axis_names(function: str, value: Any, name: str = "axis_name") -> tuple[str, ...]:
     """The argument `axis_name`: mesh axes of a `shard_map` around the call, none for None."""
-    found = names(function, "axis_name", value)
+    found = names(function, name, value)
     try:
         lax.axis_size(found)
         is_known = True
@@ -116,7 +116,7 @@ def axis_names(function: str, value: Any) -> tuple[str, ...]:
         is_known = False
     if not is_known or len(set(found)) != len(found):
         what = "mesh axes, each once, of a shard_map around the call"
-        raise ValueError(f"{function}: axis_name must name {what}, got {shown(value)}")
+        raise ValueError(f"{function}: {name} must name {what}, got {shown(value)}")
     return found
 
 

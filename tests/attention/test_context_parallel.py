@@ -870,7 +870,7 @@ ERRORS = {
     "strategy of whole sequences": (
         lambda: call(strategy="ring"),
         ValueError,
-        ["parallel must name no strategy", "no sequence is sharded", "'ring'", "axis_name"],
+        ["parallel.strategy must be None", "no sequence is sharded", "'ring'", "axis_name"],
     ),
     "axis_name": (lambda: call(axis_name="nowhere"), ValueError, ["axis_name", "shard_map", "nowhere"]),
     "replicated_queries": (lambda: call(replicated_queries=True), ValueError, ["replicated_queries", "axis_name"]),
@@ -914,7 +914,10 @@ def test_a_strategy_is_refused_where_types_say_that_sequences_are_whole():
     ring = functools.partial(attend, strategy="ring")
     on_shards = jax.shard_map(lambda x: ring(x, x, x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     for f in (lambda x: ring(x, x, x), on_shards):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match="parallel must name no strategy where no sequence is sharded"):
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ValueError, match=r"parallel\.strategy must be None where no sequence is sharded"),
+        ):
             jax.jit(f)(x)
     one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])  # the same program where there is one device
     jax.jit(lambda x: ring(x, x, x))(jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(one, P(None, "x"))))

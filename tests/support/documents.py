@@ -16,10 +16,10 @@ def assert_prints(document: str) -> None:
     The comment `<!-- needs: a b -->` before a Python block names packages. Where one is missing, the block does not run, and
     its output is not compared.
     """
-    blocks = BLOCK.findall((ROOT / document).read_text())
-    assert blocks
+    found = blocks(document)
+    assert found
     namespace, printed = {}, ""
-    for needs, language, text in blocks:
+    for needs, language, text in found:
         if language == "python":
             assert not printed, f"{document} does not show {printed!r}"
             printed = None if any(map(is_missing, needs.split())) else output_of(text, document, namespace)
@@ -27,6 +27,11 @@ def assert_prints(document: str) -> None:
             assert printed in (None, text)
             printed = ""
     assert not printed, f"{document} does not show {printed!r}"
+
+
+def blocks(document: str) -> list[tuple[str, str, str]]:
+    """Returns the blocks of a document: the packages that each needs, its language and its text."""
+    return BLOCK.findall((ROOT / document).read_text())
 
 
 def output_of(text: str, document: str, namespace: dict) -> str:

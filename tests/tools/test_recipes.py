@@ -1,6 +1,7 @@
 """The recipes run, print what they show, and are all listed."""
 
 import re
+import tomllib
 
 import jax
 import pytest
@@ -51,3 +52,10 @@ def test_a_block_whose_package_is_missing_is_skipped(tmp_path, monkeypatch):
     check("pytest", "1")
     with pytest.raises(AssertionError):
         check("pytest", "3")
+
+
+def test_what_recipes_need_is_installed_in_ci():
+    group = tomllib.loads((documents.ROOT / "pyproject.toml").read_text())["dependency-groups"]["examples"]
+    names = {re.split("[<>=]", line)[0].removeprefix("dm-") for line in group}
+    needed = {name for page in PAGES for needs, *_ in documents.blocks(f"docs/recipes/{page}.md") for name in needs.split()}
+    assert needed <= names

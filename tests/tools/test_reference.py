@@ -60,14 +60,14 @@ def test_the_docstring_of_a_function_has_all_its_sections(name):
         documented = re.findall(r"^  (\**\w+):", section(name, "Args"), re.MULTILINE)
         assert [argument.lstrip("*") for argument in documented] == list(inspect.signature(function).parameters)
     assert section(name, "Returns")
-    assert ">>>" in section(name, "Examples?")
+    assert ">>>" in section(name, "Examples")
     assert section(name, "Raises") or not CHECKS.search(inspect.getsource(function))
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_docstring_of_a_class_has_all_its_sections(name):
     assert section(name, "Attributes")
-    assert ">>>" in section(name, "Examples?")
+    assert ">>>" in section(name, "Examples")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if example(name).examples])

@@ -141,6 +141,8 @@ def test_the_entry_to_cite_is_the_newest_version():
     date = re.search(r"^date-released: (\d+)", CITATION, re.MULTILINE)
     assert f"version = {{{jaxsoftmax.__version__}}}" in text
     assert f"year    = {{{date[1]}}}" in text
+    entry = re.search(r"^@software.*?^}$", text, re.M | re.S)[0]
+    assert f"```bibtex\n{entry}\n```" in (ROOT / "README.md").read_text()
     assert "arXiv:1805.02867" in text
 
 

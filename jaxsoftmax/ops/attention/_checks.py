@@ -23,9 +23,9 @@ BYTES = ("float8_e4m3fn", "int8")  # of keys and values with a scale
 
 
 def cache_scales(function, dtype, keys, shape, **scales):
-    """The scales of keys and values of 8 bits, as what results of a dtype are summed in, by the names of the operands.
+    """Returns the scales of keys and values of 8 bits by the names of the operands, in the accumulator of `dtype`.
 
-    `shape` is the largest that they may have, of which the last axis is heads.
+    `shape` is the largest shape that a scale may have. Its last axis is that of the heads.
     """
     found = {}
     if keys.dtype.name not in BYTES:
@@ -46,14 +46,14 @@ def cache_scales(function, dtype, keys, shape, **scales):
 
 
 def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
-    """An array of floating point numbers, or of 8 bits."""
+    """Returns an array that is floating, or one of the 8-bit dtypes."""
     array = arguments.array(function, name, value)
     hint = "" if name == "query" else f", or of dtype {' or '.join(BYTES)}"
     return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
 
 
 def of_32_bits(array):
-    """Integers as int32: one that int32 does not hold is as good as the next that it does."""
+    """Casts integers to int32, clipped to its range."""
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         limits = np.iinfo(np.int32)
         array = jnp.clip(array, 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else limits.min, limits.max)
@@ -61,7 +61,7 @@ def of_32_bits(array):
 
 
 def operands_of_scores(function, bias, mask, sinks, shape):
-    """Bias, mask and sinks of scores of a shape, as far as there are any, by the names of the operands."""
+    """Returns the bias, mask and sinks that are not None by the names of the operands, for scores of a shape."""
     found, (*batch, heads, _, _) = {}, shape
     if bias is not None:
         found["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape)
@@ -75,7 +75,7 @@ def operands_of_scores(function, bias, mask, sinks, shape):
 
 
 def scores_like(function, name, array, shape):
-    """`array` with the axes of the scores, of which it may have size 1."""
+    """Returns `array` with all axes of the scores; its sizes are theirs or 1."""
     extra = array.ndim - len(shape)
     if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
         array = lax.squeeze(array, range(extra))
@@ -86,7 +86,7 @@ def scores_like(function, name, array, shape):
 
 
 def of_shape(function, name, value, kind, shape, axes):
-    """`value` as an array of a dtype of this kind and of this shape."""
+    """Returns `value` as an array of this kind of dtype and of this shape."""
     array = arguments.array(function, name, value, kind)
     if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
         array = array.reshape(())
@@ -96,12 +96,12 @@ def of_shape(function, name, value, kind, shape, axes):
 
 
 def sequence_lengths(function, name, value, batch):
-    """Lengths as int32."""
+    """Returns lengths as int32."""
     return of_32_bits(of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
 
 
 def offset(function, value, batch):
-    """An offset as int32, one for each batch entry or one for all, within what sums with lengths do not exceed."""
+    """Returns an offset as int32, clipped so that its sum with a length fits; one for each batch entry, or one for all."""
     array = arguments.array(function, "query_offset", arguments.listed(function, "query_offset", value), "integers")
     if array.shape not in ((), batch):
         raise ValueError(f"{function}: query_offset must be one number or have the shape [*batch] = {batch}, got {array.shape}")
@@ -112,7 +112,7 @@ def offset(function, value, batch):
 
 
 def scaled(function, query, scale) -> tuple[jax.Array, float]:
-    """The query and a concrete scale, 1 if the scale is traced: it multiplies the query then, which is rounded once."""
+    """Returns the query and a concrete scale. A traced scale multiplies the query, which is rounded once, and gives 1."""
     kind = accumulator(query.dtype)
     if scale is None:
         return query, 1 / math.sqrt(query.shape[-1])
@@ -144,7 +144,7 @@ _MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
 
 
 def precision(function: str, value: Any) -> Literal["high", "highest"]:
-    """Whether float32 products must be those of float32, or may be made of three bfloat16 products."""
+    """Returns "highest" if float32 products must be exact, "high" if three bfloat16 products may replace each."""
     if value is None:
         value = jax.config.jax_default_matmul_precision
     if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
@@ -176,7 +176,7 @@ def _one_precision(function, value):
 def dropout_seeds(
     function: str, dropout_rng: jax.Array | None, batch: tuple[int, ...], heads: int, broadcast: bool
 ) -> jax.Array:
-    """The seeds of dropout, uint32 `[*batch, N, 2]`, the same ones everywhere if `broadcast`."""
+    """Returns the seeds of dropout, uint32 `[*batch, N, 2]`; all are equal if `broadcast`."""
     if dropout_rng is None:
         raise ValueError(f"{function}: dropout_rng must be a key where dropout_rate is above 0, got None")
     key, shape = arguments.random_key(function, "dropout_rng", dropout_rng), (*batch, heads, 2)
@@ -185,14 +185,14 @@ def dropout_seeds(
 
 
 def xla_is_deterministic() -> bool:
-    """Whether XLA_FLAGS asks for GPU programs that give the same bits run after run."""
+    """Returns whether XLA_FLAGS asks for GPU programs that give the same bits in every run."""
     flags = compat.xla_flags()
     names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
     return any(flags.get(name, "").lower() in ("true", "1") for name in names)
 
 
 def window(function, value, is_causal, length, keys, is_offset) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees, None where that rules out nothing, wherever queries are."""
+    """Returns the numbers of keys before and after its own position that a query sees; None for a side without a limit."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(

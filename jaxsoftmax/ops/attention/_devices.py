@@ -23,7 +23,7 @@ Source: Liu, Zaharia, Abbeel 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, 
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,10 @@ from jaxsoftmax._core import compat
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention._operands import AXES, state_of
+from jaxsoftmax.ops.attention._parallel import Strategy
 from jaxsoftmax.ops.attention._zigzag import granules, ordered, reordered, start_of
 
-STRATEGIES = ("ring", "all_gather", "all_to_all")
+STRATEGIES = get_args(Strategy)
 
 # What `_cheapest` counts with, of one H200 and NVLink: operations and bytes of a second, and seconds of a step beside those.
 _OPERATIONS, _BYTES, _STEP = 6e14, 2.6e11, 3e-5
@@ -178,8 +179,8 @@ class _Work:
         self.steps = self._steps() if self.rows.axes and self.rows.axes == self.cols.axes else []
         if context_parallel is not None and not {"queries", "keys"} & set(over):
             raise ValueError(
-                "dot_product_attention: parallel must name no strategy where no sequence is sharded, got"
-                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map give axis_name"
+                "dot_product_attention: parallel.strategy must be None where no sequence is sharded, got"
+                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map give parallel.axis_name"
             )
         self.way = self._way(context_parallel)
         self.halves = self.way == "ring" and self._is_halved()
@@ -212,7 +213,7 @@ class _Work:
         if self.rows.length == 1 and not _OF_BOTH.isdisjoint(self.given):
             reasons.setdefault("all_to_all", "of masks and biases it is not known whether devices share them")
         if wanted in reasons:
-            raise NotImplementedError(f"dot_product_attention: strategy {wanted!r} of parallel cannot run: {reasons[wanted]}")
+            raise NotImplementedError(f"dot_product_attention: parallel.strategy={wanted!r} cannot run: {reasons[wanted]}")
         return wanted or self._cheapest([way for way in STRATEGIES if way not in reasons])
 
     def _cheapest(self, ways) -> str:

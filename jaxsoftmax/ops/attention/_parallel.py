@@ -1,5 +1,6 @@
 """How devices share the sequence that attention runs over."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
@@ -25,7 +26,7 @@ class ContextParallel:
         `"all_to_all"`: each device receives the whole sequence for a part of the heads (Ulysses). The numbers of query heads
         and of key heads must be multiples of the number of devices.
         If only queries or only keys are sharded, there is one strategy, and this field has no effect.
-      axis_name: the mesh axis, or a tuple of mesh axes, over which a `jax.shard_map` around the call shards the sequence in
+      axis_name: the mesh axis, or several mesh axes, over which a `jax.shard_map` around the call shards the sequence in
         equal parts. T and S are the lengths of a shard then; masks and biases still have all keys. None elsewhere: the types of
         the arrays, or XLA, say how they are sharded.
       zigzag: the `n` of `jaxsoftmax.zigzag`, by which queries, keys, values and everything else with an axis T or S are
@@ -57,7 +58,7 @@ class ContextParallel:
 
     strategy: Strategy | None = None
     _: KW_ONLY
-    axis_name: str | tuple[str, ...] | None = None
+    axis_name: str | Sequence[str] | None = None
     zigzag: int | None = None
     replicated_queries: bool = False
 

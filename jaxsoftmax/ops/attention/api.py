@@ -237,7 +237,7 @@ def dot_product_attention(
     query, scale = _checks.scaled(_NAME, query, scale)
     batch, (length, heads), keys = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     parallel = as_context_parallel(_NAME, parallel)
-    axes = arguments.axis_names(_NAME, parallel.axis_name)
+    axes = arguments.axis_names(_NAME, parallel.axis_name, "parallel.axis_name")
     replicated, devices = parallel.replicated_queries, lax.axis_size(axes)
     lengths = length * (1 if replicated else devices), keys * devices  # of the whole sequences
     sequence = _sequence_params(parallel, lengths)
@@ -348,7 +348,7 @@ def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
     n = parallel.zigzag
     if n is not None and any(length % (2 * n) for length in lengths):
         raise ValueError(
-            f"{_NAME}: zigzag must divide half of the numbers of queries and of keys, got {n} with"
+            f"{_NAME}: parallel.zigzag must divide half of the numbers of queries and of keys, got {n} with"
             f" {lengths[0]} queries and {lengths[1]} keys"
         )
     params = {"context_parallel": parallel.strategy, "zigzag": n}
