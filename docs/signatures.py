@@ -25,7 +25,8 @@ def _written_out(annotation, modules):
     if isinstance(annotation, griffe.ExprBinOp):
         annotation.left = _written_out(annotation.left, modules)
         annotation.right = _written_out(annotation.right, modules)
-    if isinstance(annotation, griffe.ExprName | griffe.ExprAttribute) and annotation.canonical_path.startswith("jaxsoftmax."):
+    names = griffe.ExprName | griffe.ExprAttribute
+    if isinstance(annotation, names) and annotation.canonical_path.startswith("jaxsoftmax."):
         definition = modules[annotation.canonical_path]
         if definition.is_attribute and definition.value is not None:
             return definition.value
