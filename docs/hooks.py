@@ -63,6 +63,11 @@ def on_page_markdown(markdown, page, config, files):
     return rewritten(markdown, source_of(page.file.src_uri), page.file.src_uri, config.repo_url)
 
 
+def on_page_content(html, **_):
+    """Removes the space that mkdocstrings leaves after a parameter's default."""
+    return re.sub(r"(?<=</code>)\s+(?=\)\s)", "", html)
+
+
 def source_of(page: str) -> str:
     """Returns a page's path in the repository."""
     return SOURCES.get(page, f"docs/{page}")

@@ -4,15 +4,17 @@ import re
 
 import griffe
 
+_ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{5})")
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 class Readable(griffe.Extension):
-    """Replaces type aliases by their definitions, and marks the examples of docstrings as code."""
+    """Replaces type aliases by their definitions, links papers, and marks examples as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_) -> None:
         if obj.docstring is not None:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = _ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text)
             obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
