@@ -10,7 +10,11 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+ROOT_PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
+}
 SOURCES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 IMAGES = (".svg", ".png")
 
@@ -34,7 +38,11 @@ def pages(folder: str) -> list[str]:
     """Returns the pages of a folder of `docs/`: its index, the pages in the order of the links there, then all others."""
     names = {path.name for path in (ROOT / "docs" / folder).glob("*.md")}
     linked = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / folder / "index.md").read_text())
-    return [folder + name for name in dict.fromkeys(["index.md", *linked, *sorted(names)]) if name in names]
+    return [
+        folder + name
+        for name in dict.fromkeys(["index.md", *linked, *sorted(names)])
+        if name in names
+    ]
 
 
 def on_files(files, config):
@@ -55,6 +63,11 @@ def on_page_markdown(markdown, page, config, files):
     return rewritten(markdown, source_of(page.file.src_uri), page.file.src_uri, config.repo_url)
 
 
+def on_page_content(html, **_):
+    """Removes the space that mkdocstrings leaves after a parameter's default."""
+    return re.sub(r"(?<=</code>)\s+(?=\)\s)", "", html)
+
+
 def source_of(page: str) -> str:
     """Returns a page's path in the repository."""
     return SOURCES.get(page, f"docs/{page}")
@@ -62,8 +75,16 @@ def source_of(page: str) -> str:
 
 def images(text: str, source: str) -> set[str]:
     """Finds the images outside of `docs/` that a document shows, as paths in the repository."""
-    targets = {resolved(match[1], source) for prose in _FENCE.split(text)[::2] for match in _LINK.finditer(prose)}
-    return {path for path in targets if path.endswith(IMAGES) and not path.startswith("docs/") and (ROOT / path).is_file()}
+    targets = {
+        resolved(match[1], source)
+        for prose in _FENCE.split(text)[::2]
+        for match in _LINK.finditer(prose)
+    }
+    return {
+        path
+        for path in targets
+        if path.endswith(IMAGES) and not path.startswith("docs/") and (ROOT / path).is_file()
+    }
 
 
 def rewritten(text: str, source: str, page: str, repository: str) -> str:
@@ -78,7 +99,9 @@ def rewritten(text: str, source: str, page: str, repository: str) -> str:
         elif path.endswith(IMAGES):
             target = path
         elif (ROOT / path).exists():
-            return f"{repository}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{anchor}"
+            return (
+                f"{repository}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{anchor}"
+            )
         else:
             return match[0]  # MkDocs warns of it
         return posixpath.relpath(target, posixpath.dirname(page) or ".") + anchor

@@ -4,15 +4,17 @@ import re
 
 import griffe
 
+_ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{5})")
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 class Readable(griffe.Extension):
-    """Replaces type aliases by their definitions, and marks the examples of docstrings as code."""
+    """Replaces type aliases by their definitions, links papers, and marks examples as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+            text = _ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", obj.docstring.value)
+            obj.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_) -> None:
         for parameter in func.parameters:
@@ -24,7 +26,8 @@ def _written_out(annotation, modules):
     if isinstance(annotation, griffe.ExprBinOp):
         annotation.left = _written_out(annotation.left, modules)
         annotation.right = _written_out(annotation.right, modules)
-    if isinstance(annotation, griffe.ExprName | griffe.ExprAttribute) and annotation.canonical_path.startswith("jaxsoftmax."):
+    names = griffe.ExprName | griffe.ExprAttribute
+    if isinstance(annotation, names) and annotation.canonical_path.startswith("jaxsoftmax."):
         definition = modules[annotation.canonical_path]
         if definition.is_attribute and definition.value is not None:
             return definition.value

@@ -136,9 +136,10 @@ def paged_attention(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import jaxsoftmax
-      >>> key_pages, value_pages = jax.random.normal(jax.random.key(0), (2, 4, 8, 2, 16))  # 4 pages of 8 keys, 2 heads
+      >>> pages = jax.random.normal(jax.random.key(0), (2, 4, 8, 2, 16))  # 4 pages of 8 keys, 2 heads
+      >>> key_pages, value_pages = pages
       >>> query = jax.random.normal(jax.random.key(1), (2, 1, 4, 16))  # 2 sequences, 1 new token, 4 heads
-      >>> page_table = jnp.array([[3, 1], [0, 0]])  # the first sequence is on pages 3 and 1, the second on page 0
+      >>> page_table = jnp.array([[3, 1], [0, 0]])  # sequence 0 is on pages 3 and 1, sequence 1 on page 0
       >>> lengths = jnp.array([11, 5])
       >>> out = jaxsoftmax.cache.paged_attention(query, key_pages, value_pages, page_table, lengths)
       >>> key, value = (pages[page_table].reshape(2, 16, 2, 16) for pages in (key_pages, value_pages))
@@ -244,7 +245,10 @@ def update_pages(
       >>> import jaxsoftmax
       >>> pages = jnp.zeros((4, 8, 2, 16))  # 4 pages of 8 tokens, 2 heads of size 16
       >>> new = jnp.ones((1, 3, 2, 16))  # 3 new tokens of one sequence, which has 6 tokens already
-      >>> key_pages, value_pages = jaxsoftmax.cache.update_pages(pages, pages, new, new, jnp.array([[2, 0]]), jnp.array([6]))
+      >>> page_table, positions = jnp.array([[2, 0]]), jnp.array([6])
+      >>> key_pages, value_pages = jaxsoftmax.cache.update_pages(
+      ...     pages, pages, new, new, page_table, positions
+      ... )
       >>> [(int(page), int(slot)) for page, slot in zip(*jnp.nonzero(key_pages[:, :, 0, 0]))]
       [(0, 0), (2, 6), (2, 7)]
     """

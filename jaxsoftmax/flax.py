@@ -130,7 +130,9 @@ def attention_fn(
 
       One argument changes in a module, and its parameters stay the same:
 
-      >>> attention = nnx.MultiHeadAttention(2, in_features=16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+      >>> attention = nnx.MultiHeadAttention(
+      ...     2, in_features=16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
+      ... )
       >>> print(attention(jnp.ones((2, 8, 16), jnp.float32), is_causal=True).shape)
       (2, 8, 16)
 
@@ -243,7 +245,9 @@ def attention_fn_with_rope(
 
       >>> import functools
       >>> rotated = functools.partial(attention_fn_with_rope, rope=nnx.RoPE())
-      >>> attention = nnx.MultiHeadAttention(2, in_features=16, attention_fn=rotated, decode=False, rngs=nnx.Rngs(0))
+      >>> attention = nnx.MultiHeadAttention(
+      ...     2, in_features=16, attention_fn=rotated, decode=False, rngs=nnx.Rngs(0)
+      ... )
     """
     arguments.callback(_WITH_ROPE, "rope", rope)
     if input_positions is None:

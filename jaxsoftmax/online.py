@@ -42,7 +42,8 @@ Examples:
   >>> prefix_k, prefix_v = jax.random.normal(keys[1], (2, 32, 8))  # 32 shared tokens
   >>> suffix_k, suffix_v = jax.random.normal(keys[2], (2, 4, 5, 8))  # five tokens for each request
   >>> shared = finish(lift(query @ prefix_k.T, prefix_v))  # once
-  >>> suffix = lift(jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None], suffix_v)  # rows [4, 1], values [4, 1, 8]
+  >>> scores = jnp.einsum("rh,rkh->rk", query, suffix_k)[:, None]
+  >>> suffix = lift(scores, suffix_v)  # rows [4, 1], values [4, 1, 8]
   >>> suffix = jax.tree.map(lambda a: a[:, 0], suffix)
   >>> output = finish(merge(shared, suffix)).o
   >>> k = jnp.concatenate([jnp.broadcast_to(prefix_k, (4, 32, 8)), suffix_k], axis=1)

@@ -205,7 +205,8 @@ def explain(
       >>> def loss(logits, labels):
       ...     return jnp.mean(jaxsoftmax.cross_entropy(logits, labels))
       >>> labels = jax.ShapeDtypeStruct((8,), jnp.int32)
-      >>> [(d.primitive, d.implementation) for d in jaxsoftmax.explain(jax.grad(loss), x, labels, platform="cpu")]
+      >>> decisions = jaxsoftmax.explain(jax.grad(loss), x, labels, platform="cpu")
+      >>> [(decision.primitive, decision.implementation) for decision in decisions]
       [('cross_entropy', 'xla'), ('cross_entropy_vjp', 'xla')]
     """
     arguments.callback("explain", "f", f)

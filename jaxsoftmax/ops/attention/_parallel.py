@@ -49,9 +49,10 @@ class ContextParallel:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
       >>> parallel = jaxsoftmax.ContextParallel("ring", axis_name="sequence")
       >>> attend = functools.partial(jaxsoftmax.dot_product_attention, is_causal=True, parallel=parallel)
-      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "sequence"), out_specs=P(None, "sequence"))
+      >>> spec = P(None, "sequence")
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
       >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 16))  # batch, sequence, heads, head size
-      >>> x = jax.device_put(x, NamedSharding(mesh, P(None, "sequence")))
+      >>> x = jax.device_put(x, NamedSharding(mesh, spec))
       >>> attend(x, x, x).shape
       (1, 64, 4, 16)
     """

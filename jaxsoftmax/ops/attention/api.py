@@ -207,13 +207,15 @@ def dot_product_attention(
       >>> import jax.numpy as jnp
       >>> import jaxsoftmax
       >>> query = jax.random.normal(jax.random.key(0), (2, 16, 8, 32))  # batch, length, heads, head size
-      >>> key, value = jax.random.normal(jax.random.key(1), (2, 2, 16, 2, 32))  # each key head serves four query heads
+      >>> key, value = jax.random.normal(jax.random.key(1), (2, 2, 16, 2, 32))  # each for 4 query heads
       >>> out, lse = jaxsoftmax.dot_product_attention(
       ...     query, key, value, is_causal=True, local_window_size=(3, 0), return_residual=True
       ... )
       >>> out.shape, lse.shape
       ((2, 16, 8, 32), (2, 16, 8))
-      >>> expected = jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=(3, 0))
+      >>> expected = jax.nn.dot_product_attention(
+      ...     query, key, value, is_causal=True, local_window_size=(3, 0)
+      ... )
       >>> bool(jnp.allclose(out, expected, atol=1e-2))  # on a GPU `jax.nn` multiplies in TF32
       True
 

@@ -145,7 +145,8 @@ def cross_entropy(
       Padding has the label -100 here. Its loss and its gradient are 0:
 
       >>> def loss(logits):
-      ...     losses = jaxsoftmax.cross_entropy(logits, jnp.array([3, 14, -100, -100]), ignore_index=-100, z_loss=1e-4)
+      ...     labels = jnp.array([3, 14, -100, -100])
+      ...     losses = jaxsoftmax.cross_entropy(logits, labels, ignore_index=-100, z_loss=1e-4)
       ...     return jnp.sum(losses) / 2
       >>> gradient = jax.grad(loss)(logits)
       >>> print(gradient.shape, jnp.any(gradient != 0, axis=-1))

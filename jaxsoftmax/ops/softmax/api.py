@@ -252,7 +252,8 @@ def logsumexp(
 
       A difference of exponentials needs factors, and a sign:
 
-      >>> value, sign = jaxsoftmax.logsumexp(jnp.array([1.0, 2.0]), b=jnp.array([1.0, -1.0]), return_sign=True)
+      >>> a, b = jnp.array([1.0, 2.0]), jnp.array([1.0, -1.0])
+      >>> value, sign = jaxsoftmax.logsumexp(a, b=b, return_sign=True)
       >>> print(jnp.round(sign * jnp.exp(value), 3), jnp.round(jnp.exp(1.0) - jnp.exp(2.0), 3))
       -4.671 -4.671
 

@@ -327,7 +327,9 @@ def categorical(
       >>> import jax.numpy as jnp
       >>> import jaxsoftmax
       >>> logits = jnp.array([[0.0, 3.0, 1.0, -jnp.inf], [2.0, 0.0, 0.0, 0.0]])
-      >>> tokens = jaxsoftmax.categorical(jax.random.key(0), logits, shape=(1000, 2), temperature=0.8, top_k=2)
+      >>> tokens = jaxsoftmax.categorical(
+      ...     jax.random.key(0), logits, shape=(1000, 2), temperature=0.8, top_k=2
+      ... )
       >>> print(tokens.shape, tokens.dtype)
       (1000, 2) int32
 
