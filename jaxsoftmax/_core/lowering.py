@@ -218,7 +218,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     def on_shard(*operands, over):
         given, over = dict(zip(names, operands, strict=True)), over | manual
         if over or is_judged or params.get("zigzag") is not None:
-            unknown = {} if over or is_judged else {"context_parallel": None}
+            unknown = {} if over or is_judged else {"strategy": None}
             with compat.unchecked() if manual else contextlib.nullcontext():
                 return _merged(this, run, given, over, is_manual=bool(manual), **params | unknown)
         return run(this, given, **params)
@@ -226,7 +226,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
     manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)
     devices, obstacle = sharding.partitioning(ctx)
     # Where it is known how a sequence is sharded, `_devices` refuses to share one that is whole.
-    is_judged = params.get("context_parallel") is not None and sharding.tells_what_is_whole(ctx.avals_in[0], devices)
+    is_judged = params.get("strategy") is not None and sharding.tells_what_is_whole(ctx.avals_in[0], devices)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     is_shared = devices > 1 or bool(manual)

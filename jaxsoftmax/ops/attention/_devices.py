@@ -163,9 +163,7 @@ class _Work:
         operands = {name: given[name] for name in this.by_name if given.get(name) is not None}
         self._start(run, operands, **{name: option for name, option in given.items() if name not in this.by_name})
 
-    def _start(
-        self, run, given, *, over, window, zigzag=None, context_parallel=None, is_manual=False, is_partial=False, **params
-    ):
+    def _start(self, run, given, *, over, window, zigzag=None, strategy=None, is_manual=False, is_partial=False, **params):
         self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
         self.is_partial, self.scale = is_partial, params["scale"]
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
@@ -177,12 +175,12 @@ class _Work:
         self.rows, self.cols = map(_Cut, axes, counts, lengths, [zigzag if has_order else None] * 2)
         self.halves = False
         self.steps = self._steps() if self.rows.axes and self.rows.axes == self.cols.axes else []
-        if context_parallel is not None and not {"queries", "keys"} & set(over):
+        if strategy is not None and not {"queries", "keys"} & set(over):
             raise ValueError(
                 "dot_product_attention: parallel.strategy must be None where no sequence is sharded, got"
-                f" {context_parallel!r} with whole queries and keys; in a jax.shard_map give parallel.axis_name"
+                f" {strategy!r} with whole queries and keys; in a jax.shard_map give parallel.axis_name"
             )
-        self.way = self._way(context_parallel)
+        self.way = self._way(strategy)
         self.halves = self.way == "ring" and self._is_halved()
         if self.halves:
             self.rows, self.cols = (replace(cut, zigzag=None) for cut in (self.rows, self.cols))

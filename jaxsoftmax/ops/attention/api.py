@@ -353,7 +353,7 @@ def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
             f"{_NAME}: parallel.zigzag must divide half of the numbers of queries and of keys, got {n} with"
             f" {lengths[0]} queries and {lengths[1]} keys"
         )
-    params = {"context_parallel": parallel.strategy, "zigzag": n}
+    params = {"strategy": parallel.strategy, "zigzag": n}
     return {name: param for name, param in params.items() if param is not None}
 
 

@@ -218,13 +218,13 @@ class _Attention:
         deterministic=False,
         machine=ONE_DEVICE,
         zigzag=None,
-        context_parallel=None,
+        strategy=None,
         axis_name=None,
         is_partial=False,
         **given: Any,
     ):
         del deterministic  # met as far as XLA's products do
-        del context_parallel, axis_name  # which matter to `_devices`
+        del strategy, axis_name  # which matter to `_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
         self.zigzag = zigzag
