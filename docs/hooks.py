@@ -2,6 +2,7 @@
 
 Documents link to files of the repository by relative paths, as GitHub follows them. On the site a link to a page of the root
 leads to its copy, an image outside of `docs/` is copied, and any other link leads to the file on `main` in the repository.
+A path that leaves the repository, such as `../../issues` at its root, leads to a page of GitHub beside the repository's files.
 """
 
 import posixpath
@@ -31,6 +32,8 @@ def on_config(config):
         for title, target in entry.items():
             if isinstance(target, str) and target.endswith("/"):
                 entry[title] = pages(target)
+            elif title == "Project":
+                target.append({"Report a bug": urls["Issues"]})
     return config
 
 
@@ -98,6 +101,8 @@ def rewritten(text: str, source: str, page: str, repository: str) -> str:
             target = path.removeprefix("docs/")
         elif path.endswith(IMAGES):
             target = path
+        elif path.startswith("../../"):  # GitHub shows a file of the root at `blob/main/`
+            return repository + path.removeprefix("../..") + anchor
         elif (ROOT / path).exists():
             return (
                 f"{repository}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{anchor}"

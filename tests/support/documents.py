@@ -10,16 +10,26 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]+) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def assert_prints(document: str) -> None:
+def assert_prints(document: str, *, by_section: bool = False) -> None:
     """Runs the Python blocks of a document in one namespace. A block that prints is followed by a `text` block of the output.
+
+    With `by_section` each section, from one `##` to the next, sees only its own names and those from before the first `##`.
 
     The comment `<!-- needs: a b -->` before a Python block names packages. Where one is missing, the block does not run, and
     its output is not compared.
     """
-    found = blocks(document)
-    assert found
-    namespace, printed = {}, ""
-    for needs, language, text in found:
+    text = (ROOT / document).read_text()
+    first, *rest = re.split(r"^(?=## )", text, flags=re.MULTILINE) if by_section else [text]
+    assert BLOCK.search(text)
+    namespace = {}
+    _assert_prints(first, document, namespace)
+    for section in rest:
+        _assert_prints(section, document, dict(namespace))
+
+
+def _assert_prints(part: str, document: str, namespace: dict) -> None:
+    printed = ""
+    for needs, language, text in BLOCK.findall(part):
         if language == "python":
             assert not printed, f"{document} does not show {printed!r}"
             printed = None if any(map(is_missing, needs.split())) else output_of(text, document, namespace)

@@ -13,9 +13,9 @@ PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_recipes_run_and_print_what_they_show(page):
+def test_each_recipe_runs_behind_the_first_block_and_prints_what_it_shows(page):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        documents.assert_prints(f"docs/recipes/{page}.md")
+        documents.assert_prints(f"docs/recipes/{page}.md", by_section=True)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -33,6 +33,8 @@ FIGURE = "benchmarks/results/h200/softmax_forward.svg"
         ("contributing.md", "CHANGELOG.md", "changelog.md"),
         ("flax.md", "../examples/train_tiny_lm.py#L10", f"{REPOSITORY}/blob/main/examples/train_tiny_lm.py#L10"),
         ("gpus.md", "../benchmarks/results/h200", f"{REPOSITORY}/tree/main/benchmarks/results/h200"),
+        ("gpus.md", "../../../issues", f"{REPOSITORY}/issues"),
+        ("contributing.md", "../../issues", f"{REPOSITORY}/issues"),
         ("flax.md", "../is_not_there.py", "../is_not_there.py"),
         ("flax.md", "https://example.org/a.md", "https://example.org/a.md"),
         ("flax.md", "#measured", "#measured"),
