@@ -257,6 +257,13 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in anchors, (document, link)
 
 
+@pytest.mark.parametrize("folder", [".", "docs", "docs/recipes", "docs/reference"])
+def test_no_line_is_a_list_by_mistake(folder):
+    """A line that starts with a number and a period is an entry of a list, and a number that ends a sentence vanishes."""
+    for path in (ROOT / folder).glob("*.md"):
+        assert not re.search(r"^ *\d{3,}\. ", path.read_text(), re.MULTILINE), path
+
+
 def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
