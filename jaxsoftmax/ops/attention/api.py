@@ -178,8 +178,8 @@ def dot_product_attention(
       fully_masked_rows: result of a query that sees no key. `"zero"`: 0. `"mean"`: the mean of all S values of its head, hidden
         values included and without dropout, as in `jax.nn` and Flax; gradients pass to the values alone. Queries after
         `query_seq_lengths` and queries with a sink give 0 either way, and so does every query if S is 0.
-      parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order and
-        no `jax.shard_map` shards the sequence: a model then picks the strategy.
+      parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
+        and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"
         or "xla". Derivatives run on the reference "xla" where the named one has no kernel for that kind of derivative at all
         (tangents, float32), and raise NotImplementedError where it has one that cannot run this call.
