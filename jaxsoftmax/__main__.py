@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxsoftmax._report import call
+
 _DESCRIPTION = """Reports what is installed, which GPU there is, and which implementation runs each op.
 
 The report, the tables and the file may be sent as they are: they hold no names of hosts, users or folders.
@@ -12,7 +14,10 @@ The report, the tables and the file may be sent as they are: they hold no names 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 1 if a value is wrong, a call raises or a file cannot be written."""
+    """Runs the command and returns the exit status.
+
+    It is 1 if a value is wrong, a call raises, a file cannot be written, or JAX has no platform to check or measure.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if options.csv is not None and not options.bench:
@@ -27,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxsoftmax._report import installed  # late, as nothing of it is needed to refuse arguments
 
     try:
-        status = installed.main(gpu=options.gpu)
+        print(installed.report(options.gpu))
     except ValueError as problem:  # of `explain`
         parser.error(f"argument --gpu: {problem}")
+    if call.backend()[0] is None:
+        return 1 if options.check or options.bench else 0
+    status = 0
     if options.check:
         from jaxsoftmax._report import check
 
@@ -51,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bench", action="store_true", help="time standard calls beside JAX's own, and write a CSV")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="the file of --bench; jaxsoftmax_<gpu>.csv by default")
     parser.add_argument(
-        "--implementation", choices=("mosaic", "triton", "xla"), help="what --check and --bench run; the best one by default"
+        "--implementation", choices=call.IMPLEMENTATIONS, help="what --check and --bench run; the best one by default"
     )
     parser.add_argument("--gpu", metavar="NAME", help="report what would run on this GPU, such as a100 or 8.0")
     return parser

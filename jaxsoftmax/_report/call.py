@@ -1,5 +1,6 @@
-"""One call as one compiled program, with the decisions that were made for that very program."""
+"""One call as one compiled program, with the decisions that were made for that very program; and the device that runs it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import jax
 
 from jaxsoftmax._core import dispatch
+
+IMPLEMENTATIONS = tuple(dict.fromkeys(itertools.chain(*dispatch.implementations.values())))
+KERNELS = frozenset(IMPLEMENTATIONS) - {"xla"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,16 @@ def in_words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
+def backend() -> tuple[str | None, str]:
+    """Returns the platform that JAX uses by default, and None with the reason if JAX cannot use the one it was told to use."""
+    try:
+        return jax.default_backend(), ""
+    except (AssertionError, RuntimeError) as problem:
+        reason = str(problem).partition("\n")[0] or "no plugin for it, or no such device"
+        return None, f"JAX cannot use the platform that it was told to use, {jax.config.jax_platforms!r}: {reason}"
+
+
 def gpu() -> jax.Device | None:
     """Returns the NVIDIA GPU that JAX uses by default, or None."""
-    try:
-        device = jax.devices()[0]
-    except (AssertionError, RuntimeError):  # JAX was told to use a platform that is not there
-        return None
+    device = jax.devices()[0]
     return device if device.platform == "gpu" and hasattr(device, "compute_capability") else None

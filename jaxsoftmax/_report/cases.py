@@ -5,6 +5,7 @@ ordinary ones and those that kernels treat apart: odd widths, one column, long r
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsoftmax
-from jaxsoftmax._report import truth
+from jaxsoftmax._report import call, truth
 from jaxsoftmax._report.truth import EPS, TINY, Truth, half_unit, to64
 from jaxsoftmax._report.truth import attention as attention_truth
 from jaxsoftmax._report.truth import cross_entropy as losses_truth
@@ -25,7 +26,6 @@ from jaxsoftmax.ops.attention import _dropout
 Inputs = Mapping[str, np.ndarray]
 Ran = Mapping[str, str]  # the implementation that ran each primitive
 Judge = Truth | Callable[[np.ndarray], float]  # the truth of a result, or a function that gives the fraction of its budget
-NUMBERS = {"mosaic", "triton"}  # the implementations that are kernels
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _mask(shape: tuple[int, ...], seed: int = 3) -> np.ndarray:
     return mask
 
 
-def _exactly(value: np.ndarray) -> Truth:
+def exactly(value: np.ndarray) -> Truth:
     """Returns the truth of a result that has no rounding error."""
     return Truth(to64(value), np.full(np.shape(value), TINY))
 
@@ -353,6 +353,7 @@ def _attention_cases() -> list[Case]:
 
 _MOVING = ("query", "key", "value", "bias", "sinks")
 _SEED = 3
+_PAGES = 40
 
 
 def _attention(
@@ -362,14 +363,18 @@ def _attention(
     extras: Inputs | None = None,
     *,
     gradients: bool = True,
+    cache: str | None = None,
+    page: int = 0,
     **options: Any,
 ) -> Case:
-    """Output, log-sum-exp and, with `gradients`, the cotangents of all floating operands."""
+    """Output, log-sum-exp and, with `gradients`, the cotangents of all floating operands; `cache` and `page`: `_in_cache`."""
     is_wide = dtype == "float32"
     options |= {"precision": "high"} if is_wide else {}  # products of three bfloat16 ones, whatever runs
 
     def inputs():
         arrays = sizes.arrays(dtype) | dict(extras or {})
+        if page or cache:
+            return _in_cache(arrays, dtype, cache, page)
         rng = np.random.default_rng(7)
         out = *sizes.query[:3], sizes.value_size or sizes.size
         cotangents = rng.standard_normal(out).astype(jnp.dtype(dtype)), rng.standard_normal(out[:3]).astype(np.float32)
@@ -383,9 +388,10 @@ def _attention(
             more: dict[str, Any] = {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
 
             def f(moving):
-                return jaxsoftmax.dot_product_attention(
-                    **moving, **arrays, **options, **more, implementation=implementation, return_residual=True
-                )
+                operands: dict[str, Any] = {**moving, **arrays, **options, **more, "implementation": implementation}
+                if page:
+                    return jaxsoftmax.cache.paged_attention(**operands, return_lse=True)
+                return jaxsoftmax.dot_product_attention(**operands, return_residual=True)
 
             if not gradients:
                 return list(f(moving))
@@ -396,7 +402,7 @@ def _attention(
         return run
 
     def judges(ran, arrays):
-        arrays = dict(arrays)
+        arrays = _out_of_cache(arrays)
         cotangents = [arrays.pop(name) for name in ("dout", "dlse") if name in arrays]
         arguments = {name: value for name, value in options.items() if name not in ("precision", "deterministic_gradients")}
         if rate := arguments.pop("dropout_rate", 0.0):
@@ -405,12 +411,12 @@ def _attention(
         results = list(attention_truth.attention(**arguments))
         if cotangents:
             cotangents[1] = np.where(np.isneginf(results[1].value), 0, cotangents[1])  # nothing moves an lse of -inf
-            tight = ran.get("dot_product_attention_vjp") in NUMBERS and not is_wide
+            tight = ran.get("dot_product_attention_vjp") in call.KERNELS and not is_wide
             expected = attention_truth.cotangents(*cotangents, **arguments, tight=tight)
             results += [expected[name] for name in _MOVING if name in arrays]
         return results
 
-    return Case("dot_product_attention", dtype, sizes.query, what, build, inputs, judges)
+    return Case("paged_attention" if page else "dot_product_attention", dtype, sizes.query, what, build, inputs, judges)
 
 
 def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
@@ -428,6 +434,7 @@ def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
 
 def _decoding_cases() -> list[Case]:
     step = _Sizes(batch=3, length=1, keys=700, heads=8, key_heads=2, size=128)
+    paged = dataclasses.replace(step, keys=640)
     lengths = {"key_value_seq_lengths": np.array([700, 1, 333], np.int32)}
     offset = {"query_offset": np.array([695, 300, 77], np.int32)}
     five = _Sizes(batch=3, length=5, keys=700, heads=8, key_heads=2)
@@ -435,11 +442,11 @@ def _decoding_cases() -> list[Case]:
         _attention("bfloat16", step, "decoding, ragged", lengths, gradients=False),
         _attention("float16", five, "decoding, 5 queries", offset, gradients=False, is_causal=True),
         _attention("float32", step, "decoding, ragged", lengths, gradients=False),
-        _in_bytes("bfloat16", step, "int8"),
-        _in_bytes("bfloat16", step, "float8_e4m3fn"),
-        _paged("bfloat16", 16),
-        _paged("float16", 64),
-        _paged("bfloat16", 16, "int8"),
+        _attention("bfloat16", step, "decoding, int8", gradients=False, cache="int8"),
+        _attention("bfloat16", step, "decoding, float8", gradients=False, cache="float8_e4m3fn"),
+        _attention("bfloat16", paged, "pages of 16", gradients=False, page=16),
+        _attention("float16", paged, "pages of 64", gradients=False, page=64),
+        _attention("bfloat16", paged, "pages of 16, int8", gradients=False, page=16, cache="int8"),
     ]
 
 
@@ -456,64 +463,31 @@ def _scales(heads: int, cache: str, seed: int) -> np.ndarray:
     return (2.0 ** np.random.default_rng(seed).integers(least, least + 3, heads)).astype(np.float32)
 
 
-def _in_bytes(dtype: str, sizes: _Sizes, cache: str) -> Case:
-    """A step of decoding with a cache of 8 bits."""
-
-    def inputs():
-        arrays = sizes.arrays(dtype)
-        for seed, name in enumerate(("key", "value")):
-            arrays[name] = _bytes(arrays[name].shape, cache, seed)
-            arrays[f"{name}_scale"] = _scales(sizes.key_heads, cache, seed)
-        return arrays | {"key_value_seq_lengths": np.array([700, 1, 333], np.int32)}
-
-    def build(implementation):
-        def run(arrays):
-            return list(jaxsoftmax.dot_product_attention(**arrays, implementation=implementation, return_residual=True))
-
-        return run
-
-    def judges(ran, arrays):
-        arrays = dict(arrays)
-        for name in ("key", "value"):
-            arrays[name] = to64(arrays[name]) * to64(arrays.pop(f"{name}_scale"))[:, None]
-        return attention_truth.attention(**arrays)
-
-    return Case("dot_product_attention", dtype, sizes.query, f"decoding, {cache.partition('_')[0]}", build, inputs, judges)
+def _in_cache(arrays: Inputs, dtype: str, cache: str | None, page: int) -> dict[str, np.ndarray]:
+    """Returns the operands of a step of decoding with keys and values in the dtype `cache`, or in pages in any order, or both."""
+    batch, keys, heads, size = arrays["key"].shape
+    rng = np.random.default_rng(0)
+    operands = {"query": arrays["query"], "key_value_seq_lengths": np.array([keys, 0 if page else 1, 333], np.int32)}
+    shape = (_PAGES, page, heads, size) if page else (batch, keys, heads, size)
+    for seed, name in enumerate(("key", "value")):
+        normal = 2 * rng.standard_normal(shape)
+        operands[f"{name}_pages" if page else name] = _bytes(shape, cache, seed) if cache else normal.astype(jnp.dtype(dtype))
+        if cache:
+            operands[f"{name}_scale"] = _scales(heads, cache, seed)
+    return operands | ({"page_table": rng.integers(0, _PAGES, (batch, keys // page)).astype(np.int32)} if page else {})
 
 
-def _paged(dtype: str, page: int, cache: str | None = None) -> Case:
-    """A step of decoding with a cache in pages, in any order."""
-    batch, heads, key_heads, size, pages = 3, 8, 2, 128, 40
-    most = 640 // page
-
-    def inputs():
-        rng = np.random.default_rng(0)
-        arrays = {"query": (2 * rng.standard_normal((batch, 1, heads, size))).astype(jnp.dtype(dtype))}
-        for seed, name in enumerate(("key", "value")):
-            shape = pages, page, key_heads, size
-            normal = 2 * rng.standard_normal(shape)
-            arrays[f"{name}_pages"] = normal.astype(jnp.dtype(dtype)) if cache is None else _bytes(shape, cache, seed)
-            if cache is not None:
-                arrays[f"{name}_scale"] = _scales(key_heads, cache, seed)
-        arrays["page_table"] = rng.integers(0, pages, (batch, most)).astype(np.int32)
-        return arrays | {"key_value_seq_lengths": np.array([640, 0, 333], np.int32)}
-
-    def build(implementation):
-        def run(arrays):
-            return list(jaxsoftmax.cache.paged_attention(**arrays, implementation=implementation, return_lse=True))
-
-        return run
-
-    def judges(ran, arrays):
-        operands = {name: arrays[name] for name in ("query", "key_value_seq_lengths")}
-        for name in ("key", "value"):
-            array = arrays[f"{name}_pages"][arrays["page_table"]]
-            array = array.reshape(batch, -1, key_heads, size)
-            operands[name] = array if cache is None else to64(array) * to64(arrays[f"{name}_scale"])[:, None]
-        return attention_truth.attention(**operands)
-
-    words = f"pages of {page}" + ("" if cache is None else f", {cache}")
-    return Case("paged_attention", dtype, (batch, 1, heads, size), words, build, inputs, judges)
+def _out_of_cache(operands: Inputs) -> dict[str, np.ndarray]:
+    """Returns operands whose keys and values are neither in pages nor in 8 bits."""
+    arrays = dict(operands)
+    table = arrays.pop("page_table", None)
+    for name in ("key", "value"):
+        if table is not None:
+            array = arrays.pop(f"{name}_pages")[table]
+            arrays[name] = array.reshape(len(table), -1, *array.shape[-2:])
+        if (scale := arrays.pop(f"{name}_scale", None)) is not None:
+            arrays[name] = to64(arrays[name]) * to64(scale)[:, None]
+    return arrays
 
 
 # The largest entries, their weights, samples.
@@ -541,7 +515,7 @@ def _largest(dtype: str, shape: tuple[int, int], k: int, kind: str = "normal") -
         return lambda arrays: list(jaxsoftmax.top_k(arrays["x"], k, implementation=implementation))
 
     def judges(ran, arrays):
-        return [_exactly(expected) for expected in order.top_k(arrays["x"], k)]
+        return [exactly(expected) for expected in order.top_k(arrays["x"], k)]
 
     words = f"k={k}" + ("" if kind == "normal" else f" {kind}")
     return Case("top_k", dtype, shape, words, build, lambda: {"x": _numbers(shape, dtype, kind)}, judges)
@@ -575,7 +549,7 @@ def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case
         direction = np.zeros(x.shape)
         np.put_along_axis(direction, indices, to64(arrays["cotangent"]), -1)
         saved = np.dtype(jnp.dtype(dtype))
-        return [weights, _exactly(indices), truth.softmax_derivative(x, direction, -1, where, saved=saved)]
+        return [weights, exactly(indices), truth.softmax_derivative(x, direction, -1, where, saved=saved)]
 
     return Case("softmax_top_k", dtype, shape, f"k={k} {normalize}", build, inputs, judges)
 

@@ -1,8 +1,8 @@
 """`python -m jaxsoftmax --check`: runs kernels on the GPU at hand, and holds their results to float64."""
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -37,27 +37,30 @@ class Outcome:
     reasons: tuple[str, ...] = ()
 
 
-def main(implementation: str | None = None, say: Callable[[str], None] = print) -> int:
+def main(implementation: str | None = None) -> int:
     """Runs the check, prints its table, and returns the exit status: 1 if a value is wrong or a call raises."""
     device = call.gpu()
     cases = few_cases() if device is None else all_cases()
     if device is None:
-        say(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): a few cases check the reference, and no kernel runs.\n")
+        print(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): a few cases check the reference, and no kernel runs.\n")
     outcomes = run(cases, implementation, on_gpu=device is not None)
-    say(table(outcomes))
+    print(table(outcomes))
     return 1 if any(outcome.status in BAD for outcome in outcomes) else 0
 
 
 def run(cases: Sequence[Case], implementation: str | None = None, *, on_gpu: bool) -> list[Outcome]:
     """Runs cases in their order, while threads compile those to come."""
     progress, outcomes = Progress(len(cases)), []
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+    try:
         programs = [pool.submit(_compiled, case, implementation) for case in cases]
         for case, program in zip(cases, programs, strict=True):
-            outcome = _outcome(case, program.result, on_gpu)
+            outcome = _outcome(case, program, wants_kernel=on_gpu and implementation != "xla")
             outcomes.append(outcome)
             progress.step(case.name, f"{outcome.status} on {outcome.implementation}")
-    progress.end()
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for no compilation that has not begun
+        progress.end()
     return outcomes
 
 
@@ -65,9 +68,9 @@ def _compiled(case: Case, implementation: str | None) -> call.Compiled:
     return call.compiled(case.build(implementation), case.inputs())
 
 
-def _outcome(case: Case, compile_: Callable[[], call.Compiled], on_gpu: bool) -> Outcome:
+def _outcome(case: Case, program: Future[call.Compiled], *, wants_kernel: bool) -> Outcome:
     try:
-        compiled = compile_()
+        compiled = program.result()
     except Exception as problem:  # whatever a compiler raises is the outcome
         if call.is_refusal(problem):
             return Outcome(case.name, "-", None, REFUSED, (str(problem),))
@@ -81,8 +84,8 @@ def _outcome(case: Case, compile_: Callable[[], call.Compiled], on_gpu: bool) ->
         return Outcome(case.name, compiled.implementation, None, RAISED, (call.in_words(problem),))
     if not largest <= 1:
         return Outcome(case.name, compiled.implementation, largest, WRONG)
-    is_refused = on_gpu and all(decision.implementation == "xla" for decision in compiled.decisions)
-    reasons = tuple(compiled.refusals) if on_gpu else ()
+    is_refused = wants_kernel and compiled.implementation == "xla"
+    reasons = tuple(compiled.refusals) if wants_kernel else ()
     return Outcome(case.name, compiled.implementation, largest, REFUSED if is_refused else OK, reasons)
 
 
@@ -102,6 +105,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines += [f"  {reason}", f"      {names[0]}{more}"]
     counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (OK, WRONG, REFUSED, RAISED)}
-    kernels = sum(bool({"mosaic", "triton"} & set(outcome.implementation.split("+"))) for outcome in outcomes)
+    kernels = sum(bool(call.KERNELS.intersection(outcome.implementation.split("+"))) for outcome in outcomes)
     words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return "\n".join([*lines, "", f"{len(outcomes)} cases: {words}; {kernels} ran a kernel"])

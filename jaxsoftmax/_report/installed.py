@@ -2,66 +2,65 @@
 
 import ctypes
 import importlib.metadata
+import os
 import platform
 import re
-import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import jaxsoftmax
-from jaxsoftmax._report import call
+from jaxsoftmax._report import call, cases
 
 _COLUMNS = 100
 _LABEL = 12  # columns of a label
-# Wheels of CUDA that kernels, products and their timing need, as they are named without `nvidia-` and `-cu12`.
-_WHEELS = ("cuda-runtime", "cuda-nvcc", "cuda-cupti", "cudnn", "cublas", "nccl")
-
-
-def main(say: Callable[[str], None] = print, gpu: str | None = None) -> int:
-    """Prints the report; `gpu` names a GPU, as `explain` takes it, in place of the one at hand. Returns the exit status."""
-    say(report(gpu))
-    return 0
+# Wheels of CUDA that kernels, products and their timing need, as they are named without `nvidia-`, `cuda-` and `-cu12`.
+_WHEELS = ("runtime", "nvcc", "cupti", "cudnn", "cublas", "nccl")
 
 
 def report(gpu: str | None = None) -> str:
-    """Returns the report, in lines of at most 100 columns."""
-    lines = [line for label, text in _installed() for line in _wrapped(label, text)]
-    return "\n".join([*lines, "", *_choices(gpu)])
+    """Returns the report, in lines of at most 100 columns, except that of a platform that JAX cannot use.
+
+    `gpu` names a GPU, as `explain` takes it, in place of the one at hand.
+
+    Raises:
+      ValueError: there is no such GPU.
+    """
+    backend, problem = call.backend()
+    choices = _choices(gpu) if backend else [problem]
+    return "\n".join([*(line for label, text in _installed(backend) for line in _wrapped(label, text)), *choices])
 
 
-def _wrapped(label: str, text: str, indent: int = _LABEL) -> list[str]:
-    first = f"{label:{indent}}"
-    more = " " * indent
+def _wrapped(label: str, text: str) -> list[str]:
+    more = " " * _LABEL
     return textwrap.wrap(
-        text, _COLUMNS, initial_indent=first, subsequent_indent=more, break_long_words=True, break_on_hyphens=False
-    ) or [first.rstrip()]
+        text, _COLUMNS, initial_indent=f"{label:{_LABEL}}", subsequent_indent=more, break_on_hyphens=False
+    )
 
 
 # What is installed.
 
 
-def _installed() -> Iterator[tuple[str, str]]:
+def _installed(backend: str | None) -> Iterator[tuple[str, str]]:
     plugins = [name for name in ("jax-cuda13-plugin", "jax-cuda12-plugin") if version(name)]
-    yield "jaxsoftmax", jaxsoftmax.__version__
-    yield "jax", ", ".join([version("jax") or "", *(f"{name} {version(name)}" for name in ("jaxlib", *plugins))])
+    versions = (f"{name} {version(name) or 'not installed'}" for name in ("jax", "jaxlib", *plugins))
+    yield "jaxsoftmax", ", ".join([jaxsoftmax.__version__, *versions])
     yield "CUDA", _cuda() or "no wheels of CUDA"
     yield "Triton", ", ".join(f"{name} {version(name) or 'not installed'}" for name in ("triton", "jax-triton"))
     yield "Python", f"{platform.python_version()}, {platform.platform()}"
     driver, gpus = nvidia()
-    yield "driver", driver or "no NVIDIA driver"
-    device = call.gpu()
-    for index, known in enumerate(gpus):
-        yield f"GPU {index}", str(known)
-    if device is None:
-        hint = "; `pip install 'jax[cuda13]'` has it see this GPU (cuda12 for older drivers)" if gpus and not plugins else ""
-        yield "JAX uses", f"{jax.default_backend()}, not an NVIDIA GPU{hint}"
-    else:
-        yield "JAX uses", f"{device.device_kind}, compute capability {getattr(device, 'compute_capability', 'unknown')}"
+    device = call.gpu() if backend else None
+    used = f"; JAX uses {backend}" if backend and device is None else ""
+    yield "driver", (driver or "no NVIDIA driver") + used
+    visible = re.findall(r"\b\d+\b", os.environ.get("CUDA_VISIBLE_DEVICES", "")) or map(str, range(len(gpus)))
+    marks = [device is not None and gpu.name == device.device_kind and str(index) in visible for index, gpu in enumerate(gpus)]
+    for index, (gpu, is_used) in enumerate(zip(gpus, marks, strict=True)):
+        yield f"GPU {index}", f"{gpu}{', used by JAX' if is_used else ''}"
+    if device is not None and not any(marks):
+        yield "JAX uses", f"{device.device_kind}, compute capability {device.compute_capability}"
+    if gpus and not plugins:
+        yield "", "`pip install 'jax[cuda13]'` has JAX see this GPU (cuda12 for older drivers)"
 
 
 def version(package: str) -> str | None:
@@ -75,7 +74,7 @@ def version(package: str) -> str | None:
 def _cuda() -> str:
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        name = re.fullmatch(r"nvidia-(.+?)(-cu\d+)?", (distribution.metadata["Name"] or "").lower())
+        name = re.fullmatch(r"nvidia-(?:cuda-)?(.+?)(-cu\d+)?", (distribution.metadata["Name"] or "").lower())
         if name and name[1] in _WHEELS:
             versions[name[1]] = distribution.version
     return ", ".join(f"{name} {versions[name]}" for name in _WHEELS if name in versions)
@@ -94,11 +93,11 @@ class Gpu:
 
 
 def nvidia() -> tuple[str | None, list[Gpu]]:
-    """Returns the driver's version, with the newest CUDA that it runs, and the GPUs: by NVML, or else by nvidia-smi."""
+    """Returns the driver's version, with the newest CUDA that it runs, and the GPUs; None and no GPU without a driver."""
     try:
-        return _by_nvml(ctypes.CDLL("libnvidia-ml.so.1"))
+        return _by_nvml(ctypes.CDLL("libnvidia-ml.so.1"))  # which every driver brings
     except (OSError, AttributeError, RuntimeError):
-        return _by_smi()
+        return None, []
 
 
 class _Memory(ctypes.Structure):
@@ -132,72 +131,44 @@ def _by_nvml(nvml: Any) -> tuple[str, list[Gpu]]:
     return f"{driver}, which runs CUDA up to {number.value // 1000}.{number.value % 1000 // 10}", gpus
 
 
-def _by_smi() -> tuple[str | None, list[Gpu]]:
-    query = "--query-gpu=driver_version,name,compute_cap,memory.total"
-    try:
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-        out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-        lines = [[part.strip() for part in line.split(",")] for line in out.splitlines() if line.strip()]
-        return (lines[0][0] if lines else None), [
-            Gpu(name, capability, int(float(size))) for _, name, capability, size in lines
-        ]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None, []
-
-
 # What runs.
 
 
-def standard_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Returns usual calls by name, with the types of their operands: one of each op, and three of attention."""
-
-    def of(shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    logits, labels = of((4096, 32768)), of((4096,), "int32")
-    query = of((2, 4096, 16, 128))
-    step, cache = of((8, 1, 32, 128)), of((8, 4096, 8, 128))
-    pages, pages_of, lengths = of((2048, 16, 8, 128)), of((8, 256), "int32"), of((8,), "int32")
-    attend = jaxsoftmax.dot_product_attention
-
-    def gradients(q, k, v):
-        return jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, is_causal=True).astype(jnp.float32)), (0, 1, 2))(q, k, v)
-
-    return {
-        "softmax": (jaxsoftmax.softmax, (logits,)),
-        "log_softmax": (jaxsoftmax.log_softmax, (logits,)),
-        "logsumexp": (lambda x: jaxsoftmax.logsumexp(x, -1), (logits,)),
-        "cross_entropy": (jaxsoftmax.cross_entropy, (logits, labels)),
-        "linear_cross_entropy": (jaxsoftmax.linear_cross_entropy, (of((4096, 2048)), of((2048, 32768)), labels)),
-        "attention": (lambda q, k, v: attend(q, k, v, is_causal=True), (query,) * 3),
-        "attention backward": (gradients, (query,) * 3),
-        "attention decoding": (attend, (step, cache, cache)),
-        "paged_attention": (jaxsoftmax.cache.paged_attention, (step, pages, pages, pages_of, lengths)),
-        "top_k": (lambda x: jaxsoftmax.top_k(x, 50), (logits,)),
-        "softmax_top_k": (lambda x: jaxsoftmax.softmax_top_k(x, 50), (logits,)),
-        "categorical": (lambda x: jaxsoftmax.categorical(jax.random.key(0), x, top_p=0.9), (logits,)),
-    }
+def standard_calls() -> dict[str, cases.Case]:
+    """Returns the first case in bfloat16 of each public function, and of decoding, by name."""
+    calls: dict[str, cases.Case] = {}
+    for case in cases.all_cases():
+        if case.dtype == "bfloat16":
+            calls.setdefault("decoding" if case.what.startswith("decoding") else case.op, case)
+    return calls
 
 
 def _choices(gpu: str | None) -> Iterator[str]:
     """Yields lines: each implementation that runs, the ops that it runs, and why none that is preferred runs them."""
-    groups: dict[tuple[str, str | None, tuple[tuple[str, str], ...]], list[str]] = {}
-    where = jax.default_backend()
-    for name, (f, types) in standard_calls().items():
+    names_of: dict[tuple[str, str | None, frozenset[str]], list[str]] = {}
+    refused_by: dict[str, dict[str, None]] = {}  # the implementations, by the reason
+    where = gpu or ""
+    for name, case in standard_calls().items():
         try:
-            explanation = jaxsoftmax.explain(f, *types, gpu=gpu)
+            explanation = jaxsoftmax.explain(case.build(None), case.inputs(), gpu=gpu)
         except ValueError:  # no such GPU
             raise
         except Exception as problem:  # whatever a compiler raises belongs into a report
-            groups.setdefault(("raised", call.in_words(problem), ()), []).append(name)
+            names_of.setdefault(("raised", call.in_words(problem), frozenset()), []).append(name)
             continue
         where = explanation.gpu or explanation.platform
-        decision = explanation[-1]  # of a gradient the one behind the forward pass
-        groups.setdefault((decision.implementation, decision.remark, decision.refusals), []).append(name)
-    yield from _wrapped("", f"Standard calls in bfloat16 on {where} run on", 0)
-    for (implementation, remark, refusals), names in groups.items():
+        for index, decision in enumerate(explanation):
+            reasons = frozenset(reason for _, reason in decision.refusals)
+            names = names_of.setdefault((decision.implementation, decision.remark, reasons), [])
+            if name not in names:  # a derivative that runs as the forward pass does needs no name
+                names.append(f"{name} backward" if index else name)
+            for other, reason in decision.refusals:
+                refused_by.setdefault(reason, {})[other] = None
+    yield from textwrap.wrap(f"On {where} calls in bfloat16 run on", _COLUMNS)
+    for (implementation, remark, reasons), names in names_of.items():
         yield from _wrapped(f"  {implementation}", ", ".join(names))
         if remark is not None:
             yield from _wrapped("", remark)
-        for other, reason in refusals:
-            yield from _wrapped("", f"not {other}: {reason}")
+        for reason, others in refused_by.items():
+            if reason in reasons:
+                yield from _wrapped("", f"not {' or '.join(others)}: {reason}")

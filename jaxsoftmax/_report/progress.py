@@ -1,5 +1,6 @@
 """A progress bar of one line on a terminal, and plain lines elsewhere."""
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -22,11 +23,15 @@ class Progress:
         if self._is_terminal:
             filled = _WIDTH * self._done // self._total
             line = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done}/{self._total} {seconds:.0f} s  {name}"
-            print(f"\r{line[:99]:99}", end="", file=self._stream, flush=True)
+            self._show(line)
         else:
             print(f"{self._done}/{self._total} {seconds:.0f} s  {name}: {outcome}", file=self._stream, flush=True)
 
     def end(self) -> None:
         """Clears the bar."""
         if self._is_terminal:
-            print(f"\r{'':99}\r", end="", file=self._stream, flush=True)
+            self._show("", "\r")
+
+    def _show(self, line: str, end: str = "") -> None:
+        width = min(100, shutil.get_terminal_size().columns) - 1  # a full line would break, and stay
+        print(f"\r{line[:width]:{width}}", end=end, file=self._stream, flush=True)
