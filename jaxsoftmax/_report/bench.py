@@ -7,15 +7,11 @@ and the median of the turns counts. A value is checked against float64 before it
 
 import csv
 import functools
-import io
 import itertools
 import math
 import os
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ from jax import lax
 
 import jaxsoftmax
 from jaxsoftmax._core import compat
-from jaxsoftmax._report import call, cases, installed, truth
+from jaxsoftmax._report import call, cases, truth
 from jaxsoftmax._report.cases import Judge
 from jaxsoftmax._report.clock import kernels_us
 from jaxsoftmax._report.progress import Progress
@@ -46,7 +42,6 @@ _SAMPLED = 6  # rows that are compared with float64
 _QUERIES = 64  # likewise, the last ones of attention
 
 Clock = Callable[[Callable[[], None], int], float | None]
-Pairs = list[tuple[Judge, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,13 +52,11 @@ class Contender:
       name: `OURS` or the name of the peer.
       function: the function that is timed.
       prepare: turns a cell's inputs into the arguments of the function, before any timing.
-      is_checked: whether its results are compared with the truth of the cell; not those of another random generator.
     """
 
     name: str
     function: Callable[..., Any]
     prepare: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs
-    is_checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,8 @@ class Cell:
     Attributes:
       inputs: makes the inputs from a key.
       contenders: takes the name of an implementation, or None, and returns who computes the cell, ours first.
-      pairs: takes inputs, the leaves of a result, and whether a kernel made it; returns parts of the result with their truths.
+      part: the index of the part of each result that is checked.
+      judges: takes whether a kernel of ours ran, and the inputs, and returns the truth of that part of each result.
     """
 
     op: str
@@ -85,16 +79,18 @@ class Cell:
     flops: int
     inputs: Callable[[Any], tuple[Any, ...]]
     contenders: Callable[[str | None], list[Contender]]
-    pairs: Callable[[Sequence[Any], Sequence[Any], bool], Pairs]
+    part: Any
+    judges: Callable[..., Sequence[Judge]]
 
     @property
-    def shape_text(self) -> str:
-        return "x".join(map(str, self.shape))
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What names a cell in a result file."""
+        return self.op, self.pass_, self.dtype, "x".join(map(str, self.shape)), self.options
 
     @property
     def name(self) -> str:
         """Such as `softmax forward float32 32768x4096`."""
-        return " ".join(filter(None, (self.op, self.pass_, self.dtype, self.shape_text, self.options)))
+        return " ".join(filter(None, self.key))
 
 
 @dataclass
@@ -112,29 +108,25 @@ class Entrant:
 # The run.
 
 
-def main(
-    path: Path | None = None,
-    implementation: str | None = None,
-    say: Callable[[str], None] = print,
-) -> int:
+def main(path: Path | None = None, implementation: str | None = None) -> int:
     """Measures, prints the table and writes the file; returns the exit status: 1 if a value is wrong or there is no file."""
     device = call.gpu()
     if device is None:
-        say(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): nothing to measure, and no file.")
+        print(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): nothing to measure, and no file.")
         return 0
     path = path or Path(f"jaxsoftmax_{machine(device.device_kind)}.csv")
-    run = Run(device.device_kind, implementation, say, kernel_clock)
+    run = Run(device.device_kind, implementation, kernel_clock)
     run.measure(all_cells())
-    say(table(run.rows))
+    print(table(run.rows))
     if not run.rows:
-        say("nothing was measured, and no file was written")
+        print("nothing was measured, and no file was written")
         return 1
     try:
         write(path, run.rows)
     except OSError as problem:
-        say(f"{path} was not written: {problem}")
+        print(f"{path} was not written: {problem}")
         return 1
-    say(f"\n{len(run.rows)} rows are in {path}, which may be sent as it is.")
+    print(f"\n{len(run.rows)} rows are in {path}, which may be sent as it is.")
     return 1 if run.is_wrong else 0
 
 
@@ -155,10 +147,10 @@ class Run:
       is_wrong: whether a result of ours was wrong, or a call of ours raised. It has no row.
     """
 
-    def __init__(self, gpu: str, implementation: str | None, say: Callable[[str], None], clock: Clock):
+    def __init__(self, gpu: str, implementation: str | None, clock: Clock):
         self.rows: list[Row] = []
         self.is_wrong = False
-        self._gpu, self._implementation, self._say, self._clock = gpu, implementation, say, clock
+        self._gpu, self._implementation, self._clock = gpu, implementation, clock
         self._id, self._copy_speed = new_run(), {}
         self._commit = commit(Path(__file__).parents[2]) or f"v{jaxsoftmax.__version__}"
 
@@ -170,7 +162,7 @@ class Run:
             try:
                 self._measure(cell)
             except Exception as problem:  # too little memory for the inputs, say
-                self._say(f"{cell.name}: left out: {call.in_words(problem)[:200]}")
+                print(f"{cell.name}: left out: {call.in_words(problem)[:200]}")
             progress.step(cell.name, ", ".join(f"{row.implementation} {row.us:.1f} us" for row in self.rows[before:]))
         progress.end()
 
@@ -178,55 +170,43 @@ class Run:
         key = jax.random.key(0)
         buffers = max(1, min(_MOST_BUFFERS, math.ceil(_CACHE / cell.bytes)))
         inputs = jax.block_until_ready([cell.inputs(jax.random.fold_in(key, index)) for index in range(buffers)])
-        entrants = [self._tried(cell, c, functools.partial(self._enter, cell, c, inputs)) for c in self._contenders(cell)]
-        entrants = [entrant for entrant in entrants if entrant is not None]
+        entrants = [self._tried(cell, each, self._enter, cell, each, inputs) for each in cell.contenders(self._implementation)]
         for _ in range(1 + _ROUNDS):
-            entrants = [e for e in entrants if self._tried(cell, e, functools.partial(self._take_turn, e)) is not None]
-        self.rows += [self._row(cell, entrant) for entrant in entrants]
+            entrants = [self._tried(cell, entrant, self._take_turn, entrant) for entrant in entrants if entrant is not None]
+        self.rows += [self._row(cell, entrant) for entrant in entrants if entrant is not None]
 
-    def _contenders(self, cell: Cell) -> list[Contender]:
-        return cell.contenders(self._implementation)
-
-    def _tried(self, cell: Cell, who: Contender | Entrant, step: Callable[[], Any]) -> Any:
-        """Returns `step()`, or None if it raises; says why, as whatever a compiler raises is the reason to leave it out."""
+    def _tried(self, cell: Cell, who: Contender | Entrant, step: Callable[..., Entrant | None], *args: Any) -> Entrant | None:
+        """Returns `step(*args)`, or None if it raises; says why: whatever a compiler raises is the reason to leave it out."""
         try:
-            return step()
+            return step(*args)
         except Exception as problem:
-            self._say(f"{cell.name}: {who.name} left out: {call.in_words(problem)[:200]}")
+            print(f"{cell.name}: {who.name} left out: {call.in_words(problem)[:200]}")
             is_refused = call.is_refusal(problem) or "RESOURCE_EXHAUSTED" in str(problem)
             self.is_wrong |= who.name == OURS and not is_refused
             return None
 
     def _enter(self, cell: Cell, contender: Contender, inputs: list[tuple[Any, ...]]) -> Entrant | None:
-        """Compiles a contender and checks its values."""
+        """Compiles a contender and checks its values; returns None if they are wrong."""
         arguments = [jax.block_until_ready(contender.prepare(*buffer)) for buffer in inputs]
         compiled = call.compiled(contender.function, *arguments[0])
-        output = jax.tree.leaves(jax.block_until_ready(compiled.program(*arguments[0])))
-        implementation = compiled.implementation if contender.name == OURS else contender.name
-        error = None
-        if contender.is_checked:
-            error = self._checked(cell, contender, inputs[0], output, is_kernel="xla" not in implementation.split("+"))
-            if error is None:
-                return None
-        is_yardstick = cell.op == "copy"
-        return Entrant(contender.name, implementation, compiled.program, arguments, None if is_yardstick else error)
-
-    def _checked(self, cell, contender, inputs, output, *, is_kernel: bool) -> float | None:
-        """Returns the largest fraction of the budget that a result uses, or None if it is wrong."""
+        results = jax.tree.leaves(jax.block_until_ready(compiled.program(*arguments[0])))
         is_ours = contender.name == OURS
-        pairs = [(judge, np.asarray(part)) for judge, part in cell.pairs(inputs, output, is_ours and is_kernel)]
-        error = max(cases.error(judge, part) for judge, part in pairs)
+        judges = cell.judges(is_ours and "xla" not in compiled.implementation.split("+"), *inputs[0])
+        pairs = [(judge, np.asarray(result[cell.part])) for judge, result in zip(judges, results, strict=True)]
+        error = None
+        if is_ours or all(isinstance(judge, truth.Truth) for judge in judges):  # a peer has noise of its own
+            error = max(cases.error(judge, part) for judge, part in pairs)
         if is_ours and not error <= 1:
             self.is_wrong = True
-            self._say(f"{cell.name}: WRONG: its error is {error:.3g} times the tolerance; it is not timed")
+            print(f"{cell.name}: WRONG: its error is {error:.3g} times the tolerance; it is not timed")
             return None
-        relative = max(_relative(judge, part) for judge, part in pairs)
-        if not is_ours and not relative <= _GROSS:
-            self._say(f"{cell.name}: {contender.name} left out: its relative error is {relative:.2g}")
+        if not is_ours and any(_is_something_else(judge, part) for judge, part in pairs):
+            print(f"{cell.name}: {contender.name} left out: it computes something else, with {error:.2g} times the tolerance")
             return None
-        return error
+        implementation = compiled.implementation if is_ours else contender.name
+        return Entrant(contender.name, implementation, compiled.program, arguments, None if cell.op == "copy" else error)
 
-    def _take_turn(self, entrant: Entrant) -> bool:
+    def _take_turn(self, entrant: Entrant) -> Entrant:
         """Times at least `_CALLS` calls. The first turn only warms up."""
         calls = max(_CALLS, len(entrant.arguments))
         arguments = itertools.islice(itertools.cycle(entrant.arguments), calls)
@@ -241,49 +221,25 @@ class Run:
         if us is None:
             raise RuntimeError("CUPTI saw no kernel")
         entrant.times.append(us)
-        return True
+        return entrant
 
     def _row(self, cell: Cell, entrant: Entrant) -> Row:
-        entrant.times = entrant.times[1:]
-        us = statistics.median(entrant.times)
+        times = entrant.times[1:]
+        us = statistics.median(times)
         if cell.op == "copy":
             self._copy_speed[cell.dtype] = cell.bytes / us
         copy_speed = self._copy_speed.get(cell.dtype)
-        return Row(
-            run=self._id,
-            date=now(),
-            gpu=self._gpu,
-            jax=installed.version("jax") or "",
-            commit=self._commit,
-            op=cell.op,
-            pass_=cell.pass_,
-            dtype=cell.dtype,
-            shape=cell.shape_text,
-            options=cell.options,
-            implementation=entrant.implementation,
-            us=us,
-            bytes=cell.bytes,
-            flops=cell.flops,
-            copy_share=cell.bytes / us / copy_speed if copy_speed else None,
-            error=entrant.error,
-            least_us=min(entrant.times),
-        )
+        share = cell.bytes / us / copy_speed if copy_speed else None
+        origin = self._id, now(), self._gpu, jax.__version__, self._commit
+        measured = us, cell.bytes, cell.flops, share, entrant.error
+        return Row(*origin, *cell.key, entrant.implementation, *measured, least_us=min(times))
 
 
-def _relative(judge: Judge, part: np.ndarray) -> float:
-    """Returns the relative error of a part, by the norm of its finite values."""
+def _is_something_else(judge: Judge, part: np.ndarray) -> bool:
+    """Tells whether a part of a peer's result is far from the truth. Budgets do not tell: peers round to 16 bits earlier."""
     if not isinstance(judge, truth.Truth):
-        return judge(part) * _GROSS
-    finite = np.isfinite(judge.value)
-    value, actual = judge.value[finite], truth.to64(part)[finite]
-    return float(np.linalg.norm(actual - value) / max(np.linalg.norm(value), truth.TINY))
-
-
-def wall_clock(run: Callable[[], None], calls: int) -> float:
-    """Returns the microseconds of one call on the wall clock, which needs no GPU."""
-    start = time.perf_counter()
-    run()
-    return 1e6 * (time.perf_counter() - start) / calls
+        return False
+    return not np.linalg.norm(truth.to64(part) - judge.value) <= _GROSS * np.linalg.norm(judge.value)
 
 
 # What is printed and written.
@@ -291,7 +247,7 @@ def wall_clock(run: Callable[[], None], calls: int) -> float:
 
 def is_ours(row: Row) -> bool:
     """Tells whether a row is of this library."""
-    return {"mosaic", "triton", "xla"}.issuperset(row.implementation.split("+"))
+    return set(call.IMPLEMENTATIONS).issuperset(row.implementation.split("+"))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -303,20 +259,10 @@ def table(rows: Sequence[Row]) -> str:
         ours = next((row for row in rows_of_cell if is_ours(row) or row.op == "copy"), None)
         if ours is None:
             continue
+        times = f"{ours.us:.1f} | {ours.fastest_us:.1f} | {ours.speed / 1e3:.0f} | {f'{ours.tflops:.0f}' if ours.flops else ''}"
+        shares = " | ".join("" if share is None else f"{share:.2f}" for share in (ours.copy_share, ours.error))
         peers = ", ".join(f"{row.implementation} {row.us / ours.us:.2f}" for row in rows_of_cell if row is not ours)
-        share = "" if ours.copy_share is None else f"{ours.copy_share:.2f}"
-        cells = (
-            " ".join(filter(None, cell)),
-            ours.implementation,
-            f"{ours.us:.1f}",
-            f"{ours.fastest_us:.1f}",
-            f"{ours.speed / 1e3:.0f}",
-            f"{ours.tflops:.0f}" if ours.flops else "",
-            share,
-            "" if ours.error is None else f"{ours.error:.2f}",
-            peers,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' '.join(filter(None, cell))} | {ours.implementation} | {times} | {shares} | {peers} |")
     return "\n".join(lines)
 
 
@@ -326,20 +272,15 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     Raises:
       OSError: it cannot be written; what was there before is left as it was.
     """
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(formatted, rows)])
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text.getvalue())
+        with temporary.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *map(formatted, rows)])
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # The cells.
@@ -347,23 +288,27 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def all_cells(shrink: int = 1) -> list[Cell]:
     """Returns every cell, copies first; with `shrink`, cells with as many times fewer rows or keys."""
-    rows = 32768 // shrink
+    rows, fewer = 32768 // shrink, min(shrink, 16)
+    length, keys, few = 4096 // shrink, max(4096 // shrink, 64), (max(2, 64 // shrink), 128256 // fewer)
     return [
         _copy("float32", (rows, 4096)),
         _copy("bfloat16", (rows, 4096)),
         _softmax("float32", (rows, 4096)),
         _softmax("bfloat16", (rows, 4096)),
-        _softmax("bfloat16", (max(1, 1024 // shrink), 131072 // min(shrink, 16))),
+        _softmax("bfloat16", (max(1, 1024 // shrink), 131072 // fewer)),
         _jacobian("bfloat16", (rows, 4096)),
         _logsumexp("float32", (rows, 4096)),
-        _losses("bfloat16", (8192 // shrink, 128256 // min(shrink, 16))),
-        *_attention_cells(4096 // shrink),
-        _decoding(max(4096 // shrink, 64)),
-        _decoding(max(4096 // shrink, 64), page=16),
-        _largest("float32", (max(2, 512 // shrink), 128256 // min(shrink, 16)), 50),
+        _losses("bfloat16", (8192 // shrink, 128256 // fewer)),
+        _attention(length, 128, is_causal=False),
+        _attention(length, 128, is_causal=True),
+        _attention(length, 64, is_causal=True),
+        _attention(length, 128, is_causal=True, backward=True),
+        _decoding(keys),
+        _decoding(keys, page=16),
+        _largest("float32", (max(2, 512 // shrink), 128256 // fewer), 50),
         _router("bfloat16", (262144 // shrink, 256), 8),
-        _samples("float32", (max(2, 64 // shrink), 128256 // min(shrink, 16))),
-        _samples("float32", (max(2, 64 // shrink), 128256 // min(shrink, 16)), top_p=0.9),
+        _samples("float32", few),
+        _samples("float32", few, top_p=0.9),
     ]
 
 
@@ -376,45 +321,40 @@ def _normals(key, shape, dtype):
     return jax.random.normal(key, shape).astype(dtype)
 
 
-@jax.jit
-def _taken(array, at):
-    return array[at]
+def _several(key: Any, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(_normals(jax.random.fold_in(key, index), shape, "bfloat16") for index, shape in enumerate(shapes))
 
 
-def _some_rows(*arrays: Any) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the indices of some rows, the first and the last ones among them, and these rows of each array."""
-    count = arrays[0].shape[0]
+def _some_rows(count: int) -> np.ndarray:
+    """Returns the indices of some rows, the first and the last ones among them."""
     first = np.arange(min(_SAMPLED // 2, count))
-    at = np.unique([*first, *(count - 1 - first)])
-    return at, [np.asarray(_taken(array, at)) for array in arrays]
+    return np.unique([*first, *(count - 1 - first)])
 
 
 def _of_rows(
     op: str,
-    pass_: str,
     dtype: str,
-    shape: tuple[int, ...],
+    shape: tuple[int, int],
     passes: float,
     truths: Callable[..., Sequence[Judge]],
     contenders: Callable[[str | None], list[Contender]],
     *,
+    pass_: str = "forward",
     options: str = "",
     written: int = 0,
-    more: Callable[[Any], tuple[Any, ...]] = lambda key: (),
-    needs_places: bool = False,
+    more: Callable[[Any], Any] | None = None,
 ) -> Cell:
     """A cell whose rows are checked by `truths` of some rows of the inputs; each pass reads or writes as much as `x`."""
+    part = _some_rows(shape[0])
 
     def inputs(key):
-        return (_normals(key, shape, dtype), *more(jax.random.fold_in(key, 1)))
+        return (_normals(key, shape, dtype), *([more(jax.random.fold_in(key, 1))] if more else []))
 
-    def pairs(inputs, output, is_kernel):
-        at, parts = _some_rows(*inputs, *output)
-        expected = truths(at, *parts[: len(inputs)]) if needs_places else truths(*parts[: len(inputs)])
-        return list(zip(expected, parts[len(inputs) :], strict=True))
+    def judges(is_kernel, *inputs):
+        return truths(*(np.asarray(array[part]) for array in inputs))
 
     count = int(passes * _size(shape, dtype)) + written
-    return Cell(op, pass_, dtype, shape, options, count, 0, inputs, contenders, pairs)
+    return Cell(op, pass_, dtype, shape, options, count, 0, inputs, contenders, part, judges)
 
 
 def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[str | None], list[Contender]]:
@@ -434,23 +374,20 @@ def _copy(dtype: str, shape: tuple[int, int]) -> Cell:
         return x * jnp.asarray(1 + 2**-7, x.dtype)
 
     def truths(x):
-        value = (truth.to64(x) * (1 + 2**-7)).astype(x.dtype)
-        return [truth.Truth(truth.to64(value), np.full(value.shape, truth.TINY))]
+        return [cases.exactly((truth.to64(x) * (1 + 2**-7)).astype(x.dtype))]
 
-    return _of_rows("copy", "forward", dtype, shape, 2, truths, lambda implementation: [Contender("copy", scaled)])
+    return _of_rows("copy", dtype, shape, 2, truths, lambda implementation: [Contender("copy", scaled)])
 
 
 def _softmax(dtype: str, shape: tuple[int, int]) -> Cell:
-    contenders = _beside(lambda x, implementation: jaxsoftmax.softmax(x, implementation=implementation), jax_nn=jax.nn.softmax)
-    return _of_rows("softmax", "forward", dtype, shape, 2, lambda x: [truth.softmax(x)], contenders)
+    contenders = _beside(lambda x, **forced: jaxsoftmax.softmax(x, **forced), jax_nn=jax.nn.softmax)
+    return _of_rows("softmax", dtype, shape, 2, lambda x: [truth.softmax(x)], contenders)
 
 
 def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
-    contenders = _beside(
-        lambda x, implementation: jaxsoftmax.logsumexp(x, -1, implementation=implementation),
-        jax_nn=lambda x: jax.nn.logsumexp(x, -1),
-    )
-    return _of_rows("logsumexp", "forward", dtype, shape, 1, lambda x: [truth.logsumexp(x, -1)], contenders)
+    ours = lambda x, **forced: jaxsoftmax.logsumexp(x, -1, **forced)  # noqa: E731
+    contenders = _beside(ours, jax_nn=functools.partial(jax.nn.logsumexp, axis=-1))
+    return _of_rows("logsumexp", dtype, shape, 1, lambda x: [truth.logsumexp(x, -1)], contenders)
 
 
 def _jacobian(dtype: str, shape: tuple[int, int]) -> Cell:
@@ -461,17 +398,13 @@ def _jacobian(dtype: str, shape: tuple[int, int]) -> Cell:
         return Contender(name, lambda vjp, c: vjp(c)[0], lambda x, c: (saved(x), c))
 
     def contenders(implementation):
-        return [of(OURS, lambda x: jaxsoftmax.softmax(x, implementation=implementation)), of("jax.nn", jax.nn.softmax)]
+        return [of(OURS, functools.partial(jaxsoftmax.softmax, implementation=implementation)), of("jax.nn", jax.nn.softmax)]
 
     def truths(x, c):
-        return [truth.softmax_derivative(x, c, saved=np.dtype(jnp.dtype(dtype)))]
+        return [truth.softmax_derivative(x, c, saved=x.dtype)]
 
-    more = functools.partial(_direction, shape=shape, dtype=dtype)
-    return _of_rows("softmax", "backward", dtype, shape, 3, truths, contenders, more=more)
-
-
-def _direction(key, shape, dtype):
-    return (_normals(key, shape, dtype),)
+    more = functools.partial(_normals, shape=shape, dtype=dtype)
+    return _of_rows("softmax", dtype, shape, 3, truths, contenders, pass_="backward", more=more)
 
 
 def _losses(dtype: str, shape: tuple[int, int]) -> Cell:
@@ -483,138 +416,93 @@ def _losses(dtype: str, shape: tuple[int, int]) -> Cell:
         chosen = jnp.take_along_axis(shifted, labels[:, None], -1)[:, 0]
         return (jnp.log(jnp.sum(jnp.exp(shifted), -1)) - chosen).astype(jnp.float32)
 
-    def with_gradient(loss, x, labels):
+    def with_gradient(x, labels, loss=None, **forced):
+        loss = loss or functools.partial(jaxsoftmax.cross_entropy, **forced)
         losses, vjp = jax.vjp(lambda x: loss(x, labels), x)
         return losses, vjp(jnp.full_like(losses, 1 / rows))[0]
-
-    def ours(x, labels, implementation):
-        return with_gradient(functools.partial(jaxsoftmax.cross_entropy, implementation=implementation), x, labels)
 
     def truths(x, labels):
         losses = losses_truth.cross_entropy(x, labels)
         return [losses.loss, losses.gradient(np.full(labels.shape, 1 / rows))]
 
-    return _of_rows(
-        "cross_entropy",
-        "forward+backward",
-        dtype,
-        shape,
-        3,
-        truths,
-        _beside(ours, jnp=functools.partial(with_gradient, in_jnp)),
-        more=lambda key: (jax.random.randint(key, (rows,), 0, classes),),
-    )
+    contenders = _beside(with_gradient, jnp=functools.partial(with_gradient, loss=in_jnp))
+    more = functools.partial(jax.random.randint, shape=(rows,), minval=0, maxval=classes)
+    return _of_rows("cross_entropy", dtype, shape, 3, truths, contenders, pass_="forward+backward", more=more)
 
 
-def _attention_cells(length: int) -> Iterator[Cell]:
-    yield _attention(length, 128, causal=False)
-    yield _attention(length, 128, causal=True)
-    yield _attention(length, 64, causal=True)
-    yield _attention(length, 128, causal=True, backward=True)
-
-
-def _attention(length: int, size: int, *, causal: bool, backward: bool = False, batch: int = 4, hidden: int = 2048) -> Cell:
+def _attention(length: int, size: int, *, is_causal: bool, backward: bool = False, batch: int = 4, hidden: int = 2048) -> Cell:
     """Attention of 16384 tokens, or its gradients; the last queries of a head are checked, and the keys that they alone see."""
     shape = batch, length, hidden // size, size
+    first = max(length - _QUERIES, 0)
+    last, every = (slice(-1, None), slice(first, None), slice(-1, None)), (slice(-1, None), slice(None), slice(-1, None))
 
     def as_measured(f, q, k, v, *cotangent):
         return jax.vjp(f, q, k, v)[1](*cotangent) if cotangent else f(q, k, v)
 
     def contenders(implementation):
-        ours = functools.partial(jaxsoftmax.dot_product_attention, is_causal=causal, implementation=implementation)
-        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+        ours = functools.partial(jaxsoftmax.dot_product_attention, is_causal=is_causal, implementation=implementation)
+        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
         return [Contender(name, functools.partial(as_measured, f)) for name, f in ((OURS, ours), ("cudnn", cudnn))]
 
-    def inputs(key):
-        return tuple(_normals(jax.random.fold_in(key, index), shape, "bfloat16") for index in range(3 + backward))
-
-    def pairs(inputs: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
-        first = max(length - _QUERIES, 0)
-        last, every = (slice(-1, None), slice(first, None), slice(-1, None)), (slice(-1, None), slice(None), slice(-1, None))
+    def judges(is_kernel, *inputs):
         operands = [np.asarray(array[part]) for array, part in zip(inputs, (last, every, every, last), strict=False)]
-        parts = [np.asarray(array[last]) for array in output]
-        options = {"is_causal": causal, "query_offset": np.array([first], np.int32)}
+        options = {"is_causal": is_causal, "query_offset": np.array([first], np.int32)}
         if not backward:
-            return [(attention_truth.attention(*operands, **options)[0], parts[0])]
+            return attention_truth.attention(*operands, **options)[:1]
         dout = operands.pop()
         expected = attention_truth.cotangents(dout, np.zeros(dout.shape[:-1]), *operands, **options, tight=is_kernel)
         of_keys = [truth.Truth(expected[name].value[:, first:], expected[name].budget[:, first:]) for name in ("key", "value")]
-        return list(zip([expected["query"], *of_keys], parts, strict=True))
+        return [expected["query"], *of_keys]
 
-    times = 3 if backward else 1
-    products = 7 if backward else 2
-    flops = products * 2 * hidden * batch * length**2 // (2 if causal else 1)
-    return Cell(
-        "attention",
-        "forward+backward" if backward else "forward",
-        "bfloat16",
-        shape,
-        "causal=1" if causal else "",
-        times * 4 * _size(shape, "bfloat16"),
-        flops,
-        inputs,
-        contenders,
-        pairs,
-    )
+    pass_, times, products = ("forward+backward", 3, 7) if backward else ("forward", 1, 2)
+    count = times * 4 * _size(shape, "bfloat16")
+    flops = products * 2 * hidden * batch * length**2 // (2 if is_causal else 1)
+    options = "causal=1" if is_causal else ""
+    inputs = functools.partial(lambda key: _several(key, *[shape] * (3 + backward)))
+    return Cell("attention", pass_, "bfloat16", shape, options, count, flops, inputs, contenders, last, judges)
 
 
 def _decoding(keys: int, page: int = 0, batch: int = 32) -> Cell:
     """A step of decoding with grouped queries; the last sequence is checked."""
     heads, key_heads, size = 32, 8, 128
+    shape = batch, 1, heads, size
     of_keys = (batch * keys // page, page, key_heads, size) if page else (batch, keys, key_heads, size)
+    last = slice(-1, None)
 
     def inputs(key):
-        shapes = (batch, 1, heads, size), of_keys, of_keys
-        arrays = [_normals(jax.random.fold_in(key, index), shape, "bfloat16") for index, shape in enumerate(shapes)]
+        arrays = _several(key, shape, of_keys, of_keys)
         if not page:
-            return tuple(arrays)
+            return arrays
         pages = jax.random.permutation(key, of_keys[0]).astype(jnp.int32).reshape(batch, -1)
         return (*arrays, pages, jnp.full(batch, keys, jnp.int32))
 
     def contenders(implementation):
-        if page:
-            return [Contender(OURS, functools.partial(jaxsoftmax.cache.paged_attention, implementation=implementation))]
-        ours = functools.partial(jaxsoftmax.dot_product_attention, implementation=implementation)
-        peers = {
-            name: functools.partial(jax.nn.dot_product_attention, implementation=backend)
-            for name, backend in (("jax.nn", "xla"), ("cudnn", "cudnn"))
-        }
-        return [Contender(OURS, ours), *(Contender(name, peer) for name, peer in peers.items())]
+        ours = jaxsoftmax.cache.paged_attention if page else jaxsoftmax.dot_product_attention
+        functions = [(OURS, ours, implementation)]
+        functions += (
+            [] if page else [(name, jax.nn.dot_product_attention, by) for name, by in (("jax.nn", "xla"), ("cudnn",) * 2)]
+        )
+        return [Contender(name, functools.partial(f, implementation=by)) for name, f, by in functions]
 
-    def pairs(inputs: Sequence[Any], output: Sequence[Any], is_kernel: bool) -> Pairs:
-        query, key, value = inputs[0][-1:], *inputs[1:3]
+    def judges(is_kernel, query, key, value, *pages):
         if page:
-            key, value = (array[inputs[3][-1]].reshape(1, keys, key_heads, size) for array in (key, value))
-        operands = [np.asarray(array) for array in (query, key[-1:], value[-1:])]
-        return [(attention_truth.attention(*operands)[0], output[0][-1:])]
+            key, value = (array[pages[0][-1]].reshape(1, keys, key_heads, size) for array in (key, value))
+        return attention_truth.attention(*(np.asarray(array[last]) for array in (query, key, value)))[:1]
 
     options = f"keys={keys} kv_heads={key_heads}" + (f" page={page}" if page else "")
-    count = 2 * batch * keys * key_heads * size
-    flops = 4 * batch * keys * heads * size
-    shape = batch, 1, heads, size
-    return Cell("decoding", "forward", "bfloat16", shape, options, 2 * count, flops, inputs, contenders, pairs)
-
-
-def _exactly(array: np.ndarray) -> truth.Truth:
-    return truth.Truth(truth.to64(array), np.full(array.shape, truth.TINY))
+    count, flops = 4 * batch * keys * key_heads * size, 4 * batch * keys * heads * size
+    return Cell("decoding", "forward", "bfloat16", shape, options, count, flops, inputs, contenders, last, judges)
 
 
 def _largest(dtype: str, shape: tuple[int, int], k: int) -> Cell:
-    def ours(x, implementation):
-        return jaxsoftmax.top_k(x, k, implementation=implementation)
-
-    def truths(x):
-        return [_exactly(expected) for expected in order.top_k(x, k)]
-
-    contenders = _beside(ours, jax=lambda x: lax.top_k(x, k))
-    return _of_rows("top_k", "forward", dtype, shape, 1, truths, contenders, options=f"k={k}")
+    contenders = _beside(lambda x, **forced: jaxsoftmax.top_k(x, k, **forced), jax=lambda x: lax.top_k(x, k))
+    return _of_rows(
+        "top_k", dtype, shape, 1, lambda x: list(map(cases.exactly, order.top_k(x, k))), contenders, options=f"k={k}"
+    )
 
 
 def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:
     """The weights of a router of experts, normalized over those that are selected."""
-
-    def ours(x, implementation):
-        return jaxsoftmax.softmax_top_k(x, k, normalize="selected", implementation=implementation)
 
     def in_jax(x):
         values, indices = lax.top_k(x, k)
@@ -622,27 +510,21 @@ def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:
 
     def truths(x):
         values, indices = order.top_k(x, k)
-        return [truth.softmax(values), _exactly(indices)]
+        return [truth.softmax(values), cases.exactly(indices)]
 
+    contenders = _beside(lambda x, **forced: jaxsoftmax.softmax_top_k(x, k, normalize="selected", **forced), jax=in_jax)
     written = shape[0] * k * (jnp.dtype(dtype).itemsize + 4)
     options = f"k={k} normalize=selected"
-    return _of_rows(
-        "softmax_top_k", "forward", dtype, shape, 1, truths, _beside(ours, jax=in_jax), options=options, written=written
-    )
+    return _of_rows("softmax_top_k", dtype, shape, 1, truths, contenders, options=options, written=written)
 
 
 def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Cell:
     key = jax.random.key(3)
+    peers = {} if options else {"jax": lambda x: jax.random.categorical(key, x)}
+    contenders = _beside(lambda x, **forced: jaxsoftmax.categorical(key, x, **options, **forced), **peers)
 
-    def contenders(implementation):
-        def ours(x):
-            return jaxsoftmax.categorical(key, x, implementation=implementation, **options)
-
-        peer = Contender("jax", lambda x: jax.random.categorical(key, x), is_checked=False)
-        return [Contender(OURS, ours), *([] if options else [peer])]
-
-    def truths(at, x):
-        return [cases.samples_of(key, x, at, **options)]
+    def truths(x):
+        return [cases.samples_of(key, x, _some_rows(shape[0]), **options)]
 
     words = " ".join(f"{name}={value:g}" for name, value in options.items())
-    return _of_rows("categorical", "forward", dtype, shape, 1, truths, contenders, options=words, needs_places=True)
+    return _of_rows("categorical", dtype, shape, 1, truths, contenders, options=words)

@@ -4,7 +4,6 @@ A case is a call and its derivatives in one program. Sizes are small, as the tru
 ordinary ones and those that kernels treat apart: odd widths, one column, long rows, masks, ragged lengths.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsoftmax
-from jaxsoftmax._report import call, truth
+from jaxsoftmax._report import truth
+from jaxsoftmax._report.call import KERNELS
 from jaxsoftmax._report.truth import EPS, TINY, Truth, half_unit, to64
 from jaxsoftmax._report.truth import attention as attention_truth
 from jaxsoftmax._report.truth import cross_entropy as losses_truth
 from jaxsoftmax._report.truth import top_k as order
 from jaxsoftmax.ops.attention import _dropout
 
-Inputs = Mapping[str, np.ndarray]
+Inputs = Mapping[str, Any]  # arrays of NumPy by name; `cotangents` and `tangents` are trees of them
 Ran = Mapping[str, str]  # the implementation that ran each primitive
 Judge = Truth | Callable[[np.ndarray], float]  # the truth of a result, or a function that gives the fraction of its budget
 
@@ -37,23 +37,54 @@ class Case:
       dtype: the dtype of its main operand.
       shape: the shape of its main operand.
       what: what is particular about it, in words.
-      build: takes the name of an implementation, or None, and returns a function from `inputs()` to a list of results.
+      options: arguments of the op beside the inputs.
+      moving: the names of the inputs by which results are differentiated.
       inputs: makes the inputs, by name, as arrays of NumPy.
-      judges: takes the implementations that ran, and the inputs, and returns the truth of each result.
+      judges: takes the implementations that ran, and the inputs, and returns the truth of each result of `build`.
+      precision: JAX's default precision of products.
     """
 
     op: str
     dtype: str
     shape: tuple[int, ...]
     what: str
-    build: Callable[[str | None], Callable[[Any], list[Any]]]
+    options: Mapping[str, Any]
+    moving: tuple[str, ...]
     inputs: Callable[[], Inputs]
     judges: Callable[[Ran, Inputs], Sequence[Judge]]
+    precision: str | None = None
 
     @property
     def name(self) -> str:
         """Such as `softmax float32 64x1024 odd width`."""
         return " ".join(filter(None, (self.op, self.dtype, "x".join(map(str, self.shape)), self.what)))
+
+    def build(self, implementation: str | None) -> Callable[[Inputs], list[Any]]:
+        """Returns the program: a function from inputs to the call's results and their derivatives, if there are directions."""
+
+        def run(arrays):
+            op = getattr(jaxsoftmax if hasattr(jaxsoftmax, self.op) else jaxsoftmax.cache, self.op)
+            fixed = {"implementation": implementation, **self.options, **arrays}
+            cotangents, tangents = (fixed.pop(name, None) for name in ("cotangents", "tangents"))
+            moving = {name: fixed.pop(name) for name in self.moving if name in fixed}
+
+            def f(moving):
+                results = jax.tree.leaves(op(**moving, **fixed))
+                integers = [result for result in results if not jnp.issubdtype(result.dtype, jnp.inexact)]
+                return results[: len(results) - len(integers)], integers
+
+            with jax.default_matmul_precision(self.precision):
+                if tangents is not None:
+                    results, derivatives, integers = jax.jvp(f, (moving,), (tangents,), has_aux=True)
+                elif cotangents is not None:
+                    results, vjp, integers = jax.vjp(f, moving, has_aux=True)
+                    gradients = vjp(cotangents)[0]
+                    derivatives = [gradients[name] for name in moving]
+                else:
+                    results, integers, derivatives = *f(moving), []
+            return [*results, *integers, *derivatives]
+
+        return run
 
 
 def all_cases() -> list[Case]:
@@ -77,13 +108,13 @@ def error(judge: Judge, result: np.ndarray) -> float:
 # Inputs.
 
 
-def _numbers(shape: tuple[int, ...], dtype: str, kind: str = "normal", seed: int = 0) -> np.ndarray:
+def _numbers(shape: tuple[int, ...], dtype: str, kind: str = "", seed: int = 0) -> np.ndarray:
     """Returns random numbers: standard normals, or normals with what hurts."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(shape)
     sparse = (rng.random(shape) < 0.3) & (np.arange(shape[-1]) > 0)
     kinds: dict[str, Callable[[], np.ndarray]] = {
-        "normal": lambda: normal,
+        "": lambda: normal,
         "outliers": lambda: np.where(rng.random(shape) < 0.02, 1e3, normal),
         "offset": lambda: 1e4 + normal,
         "some -inf": lambda: np.where(sparse, -np.inf, normal),
@@ -127,7 +158,7 @@ def _softmax_cases() -> list[Case]:
         _rows("log_softmax", "float16", (128, 255), "some -inf"),
         _rows("log_softmax", "float32", (64, 1024), what="forward mode", forward_mode=True),
         _rows("logsumexp", "float32", (64, 1000), "offset"),
-        _rows("logsumexp", "bfloat16", (300, 129), "-inf", what="rows of -inf"),
+        _rows("logsumexp", "bfloat16", (300, 129), "-inf", what="rows of"),
         _rows("logsumexp", "float16", (7, 131072)),
     ]
 
@@ -136,7 +167,7 @@ def _rows(
     op: str,
     dtype: str,
     shape: tuple[int, ...],
-    kind: str = "normal",
+    kind: str = "",
     *,
     what: str = "",
     axis: int = -1,
@@ -144,34 +175,23 @@ def _rows(
     forward_mode: bool = False,
 ) -> Case:
     """Values and a derivative of an op of rows: the vjp, or the jvp in `forward_mode`."""
-    lead = tuple(np.delete(shape, axis))
+    operand = "a" if op == "logsumexp" else "x"
 
     def inputs():
-        of_result = lead if op == "logsumexp" and not forward_mode else shape
+        of_result = tuple(np.delete(shape, axis)) if op == "logsumexp" else shape
         direction = np.random.default_rng(1).standard_normal(of_result).astype(jnp.dtype(dtype))
-        return {"x": _numbers(shape, dtype, kind), "direction": direction} | ({"where": _mask(shape)} if masked else {})
-
-    def build(implementation):
-        def run(arrays):
-            def f(x):
-                return getattr(jaxsoftmax, op)(x, axis=axis, where=arrays.get("where"), implementation=implementation)
-
-            if forward_mode:
-                return list(jax.jvp(f, (arrays["x"],), (arrays["direction"],)))
-            y, vjp = jax.vjp(f, arrays["x"])
-            return [y, vjp(arrays["direction"])[0]]
-
-        return run
+        directions = {"tangents": {operand: direction}} if forward_mode else {"cotangents": [direction]}
+        return {operand: _numbers(shape, dtype, kind)} | directions | ({"where": _mask(shape)} if masked else {})
 
     def judges(ran, arrays):
-        x, direction, where = arrays["x"], arrays["direction"], arrays.get("where")
+        x, where = arrays[operand], arrays.get("where")
+        direction = arrays["tangents"][operand] if forward_mode else arrays["cotangents"][0]
         value = getattr(truth, op)(x, axis, where)
         if op == "softmax":
-            return [value, truth.softmax_derivative(x, direction, axis, where, saved=np.dtype(jnp.dtype(dtype)))]
+            return [value, truth.softmax_derivative(x, direction, axis, where, saved=x.dtype)]
         return [value, getattr(truth, f"{op}_{'tangent' if forward_mode else 'cotangent'}")(x, direction, axis, where)]
 
-    words = " ".join(filter(None, (what, "" if kind == "normal" or what.endswith(kind) else kind)))
-    return Case(op, dtype, shape, words, build, inputs, judges)
+    return Case(op, dtype, shape, f"{what} {kind}".strip(), {"axis": axis}, (operand,), inputs, judges)
 
 
 # Losses.
@@ -200,35 +220,23 @@ def _labels(rows: int, classes: int) -> np.ndarray:
 
 
 def _losses(
-    dtype: str, shape: tuple[int, int], kind: str = "normal", *, what: str = "", masked: bool = False, **options: Any
+    dtype: str, shape: tuple[int, int], kind: str = "", *, what: str = "", masked: bool = False, **options: Any
 ) -> Case:
     """Losses of labels and the gradient of the logits."""
 
     def inputs():
-        arrays = {"x": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
-        arrays["cotangent"] = np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)
+        arrays = {"logits": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
+        arrays["cotangents"] = [np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)]
         if masked:
             arrays["where"] = _mask(shape)
             arrays["where"][np.arange(1, shape[0]), arrays["labels"][1:]] = True
         return arrays
 
-    def build(implementation):
-        def run(arrays):
-            def f(x):
-                where = arrays.get("where")
-                return jaxsoftmax.cross_entropy(x, arrays["labels"], where=where, implementation=implementation, **options)
-
-            loss, vjp = jax.vjp(f, arrays["x"])
-            return [loss, vjp(arrays["cotangent"])[0]]
-
-        return run
-
     def judges(ran, arrays):
-        losses = losses_truth.cross_entropy(arrays["x"], arrays["labels"], where=arrays.get("where"), **options)
-        return [losses.loss, losses.gradient(arrays["cotangent"])]
+        losses = losses_truth.cross_entropy(arrays["logits"], arrays["labels"], where=arrays.get("where"), **options)
+        return [losses.loss, losses.gradient(arrays["cotangents"][0])]
 
-    words = " ".join(filter(None, (what, "" if kind == "normal" else kind)))
-    return Case("cross_entropy", dtype, shape, words, build, inputs, judges)
+    return Case("cross_entropy", dtype, shape, f"{what} {kind}".strip(), options, ("logits",), inputs, judges)
 
 
 def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") -> Case:
@@ -238,27 +246,15 @@ def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") ->
     def inputs():
         hidden = _numbers((tokens, size), dtype)
         weight = (np.random.default_rng(4).standard_normal((size, classes)) / math.sqrt(size)).astype(jnp.dtype(dtype))
-        return {"hidden": hidden, "weight": weight, "labels": _labels(tokens, classes)}
-
-    def build(implementation):
-        def f(hidden, weight, labels):
-            options: Any = {"reduction": reduction, "implementation": implementation}
-            return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, **options)
-
-        def run(arrays):
-            operands = arrays["hidden"], arrays["weight"], arrays["labels"]
-            with jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext():
-                if reduction == "none":
-                    return [f(*operands)]
-                loss, gradients = jax.value_and_grad(f, (0, 1))(*operands)
-            return [loss, *gradients]
-
-        return run
+        cotangents = {"cotangents": [np.float32(1)]} if reduction == "mean" else {}
+        return {"hidden": hidden, "weight": weight, "labels": _labels(tokens, classes)} | cotangents
 
     def judges(ran, arrays):
         return _truth_of_linear(arrays, half_unit(dtype), with_gradients=reduction == "mean")
 
-    return Case("linear_cross_entropy", dtype, shape, "" if reduction == "mean" else "each loss", build, inputs, judges)
+    what, options = "" if reduction == "mean" else "each loss", {"reduction": reduction}
+    precision = "highest" if dtype == "float32" else None
+    return Case("linear_cross_entropy", dtype, shape, what, options, ("hidden", "weight"), inputs, judges, precision)
 
 
 def _truth_of_linear(arrays: Inputs, narrow: float, *, with_gradients: bool) -> list[Truth]:
@@ -352,6 +348,7 @@ def _attention_cases() -> list[Case]:
 
 
 _MOVING = ("query", "key", "value", "bias", "sinks")
+_NOT_OF_TRUTH = ("precision", "deterministic_gradients", "return_lse", "return_residual", "dropout_rng")
 _SEED = 3
 _PAGES = 40
 
@@ -370,6 +367,8 @@ def _attention(
     """Output, log-sum-exp and, with `gradients`, the cotangents of all floating operands; `cache` and `page`: `_in_cache`."""
     is_wide = dtype == "float32"
     options |= {"precision": "high"} if is_wide else {}  # products of three bfloat16 ones, whatever runs
+    options |= {"return_lse" if page else "return_residual": True}
+    options |= {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
 
     def inputs():
         arrays = sizes.arrays(dtype) | dict(extras or {})
@@ -378,45 +377,25 @@ def _attention(
         rng = np.random.default_rng(7)
         out = *sizes.query[:3], sizes.value_size or sizes.size
         cotangents = rng.standard_normal(out).astype(jnp.dtype(dtype)), rng.standard_normal(out[:3]).astype(np.float32)
-        return arrays | (dict(zip(("dout", "dlse"), cotangents, strict=True)) if gradients else {})
-
-    def build(implementation):
-        def run(arrays):
-            arrays = dict(arrays)
-            cotangents = [arrays.pop(name) for name in ("dout", "dlse") if name in arrays]
-            moving = {name: arrays.pop(name) for name in _MOVING if name in arrays}
-            more: dict[str, Any] = {"dropout_rng": jax.random.key(_SEED)} if "dropout_rate" in options else {}
-
-            def f(moving):
-                operands: dict[str, Any] = {**moving, **arrays, **options, **more, "implementation": implementation}
-                if page:
-                    return jaxsoftmax.cache.paged_attention(**operands, return_lse=True)
-                return jaxsoftmax.dot_product_attention(**operands, return_residual=True)
-
-            if not gradients:
-                return list(f(moving))
-            results, vjp = jax.vjp(f, moving)
-            gradients_of = vjp(tuple(cotangents))[0]
-            return [*results, *(gradients_of[name] for name in moving)]
-
-        return run
+        return arrays | ({"cotangents": list(cotangents)} if gradients else {})
 
     def judges(ran, arrays):
         arrays = _out_of_cache(arrays)
-        cotangents = [arrays.pop(name) for name in ("dout", "dlse") if name in arrays]
-        arguments = {name: value for name, value in options.items() if name not in ("precision", "deterministic_gradients")}
+        cotangents = arrays.pop("cotangents", None)
+        arguments = {name: value for name, value in options.items() if name not in _NOT_OF_TRUTH}
         if rate := arguments.pop("dropout_rate", 0.0):
             arguments["kept"] = _kept(sizes, rate)
         arguments |= arrays | {"product": attention_truth.THREE_PRODUCTS if is_wide else 0.0}
         results = list(attention_truth.attention(**arguments))
-        if cotangents:
-            cotangents[1] = np.where(np.isneginf(results[1].value), 0, cotangents[1])  # nothing moves an lse of -inf
-            tight = ran.get("dot_product_attention_vjp") in call.KERNELS and not is_wide
-            expected = attention_truth.cotangents(*cotangents, **arguments, tight=tight)
+        if cotangents is not None:
+            dlse = np.where(np.isneginf(results[1].value), 0, cotangents[1])  # nothing moves an lse of -inf
+            tight = ran.get("dot_product_attention_vjp") in KERNELS and not is_wide
+            expected = attention_truth.cotangents(cotangents[0], dlse, **arguments, tight=tight)
             results += [expected[name] for name in _MOVING if name in arrays]
         return results
 
-    return Case("paged_attention" if page else "dot_product_attention", dtype, sizes.query, what, build, inputs, judges)
+    op = "paged_attention" if page else "dot_product_attention"
+    return Case(op, dtype, sizes.query, what, options, _MOVING, inputs, judges)
 
 
 def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
@@ -464,7 +443,7 @@ def _scales(heads: int, cache: str, seed: int) -> np.ndarray:
 
 
 def _in_cache(arrays: Inputs, dtype: str, cache: str | None, page: int) -> dict[str, np.ndarray]:
-    """Returns the operands of a step of decoding with keys and values in the dtype `cache`, or in pages in any order, or both."""
+    """Returns the operands of a step of decoding with keys and values in the dtype `cache`, in pages in any order, or both."""
     batch, keys, heads, size = arrays["key"].shape
     rng = np.random.default_rng(0)
     operands = {"query": arrays["query"], "key_value_seq_lengths": np.array([keys, 0 if page else 1, 333], np.int32)}
@@ -508,17 +487,14 @@ def _top_k_cases() -> list[Case]:
     ]
 
 
-def _largest(dtype: str, shape: tuple[int, int], k: int, kind: str = "normal") -> Case:
+def _largest(dtype: str, shape: tuple[int, int], k: int, kind: str = "") -> Case:
     """The largest entries and their indices, bit for bit."""
 
-    def build(implementation):
-        return lambda arrays: list(jaxsoftmax.top_k(arrays["x"], k, implementation=implementation))
-
     def judges(ran, arrays):
-        return [exactly(expected) for expected in order.top_k(arrays["x"], k)]
+        return [exactly(expected) for expected in order.top_k(arrays["operand"], k)]
 
-    words = f"k={k}" + ("" if kind == "normal" else f" {kind}")
-    return Case("top_k", dtype, shape, words, build, lambda: {"x": _numbers(shape, dtype, kind)}, judges)
+    words = f"k={k} {kind}".strip()
+    return Case("top_k", dtype, shape, words, {"k": k}, (), lambda: {"operand": _numbers(shape, dtype, kind)}, judges)
 
 
 def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case:
@@ -526,20 +502,10 @@ def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case
 
     def inputs():
         cotangent = np.random.default_rng(1).standard_normal((shape[0], k)).astype(jnp.dtype(dtype))
-        return {"x": _numbers(shape, dtype), "cotangent": cotangent}
-
-    def build(implementation):
-        def run(arrays):
-            def f(x):
-                return jaxsoftmax.softmax_top_k(x, k, normalize=normalize, implementation=implementation)
-
-            weights, vjp, indices = jax.vjp(f, arrays["x"], has_aux=True)
-            return [weights, indices, vjp(arrays["cotangent"])[0]]
-
-        return run
+        return {"logits": _numbers(shape, dtype), "cotangents": [cotangent]}
 
     def judges(ran, arrays):
-        x = arrays["x"]
+        x = arrays["logits"]
         indices = order.top_k(x, k)[1]
         where = np.zeros(x.shape, bool)
         np.put_along_axis(where, indices, True, -1)
@@ -547,11 +513,11 @@ def _weights(dtype: str, shape: tuple[int, int], k: int, normalize: Any) -> Case
         whole = truth.softmax(x, -1, where)
         weights = Truth(*(np.take_along_axis(array, indices, -1) for array in (whole.value, whole.budget)))
         direction = np.zeros(x.shape)
-        np.put_along_axis(direction, indices, to64(arrays["cotangent"]), -1)
-        saved = np.dtype(jnp.dtype(dtype))
-        return [weights, exactly(indices), truth.softmax_derivative(x, direction, -1, where, saved=saved)]
+        np.put_along_axis(direction, indices, to64(arrays["cotangents"][0]), -1)
+        return [weights, exactly(indices), truth.softmax_derivative(x, direction, -1, where, saved=x.dtype)]
 
-    return Case("softmax_top_k", dtype, shape, f"k={k} {normalize}", build, inputs, judges)
+    options = {"k": k, "normalize": normalize}
+    return Case("softmax_top_k", dtype, shape, f"k={k} {normalize}", options, ("logits",), inputs, judges)
 
 
 _APART = 1e-3  # what rounding of the noise in float32 may change in the sum of a score and its noise
@@ -559,16 +525,14 @@ _APART = 1e-3  # what rounding of the noise in float32 may change in the sum of 
 
 def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Case:
     """Samples of a key: the entry with the largest sum of score and noise, or one whose sum is as large up to rounding."""
-
-    def build(implementation):
-        key = jax.random.key(_SEED)
-        return lambda arrays: [jaxsoftmax.categorical(key, arrays["x"], implementation=implementation, **options)]
+    key = jax.random.key(_SEED)
 
     def judges(ran, arrays):
-        return [samples_of(jax.random.key(_SEED), arrays["x"], np.arange(shape[0]), **options)]
+        return [samples_of(key, arrays["logits"], np.arange(shape[0]), **options)]
 
     words = " ".join(f"{name}={value}" for name, value in options.items())
-    return Case("categorical", dtype, shape, words, build, lambda: {"x": _numbers(shape, dtype)}, judges)
+    more = options | {"key": key}
+    return Case("categorical", dtype, shape, words, more, (), lambda: {"logits": _numbers(shape, dtype)}, judges)
 
 
 def samples_of(key: Any, x: np.ndarray, rows: np.ndarray, **options: Any) -> Callable[[np.ndarray], float]:

@@ -34,9 +34,7 @@ def report(gpu: str | None = None) -> str:
 
 def _wrapped(label: str, text: str) -> list[str]:
     more = " " * _LABEL
-    return textwrap.wrap(
-        text, _COLUMNS, initial_indent=f"{label:{_LABEL}}", subsequent_indent=more, break_on_hyphens=False
-    )
+    return textwrap.wrap(text, _COLUMNS, initial_indent=f"{label:{_LABEL}}", subsequent_indent=more, break_on_hyphens=False)
 
 
 # What is installed.

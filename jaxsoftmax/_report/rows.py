@@ -106,17 +106,8 @@ def machine(gpu: str) -> str:
 def formatted(row: Row) -> list[str]:
     """Returns the cells of a row as text, in the order of `COLUMNS`."""
     *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us = astuple(row)
-    return [
-        *names,
-        f"{us:.3f}",
-        str(bytes_),
-        str(flops),
-        "" if copy_share is None else f"{copy_share:.4f}",
-        "" if error is None else f"{error:.4g}",
-        "" if temporaries is None else str(temporaries),
-        "" if kernel_us is None else f"{kernel_us:.3f}",
-        "" if least_us is None else f"{least_us:.3f}",
-    ]
+    optional = (copy_share, ".4f"), (error, ".4g"), (temporaries, ""), (kernel_us, ".3f"), (least_us, ".3f")
+    return [*names, f"{us:.3f}", str(bytes_), str(flops), *("" if n is None else format(n, form) for n, form in optional)]
 
 
 def commit(root: Path) -> str | None:

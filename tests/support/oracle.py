@@ -4,6 +4,21 @@ import jax
 import numpy as np
 
 from jaxsoftmax._report.truth import *  # noqa: F403
+from jaxsoftmax._report.truth import EPS, TINY, Truth, rows, to64
+
+
+def denominator(x, axis=-1, where=None, scale=None) -> Truth:
+    """The sum of the weights, the `d` of a state. A weight errs as it does in softmax. `axes` are kept with size 1."""
+    r = rows(x, axis, where, scale)
+    return Truth(r.d, r.d * r.sum((8 + 3 * r.distance) * EPS * r.y) + TINY)
+
+
+def logsumexp_tangent(x, t, axis=None, where=None) -> Truth:
+    """The tangent of logsumexp, the mean of `t` by the weights."""
+    r = rows(x, axis, where)
+    t = np.where(r.where, to64(t), 0.0)
+    unit = (8 + 3 * r.distance) * EPS
+    return Truth(np.squeeze(r.sum(r.y * t), r.axes), np.squeeze(r.sum(unit * r.y * np.abs(t)), r.axes) + TINY)
 
 
 def assert_same_in_float64(actual, expected) -> None:

@@ -77,12 +77,6 @@ def softmax(x, axis=-1, where=None, scale=None) -> Truth:
     return Truth(r.y, (8 + 3 * r.distance) * EPS * r.y + TINY)
 
 
-def denominator(x, axis=-1, where=None, scale=None) -> Truth:
-    """The sum of the weights, the `d` of a state. A weight errs as it does in softmax. `axes` are kept with size 1."""
-    r = rows(x, axis, where, scale)
-    return Truth(r.d, r.d * r.sum((8 + 3 * r.distance) * EPS * r.y) + TINY)
-
-
 def log_softmax(x, axis=-1, where=None, scale=None) -> Truth:
     r = rows(x, axis, where, scale)
     with np.errstate(all="ignore"):
@@ -129,13 +123,6 @@ def log_softmax_cotangent(x, c, axis=-1, where=None, scale=None) -> Truth:
     unit = (8 + 3 * r.distance) * EPS
     value = np.where(r.where, c - r.y * r.sum(c), 0.0)
     return Truth(value, np.where(r.where, 4 * EPS * np.abs(c) + unit * r.y * r.sum(np.abs(c)), 0.0) + TINY)
-
-
-def logsumexp_tangent(x, t, axis=None, where=None) -> Truth:
-    r = rows(x, axis, where)
-    t = _seen(r, t, None)
-    unit = (8 + 3 * r.distance) * EPS
-    return Truth(np.squeeze(r.sum(r.y * t), r.axes), np.squeeze(r.sum(unit * r.y * np.abs(t)), r.axes) + TINY)
 
 
 def logsumexp_cotangent(x, c, axis=None, where=None) -> Truth:

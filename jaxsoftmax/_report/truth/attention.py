@@ -7,8 +7,8 @@ values. A weight `p = exp(s - lse)` therefore errs, relative to itself, by
 
 and a result by the sum of `unit` times the absolute values of the terms that it adds up. Where the operands are of 16 bits,
 a kernel rounds the weights to them before they are multiplied: one more `half_unit` of that sum. The same goes for the scores'
-cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `oracle.error` adds half
-a unit of a result that has 16 bits itself.
+cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `error` of this package
+adds half a unit of a result that has 16 bits itself.
 
 Kernels have weights of float16 `2^13` times as large: a log-sum-exp is the difference of two numbers of 13 then, in powers of
 two, that are rounded by up to 2^-21 each, or 11 * 2^-24 in all after a product with log(2); `lifted` is that.
@@ -62,38 +62,11 @@ class Weights:
     floor: float
 
 
-def seen_by(shape, *, mask, bias, is_causal, window, offset, query_lengths, key_lengths, query_segments, key_segments):
-    """Returns whether each query sees each key, `[*batch, N, T, S]`."""
-    *batch, _, length, keys = shape
-    seen = np.ones(shape, bool)
-    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
-    left, right = window if isinstance(window, tuple) else (window, window)
-    at = rows if offset is None else rows + np.broadcast_to(offset, batch).reshape(*batch, 1, 1, 1)
-    seen &= True if left is None else cols >= at - left
-    seen &= True if right is None else cols <= at + right
-    seen &= cols <= at if is_causal else True
-    if mask is not None:
-        seen &= np.asarray(mask)
-    if bias is not None:
-        seen &= to64(bias) != -np.inf
-    if query_lengths is not None:
-        seen &= rows < np.asarray(query_lengths).reshape(*batch, 1, 1, 1)
-    if key_lengths is not None:
-        seen &= cols < np.asarray(key_lengths).reshape(*batch, 1, 1, 1)
-    if query_segments is not None:
-        key_segments = query_segments if key_segments is None else key_segments
-        seen &= (np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :])[..., None, :, :]
-    return seen
-
-
-def weights(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+def seen_by(
+    shape,
+    mask,
+    bias,
     *,
-    scale=None,
     is_causal=False,
     query_seq_lengths=None,
     key_value_seq_lengths=None,
@@ -101,12 +74,34 @@ def weights(
     query_offset=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
-    logits_soft_cap=None,
-    sinks=None,
-    kept=None,
-    product=0.0,
+):
+    """Returns whether each query sees each key, `[*batch, N, T, S]`. Arguments are those of `dot_product_attention`."""
+    *batch, _, length, keys = shape
+    seen = np.ones(shape, bool)
+    rows, cols = np.arange(length)[:, None], np.arange(keys)[None, :]
+    left, right = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    at = rows if query_offset is None else rows + np.broadcast_to(query_offset, batch).reshape(*batch, 1, 1, 1)
+    seen &= True if left is None else cols >= at - left
+    seen &= True if right is None else cols <= at + right
+    seen &= cols <= at if is_causal else True
+    if mask is not None:
+        seen &= np.asarray(mask)
+    if bias is not None:
+        seen &= to64(bias) != -np.inf
+    if query_seq_lengths is not None:
+        seen &= rows < np.asarray(query_seq_lengths).reshape(*batch, 1, 1, 1)
+    if key_value_seq_lengths is not None:
+        seen &= cols < np.asarray(key_value_seq_lengths).reshape(*batch, 1, 1, 1)
+    if query_segment_ids is not None:
+        of_keys = query_segment_ids if key_value_segment_ids is None else key_value_segment_ids
+        seen &= (np.asarray(query_segment_ids)[..., :, None] == np.asarray(of_keys)[..., None, :])[..., None, :, :]
+    return seen
+
+
+def weights(
+    query, key, value, bias=None, mask=None, *, scale=None, logits_soft_cap=None, sinks=None, kept=None, product=0.0, **seen_if
 ) -> Weights:
-    """Arguments as those of `dot_product_attention`.
+    """Arguments as those of `dot_product_attention`; those of `seen_by` are `seen_if`.
 
     `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
     """
@@ -117,18 +112,7 @@ def weights(
     q, k, v = (np.swapaxes(to64(a), -2, -3) for a in (query, key, value))
     k, v = (np.repeat(a, groups, -3) for a in (k, v))
     shape = (*q.shape[:-1], k.shape[-2])
-    seen = seen_by(
-        shape,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        window=local_window_size,
-        offset=query_offset,
-        query_lengths=query_seq_lengths,
-        key_lengths=key_value_seq_lengths,
-        query_segments=query_segment_ids,
-        key_segments=key_value_segment_ids,
-    )
+    seen = seen_by(shape, mask, bias, **seen_if)
     k, v = (np.where(np.any(seen, -2)[..., None], a, 0.0) for a in (k, v))  # what nobody sees may hold NaN
     q = np.where(np.any(seen, -1)[..., None], q, 0.0)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
@@ -213,6 +197,10 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     def heads_last(value, error):
         return Truth(np.swapaxes(value, -2, -3), np.swapaxes(error, -2, -3) + TINY)
 
+    def of_keys(scores, rows, error):
+        errors = of_columns(error + of_col * np.abs(scores), np.abs(rows))
+        return heads_last(grouped(of_columns(scores, rows)), grouped(errors))
+
     dx, slope = w.slope * ds, np.abs(w.slope)
     dx_error = slope * ds_error
     if tight:
@@ -221,18 +209,9 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
         dx_error = dx_error + 16 * EPS * abs(w.scale) * dx_size + slope * dx_size * w.unit
     of_row, of_col = ((n / 8 * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
     results = {
-        "query": heads_last(
-            np.matmul(dx, w.k),
-            np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k)),
-        ),
-        "key": heads_last(
-            grouped(of_columns(dx, w.q)),
-            grouped(of_columns(dx_error + of_col * np.abs(dx), np.abs(w.q))),
-        ),
-        "value": heads_last(
-            grouped(of_columns(w.p * w.z, do)),
-            grouped(of_columns(p_error + of_col * w.p * w.z, np.abs(do))),
-        ),
+        "query": heads_last(np.matmul(dx, w.k), np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k))),
+        "key": of_keys(dx, w.q, dx_error),
+        "value": of_keys(w.p * w.z, do, p_error),
     }
     bias = args[3] if len(args) > 3 else kwargs.get("bias")
     if bias is not None:

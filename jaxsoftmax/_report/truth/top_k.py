@@ -7,12 +7,6 @@ import numpy as np
 from jaxsoftmax._report import truth
 
 
-def bits(array) -> np.ndarray:
-    """The bits of numbers of any dtype, by which results are compared: of NaN and of zeros, too."""
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def order(x) -> np.ndarray:
     """Integers in the order of the bits of numbers: those of floating ones are turned where the sign is set."""
     x = np.asarray(x)
@@ -79,10 +73,6 @@ class Filtered:
 
     weights: np.ndarray
     doubtful: np.ndarray
-
-    @property
-    def probabilities(self) -> np.ndarray:
-        return self.weights / self.weights.sum(-1, keepdims=True)
 
 
 def filtered(x, temperature=1.0, top_k=None, top_p=None, min_p=None, where=None, slack=1e-5) -> Filtered:

@@ -4,8 +4,21 @@ import jax
 import numpy as np
 
 from jaxsoftmax._report.truth.top_k import *  # noqa: F403
+from jaxsoftmax._report.truth.top_k import filtered
 
 from .. import oracle
+
+
+def bits(array) -> np.ndarray:
+    """The bits of numbers of any dtype, by which results are compared: of NaN and of zeros, too."""
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def probabilities(x, **options) -> np.ndarray:
+    """The distribution of rows that `filtered` leaves of the softmax."""
+    weights = filtered(x, **options).weights
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def assert_same(actual, expected) -> None:
