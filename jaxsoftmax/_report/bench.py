@@ -41,8 +41,6 @@ _GROSS = 0.1  # the relative error from which on a peer computes something else
 _SAMPLED = 6  # rows that are compared with float64
 _QUERIES = 64  # likewise, the last ones of attention
 
-Clock = Callable[[Callable[[], None], int], float | None]
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -115,7 +113,7 @@ def main(path: Path | None = None, implementation: str | None = None) -> int:
         print(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): nothing to measure, and no file.")
         return 0
     path = path or Path(f"jaxsoftmax_{machine(device.device_kind)}.csv")
-    run = Run(device.device_kind, implementation, kernel_clock)
+    run = Run(device.device_kind, implementation)
     run.measure(all_cells())
     print(table(run.rows))
     if not run.rows:
@@ -147,10 +145,10 @@ class Run:
       is_wrong: whether a result of ours was wrong, or a call of ours raised. It has no row.
     """
 
-    def __init__(self, gpu: str, implementation: str | None, clock: Clock):
+    def __init__(self, gpu: str, implementation: str | None):
         self.rows: list[Row] = []
         self.is_wrong = False
-        self._gpu, self._implementation, self._clock = gpu, implementation, clock
+        self._gpu, self._implementation = gpu, implementation
         self._id, self._copy_speed = new_run(), {}
         self._commit = commit(Path(__file__).parents[2]) or f"v{jaxsoftmax.__version__}"
 
@@ -193,10 +191,10 @@ class Run:
         is_ours = contender.name == OURS
         judges = cell.judges(is_ours and "xla" not in compiled.implementation.split("+"), *inputs[0])
         pairs = [(judge, np.asarray(result[cell.part])) for judge, result in zip(judges, results, strict=True)]
-        error = None
-        if is_ours or all(isinstance(judge, truth.Truth) for judge in judges):  # a peer has noise of its own
-            error = max(cases.error(judge, part) for judge, part in pairs)
-        if is_ours and not error <= 1:
+        # A peer has noise of its own, which has no truth.
+        errors = [cases.error(judge, part) for judge, part in pairs if is_ours or isinstance(judge, truth.Truth)]
+        error = max(errors, default=None)
+        if is_ours and not max(errors) <= 1:
             self.is_wrong = True
             print(f"{cell.name}: WRONG: its error is {error:.3g} times the tolerance; it is not timed")
             return None
@@ -217,7 +215,7 @@ class Run:
                 result = entrant.program(*args)
             jax.block_until_ready(result)
 
-        us = self._clock(run, calls)
+        us = kernel_clock(run, calls)
         if us is None:
             raise RuntimeError("CUPTI saw no kernel")
         entrant.times.append(us)
@@ -293,11 +291,11 @@ def all_cells(shrink: int = 1) -> list[Cell]:
     return [
         _copy("float32", (rows, 4096)),
         _copy("bfloat16", (rows, 4096)),
-        _softmax("float32", (rows, 4096)),
-        _softmax("bfloat16", (rows, 4096)),
-        _softmax("bfloat16", (max(1, 1024 // shrink), 131072 // fewer)),
+        _beside_nn("softmax", "float32", (rows, 4096), 2),
+        _beside_nn("softmax", "bfloat16", (rows, 4096), 2),
+        _beside_nn("softmax", "bfloat16", (max(1, 1024 // shrink), 131072 // fewer), 2),
         _jacobian("bfloat16", (rows, 4096)),
-        _logsumexp("float32", (rows, 4096)),
+        _beside_nn("logsumexp", "float32", (rows, 4096), 1),
         _losses("bfloat16", (8192 // shrink, 128256 // fewer)),
         _attention(length, 128, is_causal=False),
         _attention(length, 128, is_causal=True),
@@ -331,20 +329,11 @@ def _some_rows(count: int) -> np.ndarray:
     return np.unique([*first, *(count - 1 - first)])
 
 
-def _of_rows(
-    op: str,
-    dtype: str,
-    shape: tuple[int, int],
-    passes: float,
-    truths: Callable[..., Sequence[Judge]],
-    contenders: Callable[[str | None], list[Contender]],
-    *,
-    pass_: str = "forward",
-    options: str = "",
-    written: int = 0,
-    more: Callable[[Any], Any] | None = None,
-) -> Cell:
-    """A cell whose rows are checked by `truths` of some rows of the inputs; each pass reads or writes as much as `x`."""
+def _of_rows(op, dtype, shape, passes, truths, contenders, *, pass_="forward", options="", written=0, more=None) -> Cell:
+    """A cell whose rows are checked by `truths` of some rows of the inputs.
+
+    A pass reads or writes as much as the first input, and all `written` bytes more; `more` makes the second input from a key.
+    """
     part = _some_rows(shape[0])
 
     def inputs(key):
@@ -353,7 +342,7 @@ def _of_rows(
     def judges(is_kernel, *inputs):
         return truths(*(np.asarray(array[part]) for array in inputs))
 
-    count = int(passes * _size(shape, dtype)) + written
+    count = passes * _size(shape, dtype) + written
     return Cell(op, pass_, dtype, shape, options, count, 0, inputs, contenders, part, judges)
 
 
@@ -379,15 +368,12 @@ def _copy(dtype: str, shape: tuple[int, int]) -> Cell:
     return _of_rows("copy", dtype, shape, 2, truths, lambda implementation: [Contender("copy", scaled)])
 
 
-def _softmax(dtype: str, shape: tuple[int, int]) -> Cell:
-    contenders = _beside(lambda x, **forced: jaxsoftmax.softmax(x, **forced), jax_nn=jax.nn.softmax)
-    return _of_rows("softmax", dtype, shape, 2, lambda x: [truth.softmax(x)], contenders)
-
-
-def _logsumexp(dtype: str, shape: tuple[int, int]) -> Cell:
-    ours = lambda x, **forced: jaxsoftmax.logsumexp(x, -1, **forced)  # noqa: E731
-    contenders = _beside(ours, jax_nn=functools.partial(jax.nn.logsumexp, axis=-1))
-    return _of_rows("logsumexp", dtype, shape, 1, lambda x: [truth.logsumexp(x, -1)], contenders)
+def _beside_nn(op: str, dtype: str, shape: tuple[int, int], passes: int) -> Cell:
+    contenders = _beside(
+        lambda x, **forced: getattr(jaxsoftmax, op)(x, axis=-1, **forced),
+        jax_nn=functools.partial(getattr(jax.nn, op), axis=-1),
+    )
+    return _of_rows(op, dtype, shape, passes, lambda x: [getattr(truth, op)(x, -1)], contenders)
 
 
 def _jacobian(dtype: str, shape: tuple[int, int]) -> Cell:
@@ -436,13 +422,12 @@ def _attention(length: int, size: int, *, is_causal: bool, backward: bool = Fals
     first = max(length - _QUERIES, 0)
     last, every = (slice(-1, None), slice(first, None), slice(-1, None)), (slice(-1, None), slice(None), slice(-1, None))
 
-    def as_measured(f, q, k, v, *cotangent):
-        return jax.vjp(f, q, k, v)[1](*cotangent) if cotangent else f(q, k, v)
+    def inputs(key):
+        return _several(key, *[shape] * (3 + backward))
 
-    def contenders(implementation):
-        ours = functools.partial(jaxsoftmax.dot_product_attention, is_causal=is_causal, implementation=implementation)
-        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
-        return [Contender(name, functools.partial(as_measured, f)) for name, f in ((OURS, ours), ("cudnn", cudnn))]
+    def attend(of, q, k, v, *cotangent, implementation):
+        f = functools.partial(of.dot_product_attention, is_causal=is_causal, implementation=implementation)
+        return jax.vjp(f, q, k, v)[1](*cotangent) if cotangent else f(q, k, v)
 
     def judges(is_kernel, *inputs):
         operands = [np.asarray(array[part]) for array, part in zip(inputs, (last, every, every, last), strict=False)]
@@ -458,7 +443,8 @@ def _attention(length: int, size: int, *, is_causal: bool, backward: bool = Fals
     count = times * 4 * _size(shape, "bfloat16")
     flops = products * 2 * hidden * batch * length**2 // (2 if is_causal else 1)
     options = "causal=1" if is_causal else ""
-    inputs = functools.partial(lambda key: _several(key, *[shape] * (3 + backward)))
+    cudnn = functools.partial(attend, jax.nn, implementation="cudnn")
+    contenders = _beside(functools.partial(attend, jaxsoftmax), cudnn=cudnn)
     return Cell("attention", pass_, "bfloat16", shape, options, count, flops, inputs, contenders, last, judges)
 
 
@@ -476,13 +462,8 @@ def _decoding(keys: int, page: int = 0, batch: int = 32) -> Cell:
         pages = jax.random.permutation(key, of_keys[0]).astype(jnp.int32).reshape(batch, -1)
         return (*arrays, pages, jnp.full(batch, keys, jnp.int32))
 
-    def contenders(implementation):
-        ours = jaxsoftmax.cache.paged_attention if page else jaxsoftmax.dot_product_attention
-        functions = [(OURS, ours, implementation)]
-        functions += (
-            [] if page else [(name, jax.nn.dot_product_attention, by) for name, by in (("jax.nn", "xla"), ("cudnn",) * 2)]
-        )
-        return [Contender(name, functools.partial(f, implementation=by)) for name, f, by in functions]
+    def ours(*operands, **forced):
+        return (jaxsoftmax.cache.paged_attention if page else jaxsoftmax.dot_product_attention)(*operands, **forced)
 
     def judges(is_kernel, query, key, value, *pages):
         if page:
@@ -491,14 +472,17 @@ def _decoding(keys: int, page: int = 0, batch: int = 32) -> Cell:
 
     options = f"keys={keys} kv_heads={key_heads}" + (f" page={page}" if page else "")
     count, flops = 4 * batch * keys * key_heads * size, 4 * batch * keys * heads * size
-    return Cell("decoding", "forward", "bfloat16", shape, options, count, flops, inputs, contenders, last, judges)
+    backends = {} if page else {"jax_nn": "xla", "cudnn": "cudnn"}
+    peers = {name: functools.partial(jax.nn.dot_product_attention, implementation=by) for name, by in backends.items()}
+    return Cell("decoding", "forward", "bfloat16", shape, options, count, flops, inputs, _beside(ours, **peers), last, judges)
 
 
 def _largest(dtype: str, shape: tuple[int, int], k: int) -> Cell:
+    def truths(x):
+        return [cases.exactly(expected) for expected in order.top_k(x, k)]
+
     contenders = _beside(lambda x, **forced: jaxsoftmax.top_k(x, k, **forced), jax=lambda x: lax.top_k(x, k))
-    return _of_rows(
-        "top_k", dtype, shape, 1, lambda x: list(map(cases.exactly, order.top_k(x, k))), contenders, options=f"k={k}"
-    )
+    return _of_rows("top_k", dtype, shape, 1, truths, contenders, options=f"k={k}")
 
 
 def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:

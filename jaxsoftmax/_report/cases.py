@@ -163,17 +163,7 @@ def _softmax_cases() -> list[Case]:
     ]
 
 
-def _rows(
-    op: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    kind: str = "",
-    *,
-    what: str = "",
-    axis: int = -1,
-    masked: bool = False,
-    forward_mode: bool = False,
-) -> Case:
+def _rows(op: str, dtype: str, shape: tuple[int, ...], kind="", *, what="", axis=-1, masked=False, forward_mode=False) -> Case:
     """Values and a derivative of an op of rows: the vjp, or the jvp in `forward_mode`."""
     operand = "a" if op == "logsumexp" else "x"
 
@@ -219,13 +209,11 @@ def _labels(rows: int, classes: int) -> np.ndarray:
     return labels
 
 
-def _losses(
-    dtype: str, shape: tuple[int, int], kind: str = "", *, what: str = "", masked: bool = False, **options: Any
-) -> Case:
+def _losses(dtype: str, shape: tuple[int, int], kind="", *, what="", masked=False, **options: Any) -> Case:
     """Losses of labels and the gradient of the logits."""
 
     def inputs():
-        arrays = {"logits": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
+        arrays: dict[str, Any] = {"logits": _numbers(shape, dtype, kind), "labels": _labels(*shape)}
         arrays["cotangents"] = [np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)]
         if masked:
             arrays["where"] = _mask(shape)
@@ -293,7 +281,7 @@ def _truth_of_linear(arrays: Inputs, narrow: float, *, with_gradients: bool) -> 
 class _Sizes:
     batch: int = 2
     length: int = 256
-    keys: int | None = None
+    keys: int = 256
     heads: int = 4
     key_heads: int = 4
     size: int = 64
@@ -303,25 +291,20 @@ class _Sizes:
     def query(self) -> tuple[int, int, int, int]:
         return self.batch, self.length, self.heads, self.size
 
-    @property
-    def of_keys(self) -> int:
-        return self.keys or self.length
-
     def arrays(self, dtype: str) -> dict[str, np.ndarray]:
         """Returns query, key and value. Some of their scores stand out."""
         rng = np.random.default_rng(0)
-        of_keys = self.batch, self.of_keys, self.key_heads
+        of_keys = self.batch, self.keys, self.key_heads
         shapes = {"query": self.query, "key": (*of_keys, self.size), "value": (*of_keys, self.value_size or self.size)}
         return {name: (2 * rng.standard_normal(shape)).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
 
 
 def _attention_cases() -> list[Case]:
     rng = np.random.default_rng(5)
-    odd, long = _Sizes(length=131, keys=197, key_heads=2), _Sizes(length=300)
+    odd, long = _Sizes(length=131, keys=197, key_heads=2), _Sizes(length=300, keys=300)
     segments = np.sort(rng.integers(0, 4, (2, 300)), -1).astype(np.int32)
     lengths = {"query_seq_lengths": np.array([131, 60], np.int32), "key_value_seq_lengths": np.array([197, 101], np.int32)}
-    score = (1, 4, 131, 197)
-    bias = (3 * rng.standard_normal(score)).astype(np.float32)
+    bias = (3 * rng.standard_normal((1, 4, 131, 197))).astype(np.float32)
     bias[..., 11] = -np.inf
     mask = _mask((2, 1, 131, 197))
     sinks = rng.standard_normal(4).astype(np.float32)
@@ -354,15 +337,7 @@ _PAGES = 40
 
 
 def _attention(
-    dtype: str,
-    sizes: _Sizes,
-    what: str = "",
-    extras: Inputs | None = None,
-    *,
-    gradients: bool = True,
-    cache: str | None = None,
-    page: int = 0,
-    **options: Any,
+    dtype: str, sizes: _Sizes, what="", extras: Inputs | None = None, *, gradients=True, cache="", page=0, **options: Any
 ) -> Case:
     """Output, log-sum-exp and, with `gradients`, the cotangents of all floating operands; `cache` and `page`: `_in_cache`."""
     is_wide = dtype == "float32"
@@ -403,7 +378,7 @@ def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
     seeds = np.asarray(jax.random.bits(jax.random.key(_SEED), (sizes.batch, sizes.heads, 2), np.uint32))
     first, second = seeds[..., :1, None], seeds[..., 1:, None]
     rows = np.arange(sizes.length, dtype=np.uint32)[:, None]
-    cols = np.arange(sizes.of_keys, dtype=np.uint32)
+    cols = np.arange(sizes.keys, dtype=np.uint32)
     keep: Any = _dropout.keep
     return np.asarray(keep(first, second, rows, cols, rate)) / (1 - rate)
 
@@ -436,13 +411,7 @@ def _bytes(shape: tuple[int, ...], cache: str, seed: int) -> np.ndarray:
     return np.where(np.isnan(numbers.astype(np.float32)), np.zeros_like(numbers), numbers)
 
 
-def _scales(heads: int, cache: str, seed: int) -> np.ndarray:
-    """Returns powers of two, with which products are exact in 16 bits, by which the cache holds about standard numbers."""
-    least = -7 if cache == "int8" else -8
-    return (2.0 ** np.random.default_rng(seed).integers(least, least + 3, heads)).astype(np.float32)
-
-
-def _in_cache(arrays: Inputs, dtype: str, cache: str | None, page: int) -> dict[str, np.ndarray]:
+def _in_cache(arrays: Inputs, dtype: str, cache: str, page: int) -> dict[str, np.ndarray]:
     """Returns the operands of a step of decoding with keys and values in the dtype `cache`, in pages in any order, or both."""
     batch, keys, heads, size = arrays["key"].shape
     rng = np.random.default_rng(0)
@@ -452,7 +421,10 @@ def _in_cache(arrays: Inputs, dtype: str, cache: str | None, page: int) -> dict[
         normal = 2 * rng.standard_normal(shape)
         operands[f"{name}_pages" if page else name] = _bytes(shape, cache, seed) if cache else normal.astype(jnp.dtype(dtype))
         if cache:
-            operands[f"{name}_scale"] = _scales(heads, cache, seed)
+            # Powers of two, with which products are exact in 16 bits, by which the cache holds about standard numbers.
+            least = -7 if cache == "int8" else -8
+            scale = 2.0 ** np.random.default_rng(seed).integers(least, least + 3, heads)
+            operands[f"{name}_scale"] = scale.astype(np.float32)
     return operands | ({"page_table": rng.integers(0, _PAGES, (batch, keys // page)).astype(np.int32)} if page else {})
 
 

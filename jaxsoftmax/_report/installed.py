@@ -7,7 +7,6 @@ import platform
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jaxsoftmax
@@ -49,14 +48,14 @@ def _installed(backend: str | None) -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()}, {platform.platform()}"
     driver, gpus = nvidia()
     device = call.gpu() if backend else None
-    used = f"; JAX uses {backend}" if backend and device is None else ""
-    yield "driver", (driver or "no NVIDIA driver") + used
-    visible = re.findall(r"\b\d+\b", os.environ.get("CUDA_VISIBLE_DEVICES", "")) or map(str, range(len(gpus)))
-    marks = [device is not None and gpu.name == device.device_kind and str(index) in visible for index, gpu in enumerate(gpus)]
-    for index, (gpu, is_used) in enumerate(zip(gpus, marks, strict=True)):
-        yield f"GPU {index}", f"{gpu}{', used by JAX' if is_used else ''}"
-    if device is not None and not any(marks):
-        yield "JAX uses", f"{device.device_kind}, compute capability {device.compute_capability}"
+    yield "driver", driver if device or not backend else f"{driver}; JAX uses {backend}"
+    visible = [int(index) for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index.strip().isdigit()]
+    same = [index for index, (name, _) in enumerate(gpus) if device is not None and name == device.device_kind]
+    default = next((index for index in visible or same if index in same), None)
+    for index, (name, properties) in enumerate(gpus):
+        yield f"GPU {index}", f"{name}, {properties}{', the default device of JAX' if index == default else ''}"
+    if device is not None and default is None:
+        yield "JAX uses", f"{device.device_kind}, compute capability {getattr(device, 'compute_capability', 'unknown')}"
     if gpus and not plugins:
         yield "", "`pip install 'jax[cuda13]'` has JAX see this GPU (cuda12 for older drivers)"
 
@@ -78,31 +77,15 @@ def _cuda() -> str:
     return ", ".join(f"{name} {versions[name]}" for name in _WHEELS if name in versions)
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as NVIDIA's driver describes it."""
-
-    name: str
-    capability: str
-    mebibytes: int
-
-    def __str__(self) -> str:
-        return f"{self.name}, compute capability {self.capability}, {self.mebibytes / 1024:.0f} GiB"
-
-
-def nvidia() -> tuple[str | None, list[Gpu]]:
-    """Returns the driver's version, with the newest CUDA that it runs, and the GPUs; None and no GPU without a driver."""
+def nvidia() -> tuple[str, list[tuple[str, str]]]:
+    """Returns the driver's version, with the newest CUDA that it runs, and the name and properties of each GPU."""
     try:
         return _by_nvml(ctypes.CDLL("libnvidia-ml.so.1"))  # which every driver brings
     except (OSError, AttributeError, RuntimeError):
-        return None, []
+        return "no NVIDIA driver", []
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def _by_nvml(nvml: Any) -> tuple[str, list[Gpu]]:
+def _by_nvml(nvml: Any) -> tuple[str, list[tuple[str, str]]]:
     """Asks the library of the driver. Source: NVML API reference."""
 
     def ask(function: str, *args: Any) -> None:
@@ -118,12 +101,14 @@ def _by_nvml(nvml: Any) -> tuple[str, list[Gpu]]:
         ask("nvmlDeviceGetCount_v2", ctypes.byref(count))
         gpus = []
         for index in range(count.value):
-            handle, memory, major, minor = ctypes.c_void_p(), _Memory(), ctypes.c_int(), ctypes.c_int()
+            handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            memory = (ctypes.c_ulonglong * 3)()  # in all, free and used, in bytes
             ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
             ask("nvmlDeviceGetName", handle, text, ctypes.c_uint(96))
             ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
             ask("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-            gpus.append(Gpu(text.value.decode(), f"{major.value}.{minor.value}", memory.total >> 20))
+            properties = f"compute capability {major.value}.{minor.value}, {memory[0] / 2**30:.0f} GiB"
+            gpus.append((text.value.decode(), properties))
     finally:
         nvml.nvmlShutdown()
     return f"{driver}, which runs CUDA up to {number.value // 1000}.{number.value % 1000 // 10}", gpus
