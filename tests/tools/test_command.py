@@ -3,9 +3,11 @@
 import ast
 import ctypes
 import io
+import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._report import bench, call, cases, check, clock, installed, progress, truth
 
 from ..support import kernels
+from ..support.cases import quick
+from ..support.clocks import wall_clock
 
 PACKAGE = Path(jaxsoftmax.__file__).parent
 WITHOUT_TRITON = pytest.mark.skipif(installed.version("jax-triton") is not None, reason="says what lacks without jax-triton")
@@ -43,16 +47,20 @@ def _as_users_have_it(monkeypatch, tmp_path):
 # The report.
 
 
+def assert_is_short(report, most=10):
+    lines = report.splitlines()
+    assert len(lines) <= most, report
+    assert max(map(len, lines)) <= 100, report
+
+
 def test_the_report_says_what_is_installed_and_what_runs(capsys):
     assert command.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 25
-    assert max(map(len, lines)) <= 100
-    text = "\n".join(lines)
-    assert f"jaxsoftmax  {jaxsoftmax.__version__}\n" in text
-    assert f"jax         {jax.__version__}, jaxlib " in text
-    assert "Standard calls in bfloat16 on cpu run on\n" in text
-    assert "not mosaic: it runs on cuda, not on cpu" in text
+    text = capsys.readouterr().out
+    assert_is_short(text)
+    assert text.startswith(f"jaxsoftmax  {jaxsoftmax.__version__}, jax {jax.__version__}, jaxlib ")
+    assert "; JAX uses cpu\nOn cpu calls in bfloat16 run on\n" in text
+    assert text.endswith("not mosaic or triton: it runs on cuda, not on cpu\n")
+    assert set(installed.standard_calls()) == {*(case.op for case in cases.all_cases()), "decoding"}
     for name in installed.standard_calls():
         assert name in text, name
 
@@ -61,22 +69,73 @@ def test_the_report_says_what_is_installed_and_what_runs(capsys):
 def test_the_report_for_another_gpu_says_what_to_install(capsys):
     assert command.main(["--gpu", "a100"]) == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "on A100 (compute capability 8.0, 108 multiprocessors) run on" in text
+    assert "On A100 (compute capability 8.0, 108 multiprocessors) calls in bfloat16 run on xla" in text
     assert re.search(r"not triton: it needs jax-triton.*: pip install", text)
 
 
-def test_the_standard_calls_run_kernels_on_hopper(monkeypatch):
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_report_is_short_on_hopper(monkeypatch, count):
+    """Every standard call runs a kernel; a host with GPUs has longer lines of versions, and a line for each GPU."""
+    name = "NVIDIA H100 80GB HBM3"
+    if count:
+        wheels = "runtime 13.0.96, nvcc 13.0.88, cupti 13.0.85, cudnn 9.15.1.9, cublas 13.1.0.3, nccl 2.28.7"
+        monkeypatch.setattr(installed, "_cuda", lambda: wheels)
+        monkeypatch.setattr(ctypes, "CDLL", lambda library: FakeNvml(name=name.encode(), count=count))
+        monkeypatch.setattr(call, "gpu", lambda: types.SimpleNamespace(device_kind=name, compute_capability="9.0"))
+        monkeypatch.setattr(installed, "version", lambda package: "0.11.2")
     with kernels.hollow():
-        lines = list(installed._choices("h100"))
-    assert "".join(lines).count("mosaic") == 1
-    assert not any("not " in line for line in lines)
+        text = installed.report("h100")
+    assert_is_short(text, 10 + max(count - 1, 0))
+    assert text.count("mosaic") == 1
+    assert "not mosaic" not in text
+    assert "On H100 (compute capability 9.0, 132 multiprocessors) calls in bfloat16 run on\n" in text
+    assert text.count("the default device of JAX") == min(count, 1)
+
+
+def test_the_gpu_of_jax_is_marked(monkeypatch):
+    name = "NVIDIA A100-SXM4-80GB"
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: FakeNvml(count=3))
+    monkeypatch.setattr(call, "gpu", lambda: types.SimpleNamespace(device_kind=name, compute_capability="8.0"))
+    for visible, expected in ((None, "GPU 0"), ("2,1", "GPU 2"), ("GPU-8932f937-4106", "GPU 0"), ("7", "JAX uses")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        marked = [label for label, text in installed._installed("gpu") if label == "JAX uses" or "default" in text]
+        assert marked == [expected], visible
+
+
+@pytest.mark.parametrize("option", [None, "--check", "--bench"])
+def test_a_platform_that_jax_cannot_use_is_said_in_one_line(monkeypatch, capsys, option):
+    def fails():
+        raise RuntimeError("Unable to initialize backend 'cuda': no device\nand more")
+
+    monkeypatch.setattr(jax, "default_backend", fails)
+    monkeypatch.setattr(check, "main", None)
+    monkeypatch.setattr(bench, "main", None)
+    assert command.main([option] if option else []) == (1 if option else 0)
+    *report, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("JAX cannot use the platform that it was told to use, ")
+    assert last.endswith(": Unable to initialize backend 'cuda': no device")
+    assert [line.split()[0] for line in report] == ["jaxsoftmax", "CUDA", "Triton", "Python", "driver"]
+
+
+def test_a_platform_without_a_plugin_is_said_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxsoftmax", "--check"],
+        env={**os.environ, "JAX_PLATFORMS": "nonsense"},
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "told to use, 'nonsense': Unable to initialize backend" in done.stdout.splitlines()[-1]
 
 
 class FakeNvml:
-    """Answers as NVML does on a host with one A100."""
+    """Answers as NVML does on a host with A100s, or other GPUs."""
 
-    def __init__(self, status=0):
-        self.status, self.is_shut_down = status, False
+    def __init__(self, status=0, name=b"NVIDIA A100-SXM4-80GB", count=1):
+        self.status, self.name, self.count, self.is_shut_down = status, name, count, False
 
     def __getattr__(self, name):
         def answer(*args):
@@ -86,11 +145,11 @@ class FakeNvml:
                 case "nvmlSystemGetCudaDriverVersion_v2", (number,):
                     number._obj.value = 13000
                 case "nvmlDeviceGetCount_v2", (number,):
-                    number._obj.value = 1
+                    number._obj.value = self.count
                 case "nvmlDeviceGetName", (_, text, _):
-                    text.value = b"NVIDIA A100-SXM4-80GB"
+                    text.value = self.name
                 case "nvmlDeviceGetMemoryInfo", (_, memory):
-                    memory._obj.total = 80 << 30
+                    memory._obj[0] = 80 << 30
                 case "nvmlDeviceGetCudaComputeCapability", (_, major, minor):
                     major._obj.value, minor._obj.value = 8, 0
                 case "nvmlShutdown", _:
@@ -105,7 +164,7 @@ def test_the_driver_is_asked_for_gpus(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
     driver, (gpu,) = installed.nvidia()
     assert driver == "580.65.06, which runs CUDA up to 13.0"
-    assert str(gpu) == "NVIDIA A100-SXM4-80GB, compute capability 8.0, 80 GiB"
+    assert gpu == ("NVIDIA A100-SXM4-80GB", "compute capability 8.0, 80 GiB")
     assert nvml.is_shut_down
     text = installed.report()
     assert "GPU 0       NVIDIA A100-SXM4-80GB" in text
@@ -113,17 +172,12 @@ def test_the_driver_is_asked_for_gpus(monkeypatch):
 
 
 def test_a_host_without_a_driver_has_no_gpus(monkeypatch):
-    def missing(*args, **options):
+    def missing(name):
         raise OSError
 
-    for owner, name in ((ctypes, "CDLL"), (subprocess, "run")):
-        monkeypatch.setattr(owner, name, missing)
-    assert installed.nvidia() == (None, [])
-    out = types.SimpleNamespace(stdout="580.65.06, NVIDIA L4, 8.9, 23034\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: out)
-    assert installed.nvidia() == ("580.65.06", [installed.Gpu("NVIDIA L4", "8.9", 23034)])
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml(status=9))  # a library without a driver
-    assert installed.nvidia()[0] == "580.65.06"
+    for library in (missing, lambda name: FakeNvml(status=9)):  # the second without a driver
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        assert installed.nvidia() == ("no NVIDIA driver", [])
 
 
 @pytest.mark.parametrize(
@@ -240,6 +294,25 @@ def test_on_a_gpu_a_case_that_no_kernel_runs_is_refused_with_the_reasons():
     assert "1 cases: 1 refused; 0 ran a kernel" in check.table([refused])
 
 
+def test_on_a_gpu_the_reference_that_was_asked_for_is_no_refusal():
+    (outcome,) = check.run(cases.all_cases()[:1], "xla", on_gpu=True)
+    assert (outcome.status, outcome.implementation, outcome.reasons) == ("ok", "xla", ())
+
+
+def test_an_interrupted_check_waits_for_no_queued_compilation(monkeypatch):
+    begun = []
+
+    def compiled(case, implementation):
+        begun.append(case)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "_compiled", compiled)
+    with pytest.raises(KeyboardInterrupt):
+        check.run(cases.all_cases(), on_gpu=False)
+    assert len(begun) <= 3 * check._THREADS
+
+
 REFUSED = {  # cases that run on the reference on an H100, and why
     "softmax bfloat16 37x1 one column": "XLA computes rows of one entry element by element",
     "dot_product_attention_vjp float32": "derivatives of float32 have no kernel",
@@ -255,11 +328,9 @@ def test_cases_have_names_of_their_own_and_every_dtype():
         assert {case.dtype for case in cases.all_cases() if case.op == op} == {"float32", "bfloat16", "float16"}, op
 
 
-@pytest.mark.parametrize("op", sorted({case.op for case in cases.all_cases()}))
-def test_cases_run_kernels_on_hopper_or_say_why_not(op):
-    for case in cases.all_cases():
-        if case.op != op:
-            continue
+@pytest.mark.parametrize("third", quick(0, slow=(1, 2)))
+def test_cases_run_kernels_on_hopper_or_say_why_not(third):
+    for case in cases.all_cases()[third::3]:
         with kernels.hollow():
             decisions = explain(case.build(None), case.inputs(), gpu="h100")
         assert len(decisions) > 0
@@ -282,7 +353,7 @@ def test_without_triton_an_a100_runs_the_reference_and_says_why():
             assert "triton" not in reasons or "pip install" in reasons["triton"], case.name
 
 
-def test_the_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
+def test_the_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -297,6 +368,10 @@ def test_the_progress_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
         assert ("\r" in text) == is_terminal
         assert "2/2" in text
         assert ("top_k: WRONG\n" in text) != is_terminal
+    monkeypatch.setenv("COLUMNS", "30")
+    narrow = Terminal()
+    progress.Progress(2, narrow).step("softmax", "ok")
+    assert len(narrow.getvalue()) == len("\r") + 29
 
 
 # The benchmark.
@@ -314,7 +389,7 @@ def measured(monkeypatch):
     """Measures a few small cells on the wall clock, as if the CPU were a GPU."""
     device = types.SimpleNamespace(device_kind="NVIDIA Test 1", compute_capability="8.0")
     monkeypatch.setattr(call, "gpu", lambda: device)
-    monkeypatch.setattr(bench, "kernel_clock", bench.wall_clock)
+    monkeypatch.setattr(bench, "kernel_clock", wall_clock)
     monkeypatch.setattr(bench, "_CACHE", 1)
     monkeypatch.setattr(bench, "_ROUNDS", 2)
     cells = few_cells("copy", "logsumexp", "top_k")
@@ -386,27 +461,25 @@ def test_a_gpu_without_cupti_says_so_and_writes_nothing(measured, monkeypatch, t
 
 
 def test_cells_are_those_of_the_benchmarks():
-    def key(cell):
-        return cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options
-
     suites = ("softmax", "attention", "attention_gradients", "decoding", "cross_entropy", "top_k")
-    known = {key(cell): cell for suite in suites for cell in benchmarks.SUITES[suite]()}
+    every = [cell for suite in suites for cell in benchmarks.SUITES[suite]()]
+    known = {(cell.op, cell.pass_, cell.dtype, cell.shape_text, cell.options): cell for cell in every}
     for cell in bench.all_cells():
-        same = known[key(cell)]
+        same = known[cell.key]
         assert (cell.bytes, cell.flops) == (same.bytes, same.flops), cell.name
 
 
 @pytest.mark.parametrize("op", ["softmax", "cross_entropy", "attention", "decoding", "softmax_top_k", "categorical"])
-def test_every_cell_is_right_on_the_reference(monkeypatch, op):
+def test_every_cell_is_right_on_the_reference(monkeypatch, capsys, op):
+    monkeypatch.setattr(bench, "kernel_clock", wall_clock)
     monkeypatch.setattr(bench, "_CACHE", 1)
     monkeypatch.setattr(bench, "_ROUNDS", 1)
     monkeypatch.setattr(bench, "_CALLS", 1)
-    said = []
-    run = bench.Run("test", None, said.append, bench.wall_clock)
+    run = bench.Run("test", None)
     cells = few_cells("copy", op)
     run.measure(cells)
-    assert not run.is_wrong, said
-    assert {row.cell for row in run.rows} == {(c.op, c.pass_, c.dtype, c.shape_text, c.options) for c in cells}
+    assert not run.is_wrong, capsys.readouterr().out
+    assert {row.cell for row in run.rows} == {cell.key for cell in cells}
     assert all(row.error <= 1 for row in run.rows if row.error is not None and bench.is_ours(row))
     assert len(bench.table(run.rows).splitlines()) == 2 + len(cells)
 
