@@ -82,7 +82,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """What names a cell in a result file."""
+        """The attributes that name a cell in a result file."""
         return self.op, self.pass_, self.dtype, "x".join(map(str, self.shape)), self.options
 
     @property
@@ -359,20 +359,18 @@ def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[
 def _copy(dtype: str, shape: tuple[int, int]) -> Cell:
     """The fastest way to read and write an array: a scaling, as a plain copy runs no kernel."""
 
-    def scaled(x):
-        return x * jnp.asarray(1 + 2**-7, x.dtype)
-
     def truths(x):
         return [cases.exactly((truth.to64(x) * (1 + 2**-7)).astype(x.dtype))]
 
-    return _of_rows("copy", dtype, shape, 2, truths, lambda implementation: [Contender("copy", scaled)])
+    scaled = Contender("copy", lambda x: x * jnp.asarray(1 + 2**-7, x.dtype))
+    return _of_rows("copy", dtype, shape, 2, truths, lambda implementation: [scaled])
 
 
 def _beside_nn(op: str, dtype: str, shape: tuple[int, int], passes: int) -> Cell:
-    contenders = _beside(
-        lambda x, **forced: getattr(jaxsoftmax, op)(x, axis=-1, **forced),
-        jax_nn=functools.partial(getattr(jax.nn, op), axis=-1),
-    )
+    def along_rows(of, x, **forced):
+        return getattr(of, op)(x, axis=-1, **forced)
+
+    contenders = _beside(functools.partial(along_rows, jaxsoftmax), jax_nn=functools.partial(along_rows, jax.nn))
     return _of_rows(op, dtype, shape, passes, lambda x: [getattr(truth, op)(x, -1)], contenders)
 
 

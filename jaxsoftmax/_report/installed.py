@@ -119,11 +119,9 @@ def _by_nvml(nvml: Any) -> tuple[str, list[tuple[str, str]]]:
 
 def standard_calls() -> dict[str, cases.Case]:
     """Returns the first case in bfloat16 of each public function, and of decoding, by name."""
-    calls: dict[str, cases.Case] = {}
-    for case in cases.all_cases():
-        if case.dtype == "bfloat16":
-            calls.setdefault("decoding" if case.what.startswith("decoding") else case.op, case)
-    return calls
+    narrow = [case for case in reversed(cases.all_cases()) if case.dtype == "bfloat16"]
+    calls = {"decoding" if case.what.startswith("decoding") else case.op: case for case in narrow}
+    return dict(reversed(calls.items()))
 
 
 def _choices(gpu: str | None) -> Iterator[str]:
@@ -143,8 +141,9 @@ def _choices(gpu: str | None) -> Iterator[str]:
         for index, decision in enumerate(explanation):
             reasons = frozenset(reason for _, reason in decision.refusals)
             names = names_of.setdefault((decision.implementation, decision.remark, reasons), [])
-            if name not in names:  # a derivative that runs as the forward pass does needs no name
-                names.append(f"{name} backward" if index else name)
+            label = f"{name} backward" if index else name
+            if name not in names and label not in names:  # a derivative that runs as the forward pass does needs no name
+                names.append(label)
             for other, reason in decision.refusals:
                 refused_by.setdefault(reason, {})[other] = None
     yield from textwrap.wrap(f"On {where} calls in bfloat16 run on", _COLUMNS)
