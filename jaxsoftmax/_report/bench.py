@@ -149,7 +149,7 @@ class Run:
         self.rows: list[Row] = []
         self.is_wrong = False
         self._gpu, self._implementation = gpu, implementation
-        self._id, self._copy_speed = new_run(), {}
+        self._id, self._copy_speed = new_run(), 0.0
         self._commit = commit(Path(__file__).parents[2]) or f"v{jaxsoftmax.__version__}"
 
     def measure(self, cells: Sequence[Cell]) -> None:
@@ -225,9 +225,8 @@ class Run:
         times = entrant.times[1:]
         us = statistics.median(times)
         if cell.op == "copy":
-            self._copy_speed[cell.dtype] = cell.bytes / us
-        copy_speed = self._copy_speed.get(cell.dtype)
-        share = cell.bytes / us / copy_speed if copy_speed else None
+            self._copy_speed = cell.bytes / us
+        share = cell.bytes / us / self._copy_speed if self._copy_speed else None
         origin = self._id, now(), self._gpu, jax.__version__, self._commit
         measured = us, cell.bytes, cell.flops, share, entrant.error
         return Row(*origin, *cell.key, entrant.implementation, *measured, least_us=min(times))
@@ -285,12 +284,11 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def all_cells(shrink: int = 1) -> list[Cell]:
-    """Returns every cell, copies first; with `shrink`, cells with as many times fewer rows or keys."""
+    """Returns every cell, the copy first; with `shrink`, cells with as many times fewer rows or keys."""
     rows, fewer = 32768 // shrink, min(shrink, 16)
     length, keys, few = 4096 // shrink, max(4096 // shrink, 64), (max(2, 64 // shrink), 128256 // fewer)
     return [
-        _copy("float32", (rows, 4096)),
-        _copy("bfloat16", (rows, 4096)),
+        _copy((rows, 4096)),
         _beside_nn("softmax", "float32", (rows, 4096), 2),
         _beside_nn("softmax", "bfloat16", (rows, 4096), 2),
         _beside_nn("softmax", "bfloat16", (max(1, 1024 // shrink), 131072 // fewer), 2),
@@ -356,14 +354,17 @@ def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[
     return contenders
 
 
-def _copy(dtype: str, shape: tuple[int, int]) -> Cell:
-    """The fastest way to read and write an array: a scaling, as a plain copy runs no kernel."""
+def _copy(shape: tuple[int, int]) -> Cell:
+    """The fastest way to read and write an array: a scaling in float32, as a plain copy runs no kernel.
+
+    In bfloat16 XLA's scaling moves 3346 GB/s on an H200 where this one moves 4293.
+    """
 
     def truths(x):
         return [cases.exactly((truth.to64(x) * (1 + 2**-7)).astype(x.dtype))]
 
     scaled = Contender("copy", lambda x: x * jnp.asarray(1 + 2**-7, x.dtype))
-    return _of_rows("copy", dtype, shape, 2, truths, lambda implementation: [scaled])
+    return _of_rows("copy", "float32", shape, 2, truths, lambda implementation: [scaled])
 
 
 def _beside_nn(op: str, dtype: str, shape: tuple[int, int], passes: int) -> Cell:
