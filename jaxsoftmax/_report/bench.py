@@ -13,6 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ class Run:
         if cell.op == "copy":
             self._copy_speed = cell.bytes / us
         share = cell.bytes / us / self._copy_speed if self._copy_speed else None
-        origin = self._id, now(), self._gpu, jax.__version__, self._commit
+        origin = self._id, now(), self._gpu, metadata.version("jax"), self._commit
         measured = us, cell.bytes, cell.flops, share, entrant.error
         return Row(*origin, *cell.key, entrant.implementation, *measured, least_us=min(times))
 

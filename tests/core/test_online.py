@@ -1,6 +1,5 @@
 """The laws of the monoid, against float64, on any split of a row."""
 
-import doctest
 import inspect
 
 import jax
@@ -545,12 +544,6 @@ def test_over_devices():
     with jax.set_mesh(mesh):
         lse = jax.jit(over_devices)(jax.device_put(x, jax.P(None, "d")))
     assert oracle.error(lse, oracle.logsumexp(x, -1)) <= 1
-
-
-def test_example_of_the_docstring():
-    results = doctest.testmod(online)
-    assert results.attempted > 5
-    assert results.failed == 0
 
 
 @pytest.mark.parametrize("function", [online.merge, online.push])

@@ -13,6 +13,8 @@ from benchmarks import figures, plot, results
 from examples.worklog import figures as worklog
 from examples.worklog.measured import Measured
 
+from ..support import cases
+
 H200 = results.FOLDER / "h200"
 FILES = sorted(path for path in results.FOLDER.glob("*/*.csv") if path.stem in figures.SUITES)
 
@@ -43,7 +45,12 @@ def assert_can_be_read(figure, monkeypatch):
         assert min(across, down) < 1, f"{one!r} overlaps {other!r}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=names_of)
+ONE_OF_EACH = list({path.stem: path for path in FILES}.values())
+
+
+@pytest.mark.parametrize(
+    "path", cases.quick(*ONE_OF_EACH, slow=[path for path in FILES if path not in ONE_OF_EACH]), ids=names_of
+)
 def test_words_of_figures_do_not_overlap(path, monkeypatch):
     with mpl.rc_context(plot.STYLE):
         for figure in drawn(path).values():
