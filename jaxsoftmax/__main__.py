@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxsoftmax._gpu import target
 from jaxsoftmax._report import call
 
 _DESCRIPTION = """Reports what is installed, which GPU there is, and which implementation runs each op.
@@ -22,8 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.csv is not None and not options.bench:
         parser.error("argument --csv: needs --bench")
-    if options.csv is not None and (options.csv.is_dir() or not options.csv.absolute().parent.is_dir()):
-        parser.error(f"argument --csv: {options.csv} must be a file in a folder that exists")
+    if options.csv is not None:
+        is_other = options.csv.exists() and not options.csv.is_file()  # a folder, or a device such as /dev/null
+        if is_other or not options.csv.absolute().parent.is_dir():
+            parser.error(f"argument --csv: {options.csv} must be a file in a folder that exists")
     if options.implementation is not None and not (options.check or options.bench):
         parser.error("argument --implementation: needs --check or --bench")
     if options.gpu is not None and (options.check or options.bench):
@@ -31,10 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxsoftmax._report import installed  # late, as nothing of it is needed to refuse arguments
 
-    try:
-        print(installed.report(options.gpu))
-    except ValueError as problem:  # of `explain`
-        parser.error(f"argument --gpu: {problem}")
+    if options.gpu is not None:
+        try:
+            target.named("explain", options.gpu)
+        except ValueError as problem:
+            parser.error(f"argument --gpu: {problem}")
+    print(installed.report(options.gpu))
     if call.backend()[0] is None:
         return 1 if options.check or options.bench else 0
     status = 0

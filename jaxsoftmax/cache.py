@@ -184,7 +184,7 @@ def paged_attention(
     )
     for which, own in scales.items():
         operands[which if own.ndim == 1 else which.replace("_", "_page_")] = lax.expand_dims(own, range(len(batch)))
-    operands |= _checks.operands_of_scores(name, bias, mask, sinks, (*batch, heads, length, keys))
+    operands |= _checks.operands_of_scores(name, bias, mask, sinks, (*batch, heads, length, keys), "[*batch, N, T, M * page]")
     window = _checks.window(name, local_window_size, is_causal, length, keys, True)
     if query_offset is not None:
         query_offset = _checks.offset(name, query_offset, batch)
@@ -347,11 +347,11 @@ def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     for name, array in zip(arrays, found, strict=True):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
-    if values.shape[:-1] != keys.shape[:-1] or values.dtype != keys.dtype:
-        raise ValueError(
-            f"{function}: value_pages must have the pages, heads and dtype of key_pages,"
-            f" got {values.dtype} {values.shape} and {keys.dtype} {keys.shape}"
-        )
+    if values.dtype != keys.dtype:
+        raise TypeError(f"{function}: value_pages must have the dtype of key_pages, got {values.dtype} and {keys.dtype}")
+    if values.shape[:-1] != keys.shape[:-1]:
+        what = f"got shapes {values.shape} and {keys.shape}"
+        raise ValueError(f"{function}: value_pages must have the pages, page size and heads of key_pages, {what}")
     return found
 
 

@@ -159,13 +159,13 @@ def attention_fn(
     query, key, value = promoted((query, key, value), dtype=dtype)
     if mask is not None and (mask := arguments.array(_NAME, "mask", mask)).dtype != np.bool_:
         mask = mask != 0  # Flax makes masks of float32
-    rate = 0.0 if deterministic else dropout_rate
     result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
     attend = functools.partial(
         dot_product_attention,
         *(query, key, value, bias, mask),
         is_causal=is_causal,
-        dropout_rate=rate,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
@@ -188,8 +188,8 @@ def attention_fn(
         module.sow("intermediates", "attention_weights", weights)
     if attn_weights_value_einsum is None:
         return attend().astype(result_dtype)
-    if rate:
-        dropped = _dropped(weights, dropout_rng, rate, broadcast_dropout)
+    if dropout_rate and not deterministic:
+        dropped = _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
         weights = dropped if equal is None else jnp.where(equal, weights, dropped)
     return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, of_every_head(value, query.shape[-2]))
 
@@ -214,7 +214,8 @@ def attention_fn_with_rope(
       value: array `[*batch, S, K, Hv]`.
       rope: function that rotates an array `[T, H]` by positions `[T]`, or by `0, ..., T - 1` if it gets no positions, such
         as a `flax.nnx.RoPE`.
-      input_positions: real numbers that broadcast to `[*batch, T]` and to `[*batch, S]`, so T and S are equal. None (the
+      input_positions: real numbers that broadcast to `[*batch, T]` and to `[*batch, S]`, so T and S are equal
+        unless the last axis of the positions is 1. None (the
         default) for `0, ..., T - 1`. If `parallel` sets `zigzag` or `axis_name`, positions are required, in the order of
         the tokens.
       **options: all other arguments of `attention_fn`, by name.

@@ -108,7 +108,10 @@ class Entrant:
 
 
 def main(path: Path | None = None, implementation: str | None = None) -> int:
-    """Measures, prints the table and writes the file; returns the exit status: 1 if a value is wrong or there is no file."""
+    """Measures, prints the table and writes the file; returns the exit status.
+
+    It is 1 if a value is wrong or the file cannot be written. Without a GPU it is 0, and there is no file.
+    """
     device = call.gpu()
     if device is None:
         print(f"JAX sees no NVIDIA GPU ({jax.default_backend()}): nothing to measure, and no file.")
@@ -155,15 +158,22 @@ class Run:
 
     def measure(self, cells: Sequence[Cell]) -> None:
         """Measures cells in their order; copies come before the cells that are compared with them."""
-        progress = Progress(len(cells))
-        for cell in cells:
-            before = len(self.rows)
-            try:
-                self._measure(cell)
-            except Exception as problem:  # too little memory for the inputs, say
-                print(f"{cell.name}: left out: {call.in_words(problem)[:200]}")
-            progress.step(cell.name, ", ".join(f"{row.implementation} {row.us:.1f} us" for row in self.rows[before:]))
-        progress.end()
+        self._progress = Progress(len(cells))
+        try:
+            for cell in cells:
+                before = len(self.rows)
+                try:
+                    self._measure(cell)
+                except Exception as problem:  # too little memory for the inputs, say
+                    self._say(f"{cell.name}: left out: {call.in_words(problem)[:200]}")
+                times = ", ".join(f"{row.implementation} {row.us:.1f} us" for row in self.rows[before:])
+                self._progress.step(cell.name, times)
+        finally:
+            self._progress.end()
+
+    def _say(self, line: str) -> None:
+        self._progress.end()  # the bar of a terminal, which comes again with the next step
+        print(line, flush=True)
 
     def _measure(self, cell: Cell) -> None:
         key = jax.random.key(0)
@@ -179,7 +189,7 @@ class Run:
         try:
             return step(*args)
         except Exception as problem:
-            print(f"{cell.name}: {who.name} left out: {call.in_words(problem)[:200]}")
+            self._say(f"{cell.name}: {who.name} left out: {call.in_words(problem)[:200]}")
             is_refused = call.is_refusal(problem) or "RESOURCE_EXHAUSTED" in str(problem)
             self.is_wrong |= who.name == OURS and not is_refused
             return None
@@ -197,10 +207,10 @@ class Run:
         error = max(errors, default=None)
         if is_ours and not max(errors) <= 1:
             self.is_wrong = True
-            print(f"{cell.name}: WRONG: its error is {error:.3g} times the tolerance; it is not timed")
+            self._say(f"{cell.name}: WRONG: its error is {error:.3g} times the tolerance; it is not timed")
             return None
         if not is_ours and any(_is_something_else(judge, part) for judge, part in pairs):
-            print(f"{cell.name}: {contender.name} left out: it computes something else, with {error:.2g} times the tolerance")
+            self._say(f"{cell.name}: {contender.name} left out: it errs by {error:.2g} times the tolerance")
             return None
         implementation = compiled.implementation if is_ours else contender.name
         return Entrant(contender.name, implementation, compiled.program, arguments, None if cell.op == "copy" else error)
@@ -270,6 +280,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     Raises:
       OSError: it cannot be written; what was there before is left as it was.
     """
+    path = path.resolve()  # a symbolic link stays one
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", newline="") as file:

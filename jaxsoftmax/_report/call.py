@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,13 +61,14 @@ def compiled(f: Callable[..., Any], *args: Any) -> Compiled:
 
 def is_refusal(problem: BaseException) -> bool:
     """Returns whether a call raised because the implementation that it forces cannot run it, or does not exist for its op."""
-    is_unknown = isinstance(problem, ValueError) and ": implementation must be None or one of " in str(problem)
-    return is_unknown or isinstance(problem, NotImplementedError)
+    if isinstance(problem, NotImplementedError):
+        return ": implementation=" in str(problem)  # others are those of JAX, about a program that it cannot lower
+    return isinstance(problem, ValueError) and ": implementation must be None or one of " in str(problem)
 
 
 def in_words(problem: BaseException) -> str:
-    """Returns an error as one line."""
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]
+    """Returns an error as one line, without the name of the user's home folder."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0].replace(str(Path.home()), "~")
 
 
 def backend() -> tuple[str | None, str]:

@@ -1,5 +1,6 @@
 """`python -m jaxsoftmax`: the versions that are installed, the GPU, and the implementation that runs each op there."""
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -49,7 +50,8 @@ def _installed(backend: str | None) -> Iterator[tuple[str, str]]:
     driver, gpus = nvidia()
     device = call.gpu() if backend else None
     yield "driver", driver if device or not backend else f"{driver}; JAX uses {backend}"
-    visible = [int(index) for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index.strip().isdigit()]
+    named = [index.strip() for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index.strip()]
+    visible = [int(index) if index.isdigit() else -1 for index in named]  # -1: one that is named by its UUID
     same = [index for index, (name, _) in enumerate(gpus) if device is not None and name == device.device_kind]
     default = next((index for index in visible or same if index in same), None)
     for index, (name, properties) in enumerate(gpus):
@@ -105,9 +107,11 @@ def _by_nvml(nvml: Any) -> tuple[str, list[tuple[str, str]]]:
             memory = (ctypes.c_ulonglong * 3)()  # in all, free and used, in bytes
             ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
             ask("nvmlDeviceGetName", handle, text, ctypes.c_uint(96))
-            ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
             ask("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-            properties = f"compute capability {major.value}.{minor.value}, {memory[0] / 2**30:.0f} GiB"
+            properties = f"compute capability {major.value}.{minor.value}"
+            with contextlib.suppress(RuntimeError):  # GPUs that share the host's memory, and slices of GPUs, may not say
+                ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+                properties += f", {memory[0] / 2**30:.0f} GiB"
             gpus.append((text.value.decode(), properties))
     finally:
         nvml.nvmlShutdown()
@@ -129,11 +133,14 @@ def _choices(gpu: str | None) -> Iterator[str]:
     names_of: dict[tuple[str, str | None, frozenset[str]], list[str]] = {}
     refused_by: dict[str, dict[str, None]] = {}  # the implementations, by the reason
     where = gpu or ""
-    for name, case in standard_calls().items():
+    try:
+        calls = standard_calls()
+    except Exception as problem:  # a GPU whose memory is full, say
+        yield f"No call could be prepared: {call.in_words(problem)}"
+        return
+    for name, case in calls.items():
         try:
             explanation = jaxsoftmax.explain(case.build(None), case.inputs(), gpu=gpu)
-        except ValueError:  # no such GPU
-            raise
         except Exception as problem:  # whatever a compiler raises belongs into a report
             names_of.setdefault(("raised", call.in_words(problem), frozenset()), []).append(name)
             continue

@@ -37,7 +37,7 @@ class Row(Origin):
         wall clock.
       bytes: those that have to be read and written; 0 where they do not matter.
       flops: the arithmetic, where that is the limit; 0 where it is not counted.
-      copy_share: `bytes / us` as a share of that of the run's copy of the same dtype; None where there is none.
+      copy_share: `bytes / us` as a share of that of the run's copy of the same dtype, or of its only copy; None without a copy.
       error: the largest fraction of the error budget used; None for yardsticks.
       temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
         without the column.

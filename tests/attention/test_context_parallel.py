@@ -876,6 +876,8 @@ ERRORS = {
     "replicated_queries": (lambda: call(replicated_queries=True), ValueError, ["replicated_queries", "axis_name"]),
     "replicated_queries of 1": (lambda: call(replicated_queries=1), TypeError, ["replicated_queries", "True or False"]),
     "parallel": (lambda: call(parallel="ring"), TypeError, ["parallel", "ContextParallel", "'ring'"]),
+    "axis_name of two": (lambda: call(axis_name=("x", "x")), ValueError, ["ContextParallel: axis_name", "each once"]),
+    "strategy of numbers": (lambda: call(strategy=3), TypeError, ["ContextParallel: strategy", "3"]),
     "axis_name of numbers": (lambda: call(axis_name=(1,)), TypeError, ["ContextParallel: axis_name", "(1,)"]),
 }
 

@@ -96,7 +96,7 @@ def test_the_gpu_of_jax_is_marked(monkeypatch):
     name = "NVIDIA A100-SXM4-80GB"
     monkeypatch.setattr(ctypes, "CDLL", lambda library: FakeNvml(count=3))
     monkeypatch.setattr(call, "gpu", lambda: types.SimpleNamespace(device_kind=name, compute_capability="8.0"))
-    for visible, expected in ((None, "GPU 0"), ("2,1", "GPU 2"), ("GPU-8932f937-4106", "GPU 0"), ("7", "JAX uses")):
+    for visible, expected in ((None, "GPU 0"), ("2,1", "GPU 2"), ("GPU-8932f937-4106", "JAX uses"), ("7", "JAX uses")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -284,6 +284,19 @@ def test_an_implementation_that_an_op_does_not_have_is_refused():
     (refused,) = check.run([next(case for case in cases.all_cases() if case.op == "top_k")], "triton", on_gpu=True)
     assert (refused.status, refused.implementation) == ("refused", "-")
     assert refused.reasons == ("top_k: implementation must be None or one of 'mosaic', 'xla', got 'triton'",)
+
+
+def test_what_jax_cannot_lower_is_no_refusal():
+    """Such as a kernel that a newer JAX does not lower: that has to be seen."""
+    assert call.is_refusal(NotImplementedError("softmax: implementation='mosaic' cannot run: it runs on cuda, not on cpu"))
+    assert not call.is_refusal(NotImplementedError("MLIR translation rule for primitive 'swap' not found for platform cuda"))
+
+
+@pytest.mark.parametrize("path", [".", "/dev/null", "nowhere/x.csv"])
+def test_a_result_file_is_a_file(path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--bench", "--csv", path])
+    assert f"argument --csv: {path} must be a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_on_a_gpu_a_case_that_no_kernel_runs_is_refused_with_the_reasons():

@@ -32,8 +32,8 @@ def cache_scales(function, dtype, keys, shape, **scales):
         for name, scale in scales.items():
             if scale is not None:
                 raise TypeError(
-                    f"{function}: {name}_scale must be None unless keys and values are of dtype {' or '.join(BYTES)},"
-                    f" got one with {keys.dtype}"
+                    f"{function}: {name}_scale must be None unless keys and values, or their pages, are of dtype"
+                    f" {' or '.join(BYTES)}, got one with {keys.dtype}"
                 )
         return found
     for name, scale in scales.items():
@@ -60,28 +60,28 @@ def of_32_bits(array):
     return array.astype(np.int32)
 
 
-def operands_of_scores(function, bias, mask, sinks, shape):
+def operands_of_scores(function, bias, mask, sinks, shape, axes="[*batch, N, T, S]"):
     """Returns the bias, mask and sinks that are not None by the names of the operands, for scores of a shape."""
     found, (*batch, heads, _, _) = {}, shape
     if bias is not None:
-        found["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape)
+        found["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape, axes)
     if mask is not None:
         mask = arguments.array(function, "mask", mask, "boolean", "; what is added to the scores goes into bias")
-        found["mask"] = scores_like(function, "mask", mask, shape)
+        found["mask"] = scores_like(function, "mask", mask, shape, axes)
     if sinks is not None:
         sinks = of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
         found["sinks"] = lax.expand_dims(sinks, range(len(batch)))
     return found
 
 
-def scores_like(function, name, array, shape):
+def scores_like(function, name, array, shape, axes="[*batch, N, T, S]"):
     """Returns `array` with all axes of the scores; its sizes are theirs or 1."""
     extra = array.ndim - len(shape)
     if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
         array = lax.squeeze(array, range(extra))
     fits = array.ndim <= len(shape) and all(own in (1, size) for own, size in zip(array.shape[::-1], shape[::-1], strict=False))
     if not fits:
-        raise ValueError(f"{function}: {name} must broadcast to [*batch, N, T, S], got shape {array.shape} for {shape}")
+        raise ValueError(f"{function}: {name} must broadcast to {axes}, got shape {array.shape} for {shape}")
     return lax.expand_dims(array, range(len(shape) - array.ndim))
 
 

@@ -38,8 +38,8 @@ class ContextParallel:
 
     Raises:
       TypeError: a field has the wrong type.
-      ValueError: `strategy` is not one of the three, `zigzag` is less than 1, or `replicated_queries` comes without
-        `axis_name`.
+      ValueError: `strategy` is not one of the three, `axis_name` is empty or repeats a name, `zigzag` is less than 1, or
+        `replicated_queries` comes without `axis_name`.
 
     Examples:
       >>> import functools
@@ -64,10 +64,15 @@ class ContextParallel:
     replicated_queries: bool = False
 
     def __post_init__(self) -> None:
-        if self.strategy is not None and (not isinstance(self.strategy, str) or self.strategy not in get_args(Strategy)):
+        if self.strategy is not None and not isinstance(self.strategy, str):
+            raise TypeError(f"{_NAME}: strategy must be None or a string, got {arguments.shown(self.strategy)}")
+        if self.strategy is not None and self.strategy not in get_args(Strategy):
             names = ", ".join(map(repr, get_args(Strategy)))
             raise ValueError(f"{_NAME}: strategy must be None or one of {names}, got {arguments.shown(self.strategy)}")
         names = arguments.names(_NAME, "axis_name", self.axis_name)
+        if "" in names or len(set(names)) != len(names):
+            what = arguments.shown(self.axis_name)
+            raise ValueError(f"{_NAME}: axis_name must name mesh axes, each once, got {what}")
         (replicated,) = arguments.flags(_NAME, replicated_queries=self.replicated_queries)
         if replicated and not names:
             raise ValueError(f"{_NAME}: replicated_queries must come with axis_name, got {arguments.shown(self.axis_name)}")
