@@ -308,7 +308,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _files(options: argparse.Namespace) -> list[tuple[str, str | None, Path]]:
-    """The suites asked for, what their runs asked for, and their result files, of which there must be one."""
+    """Returns the suites asked for, what their runs asked for, and their result files. At least one file must exist."""
     suites = list(SUITES) if options.suite is None else [options.suite]
     kinds = [None, *sorted(IMPLEMENTATIONS)] if options.implementation is None else [options.implementation]
     paths = [

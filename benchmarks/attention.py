@@ -124,7 +124,7 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """Of queries and keys, in all batch entries, that are counted."""
+        """The number of pairs of a query and a key that are counted, in all batch entries."""
         if self.window is None and not {"segments", "key_lengths"} & set(self.extras):
             return self.batch * self.length**2 // (2 if self.causal or "causal_mask" in self.extras else 1)
         low, high = self.seen_from, self.seen_to
@@ -430,7 +430,7 @@ def _truths_of_keys(call: Call, inputs: Sequence[Any], b: int, key_head: int, at
 
 @functools.partial(jax.jit, static_argnames="scale")
 def _of_rows(query, key, value, dout, bias, low, high, scale):
-    """Of each query of one head the log-sum-exp, the sum of `weight * (dout value)`, and that of its absolute terms."""
+    """Returns for each query of one head the log-sum-exp, the sum of `weight * (dout value)` and of its absolute terms."""
     query, key, value, dout = (array.astype(jnp.float32) for array in (query, key, value, dout))
     cols = jnp.arange(len(key))
 

@@ -57,7 +57,7 @@ class Contender:
     """One way to compute a cell.
 
     Attributes:
-      name: `OURS` or that of the peer. Contenders of one name are variants, of which the fastest is recorded.
+      name: `OURS` or that of the peer. Contenders of one name are variants; the fastest is recorded.
       build: makes the measured function; one of JAX is jitted afterwards, unless the cell says otherwise.
       prepare: turns a cell's inputs into the function's arguments, outside of what is measured.
       framework: whose function it is.

@@ -56,7 +56,7 @@ class Step:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of query, key and value, in pages or not, and of a prefix."""
+        """The shapes of query, key and value, in pages or not, and of a prefix."""
         of_head = self.key_heads, self.head_size
         of_keys = (self.batch, self.keys, *of_head)
         if self.page:

@@ -70,7 +70,7 @@ def read[R: Origin](path: Path, kind: type[R] = Row) -> list[R]:
 
 
 def newest_of_each_cell(rows: list[Row]) -> list[Row]:
-    """Of each cell the rows of the run that measured it last, which may have been of a part; and the copies of these runs."""
+    """Returns the rows of each cell's newest run, which may have measured a part of the suite, and the copies of these runs."""
     last = {row.cell: row.run for row in rows if row.op != "copy"}
     runs = set(last.values())
     return [row for row in rows if (row.run in runs if row.op == "copy" else row.run == last[row.cell])]

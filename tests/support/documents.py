@@ -5,6 +5,7 @@ import importlib.util
 import io
 import re
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]+) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -50,6 +51,14 @@ def output_of(text: str, document: str, namespace: dict) -> str:
     with contextlib.redirect_stdout(output):
         exec(compile(text, document, "exec"), namespace)
     return output.getvalue()
+
+
+def script(path: str) -> ModuleType:
+    """Returns a Python file that is part of no package, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def is_missing(package: str) -> bool:

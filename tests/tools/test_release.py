@@ -1,7 +1,6 @@
 """A release: its checks, its packages' metadata, the workflows, the issue forms, and the commands that messages name."""
 
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -12,6 +11,8 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._triton import call
+
+from ..support import documents
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,10 +45,7 @@ SOME_CITATION = "title: t\nversion: 1.2.0\ndate-released: 2026-01-02\nlicense: l
 @pytest.fixture(scope="module")
 def release():
     """The module `.ci/version.py`, which is part of no package."""
-    spec = importlib.util.spec_from_file_location("release_version", ROOT / ".ci" / "version.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return documents.script(".ci/version.py")
 
 
 def parsed(path):

@@ -1,9 +1,10 @@
 """Links of documents, which GitHub follows, lead to the same places on the site."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+
+from ..support import documents
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/repository"
@@ -11,10 +12,7 @@ REPOSITORY = "https://example.org/repository"
 
 @pytest.fixture(scope="module")
 def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return documents.script("docs/hooks.py")
 
 
 FIGURE = "benchmarks/results/h200/softmax_forward.svg"

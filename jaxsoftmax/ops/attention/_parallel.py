@@ -82,10 +82,13 @@ class ContextParallel:
             object.__setattr__(self, "zigzag", _zigzag.check(_NAME, "zigzag", self.zigzag))
 
 
+_UNSET = ContextParallel()  # made once: a call without `parallel` checks nothing
+
+
 def as_context_parallel(function: str, parallel: ContextParallel | None) -> ContextParallel:
-    """Returns `parallel`, or one that says nothing for None; raises in the name of a public function otherwise."""
+    """Returns `parallel`, or one without settings for None; raises in the name of a public function otherwise."""
     if parallel is None:
-        return ContextParallel()
+        return _UNSET
     if not isinstance(parallel, ContextParallel):
         what = arguments.shown(parallel)
         raise TypeError(f"{function}: parallel must be None or a jaxsoftmax.ContextParallel, got {what}")
