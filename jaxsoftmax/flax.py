@@ -305,7 +305,7 @@ def _check_functions(einsums, promote_dtype, precision):
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
-    """The weights of all heads before dropout, `[*batch, N, T, S]`, of what Flax makes scores of; and which keys are seen."""
+    """Returns the weights of all heads before dropout, `[*batch, N, T, S]`, and which keys each query sees (None: all)."""
     scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
     masks = [] if mask is None else [scores_like(_NAME, "mask", mask, scores.shape)]
     if bias is not None:

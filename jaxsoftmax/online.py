@@ -542,7 +542,7 @@ def _added(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def shift(m: jax.Array) -> jax.Array:
-    """What to subtract from scores whose maximum is `m`: 0 for an infinite one, where `m - m` would be NaN."""
+    """Returns what to subtract from scores whose maximum is `m`: 0 for an infinite one, where `m - m` would be NaN."""
     return jnp.where(jnp.abs(m) < jnp.inf, m, 0)  # not `zeros_like`, which reshards under a mesh: no kernel can
 
 

@@ -121,7 +121,7 @@ def axis_names(function: str, value: Any, name: str = "axis_name") -> tuple[str,
 
 
 def dtype(function: str, name: str, value: Any, allowed: str) -> np.dtype:
-    """What JAX makes of a dtype. An array is none, although NumPy would take its dtype, nor is the dtype of keys."""
+    """Returns the dtype that JAX makes of `value`. Arrays are refused, although NumPy would take theirs, and dtypes of keys."""
     try:
         if not isinstance(value, np.ndarray | np.generic | jax.Array):
             return jax.dtypes.canonicalize_dtype(value)

@@ -258,7 +258,7 @@ def check_implementation(op: str, function: str, name: str | None) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive: what decides which implementation runs it, but for the types of its operands.
+    """One call of a primitive: what decides which implementation runs it, except the types of its operands.
 
     Attributes:
       map: what is called.

@@ -506,9 +506,9 @@ def _count(function: str, value: Any, size: Any) -> int:
 
 
 def _option(name: str, value: Any, kind: np.dtype, least: float, most: float) -> float | jax.Array | None:
-    """A concrete number, or an array of this dtype. Numbers, lists and arrays of NumPy are held against the limits.
+    """Returns a concrete number, or an array of this dtype. Numbers, lists and arrays of NumPy are held against the limits.
 
-    NaN is no temperature. Of the filters it keeps all.
+    NaN is no temperature. As a filter it keeps every entry.
     """
     value = arguments.listed(_CATEGORICAL, name, value)
     if value is None:
