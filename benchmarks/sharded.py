@@ -135,7 +135,7 @@ def _in_each_way(cell: Cell) -> Cell:
 @contextlib.contextmanager
 def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Makes all calls share rows in this way."""
-    devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("_devices", "mosaic"))
+    devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("across_devices", "mosaic_sm90"))
     is_one, reason = WAYS[way]
     always = mock.patch.object(devices, "unprofitable", return_value=reason)
     name, value = ("_least_shared", 0) if is_one else ("merges", False)

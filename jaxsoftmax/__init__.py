@@ -2,9 +2,9 @@
 
 from jaxsoftmax import cache, online
 from jaxsoftmax._core.dispatch import Decision, Explanation, explain
-from jaxsoftmax.ops.attention._parallel import ContextParallel
-from jaxsoftmax.ops.attention._zigzag import unzigzag, zigzag
 from jaxsoftmax.ops.attention.api import dot_product_attention
+from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
+from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxsoftmax._gpu import target
+from jaxsoftmax._core import target
 from jaxsoftmax._report import call
 
 _DESCRIPTION = """Reports what is installed, which GPU there is, and which implementation runs each op.

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import _checks, primitive
+from jaxsoftmax.ops.attention import checks, primitive
 
 __all__ = ["paged_attention", "quantize", "update_pages"]
 
@@ -28,7 +28,7 @@ def paged_attention(
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -52,7 +52,7 @@ def paged_attention(
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -75,7 +75,7 @@ def paged_attention(
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -153,16 +153,16 @@ def paged_attention(
     dispatch.check_implementation("attention", name, implementation)
     is_causal, return_lse = arguments.flags(name, is_causal=is_causal, return_lse=return_lse)
     query = arguments.array(name, "query", query, "floating")
-    if query.dtype.name not in _checks.DTYPES:
-        raise TypeError(f"{name}: query must be of dtype {', '.join(_checks.DTYPES)}, got {query.dtype}")
+    if query.dtype.name not in checks.DTYPES:
+        raise TypeError(f"{name}: query must be of dtype {', '.join(checks.DTYPES)}, got {query.dtype}")
     if query.ndim < 3 or 0 in query.shape[-2:]:
         raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
-    query, scale = _checks.scaled(name, query, scale)
+    query, scale = checks.scaled(name, query, scale)
     batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
     key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
-    if key_pages.dtype != query.dtype and key_pages.dtype.name not in _checks.BYTES:
+    if key_pages.dtype != query.dtype and key_pages.dtype.name not in checks.BYTES:
         raise TypeError(
-            f"{name}: key_pages must have the dtype of query or one of {', '.join(_checks.BYTES)},"
+            f"{name}: key_pages must have the dtype of query or one of {', '.join(checks.BYTES)},"
             f" got {key_pages.dtype} and {query.dtype}"
         )
     if key_pages.shape[-1] != size or heads % key_pages.shape[-2]:
@@ -172,22 +172,22 @@ def paged_attention(
         )
     table = _table(name, page_table, batch, query=query.shape)
     keys = table.shape[-1] * key_pages.shape[-3]
-    lengths = _checks.sequence_lengths(name, "key_value_seq_lengths", key_value_seq_lengths, batch)
+    lengths = checks.sequence_lengths(name, "key_value_seq_lengths", key_value_seq_lengths, batch)
     operands = {"query": query, "page_table": table, "key_lengths": lengths}
     ones = (1,) * len(batch)
     operands |= {
         "key_pages": key_pages.reshape(*ones, *key_pages.shape),
         "value_pages": value_pages.reshape(*ones, *value_pages.shape),
     }
-    scales = _checks.cache_scales(
+    scales = checks.cache_scales(
         name, query.dtype, key_pages, (key_pages.shape[0], key_pages.shape[2]), key=key_scale, value=value_scale
     )
     for which, own in scales.items():
         operands[which if own.ndim == 1 else which.replace("_", "_page_")] = lax.expand_dims(own, range(len(batch)))
-    operands |= _checks.operands_of_scores(name, bias, mask, sinks, (*batch, heads, length, keys), "[*batch, N, T, M * page]")
-    window = _checks.window(name, local_window_size, is_causal, length, keys, True)
+    operands |= checks.operands_of_scores(name, bias, mask, sinks, (*batch, heads, length, keys), "[*batch, N, T, M * page]")
+    window = checks.window(name, local_window_size, is_causal, length, keys, True)
     if query_offset is not None:
-        query_offset = _checks.offset(name, query_offset, batch)
+        query_offset = checks.offset(name, query_offset, batch)
     if window != (None, None):
         operands["query_offset"] = jnp.clip(lengths, 0, keys) - length if query_offset is None else query_offset
     out, *lse = bind(
@@ -197,8 +197,8 @@ def paged_attention(
         scale=scale,
         window=window,
         soft_cap=None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, accumulator(query.dtype)),
-        precision=_checks.precision(name, precision),
-        deterministic=_checks.xla_is_deterministic(),
+        precision=checks.precision(name, precision),
+        deterministic=checks.xla_is_deterministic(),
         implementation=implementation,
     )
     return (out, jnp.swapaxes(lse[0], -1, -2)) if lse else out
@@ -265,8 +265,8 @@ def update_pages(
     if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
     batch, length = key.shape[:-3], key.shape[-3]
-    table, first = _table(name, page_table, batch, key=key.shape), _checks.sequence_lengths(name, "positions", positions, batch)
-    scales = _checks.cache_scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
+    table, first = _table(name, page_table, batch, key=key.shape), checks.sequence_lengths(name, "positions", positions, batch)
+    scales = checks.cache_scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
     # Pages are whole except along heads. On explicit mesh axes, what is written into them is sharded likewise.
     whole, heads = (None,) * len(batch), (None, "heads", None)
     given = [key_pages, value_pages, key, value, table, first, *scales.values()]
@@ -319,9 +319,9 @@ def quantize(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
       (dtype('int8'), True)
     """
     x, scale = (arguments.array("quantize", name, array, "floating") for name, array in (("x", x), ("scale", scale)))
-    kind = arguments.dtype("quantize", "dtype", dtype, " or ".join(_checks.BYTES))
-    if kind.name not in _checks.BYTES:
-        raise TypeError(f"quantize: dtype must be {' or '.join(_checks.BYTES)}, got {kind}")
+    kind = arguments.dtype("quantize", "dtype", dtype, " or ".join(checks.BYTES))
+    if kind.name not in checks.BYTES:
+        raise TypeError(f"quantize: dtype must be {' or '.join(checks.BYTES)}, got {kind}")
     if x.ndim == 0:
         raise ValueError("quantize: x must have the axes [..., heads, size], got shape ()")
     rows = x.shape[:-1]
@@ -343,7 +343,7 @@ def _quantized(x, scale, dtype):
 
 def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
-    keys, values = found = [_checks.floating_or_bytes(function, name, array) for name, array in arrays.items()]
+    keys, values = found = [checks.floating_or_bytes(function, name, array) for name, array in arrays.items()]
     for name, array in zip(arrays, found, strict=True):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
@@ -366,4 +366,4 @@ def _table(function: str, value: ArrayLike, batch: tuple[int, ...], **shapes: tu
         )
     if table.shape[:-1] != batch:
         raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
-    return _checks.of_32_bits(table)
+    return checks.of_32_bits(table)

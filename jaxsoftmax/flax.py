@@ -25,10 +25,10 @@ except ModuleNotFoundError as error:
 
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._checks import DTYPES, dropout_seeds, scores_like
-from jaxsoftmax.ops.attention._parallel import ContextParallel, as_context_parallel
+from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.api import dot_product_attention, of_every_head
+from jaxsoftmax.ops.attention.checks import DTYPES, dropout_seeds, scores_like
+from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.softmax.api import softmax
 
 __all__ = ["attention_fn", "attention_fn_with_rope"]

@@ -14,7 +14,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 
-from jaxsoftmax.ops.attention import mosaic, xla
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention import xla
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
 

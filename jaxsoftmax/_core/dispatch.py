@@ -37,29 +37,29 @@ from typing import Any
 import jax
 
 from jaxsoftmax._core import arguments, compat
-from jaxsoftmax._core.operands import Map
-from jaxsoftmax._gpu import target as targets
-from jaxsoftmax._gpu.target import Target
+from jaxsoftmax._core import target as targets
+from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.target import Target
 
 # op: implementation: module; the preferred implementation first, the reference last.
 implementations: dict[str, dict[str, str]] = {
     "softmax": {
-        "mosaic": "jaxsoftmax.ops.softmax.mosaic",
+        "mosaic": "jaxsoftmax.ops.softmax.mosaic_sm90",
         "triton": "jaxsoftmax.ops.softmax.triton",
         "xla": "jaxsoftmax.ops.softmax.xla",
     },
     "cross_entropy": {
-        "mosaic": "jaxsoftmax.ops.cross_entropy.mosaic",
+        "mosaic": "jaxsoftmax.ops.cross_entropy.mosaic_sm90",
         "triton": "jaxsoftmax.ops.cross_entropy.triton",
         "xla": "jaxsoftmax.ops.cross_entropy.xla",
     },
     "attention": {
-        "mosaic": "jaxsoftmax.ops.attention.mosaic",
+        "mosaic": "jaxsoftmax.ops.attention.mosaic_sm90",
         "triton": "jaxsoftmax.ops.attention.triton",
         "xla": "jaxsoftmax.ops.attention.xla",
     },
     "top_k": {
-        "mosaic": "jaxsoftmax.ops.top_k.mosaic",
+        "mosaic": "jaxsoftmax.ops.top_k.mosaic_sm90",
         "xla": "jaxsoftmax.ops.top_k.xla",
     },
 }
@@ -269,7 +269,7 @@ class Call:
       params: the parameters.
     """
 
-    map: Map
+    map: Operation
     names: tuple[str, ...]
     dtypes: tuple[Any, ...]
     fused: frozenset[str]

@@ -19,27 +19,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, dispatch, fusion, sharding
-from jaxsoftmax._core.operands import Map
-from jaxsoftmax._gpu.target import Machine, Target, target_for
+from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.target import Machine, Target, target_for
 
 _call = Primitive("jaxsoftmax")
 _call.multiple_results = True
 _call.def_abstract_eval(lambda *operands, results, **params: list(results))
 
 
-def register(this: Map, primitive: Primitive) -> None:
+def register(this: Operation, primitive: Primitive) -> None:
     """Gives a primitive of a map its lowering rule."""
     mlir.register_lowering(primitive, functools.partial(_lower, this), cacheable=False)
 
 
-def require_devices(this: Map, primitive: Primitive) -> None:
+def require_devices(this: Operation, primitive: Primitive) -> None:
     """Makes devices known while a primitive is lowered that runs on shards: where XLA cuts its operands, it asks back."""
     if len(dispatch.implementations[this.op]) > 1:
         compat.require_devices(primitive)
 
 
 def on_reference(
-    this: Map, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, axis_name=(), **params
+    this: Operation, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, axis_name=(), **params
 ) -> list[Any]:
     """A map as its reference computes it, on shards where types say how operands and results are sharded."""
     del implementation
@@ -66,12 +66,12 @@ def on_reference(
     return list(map(sharding.placing, mapped(*given)))
 
 
-def _joined(this: Map, params) -> Sequence[Any]:
+def _joined(this: Operation, params) -> Sequence[Any]:
     """The names of the axes along which devices merge what they have."""
     return params["axes"] if this.is_aligned else this.joined
 
 
-def _manual_cut(this: Map, kind: Any, axis_name: tuple[str, ...], **params) -> dict[Any, sharding.Cut]:
+def _manual_cut(this: Operation, kind: Any, axis_name: tuple[str, ...], **params) -> dict[Any, sharding.Cut]:
     """How what is joined is sharded over axes of a `shard_map` around it: evenly, as in the first operand, of this type."""
     if not axis_name:
         return {}
@@ -104,7 +104,7 @@ class Run:
     reaches_peers: bool
     obstacle: str | None = None
 
-    def choose(self, this: Map, types, obstacle: str | None = None, **params) -> tuple[dispatch.Call, dispatch.Decision]:
+    def choose(self, this: Operation, types, obstacle: str | None = None, **params) -> tuple[dispatch.Call, dispatch.Decision]:
         """The call of a map, on operands of these types by name, and which implementation runs it."""
         wide = [
             self.widened[n][1] if n in self.widened and self.widened[n][0] == a.dtype else a.dtype for n, a in types.items()
@@ -112,7 +112,7 @@ class Run:
         call = dispatch.Call(this, tuple(types), tuple(wide), self.fused & set(types), self.forced, params)
         return call, dispatch.choose(call, self.target, list(types.values()), obstacle or self.obstacle)
 
-    def __call__(self, this: Map, operands, chosen=None, devices=1, **params) -> list[Any]:
+    def __call__(self, this: Operation, operands, chosen=None, devices=1, **params) -> list[Any]:
         """The results of a map on operands by name; None is absent. `devices` may share what is left to XLA."""
         operands = _present(operands)
         call, decision = chosen or self.choose(this, _types_of(operands), **params)
@@ -123,7 +123,7 @@ class Run:
             options = {"target": self.target}
         return self._run(this, operands, decision, **params, **options)
 
-    def together(self, this: Map, operands, over, **params) -> list[Any]:
+    def together(self, this: Operation, operands, over, **params) -> list[Any]:
         """The results of a map of rows that devices share, of a kernel that merges over them itself; none if there is none."""
         if not (self.reaches_peers and compat.is_tested()):
             return []
@@ -139,7 +139,7 @@ class Run:
         """This run, on the reference alone if there is a reason for it and no implementation was forced."""
         return self if reason is None or self.forced is not None else replace(self, obstacle=self.obstacle or reason)
 
-    def on_reference(self, this: Map, operands, reason: str, **params) -> list[Any]:
+    def on_reference(self, this: Operation, operands, reason: str, **params) -> list[Any]:
         """The results of a map by the reference, whatever was forced; `explain` gives the reason."""
         return replace(self, forced=None, obstacle=self.obstacle or reason)(this, operands, **params)
 
@@ -154,10 +154,10 @@ class Run:
 class _Reference:
     """A `Run` on the reference alone."""
 
-    def __call__(self, this: Map, operands, **params) -> list[Any]:
+    def __call__(self, this: Operation, operands, **params) -> list[Any]:
         return jax.tree.leaves(getattr(_module(this, "xla"), this.name)(**dict.fromkeys(this.by_name) | operands, **params))
 
-    def together(self, this: Map, operands, over, **params) -> list[Any]:
+    def together(self, this: Operation, operands, over, **params) -> list[Any]:
         del this, operands, over, params
         return []
 
@@ -165,12 +165,12 @@ class _Reference:
         del reason
         return self
 
-    def on_reference(self, this: Map, operands, reason: str, **params) -> list[Any]:
+    def on_reference(self, this: Operation, operands, reason: str, **params) -> list[Any]:
         del reason
         return self(this, operands, **params)
 
 
-def _module(this: Map, implementation: str) -> Any:
+def _module(this: Operation, implementation: str) -> Any:
     return importlib.import_module(dispatch.implementations[this.op][implementation])
 
 
@@ -182,14 +182,14 @@ def _types_of(operands):
     return {name: jax.typeof(operand) for name, operand in operands.items()}
 
 
-def _merged(this: Map, run, operands: dict[str, Any], over, is_manual: bool = False, **params) -> list[Any]:
+def _merged(this: Operation, run, operands: dict[str, Any], over, is_manual: bool = False, **params) -> list[Any]:
     """A map over devices that share its rows, by what `run` gives of each device's part."""
-    function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}._devices"), this.name)
+    function = getattr(importlib.import_module(f"jaxsoftmax.ops.{this.op}.across_devices"), this.name)
     options = {} if this.is_aligned else {"is_manual": is_manual}
     return jax.tree.leaves(function(run, **dict.fromkeys(this.by_name) | operands, over=over, **params, **options))
 
 
-def _lower(this: Map, ctx, *operands, names, **params):
+def _lower(this: Operation, ctx, *operands, names, **params):
     """The rule that sees what produces the operands: it goes on with them as they were before casts to float32."""
     sources, avals, fused = list(operands), list(ctx.avals_in), []
     for index, name in enumerate(names):
@@ -225,7 +225,7 @@ def _lower_call(platform, ctx, *operands, this, names, dtypes, fused, results, i
 
     manual = _manual_cut(this, ctx.avals_in[0], axis_name, **params)
     devices, obstacle = sharding.partitioning(ctx)
-    # Where it is known how a sequence is sharded, `_devices` refuses to share one that is whole.
+    # Where it is known how a sequence is sharded, `across_devices` refuses to share one that is whole.
     is_judged = params.get("strategy") is not None and sharding.tells_what_is_whole(ctx.avals_in[0], devices)
     if devices > 1 and this.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"

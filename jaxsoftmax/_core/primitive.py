@@ -15,16 +15,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxsoftmax._core import lowering, sharding
-from jaxsoftmax._core.operands import Map
+from jaxsoftmax._core.operation import Operation
 
 # Of each map two primitives of one name. The first needs devices while it is lowered, as XLA may cut its operands: types on
 # automatic mesh axes, or on no mesh, do not say how. The second is for operands whose types say it.
-_primitives: dict[Map, tuple[Primitive, Primitive]] = {}
+_primitives: dict[Operation, tuple[Primitive, Primitive]] = {}
 
 Operands = dict[str, Any]
 
 
-def define(this: Map) -> Map:
+def define(this: Operation) -> Operation:
     """Makes primitives of a map, for which `dispatch` finds the implementation while they are lowered."""
     _primitives[this] = Primitive(this.name), Primitive(this.name)
     for primitive in _primitives[this]:
@@ -39,7 +39,7 @@ def define(this: Map) -> Map:
     return this
 
 
-def bind(this: Map, operands: Operands, **params: Any) -> list[Any]:
+def bind(this: Operation, operands: Operands, **params: Any) -> list[Any]:
     """The results of a map for operands by name, of which some may be None."""
     names = tuple([name for name in this.by_name if operands.get(name) is not None])
     given, is_settled = sharding.alike(this, names, [operands[name] for name in names])
@@ -47,7 +47,7 @@ def bind(this: Map, operands: Operands, **params: Any) -> list[Any]:
     return (deviceless if is_settled else needing_devices).bind(*given, names=names, **params)
 
 
-def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
+def set_jvp(this: Operation, rule: Callable[..., Any]) -> None:
     """Gives a map its jvp rule.
 
     Args:
@@ -66,7 +66,7 @@ def set_jvp(this: Map, rule: Callable[..., Any]) -> None:
         ad.primitive_jvps[primitive] = jvp
 
 
-def set_transpose(this: Map, rule: Callable[..., Operands]) -> None:
+def set_transpose(this: Operation, rule: Callable[..., Operands]) -> None:
     """Gives a map its transpose rule.
 
     Args:
@@ -114,13 +114,13 @@ def _no_tangent(*_, message: str):
 mlir.register_lowering(_tangent, _no_tangent)
 
 
-def _types(this: Map, *avals, names, **params):
+def _types(this: Operation, *avals, names, **params):
     """The types of the results, sharded over explicit axes as the operands are."""
     types = this.types(dict(zip(names, avals, strict=True)), **params)
     return sharding.typed_alike(this, names, types, avals, **params)
 
 
-def _batch(this: Map, operands, dims, *, names, **params):
+def _batch(this: Operation, operands, dims, *, names, **params):
     """Adds a batch axis: in front, or where the first batched operand has it if all have the same axes.
 
     Kernels need the axes of the softmax to be neighbours: a batch axis that stands between them is moved in front of them.
@@ -149,7 +149,7 @@ def _batch(this: Map, operands, dims, *, names, **params):
     return results, [at] * len(results)
 
 
-def _jvp_of_linear(this: Map, operands, tangents, **params):
+def _jvp_of_linear(this: Operation, operands, tangents, **params):
     """The jvp rule of a map that is linear in some operands. Its derivative in others is that of the reference."""
     results = bind(this, operands, **params)
     tangents_out: list[Any] = [None] * len(results)

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxsoftmax._core import compat
-from jaxsoftmax._core.operands import Axes, Map
+from jaxsoftmax._core.operation import Axes, Operation
 
 # For each array the names of its last axes.
 Names = Sequence[Axes]
@@ -45,7 +45,7 @@ class Cut:
         return cls(over, size * lax.axis_size(over))
 
 
-def alike(this: Map, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
+def alike(this: Operation, names: Sequence[str], operands: list[Any]) -> tuple[list[Any], bool]:
     """The operands of a map as one primitive wants them, and whether their types say how they are cut over devices.
 
     All vary over the same manual mesh axes, and are sharded over explicit ones as the first that is sharded along an axis:
@@ -197,7 +197,9 @@ def vary_alike(operands: list[Any]) -> list[Any]:
     ]
 
 
-def typed_alike(this: Map, names: Sequence[str], results: Sequence[Any], operands: Sequence[Any], **params: Any) -> list[Any]:
+def typed_alike(
+    this: Operation, names: Sequence[str], results: Sequence[Any], operands: Sequence[Any], **params: Any
+) -> list[Any]:
     """The types of results of a map, of these shapes and dtypes, on explicit mesh axes sharded as the operands are."""
     first = operands[0]
     if first.sharding.mesh.empty:

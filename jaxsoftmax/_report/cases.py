@@ -21,7 +21,7 @@ from jaxsoftmax._report.truth import EPS, TINY, Truth, half_unit, to64
 from jaxsoftmax._report.truth import attention as attention_truth
 from jaxsoftmax._report.truth import cross_entropy as losses_truth
 from jaxsoftmax._report.truth import top_k as order
-from jaxsoftmax.ops.attention import _dropout
+from jaxsoftmax.ops.attention import dropout
 
 Inputs = Mapping[str, Any]  # arrays of NumPy by name; `cotangents` and `tangents` are trees of them
 Ran = Mapping[str, str]  # the implementation that ran each primitive
@@ -376,7 +376,7 @@ def _kept(sizes: _Sizes, rate: float) -> np.ndarray:
     first, second = seeds[..., :1, None], seeds[..., 1:, None]
     rows = np.arange(sizes.length, dtype=np.uint32)[:, None]
     cols = np.arange(sizes.keys, dtype=np.uint32)
-    keep: Any = _dropout.keep
+    keep: Any = dropout.keep
     return np.asarray(keep(first, second, rows, cols, rate)) / (1 - rate)
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from jaxsoftmax._triton import addresses, functions, online
-from jaxsoftmax.ops.attention import _dropout
+from jaxsoftmax.ops.attention import dropout
 
 INF = online.INF
 PRECISION = tl.constexpr("tf32x3")  # of products of float32; those of 16 bits are exact
@@ -276,13 +276,13 @@ def _of_scores(pointer, NAME: tl.constexpr, rows, cols, CALL: tl.constexpr):
     return tl.load(at, mask=(rows < CALL.queries) & (cols < CALL.keys), other=0)
 
 
-ROW, SECOND_ROW, COL = (tl.constexpr(int(n)) for n in (_dropout._ROW, _dropout._SECOND_ROW, _dropout._COL))
-FIRST, SECOND = tl.constexpr(int(_dropout._FIRST)), tl.constexpr(int(_dropout._SECOND))
+ROW, SECOND_ROW, COL = (tl.constexpr(int(n)) for n in (dropout._ROW, dropout._SECOND_ROW, dropout._COL))
+FIRST, SECOND = tl.constexpr(int(dropout._FIRST)), tl.constexpr(int(dropout._SECOND))
 
 
 @triton.jit
 def keep(seed0, seed1, row, col, DROPPED: tl.constexpr):
-    """The twin of `_dropout.keep`: whether dropout keeps a weight; all are uint32, and so many of 2^32 are dropped."""
+    """The twin of `dropout.keep`: whether dropout keeps a weight; all are uint32, and so many of 2^32 are dropped."""
     first = _mix(_mix(seed0 ^ (row * ROW), 0) ^ seed1, 0)
     second = _mix(_mix(seed1 ^ (row * SECOND_ROW), 0) ^ seed0, 0)
     return _mix(first ^ (col * COL), second) >= DROPPED
@@ -325,7 +325,7 @@ def attention_forward(
 ):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp.
 
-    Operands are those of the primitive, spans as `_blocks.spans` makes them; CALL is a `Call` of `ops/attention/triton.py`.
+    Operands are those of the primitive, spans as `key_blocks.spans` makes them; CALL is a `Call` of `ops/attention/triton.py`.
     """
     b, head, block = _program(CALL)
     given = Operands(

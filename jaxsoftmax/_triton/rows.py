@@ -10,8 +10,8 @@ Of rows that are somewhat longer than a tile a program goes through the tiles tw
 still in the cache. Longer rows are cut into slices, each of which is a program, and the kernel runs twice: once for the states
 of the slices, which each program of the second run merges. Neither depends on how many rows there are, so a row always has the
 same bits; and no product is added unrounded, which would depend on the lane (`call.call(fuses=False)`). Reads and writes for
-each element are those of `ops/softmax/mosaic.py`, but that rows longer than a tile are read twice where results are as large
-and need a state or a sum.
+each element are those of `ops/softmax/mosaic_sm90.py`, except that rows longer than a tile are read twice where results are as
+large and need a state or a sum.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """

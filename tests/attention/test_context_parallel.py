@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import ContextParallel, explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.attention import _devices
+from jaxsoftmax.ops.attention import across_devices
 
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.attention import gradients as backward
@@ -335,7 +335,7 @@ def test_replicated_queries_merge_states_in_one_collective(kind, n):
 @X64
 @pytest.mark.parametrize("kind", ["checked", slow("unchecked"), slow("explicit")])
 def test_many_replicated_queries_are_summed_up(kind, monkeypatch):
-    monkeypatch.setattr(_devices, "_MOST_MERGED", 0)
+    monkeypatch.setattr(across_devices, "_MOST_MERGED", 0)
     check(kind, ("sinks", "lengths"), replicated_queries=True)
 
 
@@ -464,7 +464,7 @@ COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XL
 )
 def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
-    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
+    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 2)
     text = check(kind, features, n=n, more={"strategy": "ring"}, over={"shape": (8,)}, length=32, keys=32)
     assert " while(" in text
     of_keys = 2 if "segments" in features else 1  # packed arrays, of each dtype one
@@ -474,8 +474,8 @@ def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
 @pytest.mark.parametrize("n", [None, 1024])
 def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monkeypatch):
     """A model of each pair of devices would take a minute."""
-    asked, seen = [], _devices._Work._seen
-    monkeypatch.setattr(_devices._Work, "_seen", lambda *args: asked.append(args) or seen(*args))
+    asked, seen = [], across_devices._Work._seen
+    monkeypatch.setattr(across_devices._Work, "_seen", lambda *args: asked.append(args) or seen(*args))
     mesh = AbstractMesh((1024,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2**21, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
@@ -488,7 +488,7 @@ def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monk
 
 @X64
 def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
-    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 2)
+    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 2)
     assert " while(" in check(
         "explicit", ("lengths", "sinks"), replicated_queries=True, over={"shape": (6,)}, length=24, keys=24
     )
@@ -545,7 +545,7 @@ def work_of(length=32, heads=8, size=64, key_heads=None, n=None, **options):
     def local(query, key, value):
         over = {"queries": Cut(("x",), 0), "keys": Cut(("x",), 0)}
         given = {"query": query, "key": key, "value": value, "over": over, "window": window, "zigzag": n, "scale": 1.0}
-        found.append(_devices._Work(None, _devices.primitive.ATTENTION, given))
+        found.append(across_devices._Work(None, across_devices.primitive.ATTENTION, given))
         return query
 
     query = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
@@ -798,7 +798,7 @@ def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
 @pytest.mark.parametrize("feature", ["causal", "deterministic", "dropout", "segments"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_native_rings_that_are_loops(in_order, feature, monkeypatch):
-    monkeypatch.setattr(_devices, "_MOST_UNROLLED", 1)
+    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 1)
     test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", in_order, feature, 64)
 
 

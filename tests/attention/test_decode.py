@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax.ops.attention.mosaic import decode, forward
-from jaxsoftmax.ops.attention.mosaic.forward_plan import Plan
-from jaxsoftmax.ops.attention.mosaic.operands import HOST
+from jaxsoftmax.ops.attention.mosaic_sm90 import decode, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Plan
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
 
 from ..support import cases, kernels
 from ..support.attention import lowering, values

@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain, online
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax._gpu.target import HOPPER, Target, lowering_for
+from jaxsoftmax._core.target import HOPPER, Target, lowering_for
+from jaxsoftmax._gpu import schedule
 from jaxsoftmax._triton import call as triton_call
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import _operands, mosaic, primitive
-from jaxsoftmax.ops.attention.mosaic import backward_plan
-from jaxsoftmax.ops.attention.mosaic.operands import HOST
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention import operands, primitive
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
 
 from ..support import kernels, oracle
 from ..support.attention import lowering
@@ -409,10 +410,10 @@ def test_rows_that_see_their_sink_alone_are_known_by_what_kernels_round(dtype, h
         "mask": np.zeros((1, 5)),
     }
     out = jnp.zeros((1, 1000, 8), dtype)
-    d_out, delta = _operands.cotangents_of_rows(there, out, lse, out + np.nan, None, (None, None))
+    d_out, delta = operands.cotangents_of_rows(there, out, lse, out + np.nan, None, (None, None))
     assert not np.any(d_out)
     assert not np.any(delta)
-    moved = _operands.cotangents_of_rows(there, out, lse + 1e-3, out + np.nan, None, (None, None))[0]
+    moved = operands.cotangents_of_rows(there, out, lse + 1e-3, out + np.nan, None, (None, None))[0]
     assert np.all(np.isnan(moved))
 
 
@@ -423,20 +424,20 @@ def test_what_rows_and_sinks_give_to_kernels():
     lse, d_lse = rng.standard_normal((2, 2, 3, 5)).astype(np.float32)
     there = {"query": out, "key": out[:, :, :1]}
     share = np.einsum("btnh,btnh->bnt", np.float64(out), np.float64(d_out))
-    found, delta = _operands.cotangents_of_rows(there, out, lse, d_out, d_lse, (None, None))
+    found, delta = operands.cotangents_of_rows(there, out, lse, d_out, d_lse, (None, None))
     np.testing.assert_array_equal(found, d_out)
     np.testing.assert_allclose(delta, share - d_lse, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(_operands.cotangents_of_rows(there, out, lse, None, d_lse, (None, None))[1], -d_lse)
+    np.testing.assert_array_equal(operands.cotangents_of_rows(there, out, lse, None, d_lse, (None, None))[1], -d_lse)
 
     lse[1, :, 2], d_out[1, 2], d_lse[1, :, 2] = -np.inf, np.nan, np.nan
-    found, delta = _operands.cotangents_of_rows(there | {"mask": out[..., 0]}, out, lse, d_out, d_lse, (None, None))
+    found, delta = operands.cotangents_of_rows(there | {"mask": out[..., 0]}, out, lse, d_out, d_lse, (None, None))
     seen = lse != -np.inf
     np.testing.assert_array_equal(found, np.where(np.swapaxes(seen, 1, 2)[..., None], d_out, 0))
     np.testing.assert_allclose(delta, np.where(seen, share - d_lse, 0), rtol=1e-5, atol=1e-6)
     sinks = rng.standard_normal((1, 3)).astype(np.float32)
     weight = np.exp(sinks[..., None] - np.where(seen, lse, np.inf), dtype=np.float64)
     expected = -np.sum(weight * np.float64(delta), -1)
-    np.testing.assert_allclose(_operands.cotangents_of_sinks(jnp.asarray(sinks), lse, delta), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(operands.cotangents_of_sinks(jnp.asarray(sinks), lse, delta), expected, rtol=1e-5, atol=1e-6)
 
 
 # Deterministic: the same bits every time.
@@ -499,7 +500,7 @@ def test_native_deterministic_cotangents(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "deterministic"), [("385 and 513, causal", False), ("lengths, causal", True)])
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
-    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 0)
+    monkeypatch.setattr(schedule, "MAX_SCHEDULED", 0)
     with kernels.target(multiprocessors=3):
         check_case(kind, deterministic=deterministic)
 
@@ -829,12 +830,12 @@ def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, wind
     plan = plan_of(length, keys, window, config)
     costs = plan.costs()
     group = plan.group(costs)
-    order = tiles.order(costs, heads, group).tolist()
+    order = schedule.order(costs, heads, group).tolist()
     for head in range(heads):
         own = range(head * len(costs), (head + 1) * len(costs))
         assert [tile for tile in order if tile in own] == list(own)
     place = {tile: i for i, tile in enumerate(order)}
-    for count, *own in tiles.schedule(costs, heads, group, threads).tolist():
+    for count, *own in schedule.schedule(costs, heads, group, threads).tolist():
         assert own[:count] == sorted(own[:count], key=place.__getitem__)
 
 

@@ -21,13 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxsoftmax import explain
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import _dropout, mosaic, primitive
-from jaxsoftmax.ops.attention.mosaic import forward, scores
-from jaxsoftmax.ops.attention.mosaic.forward_plan import ROWS, Config, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, Operand, batch_index
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention import dropout, primitive
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention.mosaic_sm90 import forward, scores
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ROWS, Config, Plan, config_for
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, Operand, batch_index
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
@@ -201,7 +202,7 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
     names, sizes, lengths, kind, monkeypatch
 ):
     planned, taken, depth = [], [], 0
-    bytes_of, tree_size = tiles.bytes_of, core._smem_tree_size
+    bytes_of, tree_size = schedule.bytes_of, core._smem_tree_size
 
     def noted(scratch):
         planned.append(bytes_of(scratch))
@@ -215,7 +216,7 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
         taken.extend([] if depth else [size])
         return size
 
-    monkeypatch.setattr(tiles, "bytes_of", noted)
+    monkeypatch.setattr(schedule, "bytes_of", noted)
     monkeypatch.setattr(core, "_smem_tree_size", counted)
     given, options = with_features(names, sizes, lengths, "float32" if kind == "float32" else "bfloat16")
     if kind == "int8":
@@ -437,7 +438,7 @@ def test_automatic_axes_leave_it_to_the_compiler_which_shards_a_kernel_gets():
         assert "tensor<2x64x2x64xbf16>" in kernels.lowered_for_cuda(mapped, shards, kernels=[NAME])
 
 
-# The table of tiles.
+# The table of schedule.
 
 costs = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple)
 
@@ -447,13 +448,13 @@ costs = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple)
 def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, heads, group, threads):
     count = heads * len(costs)
     threads = min(threads, count)
-    table = tiles.schedule(costs, heads, group, threads)
+    table = schedule.schedule(costs, heads, group, threads)
     counts = table[:, 0]
     assert table.dtype == np.int32
     assert table.shape == (threads, 2 + counts.max())
     own = [row[1 : 1 + row[0]] for row in table]
     np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(count))
-    cost = np.asarray(costs) + tiles.TILE_COST
+    cost = np.asarray(costs) + schedule.TILE_COST
     loads = [cost[numbers % len(costs)].sum() for numbers in own]
     assert max(loads) <= np.mean(loads) + cost.max()
     assert counts.min() >= 1  # what a block reads first is a tile's
@@ -465,9 +466,9 @@ def assert_long_ones_come_first(numbers):
 
 
 def test_long_tiles_come_first():
-    for row in tiles.schedule((1, 2, 3, 4), 6, 2, 5):
+    for row in schedule.schedule((1, 2, 3, 4), 6, 2, 5):
         assert_long_ones_come_first(row[1 : 1 + row[0]])
-    order = tiles.order((1, 2, 3, 4), 6, 2)
+    order = schedule.order((1, 2, 3, 4), 6, 2)
     assert_long_ones_come_first(order)
     assert order.dtype == np.int32
     np.testing.assert_array_equal(np.sort(order), np.arange(24))
@@ -481,12 +482,12 @@ def table_shapes(given, **options):
 @pytest.mark.usefixtures("hollow_kernels")
 def test_more_tiles_than_a_table_may_have_go_without_one(monkeypatch):
     given = operands((2,), 1000, 1000, 2, 2)  # 4 heads of 6 blocks of 192 queries
-    monkeypatch.setattr(tiles, "MAX_SCHEDULED", 24)
+    monkeypatch.setattr(schedule, "MAX_SCHEDULED", 24)
     lengths = np.array([1000, 10], np.int32)
     with kernels.target(multiprocessors=10):
         assert table_shapes(given) == ["10x5"]
         assert table_shapes(given, key_value_seq_lengths=lengths)[-1] == "24"
-        monkeypatch.setattr(tiles, "MAX_SCHEDULED", 23)
+        monkeypatch.setattr(schedule, "MAX_SCHEDULED", 23)
         assert table_shapes(given) == []
         assert "24" not in table_shapes(given, key_value_seq_lengths=lengths)
 
@@ -788,7 +789,7 @@ def test_dropout_of_a_block_is_that_of_its_places(is_transposed, monkeypatch):
         for start, size in zip((first, block * shape[1]), shape, strict=True)
     )
     queries, keys = (cols[None], rows[:, None]) if is_transposed else (rows[:, None], cols[None])
-    expected = _dropout.keep(*seeds[1, 2, :2], queries + seeds[1, 2, 2], keys + seeds[1, 2, 3], 0.5)
+    expected = dropout.keep(*seeds[1, 2, :2], queries + seeds[1, 2, 2], keys + seeds[1, 2, 3], 0.5)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -861,8 +862,8 @@ def test_rows_that_go_on_from_other_keys_lower_for_cuda(dtype, size, value_size)
 @pytest.mark.usefixtures("hollow_kernels")
 @pytest.mark.parametrize(("length", "expected"), [(4096, [True, True]), (1, [False])])
 def test_steps_before_the_last_come_in_waves_but_not_those_that_fold_queries(length, expected, monkeypatch):
-    found, waves = [], tiles.waves
-    monkeypatch.setattr(tiles, "waves", lambda *args: found.append(waves(*args)) or found[-1])
+    found, waves = [], schedule.waves
+    monkeypatch.setattr(schedule, "waves", lambda *args: found.append(waves(*args)) or found[-1])
     keys = [shaped(2, 256, 4, 64)] * 3
     kernels.lowered_for_cuda(of_parts, shaped(2, length, 8, 64), keys, keys, kernels=[NAME] * 3)
     assert [count > 1 for count in found] == expected  # of one query only the first step folds

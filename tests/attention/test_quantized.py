@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax.ops.attention.mosaic import decode
+from jaxsoftmax.ops.attention.mosaic_sm90 import decode
 
 from ..support import cases, kernels
 from ..support.attention import paged as paging

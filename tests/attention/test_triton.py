@@ -15,8 +15,8 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._gpu import target as targets
-from jaxsoftmax.ops.attention import _blocks as blocks
+from jaxsoftmax._core import target as targets
+from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention import triton as ours
 
 from ..support import cases, kernels, triton_kernels

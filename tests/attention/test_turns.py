@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax._gpu.target import target_for
-from jaxsoftmax.ops.attention.mosaic.backward_plan import SIZES, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic.operands import HOST
+from jaxsoftmax._core.target import target_for
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, Plan, config_for
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
 
 from ..support import kernels
 
@@ -56,7 +56,7 @@ def turns(plan):
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
     costs = plan.costs()
-    return tiles.order(costs, plan.count // plan.blocks_kv, plan.group(costs)).tolist()
+    return schedule.order(costs, plan.count // plan.blocks_kv, plan.group(costs)).tolist()
 
 
 @brute_force
@@ -64,7 +64,7 @@ def hand_out(plan):
 def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads):
     plan = plan_of(length, keys, window, size, heads)
     waits, order = turns(plan), hand_out(plan)
-    np.testing.assert_array_equal(np.asarray(tiles.table(plan, 132)), order)
+    np.testing.assert_array_equal(np.asarray(schedule.table(plan, 132)), order)
     counters = {}
     for tile in order:  # those before each have done all that it waits for
         for counter, awaited in waits[tile]:
@@ -75,15 +75,15 @@ def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, 
 class Kernel:
     """A kernel's blocks of threads, as far as they wait for each other.
 
-    `own` are tables of tiles that belong to each block, as `tiles.schedule` makes them; None for tickets, with so many waves.
+    `own` are tables of tiles that belong to each block, made by `schedule.schedule`; None for tickets, with so many waves.
     """
 
     def __init__(self, plan, blocks, own=None, waves=1):
-        tickets, most = iter(hand_out(plan)), tiles.most_on_arrival(plan.count, blocks)
+        tickets, most = iter(hand_out(plan)), schedule.most_on_arrival(plan.count, blocks)
         self.waits, self.counters, self.missing = turns(plan), {}, plan.count
         self.count = waves * blocks
         self.left = [tickets] * self.count if own is None else [iter(row[1 : 1 + row[0]]) for row in own.tolist()]
-        shares = [int(tiles.share(np.int32(wave), waves, most if own is None else plan.count)) for wave in range(waves)]
+        shares = [int(schedule.share(np.int32(wave), waves, most if own is None else plan.count)) for wave in range(waves)]
         self.may_take = np.repeat(shares, blocks).tolist()
         self.doing = {}
 
@@ -151,7 +151,7 @@ def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
     plan = plan_of(700, 700, (None, None), 64, 3)
-    own = tiles.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
+    own = schedule.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
     assert get_through([Kernel(plan, 6, own)], 6, 0)
     assert not get_through([Kernel(plan, 6, own)], 2, 0)
 
@@ -170,7 +170,7 @@ def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying)
 def test_waves_follow_each_other_where_blocks_take_several_tickets(each, expected):
     for deterministic, varying in ((True, False), (False, True), (False, False)):
         plan = plan_of(700, 700, (None, None), 128, 100, deterministic=deterministic, varying=varying)
-        assert tiles.waves(plan, plan.count // each) == (expected if plan.by_ticket else 1)
+        assert schedule.waves(plan, plan.count // each) == (expected if plan.by_ticket else 1)
 
 
 # On a GPU.

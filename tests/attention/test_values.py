@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._gpu import tiles as kernel_tiles
-from jaxsoftmax._gpu.target import lowering_for, of_capability
-from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention import primitive, xla
+from jaxsoftmax._core.target import lowering_for, of_capability
+from jaxsoftmax._gpu import schedule as kernel_tiles
+from jaxsoftmax.ops.attention import dropout, primitive, xla
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 import jaxsoftmax
 from jaxsoftmax._triton import attention as kernels_of_attention
-from jaxsoftmax.ops.attention import _dropout as dropout
+from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention import triton as ours
 
 from ..support import cases, kernels, oracle, triton_kernels

@@ -33,14 +33,14 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 import jaxsoftmax
+from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows.layout import RowLayout
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention import mosaic as attention
-from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
-from jaxsoftmax.ops.cross_entropy import mosaic as cross_entropy
-from jaxsoftmax.ops.softmax import mosaic as softmax
-from jaxsoftmax.ops.top_k import mosaic as top_k
+from jaxsoftmax.ops.attention import mosaic_sm90 as attention
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward
+from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as cross_entropy
+from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
+from jaxsoftmax.ops.top_k import mosaic_sm90 as top_k
 
 from ..support import xla_cuda
 
@@ -388,7 +388,7 @@ def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
     is_lifted = kind == "weights"
     itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
     plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
-    is_short = top_k._short.serves(cols, x.dtype.itemsize, k)
+    is_short = top_k.short_rows.serves(cols, x.dtype.itemsize, k)
     of_plan = (cols, rows > 1) if is_short else (plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined)
     key = (kind, dtype, k, is_short, rows == 1, plan.layout.whole_vectors, *of_plan)
     operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
@@ -417,7 +417,7 @@ def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     of = {"temperature": shaped(rows)} if kind != "plain" else {}
     of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
     parts = 2 if kind == "log_prob" else int("top_p" in kind)
-    plans = top_k._sampling._drawing_plan(HOPPER, x, parts), top_k._sampling._reading_plan(HOPPER, x)
+    plans = top_k.sampling._drawing_plan(HOPPER, x, parts), top_k.sampling._reading_plan(HOPPER, x)
     of_plans = [(plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined) for plan in plans]
     key = ("categorical", kind, dtype, rows == 1, *of_plans)
     options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}

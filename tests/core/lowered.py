@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from jaxsoftmax import online
-from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._triton import call
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import jaxsoftmax
-from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._core import target as targets
 from jaxsoftmax.flax import attention_fn
 
 from ..support import cases

@@ -19,7 +19,7 @@ import jaxsoftmax
 from jaxsoftmax import explain, online
 from jaxsoftmax._core import compat, dispatch
 from jaxsoftmax._core import primitive as core
-from jaxsoftmax.ops.softmax import _devices, primitive
+from jaxsoftmax.ops.softmax import across_devices, primitive
 
 from ..support import kernels, oracle
 
@@ -422,7 +422,7 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
 
 
 def test_a_forced_implementation_runs_on_shards_where_it_would_not_pay(local, monkeypatch):
-    monkeypatch.setattr(_devices, "unprofitable", lambda x: "rows are short")
+    monkeypatch.setattr(across_devices, "unprofitable", lambda x: "rows are short")
     mesh = make_mesh("explicit")
     with jax.set_mesh(mesh):
         _, shards = sharded((8, 64), mesh, None, "model")

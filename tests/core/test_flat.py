@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxsoftmax._gpu.rows import flat
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu.rows import in_warp
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
 THREADS = np.arange(128)
 COMPARED = {"ult": operator.lt, "uge": operator.ge}
@@ -41,7 +41,7 @@ class Machine:
             "utils": SimpleNamespace(thread_idx=lambda: THREADS, bytewidth=lambda size: size),
             "Vector": self.vector,
         }.items():
-            monkeypatch.setattr(flat, name, value)
+            monkeypatch.setattr(in_warp, name, value)
         self.ref = SimpleNamespace(type=SimpleNamespace(element_type=itemsize))
 
     def places(self, address, offset, inside, size, space):
@@ -95,15 +95,15 @@ PIECES = [
 @pytest.mark.parametrize("piece", PIECES, ids=str)
 def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stored(piece, monkeypatch):
     count, cols, itemsize, config = piece
-    layout = flat.FlatLayout(cols, config, itemsize)
+    layout = in_warp.FlatLayout(cols, config, itemsize)
     machine = Machine(itemsize, monkeypatch)
     array, results = np.arange(count * cols), np.full(count * cols, -1)
     for first in range(0, count, layout.rows):
-        memory = flat.FlatMemory(layout, np.int64(first), count, False)
+        memory = in_warp.FlatMemory(layout, np.int64(first), count, False)
         block = array[first * cols : (first + layout.rows) * cols]
         slot = np.full(layout.slot_elements, -1)
         machine.spaces = {"global": array, "shared": slot}
-        flat._Piece(memory, machine.ref, slot, memory.row).copy_in()
+        in_warp._Piece(memory, machine.ref, slot, memory.row).copy_in()
         computed, touched = np.full_like(slot, -2), []
         for step, k in itertools.product(range(layout.steps), range(layout.words)):
             word = (step * layout.words + k) * layout.lanes
@@ -119,7 +119,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
                 touched.append(slot[found][own].ravel())
         np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
         machine.spaces = {"global": results, "shared": computed}
-        flat._Piece(memory, machine.ref, slot, memory.row).copy_out()
+        in_warp._Piece(memory, machine.ref, slot, memory.row).copy_out()
         expected = np.where(array < (first + layout.rows) * cols, 2 * array, -1)
         np.testing.assert_array_equal(results, expected)
 
@@ -127,6 +127,6 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
 def test_lanes_that_touch_shared_memory_wait_for_few_others():
     for itemsize, cols in [(2, 69), (2, 151), (2, 371), (2, 172), (2, 1001), (4, 151), (4, 270)]:
         config = mosaic.config_for(HOPPER, "softmax_forward", cols, itemsize, False)
-        layout = flat.FlatLayout(cols, config, itemsize)
+        layout = in_warp.FlatLayout(cols, config, itemsize)
         assert layout.wavefronts(layout.apart) == 1
-    assert flat.FlatLayout(172, Config(2, 8, parked=True), 2).wavefronts(1) == 2
+    assert in_warp.FlatLayout(172, Config(2, 8, parked=True), 2).wavefronts(1) == 2

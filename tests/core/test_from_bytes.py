@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsoftmax._gpu import products
+from jaxsoftmax._gpu import wgmma
 
 WORDS = np.arange(256, dtype=np.uint32) * 0x01010101 + np.uint32(0x00030201)  # each byte in each place, beside others
 
@@ -81,7 +81,7 @@ def test_every_byte_is_converted(kind, dtype, scale):
     numbers = WORDS.view(np.uint8).view(jnp.dtype(kind)).reshape(-1, 4).astype(np.float32)
     expected = (numbers * np.float32(1 if scale is None else scale)).astype(jnp.dtype(dtype)).astype(np.float32)
     assert np.isnan(numbers).any() == (kind == "float8_e4m3fn")
-    code = products._widen(dtype, is_float=kind != "int8", is_scaled=scale is not None)
+    code = wgmma._widen(dtype, is_float=kind != "int8", is_scaled=scale is not None)
     for half, own in enumerate(code):
         found = as_numbers(run(own, WORDS, 1 if scale is None else scale), dtype).astype(np.float32)
         np.testing.assert_array_equal(found, expected[:, 2 * half : 2 * half + 2])

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
-from jaxsoftmax.ops.softmax import _devices, xla
+from jaxsoftmax.ops.softmax import across_devices, xla
 
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.meshes import collectives_of
@@ -55,7 +55,7 @@ class Noting(types.ModuleType):
 def noting(monkeypatch):
     module = Noting()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(_devices, "unprofitable", lambda x: None)  # parts of rows are short here
+    monkeypatch.setattr(across_devices, "unprofitable", lambda x: None)  # parts of rows are short here
     with kernels.plugged_in("softmax", "noting", module.__name__, "cpu", "cuda"):
         yield module
 

@@ -1,4 +1,4 @@
-"""Blocks that share long rows, in any interleaving: the loop of `split.Rows` itself, on memory of Python's.
+"""Blocks that share long rows, in any interleaving: the loop of `grid.Rows` itself, on memory of Python's.
 
 Each block is a thread, of which one runs at a time. All that blocks do to memory that others see, or that takes a while, hands
 over to another one at random: tickets, states, copies to shared memory. Only so many run at a time, as on a GPU that has other
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxsoftmax._gpu.rows import split
+from jaxsoftmax._gpu.rows import grid
 from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 
@@ -104,10 +104,10 @@ class Run:
         vector = 4
         if self.along:
             config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, lanes=8, grid=len(self.blocks))
-            return split.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
+            return grid.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
         config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, grid=len(self.blocks))
         devices = Devices(self, self.local.block.device)
-        return split.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None, devices)
+        return grid.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None, devices)
 
     def ticket(self, memory):
         """The number of a slice, of those of all devices."""
@@ -129,7 +129,7 @@ class Run:
     def body(self, tile):
         """The state of a slice tells its ticket."""
         block, ticket = self.local.block, self.ticket(tile.memory)
-        if isinstance(tile, (split.First, split.FirstOfColumns)):
+        if isinstance(tile, (grid.First, grid.FirstOfColumns)):
             assert block.stages[int(tile.memory.stage)] == ticket
             assert (self.local.block.device, ticket) not in self.states
             tile.found.extend([merge, [ticket]] if self.along else [np.float32(1 + ticket), np.float32(1)])
@@ -153,7 +153,7 @@ class Run:
 
 
 class Devices:
-    """What `split.Devices` is to a block."""
+    """What `grid.Devices` is to a block."""
 
     def __init__(self, run, own):
         self.run, self.own, self.count = run, own, run.devices
@@ -256,7 +256,7 @@ def while_loop(goes_on, step, carry):
     return carry
 
 
-class FirstOfColumns(split.FirstOfColumns):
+class FirstOfColumns(grid.FirstOfColumns):
     """With states that are the tickets of slices."""
 
     run = None
@@ -282,9 +282,9 @@ def run(monkeypatch):
     def run(*args):
         found = Run(*args)
         for name, fake in fakes(found).items():
-            monkeypatch.setattr(split, name, fake)
+            monkeypatch.setattr(grid, name, fake)
         monkeypatch.setattr(FirstOfColumns, "run", found)
-        monkeypatch.setattr(split, "FirstOfColumns", FirstOfColumns)
+        monkeypatch.setattr(grid, "FirstOfColumns", FirstOfColumns)
         found.go()
         return found
 
@@ -323,7 +323,7 @@ def test_devices_that_share_rows_tell_each_other_the_states_of_all_slices(run, d
 
 
 def test_a_slice_that_nobody_publishes_is_noticed(run, monkeypatch):
-    monkeypatch.setattr(split, "_found", lambda tile: [np.float32(0)] * 2)
+    monkeypatch.setattr(grid, "_found", lambda tile: [np.float32(0)] * 2)
     with pytest.raises(HangError):
         run(0, 2, 3, 2, 2, False)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy import _linear
+from jaxsoftmax.ops.cross_entropy import linear
 
 from ..support import cases, kernels, oracle
 from ..support.cross_entropy.cases import ALL
@@ -203,7 +203,7 @@ def test_logits_are_never_whole(is_differentiated):
 
     compiled = jax.jit(run).lower(shapes).compile()
     logits = rows * 50000 * 4
-    most = 4 * _linear.MOST_WITH_GRADIENT if is_differentiated else 3 * _linear.MOST
+    most = 4 * linear.MOST_WITH_GRADIENT if is_differentiated else 3 * linear.MOST
     assert compiled.memory_analysis().temp_size_in_bytes < most < logits
 
 
@@ -389,12 +389,12 @@ def test_gradients_in_float16_keep_what_a_loss_scale_keeps():
 
 
 def test_few_rows_are_no_more_in_parts():
-    assert _linear._sizes(8, 2**24) == (8, 1)
+    assert linear._sizes(8, 2**24) == (8, 1)
 
 
 @hypothesis.given(rows=st.integers(0, 2**20), least=st.integers(0, 2**12))
 def test_parts_have_all_rows_and_few_more(rows, least):
-    each, parts = _linear._sizes(rows, least)
+    each, parts = linear._sizes(rows, least)
     assert each * (parts - 1) < max(rows, 1)
     assert rows <= each * parts
     assert parts == 1 or each <= 128 * math.ceil(math.ceil(rows / 128) / least)

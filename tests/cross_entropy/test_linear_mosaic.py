@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.cross_entropy import _linear_mosaic
+from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, kernels, oracle
@@ -230,7 +230,7 @@ def test_interpreted_losses_are_right(shape, dtype):
     head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
 
     def f(hidden, weight, labels):
-        return head.losses(_linear_mosaic.numbers(head, target, hidden, weight, labels), labels, shape[2])
+        return head.losses(linear.numbers(head, target, hidden, weight, labels), labels, shape[2])
 
     ignored = range(7, 80) if shape[0] > 128 else range(0)  # rows that do not count may hold anything
     hidden, weight, labels = np.array(arrays[0]), arrays[1], np.array(arrays[2])
@@ -246,7 +246,7 @@ def test_interpreted_states_of_a_part_of_the_classes_are_right():
     shape = (130, 128, 320, 1)
     (hidden, weight, labels), target = given(*shape, "bfloat16"), replace(HOPPER, multiprocessors=2)
     head = _Head(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
-    f = functools.partial(_linear_mosaic.numbers, head, target)
+    f = functools.partial(linear.numbers, head, target)
     m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
     scores = np.float64(hidden) @ np.float64(weight)
     np.testing.assert_allclose(m, scores.max(1), rtol=1e-5)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.cross_entropy import mosaic as ours
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as ours
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
 from ..support import cases, oracle
 from ..support.emulator import emulating

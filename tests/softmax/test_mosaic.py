@@ -23,13 +23,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import ANY_HOPPER, HOPPER
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as engine
 from jaxsoftmax._gpu.rows.columns import places_of_vector
-from jaxsoftmax._gpu.rows.flat import FlatLayout
+from jaxsoftmax._gpu.rows.in_warp import FlatLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.target import ANY_HOPPER, HOPPER
-from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
 from ..support import cases, kernels, lowering, oracle
 from ..support.meshes import collectives_of

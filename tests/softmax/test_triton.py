@@ -19,8 +19,8 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
+from jaxsoftmax._core import target as targets
 from jaxsoftmax._core.problem import Problem
-from jaxsoftmax._gpu import target as targets
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.softmax import triton as ours
 
@@ -195,7 +195,7 @@ def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
     code = """
 import sys
 import jax, jaxsoftmax
-from jaxsoftmax._gpu.target import Target, lowering_for
+from jaxsoftmax._core.target import Target, lowering_for
 x = jax.ShapeDtypeStruct((64, 1000), "float32")
 jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cuda")
 jaxsoftmax.explain(jaxsoftmax.softmax, x, platform="cpu")

@@ -23,9 +23,9 @@ from jaxlib.mlir import ir
 
 from jaxsoftmax import _triton
 from jaxsoftmax._core import compat, dispatch, lowering, primitive
-from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._core import target as targets
 from jaxsoftmax._triton import call as triton_call
-from jaxsoftmax.ops.softmax import _devices
+from jaxsoftmax.ops.softmax import across_devices
 
 from . import cases
 
@@ -75,7 +75,7 @@ class Local(types.ModuleType):
 def plugged_in_local(op: str) -> Iterator[Local]:
     """Makes the reference of `op` what a kernel is on the CPU: lowered for shards, however short their parts of rows are."""
     module = Local(importlib.import_module(dispatch.implementations[op]["xla"]))
-    always = mock.patch.object(_devices, "unprofitable", return_value=None)
+    always = mock.patch.object(across_devices, "unprofitable", return_value=None)
     with always, mock.patch.dict(sys.modules, {module.__name__: module}), plugged_in(op, "local", module.__name__, "cpu"):
         yield module
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsoftmax._gpu import target as targets
+from jaxsoftmax._core import target as targets
 from jaxsoftmax._triton import call
 
 from . import kernels

@@ -42,7 +42,7 @@ from benchmarks import (
 from benchmarks.__main__ import SUITES, main
 from benchmarks.cells import ONE, OURS, Contender, library
 from benchmarks.clock import wall_clock
-from jaxsoftmax.ops.cross_entropy import _linear as linear
+from jaxsoftmax.ops.cross_entropy import linear
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle

@@ -208,9 +208,11 @@ def test_the_support_matrix_lists_every_implementation_and_op_once():
 
 
 @pytest.mark.parametrize("op", dispatch.implementations)
-def test_the_files_of_an_op_are_its_implementations(op):
-    stems = {path.stem for path in (ROOT / "jaxsoftmax" / "ops" / op).iterdir() if not path.name.startswith("_")}
-    assert stems - {"api", "primitive"} == set(dispatch.implementations[op])
+def test_a_file_or_folder_of_an_op_is_named_for_each_implementation(op):
+    stems = {path.stem for path in (ROOT / "jaxsoftmax" / "ops" / op).iterdir()}
+    names = dispatch.implementations[op]
+    assert {stem.partition("_sm")[0] for stem in stems} & {"mosaic", "triton", "xla"} == set(names)
+    assert {module.rpartition(".")[2] for module in names.values()} <= stems
 
 
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in DOCUMENTS)])

@@ -16,9 +16,9 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import online
+from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.rows.layout import RowLayout
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.softmax import mosaic
+from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxsoftmax._gpu.target import HOPPER, lowering_for
+from jaxsoftmax._core.target import HOPPER, lowering_for
 
 from ..support import oracle
 

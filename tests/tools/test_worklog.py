@@ -22,7 +22,8 @@ from examples.worklog import __main__ as command
 from examples.worklog import cells, claims, common, counters, figures, published, serial, softmax_worklog, tables
 from examples.worklog.counters import Counted
 from examples.worklog.measured import Measured
-from jaxsoftmax.ops.softmax import mosaic, xla
+from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.softmax import xla
 
 from ..support import kernels, oracle
 

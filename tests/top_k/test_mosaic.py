@@ -10,8 +10,9 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.top_k import _short_gradient, _staged, _sweeps, mosaic
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.top_k import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.top_k.mosaic_sm90 import short_gradient, staged, sweeps
 
 from ..support import cases, kernels, oracle
 from ..support.top_k.cases import inputs, weights_of
@@ -167,7 +168,7 @@ def test_a_cotangent_of_selected_weights_alone_needs_no_logits():
         return jax.jvp(lambda theta: jax.grad(loss, 1)(theta, x), (theta,), (theta,))[1]
 
     given = shaped((1000, 8), "float32"), shaped((1000, 64), "bfloat16")
-    with mock.patch.object(_short_gradient, "gradient", wraps=_short_gradient.gradient) as gradient, kernels.anew():
+    with mock.patch.object(short_gradient, "gradient", wraps=short_gradient.gradient) as gradient, kernels.anew():
         kernels.lowered_for_cuda(derivative, *given)
     asked = [(b is None, x is None) for _, _, b, x, *_ in (call.args for call in gradient.call_args_list)]
     assert (True, True) in asked
@@ -177,9 +178,9 @@ def test_a_cotangent_of_selected_weights_alone_needs_no_logits():
 @pytest.mark.parametrize("cols", range(4, 513, 4))
 def test_rows_of_a_block_fit_into_shared_memory_and_lanes_meet_in_no_bank(cols):
     for itemsize in (2, 4):
-        if not _staged.serves(cols, itemsize):
+        if not staged.serves(cols, itemsize):
             continue
-        plan = _staged.Plan(1000, cols, itemsize, _staged.rows_of_warp(cols * itemsize))
+        plan = staged.Plan(1000, cols, itemsize, staged.rows_of_warp(cols * itemsize))
         assert plan.of_warp * plan.lanes == 32
         assert 4 * plan.bytes <= 72 * 1024
         assert cols * itemsize <= plan.stride < cols * itemsize + 2 * 16 * plan.lanes
@@ -335,10 +336,10 @@ def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
         for itemsize in (2, 4):
             for is_lifted in (False, True):
                 plan = mosaic.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
-                sweeps = _sweeps.sweeps_of(plan.layout)
+                count = sweeps.sweeps_of(plan.layout)
                 assert plan.blocks in (1, 2, 4, 8)
-                assert plan.blocks <= max(1, sweeps)
-                assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= sweeps), 1) if is_lifted else 8)
+                assert plan.blocks <= max(1, count)
+                assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= count), 1) if is_lifted else 8)
                 assert plan.slices % plan.blocks == 0
                 assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
                 assert plan.layout.joined == (is_lifted and cols % plan.layout.line != 0)

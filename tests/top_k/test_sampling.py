@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from scipy import stats
 
 import jaxsoftmax
-from jaxsoftmax.ops.top_k import _noise
+from jaxsoftmax.ops.top_k import noise
 
 from ..support import cases
 from ..support.top_k import oracle
@@ -43,9 +43,9 @@ KNOWN = {  # of Random123, with 7 rounds
 def test_philox_gives_known_answers(name, wide, promotion):
     counter, key, expected = KNOWN[name]
     assert [int(word) for word in oracle.philox(counter, key)] == list(expected)
-    assert [int(word) for word in _noise.philox(counter, key)] == list(expected)  # of ints
+    assert [int(word) for word in noise.philox(counter, key)] == list(expected)  # of ints
     with jax.enable_x64(wide), jax.numpy_dtype_promotion(promotion):
-        words = jax.jit(_noise.philox)(tuple(map(np.uint32, counter)), tuple(map(np.uint32, key)))
+        words = jax.jit(noise.philox)(tuple(map(np.uint32, counter)), tuple(map(np.uint32, key)))
         assert all(word.dtype == jnp.uint32 for word in words)
     assert [int(word) for word in words] == list(expected)
 
@@ -56,21 +56,21 @@ def test_a_kernel_may_multiply_by_its_own():
         return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
 
     given = np.random.default_rng(0).integers(0, 2**32, (6, 1000), np.uint32)
-    ours, theirs = (_noise.philox(tuple(given[:4]), tuple(given[4:]), by) for by in (_noise.multiply, multiply))
+    ours, theirs = (noise.philox(tuple(given[:4]), tuple(given[4:]), by) for by in (noise.multiply, multiply))
     np.testing.assert_array_equal(ours, theirs)
 
 
 def test_noise_is_as_precise_where_it_is_large():
     ends = [0, 1, 2, 3, 1000, 2**24 - 1, 2**24, 2**24 + 1, 2**31, 2**32 - 2**20]
     words = np.concatenate([np.array(ends, np.uint32), np.random.default_rng(0).integers(0, 2**32, 10000, np.uint32)])
-    actual, expected = np.asarray(jax.jit(_noise.gumbel)(words)), oracle.gumbel(words)
+    actual, expected = np.asarray(jax.jit(noise.gumbel)(words)), oracle.gumbel(words)
     assert actual.dtype == np.float32
     odds = np.exp(actual.astype(np.float64) - expected)  # how much more likely it makes an entry
     np.testing.assert_allclose(odds[words < 2**31], 1, rtol=2e-5)
     np.testing.assert_allclose(odds, 1, rtol=1e-3)
     small = np.arange(1, 2**12, dtype=np.uint32)
-    assert (np.diff(jax.jit(_noise.gumbel)(small)) < 0).all()
-    last = _noise.gumbel(np.uint32([2**32 - 1, 2**32 - 2]))
+    assert (np.diff(jax.jit(noise.gumbel)(small)) < 0).all()
+    last = noise.gumbel(np.uint32([2**32 - 1, 2**32 - 2]))
     assert jnp.isfinite(last).all()
     assert (last < -2.8).all()
 
@@ -80,8 +80,8 @@ def test_noise_of_rows_is_that_of_each_column(size):
     rows = np.array([0, 1, 5, 2**32 - 1], np.uint32)[:, None]
     keys = [np.full((1, 1), word) for word in WORDS]
     columns = np.arange(size, dtype=np.int32)[None]
-    whole = jax.jit(_noise.gumbel_rows, static_argnums=3)(*keys, rows, size)
-    np.testing.assert_array_equal(whole, jax.jit(_noise.gumbel_at)(*keys, rows, columns))
+    whole = jax.jit(noise.gumbel_rows, static_argnums=3)(*keys, rows, size)
+    np.testing.assert_array_equal(whole, jax.jit(noise.gumbel_at)(*keys, rows, columns))
     np.testing.assert_allclose(whole, oracle.noise(WORDS, rows, columns), atol=1e-3)
 
 
@@ -207,14 +207,14 @@ def test_samples_are_independent_of_their_neighbours():
 
 @pytest.mark.usefixtures("optimised")  # runs in a fifth of the time
 def test_columns_that_share_an_evaluation_are_independent():
-    noise = np.asarray(
-        jax.jit(_noise.gumbel_rows, static_argnums=3)(*WORDS.reshape(2, 1, 1), np.arange(4000, dtype=np.uint32)[:, None], 4099)
+    words = np.asarray(
+        jax.jit(noise.gumbel_rows, static_argnums=3)(*WORDS.reshape(2, 1, 1), np.arange(4000, dtype=np.uint32)[:, None], 4099)
     )
     others = (1, 2, 512, 1024, 1536, 2048, 3072, 4096)
-    first, *rest = np.exp(-np.exp(-noise[:, [0, *others]].T.astype(np.float64)))
+    first, *rest = np.exp(-np.exp(-words[:, [0, *others]].T.astype(np.float64)))
     for other, column in zip(others, rest, strict=True):
         assert abs(np.corrcoef(first, column)[0, 1]) < 4 / np.sqrt(4000), other
-    assert stats.kstest(np.exp(-np.exp(-noise[:100].ravel().astype(np.float64))), "uniform").pvalue > 1e-3
+    assert stats.kstest(np.exp(-np.exp(-words[:100].ravel().astype(np.float64))), "uniform").pvalue > 1e-3
 
 
 @functools.cache

@@ -15,9 +15,9 @@ from jax import lax
 from jaxsoftmax._core.problem import Problem, is_along
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.rows import split
+from jaxsoftmax._gpu.rows import grid
 from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
-from jaxsoftmax._gpu.rows.flat import Flat, FlatLayout, FlatMemory
+from jaxsoftmax._gpu.rows.in_warp import Flat, FlatLayout, FlatMemory
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.memory import Memory
 from jaxsoftmax._gpu.rows.tile import Either, Tile
@@ -166,8 +166,8 @@ def run(
         slots, results_slots = dict(zip(held, slots, strict=False)), slots[len(held) :]
         if layout.config.grid:
             states = out_refs.pop() if inner > 1 else None
-            shared_rows = split.Tiles if inner > 1 else split.Rows
-            shared_rows(layout, count, states, exchange, order, told, split.Devices(devices)).work(
+            shared_rows = grid.Tiles if inner > 1 else grid.Rows
+            shared_rows(layout, count, states, exchange, order, told, grid.Devices(devices)).work(
                 lambda memory: copy(memory.copy_in, refs, slots),
                 lambda memory: copy(memory.fill_around, refs, slots),
                 lambda tile: body(tile, **values(tile, refs, slots)),
@@ -227,7 +227,7 @@ def run(
 
     if layout.is_read_twice:
         # Masks are not joined as scores are, where threads join vectors of two steps.
-        first_layout = split.unheld(layout) if problem.masked else RowLayout(cols, config, stored=False)
+        first_layout = grid.unheld(layout) if problem.masked else RowLayout(cols, config, stored=False)
 
         def computed(refs):
             refs = dict(zip([*held, *others], refs, strict=True))
@@ -235,7 +235,7 @@ def run(
 
         def first_pass(*refs):
             *refs, states, _, exchange, _, order, _ = refs
-            split.first_pass(first_layout, count, states, exchange, order, computed(refs))
+            grid.first_pass(first_layout, count, states, exchange, order, computed(refs))
 
         def second_pass(*refs):
             *refs, _, exchange, _, order, _ = refs
@@ -245,14 +245,14 @@ def run(
             def stored(tile, results):
                 store(tile, out_refs, results)
 
-            split.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
+            grid.second_pass(layout, count, states, exchange, order, computed(refs[: len(arrays)]), stored)
 
         def call(*arrays):
-            states = split.states(layout, count)
+            states = grid.states(layout, count)
             (found,) = launched(first_pass, first_layout, [states], count * layout.blocks)(*arrays)
             return launched(second_pass, layout, outs, count * layout.blocks)(*arrays, found)
     else:
-        states = [split.states(layout, count)] if config.grid and inner > 1 else []
+        states = [grid.states(layout, count)] if config.grid and inner > 1 else []
         blocks = min(config.grid, count * layout.blocks) if config.grid else pl.cdiv(count, layout.rows)
         call = launched(kernel, layout, outs + states, blocks)
     narrowest = min((*problem.read, *problem.written))

@@ -11,8 +11,9 @@ from jax.typing import ArrayLike
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import _checks, _zigzag, primitive
-from jaxsoftmax.ops.attention._parallel import ContextParallel, as_context_parallel
+from jaxsoftmax.ops.attention import checks, primitive
+from jaxsoftmax.ops.attention.context_parallel import order
+from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 
 _NAME = "dot_product_attention"
 
@@ -29,7 +30,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -62,7 +63,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -94,7 +95,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: _checks.Window = None,
+    local_window_size: checks.Window = None,
     query_offset: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -236,7 +237,7 @@ def dot_product_attention(
         raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
     if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
-    query, scale = _checks.scaled(_NAME, query, scale)
+    query, scale = checks.scaled(_NAME, query, scale)
     batch, (length, heads), keys = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     parallel = as_context_parallel(_NAME, parallel)
     axes = arguments.axis_names(_NAME, parallel.axis_name, "parallel.axis_name")
@@ -247,21 +248,21 @@ def dot_product_attention(
         query = sharding.varying(query, () if replicated else axes)
         key, value = (sharding.varying(array, axes) for array in (key, value))
     operands = {"query": query, "key": key, "value": value}
-    scales = _checks.cache_scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
+    scales = checks.cache_scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
     operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
-    operands |= _checks.operands_of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, lengths[1]))
+    operands |= checks.operands_of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, lengths[1]))
     if query_seq_lengths is not None:
-        operands["query_lengths"] = _checks.sequence_lengths(_NAME, "query_seq_lengths", query_seq_lengths, batch)
+        operands["query_lengths"] = checks.sequence_lengths(_NAME, "query_seq_lengths", query_seq_lengths, batch)
     if key_value_seq_lengths is not None:
-        operands["key_lengths"] = _checks.sequence_lengths(_NAME, "key_value_seq_lengths", key_value_seq_lengths, batch)
+        operands["key_lengths"] = checks.sequence_lengths(_NAME, "key_value_seq_lengths", key_value_seq_lengths, batch)
     if query_segment_ids is not None or key_value_segment_ids is not None:
         operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
     if drops := rate > 0 and not deterministic:
-        seeds = _checks.dropout_seeds(_NAME, dropout_rng, batch, heads, broadcast_dropout)
+        seeds = checks.dropout_seeds(_NAME, dropout_rng, batch, heads, broadcast_dropout)
         operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # positions are counted from 0
-    window = _checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
+    window = checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
     if query_offset is not None:
-        offset = _checks.offset(_NAME, query_offset, batch)
+        offset = checks.offset(_NAME, query_offset, batch)
         if window != (None, None):
             operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
@@ -270,8 +271,8 @@ def dot_product_attention(
         "window": window,
         "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         "dropout_rate": rate if drops else 0.0,
-        "precision": _checks.precision(_NAME, precision),
-        "deterministic": deterministic_gradients or _checks.xla_is_deterministic(),
+        "precision": checks.precision(_NAME, precision),
+        "deterministic": deterministic_gradients or checks.xla_is_deterministic(),
         "implementation": implementation,
         "return_lse": return_residual or means,
     }
@@ -289,14 +290,14 @@ def dot_product_attention(
 
 def _operands(**arrays: ArrayLike) -> list[jax.Array]:
     """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = found = [_checks.floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
-    if query.dtype.name not in _checks.DTYPES:
-        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(_checks.DTYPES)}, got {query.dtype}")
+    query, key, value = found = [checks.floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
+    if query.dtype.name not in checks.DTYPES:
+        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(checks.DTYPES)}, got {query.dtype}")
     axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
     for name, array, expected in zip(arrays, found, axes, strict=True):
-        if array.dtype != query.dtype and array.dtype.name not in _checks.BYTES:
+        if array.dtype != query.dtype and array.dtype.name not in checks.BYTES:
             raise TypeError(
-                f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(_checks.BYTES)},"
+                f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(checks.BYTES)},"
                 f" got {array.dtype} and {query.dtype}"
             )
         if array.ndim < 3:
@@ -333,8 +334,8 @@ def _segments(queries, keys, batch, length, keys_length):
             f" got {length} queries and {keys_length} keys"
         )
     keys = queries if keys is None else keys
-    queries = _checks.of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
-    keys = _checks.of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
+    queries = checks.of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
+    keys = checks.of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
     if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
         queries, keys = queries.astype(np.int32), keys.astype(np.int32)
     if queries.dtype != keys.dtype:
@@ -359,14 +360,15 @@ def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
 
 def _over_keys(operands, axes, options):
     """`[out, lse]` of queries that all devices have, of keys that axes of a `shard_map` shard, to differentiate."""
-    from jaxsoftmax.ops.attention import _devices  # no part of the primitive, whose cotangents would be those of one device
+    # Imported here: it is no part of the primitive, whose cotangents would be those of one device.
+    from jaxsoftmax.ops.attention import across_devices
 
     def run(this, operands, **params):
         return bind(this, operands, implementation=options["implementation"], **params)
 
     over = {"keys": sharding.Cut.of_part(axes, operands["key"].shape[-3])}
     params = {name: option for name, option in options.items() if name != "implementation"}
-    found = _devices.dot_product_attention(run, **operands, **params, over=over, is_manual=True)
+    found = across_devices.dot_product_attention(run, **operands, **params, over=over, is_manual=True)
     return lax.psum(found, axes) if lax.axis_size(axes) == 1 else found  # a sum says that all devices have it
 
 
@@ -380,7 +382,7 @@ def _with_means(out, lse, operands, axes, parallel):
         if axes and not parallel.replicated_queries:
             positions, devices = positions + lax.axis_index(axes) * out.shape[-3], lax.axis_size(axes)
         if parallel.zigzag is not None:
-            positions = _zigzag.position_of(positions, devices * out.shape[-3], parallel.zigzag)
+            positions = order.position_of(positions, devices * out.shape[-3], parallel.zigzag)
         positions = positions.reshape((1,) * query_lengths.ndim + (-1, 1, 1))
         empty &= positions < query_lengths[..., None, None, None]
     means = jnp.mean(value, -3, dtype=lse.dtype, keepdims=True)

@@ -30,9 +30,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxsoftmax._core import lowering, sharding
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map
+from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
-from jaxsoftmax.ops.attention._operands import (
+from jaxsoftmax.ops.attention.operands import (
     COTANGENTS,
     MOVING,
     OPERANDS,
@@ -61,7 +61,7 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
 
 _SEQUENCES: dict[str, Any] = {"joined": ("queries", "keys"), "is_cut": True, "knows_machine": True}
 ATTENTION = define(
-    Map(
+    Operation(
         "attention",
         "dot_product_attention",
         OPERANDS,
@@ -71,7 +71,7 @@ ATTENTION = define(
     )
 )
 ATTENTION_JVP = define(
-    Map(
+    Operation(
         "attention",
         "dot_product_attention_jvp",
         (*OPERANDS, *RESULTS, *TANGENTS),
@@ -82,7 +82,7 @@ ATTENTION_JVP = define(
     )
 )
 ATTENTION_VJP = define(
-    Map(
+    Operation(
         "attention",
         "dot_product_attention_vjp",
         (*OPERANDS, *RESULTS, *COTANGENTS),
@@ -93,7 +93,7 @@ ATTENTION_VJP = define(
     )
 )
 PAGED = define(
-    Map(
+    Operation(
         "attention",
         "paged_attention",
         PAGED_OPERANDS,

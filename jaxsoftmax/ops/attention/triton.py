@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxsoftmax._core.problem import indexed
 from jaxsoftmax._triton import call
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention import _dropout
-from jaxsoftmax.ops.attention._operands import (
+from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention.operands import (
     AXES,
     OPERANDS,
     batch_of,
@@ -421,7 +421,7 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         scale_log2=factor * _LOG2E if unit == 1 else 1.0,
         headroom=_HEADROOM[dtype.name],
         unit=unit,
-        dropped=_dropout.dropped(dropout_rate) if "seeds" in given else None,
+        dropped=dropout.dropped(dropout_rate) if "seeds" in given else None,
         kept=1 / (1 - dropout_rate),
         some_whole=not always_masked,
         some_masked=always_masked or bool(is_banded),

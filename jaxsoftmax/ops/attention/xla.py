@@ -10,7 +10,7 @@ It defines what is right, and is the one that runs where no kernel does. With `s
 A small problem is one tile of scores. A larger one is cut into tiles of about `BLOCK`, each of which is pushed to the state of
 its rows: see docs/design.md. Arithmetic is float32, or float64 where the operands are.
 
-Operands have the axes that `_operands.py` says; each of the batch is whole or 1 in every one, and so are all of bias and mask.
+Operands have the axes that `operands.py` says; each of the batch is whole or 1 in every one, and so are all of bias and mask.
 All but query, key and value may be None.
 
 Source: Dao 2023, arXiv:2307.08691, for the tiles and the derivatives.
@@ -29,10 +29,10 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import vary_alike
-from jaxsoftmax._gpu.target import ONE_DEVICE
-from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention._operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
-from jaxsoftmax.ops.attention._zigzag import position_of
+from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.ops.attention.context_parallel.order import position_of
+from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
 
 # Up to how many scores, of all heads, a problem is one tile.
 ONE_TILE = 2**24
@@ -224,7 +224,7 @@ class _Attention:
         **given: Any,
     ):
         del deterministic  # met as far as XLA's products do
-        del strategy, axis_name  # which matter to `_devices`
+        del strategy, axis_name  # which matter to `across_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate
         self.zigzag = zigzag

@@ -14,12 +14,12 @@ from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments, dispatch, sharding
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map
+from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind, reverse_only
-from jaxsoftmax.ops.cross_entropy import _devices, _linear, _shards
+from jaxsoftmax.ops.cross_entropy import across_devices, linear, shards
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
-from jaxsoftmax.ops.softmax._devices import logsumexp_of_parts
+from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
 from jaxsoftmax.ops.softmax.api import sorted_axes
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import select
@@ -219,7 +219,7 @@ def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse
         index = jnp.where(counts, index, 0 if return_lse else NO_ROW)
     operands, params = {"x": logits, "labels": jnp.expand_dims(index, at), "where": where}, {"axes": (at,), **params}
     if axis_name:
-        found = _shards.cross_entropy(axis_name, params, *operands.values())[:-2]
+        found = shards.cross_entropy(axis_name, params, *operands.values())[:-2]
     else:
         found = bind(CROSS_ENTROPY, operands, return_state=False, **params)
     return [jnp.squeeze(part, at) for part in found], there, counts
@@ -436,9 +436,9 @@ def linear_cross_entropy(
         index, factors = index.reshape(-1), factors.reshape(-1)
         # Small gradients are 0 in float16, unless they are made with the cotangent, a loss scale.
         if reduction != "none" and hidden.dtype != jnp.float16:
-            total = _linear.weighted_sum(head, hidden, weight, bias, index, factors)
+            total = linear.weighted_sum(head, hidden, weight, bias, index, factors)
         else:
-            losses = factors * _linear.losses(head, hidden, weight, bias, index)
+            losses = factors * linear.losses(head, hidden, weight, bias, index)
             if reduction == "none":
                 return lax.psum(losses.reshape(labels.shape), shared)
             total = jnp.sum(losses)
@@ -446,13 +446,13 @@ def linear_cross_entropy(
 
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
     names = [axes.get(operand, ()) for operand in given]
-    operands = [operand if operand is labels else reverse_only(_linear.REVERSE_ONLY, operand) for operand in given.values()]
+    operands = [operand if operand is labels else reverse_only(linear.REVERSE_ONLY, operand) for operand in given.values()]
     return sharding.on_shards(loss, operands, names, "classes", len(rows) if reduction == "none" else 0)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What `_linear` computes of the products, hashed by its values, so that equal calls are compiled once."""
+    """What `linear` computes of the products, hashed by its values, so that equal calls are compiled once."""
 
     class_axis: int
     label_smoothing: float
@@ -463,21 +463,21 @@ class _Head:
 
     def own(self, labels: jax.Array, classes: int) -> jax.Array:
         """The labels as this device counts its classes: `classes` is their number."""
-        return _devices.own(labels, classes, self._over(classes)[1]) if self.axis_name else labels
+        return across_devices.own(labels, classes, self._over(classes)[1]) if self.axis_name else labels
 
     def numbers(self, logits: jax.Array, own: jax.Array) -> list[jax.Array]:
         params = {"axes": (1,), "dtype": accumulator(logits.dtype), "soft_cap": self.logits_soft_cap}
         params |= {"return_total": self.label_smoothing > 0}
         operands = {"x": logits, "labels": own[:, None]}
         if self.axis_name:
-            found = _devices.part(self._run, **operands, where=None, **params)
+            found = across_devices.part(self._run, **operands, where=None, **params)
         else:
             found = self._run(CROSS_ENTROPY, operands, return_state=False, **params)
         return [jnp.squeeze(number, 1) for number in found]
 
     def losses(self, numbers: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
         if self.axis_name:
-            numbers = _devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))
+            numbers = across_devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))
         return self.loss(numbers, classes)
 
     def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -487,7 +487,7 @@ class _Head:
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         classes = logits.shape[1]
         if self.axis_name:
-            gradient, *found = _devices.cross_entropy_gradient(self._run, **operands, over=self._over(classes), **params)
+            gradient, *found = across_devices.cross_entropy_gradient(self._run, **operands, over=self._over(classes), **params)
         else:
             gradient, *found = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         return self.loss([jnp.squeeze(part, 1) for part in found], classes), gradient
@@ -498,7 +498,7 @@ class _Head:
         loss = _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
         return jnp.where(lax.axis_index(self.axis_name) == 0, loss, 0) if self.axis_name else loss
 
-    def _run(self, this: Map, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
+    def _run(self, this: Operation, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
         return bind(this, operands, implementation=self.implementation, **params)
 
     def _over(self, classes: int) -> dict[int, sharding.Cut]:

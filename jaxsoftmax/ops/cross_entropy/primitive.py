@@ -32,7 +32,7 @@ import functools
 import jax
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.cross_entropy import xla
 
@@ -57,12 +57,12 @@ def _of_rows_and_whole(operands, *, label_smoothing, **params):
     return [jax.ShapeDtypeStruct(x.shape, x.dtype), *_of_rows(operands, return_total=label_smoothing > 0, **params)]
 
 
-CROSS_ENTROPY = define(Map("cross_entropy", "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
+CROSS_ENTROPY = define(Operation("cross_entropy", "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
 CROSS_ENTROPY_JVP = define(
-    Map("cross_entropy", "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
+    Operation("cross_entropy", "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
 )
 CROSS_ENTROPY_VJP = define(
-    Map(
+    Operation(
         "cross_entropy",
         "cross_entropy_vjp",
         (_X, _M, _D, *map(_M.called, "abc"), _LABELS, _WHERE),
@@ -71,7 +71,7 @@ CROSS_ENTROPY_VJP = define(
     )
 )
 CROSS_ENTROPY_GRADIENT = define(
-    Map("cross_entropy", "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
+    Operation("cross_entropy", "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
 )
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._gpu.target import ONE_DEVICE
-from jaxsoftmax.ops.cross_entropy import _linear
+from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax.ops.cross_entropy import linear
 from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
 NO_CLASS, NO_ROW = -1, -2  # what labels say of a row without a label among its classes, and of one that does not count
@@ -110,10 +110,10 @@ def linear_cross_entropy(hidden, weight, labels, *, head, machine=ONE_DEVICE):
     """`head.numbers`. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
 
     def by_parts(hidden, weight, labels):
-        return _linear.numbers_by_parts(head, hidden, weight, None, labels)
+        return linear.numbers_by_parts(head, hidden, weight, None, labels)
 
     if machine.devices == 1 and math.prod(weight.shape[:-2]) == 1:
-        return _linear.of_batch(by_parts, hidden, weight, labels)
+        return linear.of_batch(by_parts, hidden, weight, labels)
     weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
     for _ in labels.shape[:-1]:
         by_parts = jax.vmap(by_parts)

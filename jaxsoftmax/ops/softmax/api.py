@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments, dispatch
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.softmax import _devices, primitive
+from jaxsoftmax.ops.softmax import across_devices, primitive
 
 Axis = int | Sequence[int] | None
 
@@ -267,7 +267,7 @@ def logsumexp(
         return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
     operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, axis_name, name="a")
     if names := params.pop("axis_name", ()):
-        lse = _devices.logsumexp_of_parts(names, params, operands["x"], operands["where"])
+        lse = across_devices.logsumexp_of_parts(names, params, operands["x"], operands["where"])
     else:
         (lse,) = bind(primitive.LOGSUMEXP, operands, return_state=False, **params)
     return lse if keepdims else lax.squeeze(lse, params["axes"])

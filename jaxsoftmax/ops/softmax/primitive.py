@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import xla
 
@@ -51,8 +51,8 @@ def _with_state(types, operands, *, return_state, dtype, **params):
     return types(operands, dtype=dtype, **params) + (2 * state if return_state else [])
 
 
-def _map(name, operands, types, **options) -> Map:
-    return define(Map("softmax", name, operands, types, **options))
+def _map(name, operands, types, **options) -> Operation:
+    return define(Operation("softmax", name, operands, types, **options))
 
 
 SOFTMAX = _map("softmax", (_X, _WHERE, _SCALE), _whole)

@@ -4,7 +4,7 @@ It defines what is right, so that other implementations may be held against it, 
 does. Arithmetic is float32, or float64 and complex where the operands are. `primitive.py` says what the operands are.
 
 The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name` names
-the mesh axes over which `axes` are sharded, for `_devices`, which merges states over them.
+the mesh axes over which `axes` are sharded, for `across_devices`, which merges states over them.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._gpu.target import CPU, ONE_DEVICE, Machine
+from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine
 
 
 def softmax(x, where, scale, *, axes, dtype):

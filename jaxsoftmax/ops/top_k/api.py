@@ -19,7 +19,7 @@ from jaxsoftmax.ops.softmax.api import broadcast, scalar_scale
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import saved_exponent, select
 from jaxsoftmax.ops.top_k import xla
-from jaxsoftmax.ops.top_k._noise import gumbel_at
+from jaxsoftmax.ops.top_k.noise import gumbel_at
 from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, TOP_K
 
 _CATEGORICAL = "categorical"

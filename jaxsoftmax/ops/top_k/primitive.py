@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import primitive as softmax
 from jaxsoftmax.ops.softmax import xla
@@ -93,13 +93,13 @@ def _results(*names):
 
 
 TOP_K = define(
-    Map("top_k", "top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices"), is_cut=True),
+    Operation("top_k", "top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices"), is_cut=True),
 )
 SOFTMAX_TOP_K = define(
-    Map("top_k", "softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices"), is_cut=True),
+    Operation("top_k", "softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices"), is_cut=True),
 )
 CATEGORICAL = define(
-    Map(
+    Operation(
         "top_k",
         "categorical",
         (Operand("x", _WHOLE, is_scores=True), _ROW, *_OF_ROWS, _WHERE),
@@ -109,7 +109,7 @@ CATEGORICAL = define(
     )
 )
 SOFTMAX_TOP_K_JVP = define(
-    Map(
+    Operation(
         "top_k",
         "softmax_top_k_jvp",
         (_INDICES, _X.called("t"), *_SAVED),
@@ -120,7 +120,7 @@ SOFTMAX_TOP_K_JVP = define(
     )
 )
 SOFTMAX_TOP_K_VJP = define(
-    Map(
+    Operation(
         "top_k",
         "softmax_top_k_vjp",
         (_INDICES, _C, _B, *_SAVED),

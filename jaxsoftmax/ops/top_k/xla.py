@@ -15,7 +15,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select, weights_of_state
-from jaxsoftmax.ops.top_k._noise import gumbel_rows
+from jaxsoftmax.ops.top_k.noise import gumbel_rows
 
 
 def top_k(x, where, scale, *, k, return_state, dtype):

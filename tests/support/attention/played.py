@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax import cache
-from jaxsoftmax._gpu.target import HOPPER
+from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import api
-from jaxsoftmax.ops.attention.mosaic import decode, forward
-from jaxsoftmax.ops.attention.mosaic.operands import HOST
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
+from jaxsoftmax.ops.attention.mosaic_sm90 import decode, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 
 def played(plan, given):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import jaxsoftmax
 from jaxsoftmax._core import dispatch
-from jaxsoftmax.ops.attention import _dropout as dropout
-from jaxsoftmax.ops.attention import primitive, xla
+from jaxsoftmax.ops.attention import dropout, primitive, xla
 
 from .. import cases, oracle
 from . import oracle as attention_oracle

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxsoftmax._gpu.target import Target
+from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.softmax import triton as ours
 
 from .. import cases

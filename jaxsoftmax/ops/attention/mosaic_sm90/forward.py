@@ -30,12 +30,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax._gpu import ptx, schedule, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, SWIZZLED, Plan, plan_of, tables
-from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E, dropout_keeps, of_own_segment, tanh
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FACTS, ROWS, SWIZZLED, Plan, plan_of, tables
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, Operand, laid_out
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E, dropout_keeps, of_own_segment, tanh
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
 # are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
@@ -75,10 +75,10 @@ def run(plan, given, target, is_partial=False, onto=None):
         out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
     threads = min(target.multiprocessors, plan.count)  # blocks of them
     # Beside a step of a ring a collective may run. Steps of few queries, which are folded, are too short to matter.
-    waves = tiles.waves(plan, threads) if is_partial and not plan.is_folded else 1
+    waves = schedule.waves(plan, threads) if is_partial and not plan.is_folded else 1
     # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
     is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
-    if is_ordered and (table := tiles.table(plan, threads)) is not None:
+    if is_ordered and (table := schedule.table(plan, threads)) is not None:
         refs["table"] = table
     results = kernel_of(
         functools.partial(_kernel, plan, operands, threads, waves),
@@ -102,7 +102,7 @@ def _kernel(plan, operands, threads, waves, refs, results, **memory):
     tile = _Tile(plan, operands, results, memory, onto)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True, waves=waves)
+    own_tiles = schedule.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True, waves=waves)
     (less, more), config = plan.config.registers, plan.config
 
     producers = [functools.partial(tile.produce, letters) for letters in {1: ["kqv"], 2: ["kq", "v"]}[config.producers]]
@@ -351,10 +351,10 @@ class _Tile:
                 limits = length - first - row, size - col
                 start = entry * length + first + row
                 shape = ROWS, SWIZZLED
-                piece = products.load_product(own.ref, start, head * size + col, limits, shape, varies=(True, True))
+                piece = wgmma.load_product(own.ref, start, head * size + col, limits, shape, varies=(True, True))
                 if row == col == 0:
                     plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])  # behind the first load, as loads take long
-                for part, term in zip(self.parts(letter, slot), products.bfloat16_terms(piece), strict=True):
+                for part, term in zip(self.parts(letter, slot), wgmma.bfloat16_terms(piece), strict=True):
                     part[row : row + ROWS, col : col + SWIZZLED] = term
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory[f"{letter}_full"].at[slot])
@@ -390,9 +390,9 @@ class _Tile:
             for row, col in itertools.product(range(0, rows, ROWS), range(0, into.shape[1], width)):
                 at = slice(row, row + ROWS), slice(col, col + width)
                 first, last = (edge * len(scales) // rows for edge in (row, row + ROWS))
-                piece = plgpu.load(source.at[at], layout=products.BYTES_LAYOUT)
+                piece = plgpu.load(source.at[at], layout=wgmma.BYTES_LAYOUT)
                 own = scales[first : max(last, first + 1)]
-                piece = products.from_bytes(piece, into.dtype, is_float=is_float, scales=own)
+                piece = wgmma.from_bytes(piece, into.dtype, is_float=is_float, scales=own)
                 if i == row == col == 0:
                     plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
                 into[at] = piece
@@ -441,7 +441,7 @@ class _Tile:
         """Stores a number of each of the rows from `first` on, to results by name."""
         for name, values in numbers.items():
             limit = self.plan.query[0] - first
-            products.store_product_rows(self.results[name], self.row(place, first), limit, values)
+            wgmma.store_product_rows(self.results[name], self.row(place, first), limit, values)
 
     def _store_nothing(self, place, first):
         """Stores the state of no scores, but for the sums of values, which do not count then."""
@@ -497,7 +497,7 @@ class _Rows:
         if "query_segments" in self.operands:
             own, queries = self.operands["query_segments"], self.plan.query[0]
             base = own.index(place.b) * queries + first
-            self.segments = products.load_product_rows(own.ref, base, queries - first, self.shape)
+            self.segments = wgmma.load_product_rows(own.ref, base, queries - first, self.shape)
 
     def skip(self, step, _):
         """Leaves a key block to the other consumers."""
@@ -520,7 +520,7 @@ class _Rows:
         s = self._scores(s, mask, self.high - 1, banded=True)
         state, factor, weights = self._push(start, s)
         if o is not None:
-            o_acc[...] = products.scale_rows(o, factor)
+            o_acc[...] = wgmma.scale_rows(o, factor)
         pl.when(self.count > 1)(lambda: self._wait_for_keys(steps + 1))
         carry = (state.m, state.d, self._rounded(self._kept(weights, self.high - 1)), following)
         whole = self.tile.seen_whole(self.place, self.first, ROWS) if self.is_banded else None
@@ -571,7 +571,7 @@ class _Rows:
         pl.when(i + 1 < self.count)(lambda: self._wait_for_keys(steps + i + 1))
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         plgpu.barrier_arrive(memory["v_empty"].at[stage(steps + i - 1)])
-        o_acc[...] = products.scale_rows(o, factor)
+        o_acc[...] = wgmma.scale_rows(o, factor)
         return m, d, self._rounded(own), self._packed(following)
 
     # Products.
@@ -609,7 +609,7 @@ class _Rows:
             plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
 
     def _rounded(self, weights):
-        return products.bfloat16_terms(weights) if self.config.split else weights.astype(self.dtype)
+        return wgmma.bfloat16_terms(weights) if self.config.split else weights.astype(self.dtype)
 
     # Scores and weights.
 
@@ -619,8 +619,8 @@ class _Rows:
         if self.tile.onto is not None:
             (length, _, _), size, (out, lse) = self.plan.query, self.plan.value_size, self.tile.onto
             place, left = (self.place.b * length + self.first, self.place.head * size), length - self.first
-            o = products.load_product(out, *place, (left, size), (ROWS, self.plan.sizes[1]), varies=(True, True))
-            lse = products.load_product_rows(lse, self.tile.row(self.place, self.first), left, self.shape)
+            o = wgmma.load_product(out, *place, (left, size), (ROWS, self.plan.sizes[1]), varies=(True, True))
+            lse = wgmma.load_product_rows(lse, self.tile.row(self.place, self.first), left, self.shape)
             state = online.lift_log2(lse, headroom=self.headroom, unit=self.unit)
             o = o * ((1 - self.plan.dropout_rate) * 2.0**self.headroom)
         elif "sinks" in self.operands:
@@ -633,7 +633,7 @@ class _Rows:
         if not self.plan.is_folded:
             return own[self.place.b, self.place.head].astype(jnp.float32)
         first = (own.index(self.place.b) * heads + self.place.head) * length + self.first
-        sinks = products.load_product_rows(own.ref, first, length - self.first, self.shape)
+        sinks = wgmma.load_product_rows(own.ref, first, length - self.first, self.shape)
         return jnp.where(jnp.broadcast_to(self.place.split, (ROWS,)) == 0, sinks, -jnp.inf)
 
     def _scores(self, s, mask, block, *, banded):
@@ -644,10 +644,10 @@ class _Rows:
             s = tanh(s * (self.plan.scale / self.plan.soft_cap))
         if "bias" in self.operands:
             s = s * self.factor
-            bias = self._tile_of("bias", block, products.load_product).astype(jnp.float32)
+            bias = self._tile_of("bias", block, wgmma.load_product).astype(jnp.float32)
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if "mask" in self.operands:
-            s = products.select_bits(s, mask)
+            s = wgmma.select_bits(s, mask)
         if not self.is_banded:
             return s
         return self._banded(s, block) if banded is True else lax.cond(banded, lambda s: self._banded(s, block), lambda s: s, s)
@@ -659,12 +659,12 @@ class _Rows:
             _, _, whole_from, whole_to = self.place.ranges
             several = (block < whole_from) | (block >= whole_to)
             s = lax.cond(several, lambda s: self._of_own_segment(s, start), lambda s: s, s)
-        return products.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
+        return wgmma.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
 
     def _of_own_segment(self, s, start):
         """The scores of the keys from `start` on, `-inf` for keys of another segment."""
         own, keys = self.operands["key_segments"], self.plan.key[0]
-        ids = products.load_product_cols(own.ref, own.index(self.place.b) * keys + start, keys - start, self.shape)
+        ids = wgmma.load_product_cols(own.ref, own.index(self.place.b) * keys + start, keys - start, self.shape)
         return of_own_segment(s, self.segments, ids)
 
     def _kept(self, weights, block):
@@ -677,11 +677,11 @@ class _Rows:
 
     def _mask(self, block, there):
         """Loads the mask of a key block if the block is there: a step before it is needed, as loads take long."""
-        return self._tile_of("mask", block, products.load_mask, there) if "mask" in self.operands else []
+        return self._tile_of("mask", block, wgmma.load_mask, there) if "mask" in self.operands else []
 
     def _packed(self, loaded):
         """What `_mask` loaded, in bits."""
-        return products.pack_mask(loaded, self.shape) if loaded else []
+        return wgmma.pack_mask(loaded, self.shape) if loaded else []
 
     def _tile_of(self, name, block, load, there=True):
         """The elements of a bias or mask that belong to the scores of a key block, none if it is not there."""
@@ -700,7 +700,7 @@ class _Rows:
         if "value" in self.scales:
             state = state._replace(o=state.o * self.scales["value"])
         if self.plan.splits > 1:
-            products.store_product(self.results["out"], row, 0, (length - self.first, size), state.o)
+            wgmma.store_product(self.results["out"], row, 0, (length - self.first, size), state.o)
             self.tile.store_rows(self.place, self.first, m=state.m, d=state.d)
             self._leave_queries()
             return
@@ -708,7 +708,7 @@ class _Rows:
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if self.results["out"].dtype == jnp.float32:
             start = (row, 0) if self.plan.is_folded else (b * length + self.first, head * size)
-            products.store_product(self.results["out"], *start, (length - self.first, size), o)
+            wgmma.store_product(self.results["out"], *start, (length - self.first, size), o)
         else:
             self._copy_out(o)
         self.tile.store_rows(self.place, self.first, lse=online.lse_log2(state, unit=self.unit))

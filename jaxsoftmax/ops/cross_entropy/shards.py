@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.cross_entropy import _devices, xla
+from jaxsoftmax.ops.cross_entropy import across_devices, xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_JVP
 
 
@@ -24,7 +24,7 @@ def cross_entropy(axis_name: tuple[str, ...], params: dict[str, Any], x, labels,
     params = {name: value for name, value in params.items() if name != "implementation"}
     (axis,) = params["axes"]
     over = {axis: Cut.of_part(axis_name, x.shape[axis])}
-    return _devices.cross_entropy(run, x, labels, where, return_state=True, over=over, **params)
+    return across_devices.cross_entropy(run, x, labels, where, return_state=True, over=over, **params)
 
 
 @cross_entropy.defjvp
@@ -32,7 +32,7 @@ def _jvp(axis_name, params, primals, tangents):
     (x, labels, where), (t, *_) = primals, tangents
     *found, m, d = cross_entropy(axis_name, params, x, labels, where)
     (axis,) = params["axes"]
-    own = _devices.own(labels, x.shape[axis], Cut.of_part(axis_name, x.shape[axis]))
+    own = across_devices.own(labels, x.shape[axis], Cut.of_part(axis_name, x.shape[axis]))
     given = {"x": x, "m": m, "d": d, "t": t, "labels": own, "where": where}
     mean, chosen, *total = lax.psum(jnp.stack(bind(CROSS_ENTROPY_JVP, given, **params)), axis_name)
     return [*found, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]

@@ -25,15 +25,15 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.ptx import WARPS, compare, constant, i64, integer, utils
-from jaxsoftmax.ops.top_k import _staged
-from jaxsoftmax.ops.top_k._floats import exponential, inverse_of, narrowed, reciprocal, shifted, widened
-from jaxsoftmax.ops.top_k._staged import VECTOR, Plan, Warp, store_all, vector_of
+from jaxsoftmax.ops.top_k.mosaic_sm90 import staged
+from jaxsoftmax.ops.top_k.mosaic_sm90.floats import exponential, inverse_of, narrowed, reciprocal, shifted, widened
+from jaxsoftmax.ops.top_k.mosaic_sm90.staged import VECTOR, Plan, Warp, store_all, vector_of
 
 
 def serves(cols: int, itemsize: int, k: int, of_x: int | None) -> bool:
     """Whether there is a kernel for gradients of that size; `of_x` is that of the elements of `x`, None where there is none."""
     sizes = [itemsize] if of_x is None else [itemsize, of_x]
-    return k <= _staged.MOST and all(_staged.serves(cols, size) for size in sizes) and sizes[-1] <= itemsize
+    return k <= staged.MOST and all(staged.serves(cols, size) for size in sizes) and sizes[-1] <= itemsize
 
 
 def gradient(indices, c, b, x, m, d, weights, *, cols: int, dtype: Any) -> jax.Array:
@@ -46,7 +46,7 @@ def gradient(indices, c, b, x, m, d, weights, *, cols: int, dtype: Any) -> jax.A
     sizes = [cols * out.itemsize]
     if x is not None and x.dtype.itemsize != out.itemsize:  # which has a place of its own
         sizes.append(cols * x.dtype.itemsize)
-    plan = Plan(rows, cols, out.itemsize, _staged.rows_of_warp(sum(sizes)))
+    plan = Plan(rows, cols, out.itemsize, staged.rows_of_warp(sum(sizes)))
     of_x = plan if x is None else Plan(rows, cols, x.dtype.itemsize, plan.of_warp)
     given = {"indices": indices, "c": c, "b": b, "m": m, "d": d, "weights": weights}
     given = {name: array.reshape(-1) for name, array in given.items() if array is not None}

@@ -31,7 +31,7 @@ from jax import lax
 
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operands import Map, Operand
+from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, reverse_only
 
 # Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
@@ -76,7 +76,7 @@ def _types(operands, **params):
 
 
 LINEAR_CROSS_ENTROPY = define(
-    Map(
+    Operation(
         "cross_entropy",
         "linear_cross_entropy",
         (

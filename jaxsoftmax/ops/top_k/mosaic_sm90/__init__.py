@@ -1,8 +1,8 @@
 """The k largest entries of rows, and samples from rows, on Hopper, for rows of any length.
 
-Samples are in `_sampling`, and rows of up to 512 columns, of which there may be millions, in `_short` and `_short_gradient`.
+Samples are in `sampling`, and rows of up to 512 columns, of which there may be millions, in `short_rows` and `short_gradient`.
 Else a block, or the blocks of a cluster, go through a row in sweeps of a few thousand elements, each read once. What is above a
-bound goes to a list in shared memory (see `_candidates`). The first bound comes from the first sweep: the k-th largest of the
+bound goes to a list in shared memory (see `candidates`). The first bound comes from the first sweep: the k-th largest of the
 maxima of its threads. Whenever the list is long it is cut to the k largest, and the bound raised. The blocks of a cluster send
 their lists to the first one, which cuts them to one list, sorts and stores it. So of each element 4 bytes are read, or 2, and
 no more than the k entries are written.
@@ -22,11 +22,12 @@ from jax import lax
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax.ops.softmax import mosaic as of_softmax
-from jaxsoftmax.ops.softmax.mosaic import select
-from jaxsoftmax.ops.top_k import _sampling, _short, _short_gradient, _staged, xla
-from jaxsoftmax.ops.top_k._candidates import HEAD, Candidates, Places
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, choose, copied_of, launched, meet, plan_of, start
+from jaxsoftmax.ops.softmax import mosaic_sm90 as of_softmax
+from jaxsoftmax.ops.softmax.mosaic_sm90 import select
+from jaxsoftmax.ops.top_k import xla
+from jaxsoftmax.ops.top_k.mosaic_sm90 import sampling, short_gradient, short_rows, staged
+from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import HEAD, Candidates, Places
+from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import Plan, Row, States, choose, copied_of, launched, meet, plan_of, start
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 MOST = 1024  # entries of a row that are found
@@ -81,7 +82,7 @@ def _has_short_gradient(operands, size, dtype) -> bool:
     if any(operands[name] is not None for name in ("where", "scale")) or operands["c"] is None:
         return False
     x = None if operands["x"] is None else operands["x"].dtype.itemsize
-    return _short_gradient.serves(size, jnp.dtype(dtype).itemsize, operands["indices"].shape[-1], x)
+    return short_gradient.serves(size, jnp.dtype(dtype).itemsize, operands["indices"].shape[-1], x)
 
 
 def _is_of_selected(operands, normalize) -> bool:
@@ -120,8 +121,8 @@ def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, normalize, 
     if _has_short_gradient(operands, size, dtype):
         return None
     if _is_of_selected(operands, normalize):
-        rows = f"rows of up to {_staged.MOST_COLS} columns that are whole vectors"
-        return f"its kernel is for {rows}, k up to {_staged.MOST}, no where and no scale, got {size} columns and k {k}"
+        rows = f"rows of up to {staged.MOST_COLS} columns that are whole vectors"
+        return f"its kernel is for {rows}, k up to {staged.MOST}, no where and no scale, got {size} columns and k {k}"
     given = {name: operands[name] for name in ("x", "where", "scale")}
     return of_softmax.unprofitable("logsumexp_vjp", target, given, fused, cast, axes=(x.ndim - 1,), dtype=dtype)
 
@@ -150,7 +151,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     rows, is_float = math.prod(batch), jnp.issubdtype(x.dtype, jnp.floating)
-    if scale is None and where is None and (is_float or not return_state) and _short.serves(cols, x.dtype.itemsize, k):
+    if scale is None and where is None and (is_float or not return_state) and short_rows.serves(cols, x.dtype.itemsize, k):
         return _of_short_rows(x, k, dtype, None, return_state)
     is_lifted = return_state and where is None
     plan = plan_for(target, rows, cols, x.dtype.itemsize, is_lifted)
@@ -251,7 +252,7 @@ def _mask(tile, ref, source):
 
 def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target):
     """The k largest weights and their columns, and the state `(m, d)` if asked for."""
-    if scale is None and where is None and _short.serves(x.shape[-1], x.dtype.itemsize, k):
+    if scale is None and where is None and short_rows.serves(x.shape[-1], x.dtype.itemsize, k):
         return _of_short_rows(x, k, dtype, normalize, return_state)
     params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype, "target": target}
     found = xla.weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
@@ -259,10 +260,10 @@ def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype, target)
 
 
 def _of_short_rows(x, k, dtype, normalize, return_state):
-    """What `_short.top_k` gives, of rows with their batch axes; integers are found in their own dtype."""
+    """What `short_rows.top_k` gives, of rows with their batch axes; integers are found in their own dtype."""
     *batch, cols = x.shape
     kind = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    found = _short.top_k(x.reshape(-1, cols), k, kind, normalize, return_state)
+    found = short_rows.top_k(x.reshape(-1, cols), k, kind, normalize, return_state)
     values, *others = [a.reshape(*batch, -1) for a in found]
     return [values.astype(dtype), *others]
 
@@ -274,7 +275,7 @@ def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, no
     operands = {"indices": indices, "c": c, "b": b, "x": x, "m": m, "d": d, "weights": weights}
     if _has_short_gradient(operands | {"where": where, "scale": scale}, size, dtype):
         rows = [None if a is None else a.reshape(-1, a.shape[-1]) for a in operands.values()]
-        return [_short_gradient.gradient(*rows, cols=size, dtype=dtype).reshape(*indices.shape[:-1], size)]
+        return [short_gradient.gradient(*rows, cols=size, dtype=dtype).reshape(*indices.shape[:-1], size)]
     found, common = xla.parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
     params = {"axes": (x.ndim - 1,), "dtype": dtype, "scale_tangent": scale_tangent, "target": target}
     total = of_softmax.logsumexp_vjp(x, m, d, common, where, scale, **params)
@@ -293,7 +294,7 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
     of_rows = {"row": row, "key0": key0, "key1": key1, "inverse": inverse, "noise": noise, "top_p": top_p, "min_p": min_p}
     of_rows = {name: a for name, a in of_rows.items() if a is not None}
     of_rows = {name: (a if a.size == 1 else jnp.broadcast_to(a, row.shape)).reshape(-1) for name, a in of_rows.items()}
-    found = _sampling.sample(target, jnp.broadcast_to(x, (*batch, cols)).reshape(-1, cols), of_rows, return_state)
+    found = sampling.sample(target, jnp.broadcast_to(x, (*batch, cols)).reshape(-1, cols), of_rows, return_state)
     return [a.reshape(row.shape) for a in found]
 
 

@@ -3,7 +3,7 @@
 A warp copies its rows to shared memory, and then a lane, or a few, search a row of it:
 
 1. The larger one of each pair of elements is made a number of 32 bits: above, the leading bits of what orders it, all of them
-   of 16-bit floats; in the lowest bits how far its column is from the last one. The k largest of these go through `_networks`.
+   of 16-bit floats; in the lowest bits how far its column is from the last one. The k largest of these go through `network`.
 2. The k largest elements are among the pairs that were found. Their other elements are looked up in shared memory, ordered, and
    merged with the first ones.
 3. With the state of a row, `m` is the value that was found first, and `d` is summed up in another pass over shared memory.
@@ -31,17 +31,17 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
-from jaxsoftmax.ops.top_k import _networks, _staged
-from jaxsoftmax.ops.top_k._candidates import KEY
-from jaxsoftmax.ops.top_k._floats import as_float, exponential, inverse_of, narrowed, shifted, sum_of, widened
-from jaxsoftmax.ops.top_k._staged import Plan, Warp, store_all, vector_of
+from jaxsoftmax.ops.top_k.mosaic_sm90 import network, staged
+from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import KEY
+from jaxsoftmax.ops.top_k.mosaic_sm90.floats import as_float, exponential, inverse_of, narrowed, shifted, sum_of, widened
+from jaxsoftmax.ops.top_k.mosaic_sm90.staged import Plan, Warp, store_all, vector_of
 
 _LOWEST = -(2**31)
 
 
 def serves(cols: int, itemsize: int, k: int) -> bool:
     """Whether there is a kernel for rows of so many elements of that size."""
-    return _staged.serves(cols, itemsize) and k <= _staged.MOST
+    return staged.serves(cols, itemsize) and k <= staged.MOST
 
 
 def top_k(x: jax.Array, k: int, dtype: Any, normalize: str | None = None, return_state: bool = False) -> list[jax.Array]:
@@ -52,7 +52,7 @@ def top_k(x: jax.Array, k: int, dtype: Any, normalize: str | None = None, return
     rows, cols = x.shape
     wanted = jnp.dtype(dtype).itemsize
     of_row = cols * x.dtype.itemsize
-    plan = Plan(rows, cols, x.dtype.itemsize, _staged.rows_of_warp(of_row), more=k * (4 + wanted))
+    plan = Plan(rows, cols, x.dtype.itemsize, staged.rows_of_warp(of_row), more=k * (4 + wanted))
     call = _Call(plan, k, jnp.dtype(x.dtype), normalize, return_state)
     results = [jax.ShapeDtypeStruct((rows * k,), dtype), jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * (2 * return_state)
@@ -104,8 +104,8 @@ class _Call:
         return 2**self.bits - 1
 
     @property
-    def ops(self) -> _networks.Operations:
-        return _networks.Operations(arith.maxsi, arith.minsi, tells_dropped=not self.is_half)
+    def ops(self) -> network.Operations:
+        return network.Operations(arith.maxsi, arith.minsi, tells_dropped=not self.is_half)
 
 
 def _kernel(call, x, *refs):
@@ -153,13 +153,13 @@ def _emit(call, x, values, indices, *refs):
 def _found(call, warp):
     """The k largest elements of a lane's row, as numbers in decreasing order, and whether they may be others."""
     ops, k = call.ops, call.k
-    found = _networks.largest(ops, _pairs(call, warp), k)
+    found = network.largest(ops, _pairs(call, warp), k)
     if call.plan.lanes > 1:
         part = arith.muli(warp.part, constant(call.plan.size))
-        found = _networks.Found([arith.xori(e, part) for e in found.largest], found.dropped)
+        found = network.Found([arith.xori(e, part) for e in found.largest], found.dropped)
     for bit in [1 << i for i in range(call.plan.lanes.bit_length() - 1)]:
         dropped = None if found.dropped is None else _of_other(found.dropped, bit)
-        found = _networks.merged(ops, found, _networks.Found([_of_other(e, bit) for e in found.largest], dropped), k)
+        found = network.merged(ops, found, network.Found([_of_other(e, bit) for e in found.largest], dropped), k)
     winners, losers = zip(*[_elements(call, warp, e) for e in found.largest], strict=True)
     winners, losers = list(winners), list(losers)
     if call.is_half and len(winners) == k and 2 * k < call.plan.cols:
@@ -173,7 +173,7 @@ def _found(call, warp):
     last = losers.pop() if len(winners) == k else None
     dropped = [e for e in (found.dropped, last) if e is not None] if ops.tells_dropped else []
     dropped = functools.reduce(ops.maximum, dropped) if dropped else None
-    largest = _networks.merged(ops, _networks.Found(winners, dropped), _networks.Found(_networks.in_order(ops, losers)), k)
+    largest = network.merged(ops, network.Found(winners, dropped), network.Found(network.in_order(ops, losers)), k)
     is_unsure = None
     if call.is_float:  # NaN in a row was made the largest of all
         infinity = 0x7C000000 if call.of == jnp.float16 else 0x7F800000

@@ -25,13 +25,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import products, ptx, tiles
+from jaxsoftmax._gpu import ptx, schedule, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention._operands import batch_of, cotangents_of_rows, cotangents_of_sinks
-from jaxsoftmax.ops.attention.mosaic.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, plan_of
-from jaxsoftmax.ops.attention.mosaic.operands import KERNEL, Operand, laid_out
-from jaxsoftmax.ops.attention.mosaic.scores import COL_LAYOUT, LAYOUT, LOG2E, ROW_LAYOUT, dropout_keeps, of_own_segment, tanh
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, plan_of
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, Operand, laid_out
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import (
+    COL_LAYOUT,
+    LAYOUT,
+    LOG2E,
+    ROW_LAYOUT,
+    dropout_keeps,
+    of_own_segment,
+    tanh,
+)
+from jaxsoftmax.ops.attention.operands import batch_of, cotangents_of_rows, cotangents_of_sinks
 from jaxsoftmax.ops.attention.xla import summed_to
 
 _BOTH = 8  # the named barrier at which both consumers meet; Mosaic GPU uses the first ones
@@ -103,8 +111,8 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
     threads = min(target.multiprocessors, plan.count)  # blocks of them
-    waves = tiles.waves(plan, threads) if is_partial else 1  # beside a step of a ring a collective may run
-    if (table := tiles.table(plan, threads)) is not None:
+    waves = schedule.waves(plan, threads) if is_partial else 1  # beside a step of a ring a collective may run
+    if (table := schedule.table(plan, threads)) is not None:
         refs["table"] = table
     shape = plan.batch + plan.query
     if onto is None:
@@ -156,8 +164,8 @@ def _kernel(plan, operands, threads, waves, refs, results, **memory):
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    counter = tiles.ticket_counter() if plan.deterministic else None
-    own_tiles = tiles.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves)
+    counter = schedule.ticket_counter() if plan.deterministic else None
+    own_tiles = schedule.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
@@ -489,7 +497,7 @@ class _Tile:
     def _share(self, slot, half, ds):
         """Stores the derivatives of scores for both consumers, and meets the other one.
 
-        A slot is written again two steps later: after the next meeting, before which both have waited for their products.
+        A slot is written again two steps later: after the next meeting, before which both have waited for their wgmma.
         """
         for slab in range(self.plan.config.block_q // ROWS):
             slot[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
@@ -542,7 +550,7 @@ class _Tile:
             ):
                 if values is not None:
                     start = entry * of_entry + first, place.head * plan.size
-                    products.store_product(out, *start, (keys - first, plan.size), values)
+                    wgmma.store_product(out, *start, (keys - first, plan.size), values)
             plgpu.barrier_arrive(memory["kv_empty"])
             return
         _meet()
@@ -606,7 +614,7 @@ class _Scores:
         self.segments: Any = None
         if "key_segments" in self.plan.names and weighs:
             own, keys = self.operands["key_segments"], self.plan.key[0]
-            self.segments = products.load_product_rows(own.ref, own.index(self.b) * keys + first, keys - first, self.shape)
+            self.segments = wgmma.load_product_rows(own.ref, own.index(self.b) * keys + first, keys - first, self.shape)
 
     def load(self, head, block, *, banded):
         """What global memory has on a block of queries: while products are made, as loads take long."""
@@ -615,13 +623,13 @@ class _Scores:
             if name in self.operands:
                 own = self.operands[name]
                 at = self._at(own, head, block)
-                loaded[name] = products.load_transposed(own.ref, *at, self.shape, varies=own.varies)
+                loaded[name] = wgmma.load_transposed(own.ref, *at, self.shape, varies=own.varies)
         if "query_segments" in self.operands:
             own, queries, start = self.operands["query_segments"], self.plan.query[0], block * self.shape[1]
             first = own.index(self.b) * queries + start
             loaded["segments"] = lax.cond(
                 banded,
-                lambda: products.load_product_cols(own.ref, first, queries - start, self.shape),
+                lambda: wgmma.load_product_cols(own.ref, first, queries - start, self.shape),
                 lambda: plgpu.layout_cast(jnp.zeros(self.shape[1:], own.ref.dtype), COL_LAYOUT),
             )
         return loaded
@@ -653,7 +661,7 @@ class _Scores:
         """
         if "segments" in loaded:
             p = of_own_segment(p, self.segments, loaded["segments"], hidden=0.0)
-        return products.band(p, *self._limits(block * self.shape[1]), hidden=0.0) if self.is_limited else p
+        return wgmma.band(p, *self._limits(block * self.shape[1]), hidden=0.0) if self.is_limited else p
 
     def kept(self, head, block):
         """Which weights dropout keeps, or None for all."""
@@ -677,7 +685,7 @@ class _Scores:
     def add_to_bias(self, ds, head, block):
         if self.plan.adds_bias:
             own = self.operands["bias"]
-            products.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=own.varies)
+            wgmma.add_transposed(self.refs["dbias"], *self._at(own, head, block), ds, varies=own.varies)
 
     def _limits(self, start):
         """The first and the last column that each row sees, where columns are queries from `start` on; None for no limit."""
@@ -709,7 +717,7 @@ def _hidden_zero(step, use):
     return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
 
 
-# Waits for the other consumer; what both wrote to shared memory is then visible to products.
+# Waits for the other consumer; what both wrote to shared memory is then visible to wgmma.
 _meet = ptx.meeting(_BOTH, CONSUMERS)
 
 

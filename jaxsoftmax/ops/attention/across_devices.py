@@ -35,9 +35,9 @@ from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention._operands import AXES, state_of
-from jaxsoftmax.ops.attention._parallel import Strategy
-from jaxsoftmax.ops.attention._zigzag import granules, ordered, reordered, start_of
+from jaxsoftmax.ops.attention.context_parallel.order import granules, ordered, reordered, start_of
+from jaxsoftmax.ops.attention.context_parallel.settings import Strategy
+from jaxsoftmax.ops.attention.operands import AXES, state_of
 
 STRATEGIES = get_args(Strategy)
 

@@ -1,7 +1,7 @@
 """The best entry of a row so far, in the shared memory of a block, with which scores with noise are compared.
 
 An entry is a number of 64 bits: above, the key of its score, and below how far its column is from the last one, as in
-`_candidates`. So the larger of two is that of the larger score, and of equal ones that of the lower column.
+`candidates`. So the larger of two is that of the larger score, and of equal ones that of the lower column.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import SPLAT, compare, constant, i64, integer, utils
-from jaxsoftmax.ops.top_k._candidates import BITS_OF_KEY, FLAG, KEY, start_of
+from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import BITS_OF_KEY, FLAG, KEY, start_of
 
 
 @dataclass(frozen=True)

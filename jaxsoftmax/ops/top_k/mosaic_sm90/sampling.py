@@ -1,7 +1,7 @@
 """Samples from rows on Hopper: a kernel that draws, and with filters one that looks at what was drawn, and one that redraws.
 
 1. Elements are compared with the best so far, which is in shared memory. Noise is bounded by the upper half of its random bits,
-   which come from a counter (see `_noise`), on chip: eight halves from one evaluation. Eight elements of a thread are looked at
+   which come from a counter (see `noise`), on chip: eight halves from one evaluation. Eight elements of a thread are looked at
    together, by the largest of them and the least of their halves. Only where these allow that one is better four are, and then
    each alone; and where its own half allows it, too, all of its bits are made, and its noise.
 2. With `top_p` the maximum of the row is found on the way, and what was drawn is looked at: the weights of all elements are
@@ -29,11 +29,11 @@ from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.fused import fused, product
 from jaxsoftmax._gpu.ptx import utils
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax.ops.softmax.mosaic import logsumexp
-from jaxsoftmax.ops.top_k import _noise
-from jaxsoftmax.ops.top_k._candidates import FLAG, start_of
-from jaxsoftmax.ops.top_k._sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
-from jaxsoftmax.ops.top_k._winner import Winner
+from jaxsoftmax.ops.softmax.mosaic_sm90 import logsumexp
+from jaxsoftmax.ops.top_k import noise
+from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import FLAG, start_of
+from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
+from jaxsoftmax.ops.top_k.mosaic_sm90.winner import Winner
 
 _BLOCKS_THAT_REDRAW = 4  # of a row: few rows are
 _BLOCKS_AT_A_TIME = 2  # of a multiprocessor, of the kernel that redraws, whose threads have up to 255 registers
@@ -66,11 +66,11 @@ def sample(target, x, of_rows, return_state):
 
 
 def _drawing_layout(cols: int, vector: int) -> RowLayout:
-    """A sweep has steps of `_noise.STRIDE` elements, of which a thread has those that share random words.
+    """A sweep has steps of `noise.STRIDE` elements, of which a thread has those that share random words.
 
     Where rows start inside of a line, threads join vectors of two steps.
     """
-    return RowLayout(cols, Config(vector, _noise.STRIDE // vector, unroll=_noise.HALVES), stored=False)
+    return RowLayout(cols, Config(vector, noise.STRIDE // vector, unroll=noise.HALVES), stored=False)
 
 
 def _drawing_plan(target, x, parts: int) -> Plan:
@@ -310,7 +310,7 @@ class _Drawing:
         The random halves of the first group are the lower ones of their words, and those of the second the upper ones.
         """
         larger = self.held.maximum if self.held.in_words else functools.partial(functools.reduce, jnp.maximum)
-        groups = [larger(loaded[i : i + _noise.WORDS]) for i in range(0, len(loaded), _noise.WORDS)]
+        groups = [larger(loaded[i : i + noise.WORDS]) for i in range(0, len(loaded), noise.WORDS)]
         return self.held.converted(larger(groups)), groups
 
     def draw(self, steps, load, tops, kept: "_Kept | None" = None) -> None:
@@ -324,14 +324,14 @@ class _Drawing:
             return fused(_at_temperature, (kept is not None,), [scores, *inverse], self.layout)
 
         counter = [
-            jnp.int32(steps[0] // _noise.HALVES * _noise.STRIDE),
+            jnp.int32(steps[0] // noise.HALVES * noise.STRIDE),
             *(self.of_row[name] for name in ("row", "key0", "key1")),
         ]
         words = fused(_random_words, (0,), [self.place, *counter], self.layout)
 
         def compare(index):
             found, column = load(index), jnp.int32(steps[index] * self.width)
-            operands = [found, words[index % _noise.WORDS], self.place, column, *inverse, *(kept.numbers if kept else ())]
+            operands = [found, words[index % noise.WORDS], self.place, column, *inverse, *(kept.numbers if kept else ())]
             options = index, kept and kept.test, len(inverse)
             score, upper, columns = fused(_scored, options, operands, self.layout)
 
@@ -352,7 +352,7 @@ class _Drawing:
                 @pl.when(winner.may_win(score, upper, self.noise, self.layout) != 0)
                 def _(number=number):
                     # A loop would lower a quarter less of the kernel that redraws, but a row drawn anew takes 4% longer.
-                    for index in range(len(steps))[number * _noise.WORDS :][: _noise.WORDS]:
+                    for index in range(len(steps))[number * noise.WORDS :][: noise.WORDS]:
                         compare(index)
 
 
@@ -367,7 +367,7 @@ def _along(number, like):
 def _random_words(more: int, place, first, row, key0, key1):
     block = (place + first).astype(jnp.uint32) + np.uint32(more)
     row, key0, key1 = (_along(number, place) for number in (row, key0, key1))
-    return _noise.words_of(block, row, key0, key1, product)
+    return noise.words_of(block, row, key0, key1, product)
 
 
 def _at_temperature(is_filtered: bool, scores, inverse=None):
@@ -383,14 +383,14 @@ def _scored(index: int, test, temperatures: int, found, word, place, first, *num
     scores = _at_temperature(test is not None, found, *numbers[:temperatures])
     if test is not None:
         scores = jnp.where(test(found, columns, *numbers[temperatures:]), scores, -jnp.inf)
-    return scores, _noise.half_of(word, index), columns
+    return scores, noise.half_of(word, index), columns
 
 
-def _total(index: int, score, upper, place, first, row, key0, key1, noise=None):
+def _total(index: int, score, upper, place, first, row, key0, key1, amplitude=None):
     """Returns the scores with noise of one step of a sweep."""
-    words = _random_words(_noise.LOWER, place, first, row, key0, key1)
-    noise_of_columns = _noise.gumbel(upper | _noise.half(words, index) >> np.uint32(16))
-    total = score + (noise_of_columns if noise is None else noise_of_columns * _along(noise, score))
+    words = _random_words(noise.LOWER, place, first, row, key0, key1)
+    noise_of_columns = noise.gumbel(upper | noise.half(words, index) >> np.uint32(16))
+    total = score + (noise_of_columns if amplitude is None else noise_of_columns * _along(amplitude, score))
     return jnp.where(total == total, total + 0, jnp.inf)  # NaN before all numbers, and -0 as 0
 
 

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 from jaxsoftmax._core import arguments
-from jaxsoftmax.ops.attention import _zigzag
+from jaxsoftmax.ops.attention.context_parallel import order
 
 Strategy = Literal["ring", "all_gather", "all_to_all"]
 
@@ -79,7 +79,7 @@ class ContextParallel:
         object.__setattr__(self, "axis_name", names or None)
         object.__setattr__(self, "replicated_queries", replicated)
         if self.zigzag is not None:
-            object.__setattr__(self, "zigzag", _zigzag.check(_NAME, "zigzag", self.zigzag))
+            object.__setattr__(self, "zigzag", order.check(_NAME, "zigzag", self.zigzag))
 
 
 _UNSET = ContextParallel()  # made once: a call without `parallel` checks nothing

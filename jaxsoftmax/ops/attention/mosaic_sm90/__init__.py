@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._gpu.target import HOPPER
-from jaxsoftmax.ops.attention._operands import (
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import Call
+from jaxsoftmax.ops.attention.operands import (
     OPERANDS,
     batch_of,
     dequantised,
@@ -16,8 +18,6 @@ from jaxsoftmax.ops.attention._operands import (
     types_without_pages,
     without_pages,
 )
-from jaxsoftmax.ops.attention.mosaic import backward, decode, forward
-from jaxsoftmax.ops.attention.mosaic.operands import Call
 
 # The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
 GENERATIONS = {9: (forward, decode, backward)}

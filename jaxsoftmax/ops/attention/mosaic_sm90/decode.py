@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention._operands import batch_of
-from jaxsoftmax.ops.attention.mosaic import forward, forward_plan
-from jaxsoftmax.ops.attention.mosaic.forward_plan import FACTS, ROWS, Config, Plan, padded
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention.mosaic_sm90 import forward, forward_plan
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FACTS, ROWS, Config, Plan, padded
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
+from jaxsoftmax.ops.attention.operands import batch_of
 
 PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
 REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
@@ -132,7 +132,7 @@ def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragg
 
     def cost(splits):
         size = -(-blocks_kv // splits)
-        own, merge = size + tiles.TILE_COST, (_MERGE_COST if splits > 1 else 0)
+        own, merge = size + schedule.TILE_COST, (_MERGE_COST if splits > 1 else 0)
         if is_ragged and tiles_unsplit * splits > multiprocessors:  # some come later; at the end all wait for one of them
             return _FILLED * tiles_unsplit * splits / multiprocessors * own + size + merge
         return -(-tiles_unsplit * splits // multiprocessors) * own + merge

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax._gpu.target import Target
-from jaxsoftmax.ops.attention._operands import AXES, batch_of
+from jaxsoftmax._core.target import Target
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention.operands import AXES, batch_of
 
 
 class Arithmetic(NamedTuple):
@@ -56,7 +56,7 @@ class Call:
 
     def does_not_fit(self, dtype: Any, target: Target) -> str | None:
         """Returns why a block of threads cannot have its shared memory, in words, or None."""
-        needed = tiles.bytes_of(self.scratch(dtype))
+        needed = schedule.bytes_of(self.scratch(dtype))
         if needed <= target.shared_memory:
             return None
         sizes = f"head sizes {self.query[2]} and {self.key[2]}"

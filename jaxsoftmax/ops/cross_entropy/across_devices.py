@@ -1,4 +1,4 @@
-"""Cross-entropy of rows that devices share: a vocabulary-parallel loss, as softmax's `_devices` for what it gets and returns.
+"""Cross-entropy of rows that devices share: a vocabulary-parallel loss. `ops/softmax/across_devices` says what it gets.
 
 Forward one collective brings the states of all parts of a row, and the score of its label from the device that has it.
 Cotangents are numbers of rows, which every device has: backward there is none.
@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax._devices import merged, mesh_axes, seen
+from jaxsoftmax.ops.softmax.across_devices import merged, mesh_axes, seen
 
 
 def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, Arithmetic, Call, static_of
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, Arithmetic, Call, static_of
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 ROWS = 64  # queries of a consumer warpgroup
 SWIZZLED = 64  # 16-bit elements of 128 bytes
@@ -179,7 +179,7 @@ class Plan(Call):
         keys, key_heads, size = self.key
         itemsize = 4 if self.config.split else 1 if self.bytes_dtype else 2
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
-        return min(8, 1 << max(1, tiles.L2 // bytes_of_head).bit_length() - 1)
+        return min(8, 1 << max(1, schedule.L2 // bytes_of_head).bit_length() - 1)
 
     def scratch(self, dtype) -> dict[str, Any]:
         """What is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
@@ -203,7 +203,7 @@ class Plan(Call):
         own: dict[str, Any] = {}
         group = self.head_group if self.is_strided else None
         if self.facts:
-            own |= tiles.ticket_memory(1 + self.facts, config.consumers + config.producers + config.converters - 1)
+            own |= schedule.ticket_memory(1 + self.facts, config.consumers + config.producers + config.converters - 1)
         if config.own_output and not config.split and self.splits == 1:
             own |= {"o": memory(config.consumers, ROWS, value_size, value_parts, group=group)}
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}

@@ -21,9 +21,10 @@ from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
 from jaxsoftmax._gpu.rows.tile import each
-from jaxsoftmax.ops.cross_entropy import _linear, _linear_mosaic, xla
-from jaxsoftmax.ops.softmax import mosaic as of_softmax
-from jaxsoftmax.ops.softmax.mosaic import apply_mask, select
+from jaxsoftmax.ops.cross_entropy import linear, xla
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear as linear_kernel
+from jaxsoftmax.ops.softmax import mosaic_sm90 as of_softmax
+from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, select
 
 _LIKE = {  # softmax's kernels that are as large, and hold rows or not as these
     "cross_entropy": "logsumexp_forward",
@@ -35,7 +36,7 @@ _LIKE = {  # softmax's kernels that are as large, and hold rows or not as these
 def unsupported(primitive, target, operands, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if primitive == "linear_cross_entropy":
-        return _linear_mosaic.unsupported(target, operands, params["head"].class_axis)
+        return linear_kernel.unsupported(target, operands, params["head"].class_axis)
     x, where, kernel, problem = operands["x"], operands.get("where"), _LIKE[primitive], _problem(primitive, operands, **params)
     dtypes = [x.dtype] if primitive == "cross_entropy_gradient" else [x.dtype, jnp.dtype(params["dtype"])]
     reason = of_softmax.unsupported_rows(target, kernel, dtypes, where, problem)
@@ -51,7 +52,7 @@ def unsupported(primitive, target, operands, **params) -> str | None:
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     if primitive == "linear_cross_entropy":
-        return _linear_mosaic.unprofitable(operands, params["head"].class_axis)
+        return linear_kernel.unprofitable(operands, params["head"].class_axis)
     problem = _problem(primitive, operands, **params)
     return of_softmax.unprofitable_rows(primitive, _LIKE[primitive], problem, fused, cast, params["dtype"])
 
@@ -149,7 +150,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
 
 def linear_cross_entropy(hidden, weight, labels, *, head, target):
     """`head.numbers`, without the logits."""
-    return _linear.of_batch(functools.partial(_linear_mosaic.numbers, head, target), hidden, weight, labels)
+    return linear.of_batch(functools.partial(linear_kernel.numbers, head, target), hidden, weight, labels)
 
 
 def _run(primitive, body, problem, target, x, where, given=None, **results):

@@ -23,13 +23,13 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.problem import Masked, Problem, entries, is_along
+from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.columns import ColumnLayout
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Scalar, Whole
 from jaxsoftmax._gpu.rows.tile import Either, each
-from jaxsoftmax._gpu.target import target_for
 
 DTYPES = ("float32", "bfloat16", "float16")
 FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many columns XLA's fused forward is faster

@@ -11,10 +11,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import tiles
-from jaxsoftmax.ops.attention import _blocks as blocks
-from jaxsoftmax.ops.attention.mosaic.operands import HOST, KERNEL, Arithmetic, Call, static_of
-from jaxsoftmax.ops.attention.mosaic.scores import LOG2E
+from jaxsoftmax._gpu import schedule
+from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, KERNEL, Arithmetic, Call, static_of
+from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 SIZES = (64, 128, 256)  # of heads, on chip
 ROWS = 64  # keys or queries of a product
@@ -179,7 +179,7 @@ class Plan(Call):
             return 1
         bytes_of_head = 8 * self.query[0] * self.size * self.groups  # two of 16 bits, and one of 32
         least, most, times = (8, 32, 2 if equal else 4) if self.deterministic else (1, 8, 1)
-        return min(most, max(least, 1 << max(1, times * tiles.L2 // bytes_of_head).bit_length() - 1))
+        return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
     def scratch(self, dtype) -> dict[str, Any]:
         """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
@@ -194,7 +194,7 @@ class Plan(Call):
         if self.passes_both:
             own["p_of_bias"] = own["p"]
         if self.by_ticket:
-            own |= tiles.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
+            own |= schedule.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
         lines = {"q_lse": stages, "do_delta": stages_do}
         if self.deterministic:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
             lines = {"lines": stages + stages_do}

@@ -17,7 +17,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.cross_entropy import _linear, xla
+from jaxsoftmax.ops.cross_entropy import linear, xla
 
 _CONSUMERS = 2
 _ROWS, _CLASSES = 64, 256  # of a tile of each consumer
@@ -48,13 +48,13 @@ def unprofitable(operands, class_axis) -> str | None:
     hidden, weight = operands["hidden"], operands["weight"]
     units, size = _units(class_axis), math.prod(weight.shape) * weight.dtype.itemsize
     is_copied = any(length % unit for length, unit in zip(weight.shape[-2:], units, strict=True))
-    if is_copied and weight.dtype == hidden.dtype and size > _linear.MOST:  # another dtype is cast there, too
-        return f"a copy of the weight would take {size} bytes, and parts of the logits {_linear.MOST}"
+    if is_copied and weight.dtype == hidden.dtype and size > linear.MOST:  # another dtype is cast there, too
+        return f"a copy of the weight would take {size} bytes, and parts of the logits {linear.MOST}"
     return None
 
 
 def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
-    """`head.numbers`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `_linear`."""
+    """`head.numbers`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `linear`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
     hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import fused
-from jaxsoftmax.ops.attention import _dropout
+from jaxsoftmax.ops.attention import dropout
 
 LOG2E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
@@ -34,7 +34,7 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     positions = [start + plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=LAYOUT) for axis, start in enumerate(starts)]
     row, col = reversed(positions) if is_transposed else positions
     first_word, second_word = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
-    return _dropout.keep(first_word, second_word, row, col, rate)
+    return dropout.keep(first_word, second_word, row, col, rate)
 
 
 def tanh(x):

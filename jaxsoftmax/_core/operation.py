@@ -32,7 +32,7 @@ class Operand:
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
+class Operation:
     """What becomes a primitive: an op, or one of its derivatives.
 
     Attributes:
@@ -47,7 +47,7 @@ class Map:
       is_cut: whether the reference too runs on shards, as kernels do: of a map for which XLA would gather the batch.
       knows_machine: whether the reference gets a `machine`, on which XLA runs it.
       joined: the names of axes along which devices merge what they have, by the function of the map's name in the op's
-        `_devices`. Where operands all have the same axes they are those of the parameter `axes`.
+        `across_devices`. Where operands all have the same axes they are those of the parameter `axes`.
     """
 
     op: str

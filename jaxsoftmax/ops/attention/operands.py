@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._core.operands import Operand
+from jaxsoftmax._core.operation import Operand
 
 # A letter for each axis: query heads N, key heads K, queries T, keys S, head size H (that of values may differ), 4 for the two
 # words of a seed and the positions of the first query and key, pages P of so many keys each, and M for the pages of a sequence.
