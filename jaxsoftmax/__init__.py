@@ -1,7 +1,7 @@
 """Softmax for JAX on NVIDIA GPUs: over logits, in attention, in a loss, over a sharded vocabulary."""
 
 from jaxsoftmax import cache, online
-from jaxsoftmax._core.dispatch import Decision, Explanation, explain
+from jaxsoftmax._core.choose import Decision, Explanation, explain
 from jaxsoftmax.ops.attention.api import dot_product_attention
 from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel

@@ -8,10 +8,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core import arguments, sharding
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import checks, primitive
+from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 
 __all__ = ["paged_attention", "quantize", "update_pages"]
 
@@ -150,7 +152,7 @@ def paged_attention(
     Source: Kwon et al. 2023, arXiv:2309.06180.
     """
     name = "paged_attention"
-    dispatch.check_implementation("attention", name, implementation)
+    check_implementation(ATTENTION_FAMILY, name, implementation)
     is_causal, return_lse = arguments.flags(name, is_causal=is_causal, return_lse=return_lse)
     query = arguments.array(name, "query", query, "floating")
     if query.dtype.name not in checks.DTYPES:

@@ -1,24 +1,62 @@
-"""What the operands and results of a map are, written down once: batching, sharding and dispatch derive from it."""
+"""Declares ops: their operands and results, from which batching, sharding and derivatives derive, and what implements them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from jaxsoftmax._core.problem import Problem
 
 # The names of the last axes of an array, for sharding.
 Axes = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class Operand:
-    """One operand, or result.
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Says where an implementation with kernels runs, so that its modules load only there.
 
     Attributes:
-      name: by which implementations get it.
-      axes: the names of its last axes, behind those of the batch. Axes of one name are sharded alike; those named None are
-        whole on every device. Empty in a map whose operands all have the same axes: there an axis is named by its position.
-      is_scores: whether it is as large as the scores. Kernels get it as it was before a cast to float32, and dispatch is told
-        where XLA would not write it to memory.
-      may_be_one: whether it may have size 1 along an axis of the batch along which others have more.
+      generations: functions that load the module of a GPU generation, by the major number of the compute capability.
+      platforms: the platforms where it runs. A platform without generations has its module under 0.
+    """
+
+    generations: Mapping[int, Callable[[], Any]]
+    platforms: tuple[str, ...] = ("cuda",)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A family of operations that have the same implementations.
+
+    Attributes:
+      name: name of the folder in `ops`.
+      kernels: implementations with kernels by name, the preferred one first.
+      reference: loads the module of the reference, which is called "xla" and runs everywhere.
+      across_devices: loads the rules for operations whose rows, or sequences, devices share: a mapping from the name of an
+        operation to a function. None if devices never share any.
+    """
+
+    name: str
+    kernels: dict[str, Kernels]
+    reference: Callable[[], Any]
+    across_devices: Callable[[], Mapping[str, Callable[..., Any]]] | None = None
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """The names that the argument `implementation` takes."""
+        return (*self.kernels, "xla")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Describes an operand or a result of an operation.
+
+    Attributes:
+      name: name of the argument by which implementations get it.
+      axes: names of its last axes, behind those of the batch. Axes of one name are sharded alike; an axis named None is whole
+        on every device. Empty if all operands of the operation have the same axes: an axis is named by its position then.
+      is_scores: True if it is as large as the scores. Kernels get such an operand as it was before a cast to float32, and
+        problems say whether XLA would keep it out of memory.
+      may_be_one: True if it may have size 1 along an axis of the batch along which other operands are larger.
     """
 
     name: str
@@ -27,41 +65,60 @@ class Operand:
     may_be_one: bool = True
 
     def called(self, name: str) -> "Operand":
-        """The same with another name: a tangent or a cotangent."""
+        """Returns the same operand under another name, for a tangent or a cotangent."""
         return replace(self, name=name)
+
+
+def _never(**params: Any) -> bool:
+    del params
+    return False
+
+
+def _no_names(**params: Any) -> tuple[str, ...]:
+    del params
+    return ()
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What becomes a primitive: an op, or one of its derivatives.
+    """Describes one primitive: an op, or one of its derivatives.
 
     Attributes:
-      op: the folder of `ops` in which its implementations are.
-      name: of the primitive, and of the function in each implementation.
-      operands: in their order; any but the first may be absent.
-      types: `types(operands, **params)`, the shapes and dtypes of the results, from the operands by name.
-      results: `results(**params)`, what the results are; None where they have the axes of the operands.
-      linear: the names of the operands in which it is linear, all together.
-      is_uncut: whether kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
+      op: the family, which names the implementations.
+      name: name of the primitive.
+      operands: the operands in their order. Any operand except the first may be absent.
+      types: `types(operands, **params)` returns shapes and dtypes of the results, from the operands by name.
+      results: `results(**params)` describes the results; None if they have the axes of the operands.
+      linear: names of the operands in which the operation is linear, all of them together.
+      problem: class of the problems that implementations plan.
+      is_uncut: True if kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
         and XLA shards it.
-      is_cut: whether the reference too runs on shards, as kernels do: of a map for which XLA would gather the batch.
-      knows_machine: whether the reference gets a `machine`, on which XLA runs it.
-      joined: the names of axes along which devices merge what they have, by the function of the map's name in the op's
-        `across_devices`. Where operands all have the same axes they are those of the parameter `axes`.
+      is_cut: True if the reference too runs on shards, as kernels do, because XLA would gather the batch.
+      knows_machine: True if the reference takes `machine`, the devices that XLA runs it on.
+      joined: names of the axes along which devices merge their parts, by the rule in `op.across_devices`. If all operands
+        have the same axes, the parameter `axes` names them.
+      is_reordered: `is_reordered(**params)` tells whether operands are in an order that only the rule in `op.across_devices`
+        undoes, also on one device.
+      depends_on_cuts: `depends_on_cuts(**params)` tells whether a parameter is an error where no axis of `joined` is sharded.
+      whole_in_batch: `whole_in_batch(**params)` names operands that never have size 1 along an axis of the batch.
     """
 
-    op: str
+    op: Op
     name: str
     operands: tuple[Operand, ...]
     types: Callable[..., Sequence[Any]]
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
+    problem: type[Problem] = Problem
     is_uncut: bool = False
     is_cut: bool = False
     knows_machine: bool = False
     joined: tuple[str, ...] = ()
+    is_reordered: Callable[..., bool] = _never
+    depends_on_cuts: Callable[..., bool] = _never
+    whole_in_batch: Callable[..., Sequence[str]] = _no_names
 
-    # What derives from these: the operands by their names, and whether they and the results all have the same axes.
+    # These follow from the others: operands by name, and whether operands and results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)
     is_aligned: bool = field(init=False)
 
@@ -69,9 +126,9 @@ class Operation:
         object.__setattr__(self, "by_name", {operand.name: operand for operand in self.operands})
         object.__setattr__(self, "is_aligned", self.results is None)
 
-    def axes(self, names: Sequence[str], results: int, **params: Any) -> tuple[list[Axes], list[Axes]]:
-        """The names of the axes of the operands of these names, and of the results, which are so many."""
-        out: list[Axes] = [()] * results
+    def axes(self, names: Sequence[str], n_results: int, **params: Any) -> tuple[list[Axes], list[Axes]]:
+        """Lists the names of the axes of the operands `names`, and of the results."""
+        out: list[Axes] = [()] * n_results
         if self.results is not None:
             out = [result.axes for result in self.results(**params)]
         return [self.by_name[name].axes for name in names], out

@@ -2,7 +2,7 @@
 
 Operands that are None are left out of the primitive, whose parameter `names` says which are there. Every primitive has the
 parameter `implementation` too, a forced one or None. One whose operands have the same axes has `axes`, those of the softmax.
-`lowering` says how it is lowered.
+`lower` says how it is lowered.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxsoftmax._core import lowering, sharding
+from jaxsoftmax._core import lower, sharding
 from jaxsoftmax._core.operation import Operation
 
 # Of each map two primitives of one name. The first needs devices while it is lowered, as XLA may cut its operands: types on
@@ -32,8 +32,8 @@ def define(this: Operation) -> Operation:
         primitive.def_abstract_eval(functools.partial(_types, this))
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
         batching.primitive_batchers[primitive] = functools.partial(_batch, this)
-        lowering.register(this, primitive)
-    lowering.require_devices(this, _primitives[this][0])
+        lower.register(this, primitive)
+    lower.require_devices(this, _primitives[this][0])
     if this.linear:
         set_jvp(this, functools.partial(_jvp_of_linear, this))
     return this
@@ -134,13 +134,13 @@ def _batch(this: Operation, operands, dims, *, names, **params):
         params["axes"] = tuple(axis + (axis >= at) for axis in axes)
     else:
         at = 0
-    wanted = params.get("wanted", ())
+    whole = this.whole_in_batch(**params)
 
     def batched(name, operand, dim):
         if dim is not None:
             return jnp.moveaxis(operand, dim, at)
         operand = jnp.expand_dims(operand, at)
-        if this.by_name[name].may_be_one and name not in wanted:
+        if this.by_name[name].may_be_one and name not in whole:
             return operand
         return jnp.broadcast_to(operand, (*operand.shape[:at], size, *operand.shape[at + 1 :]))
 
@@ -159,7 +159,7 @@ def _jvp_of_linear(this: Operation, operands, tangents, **params):
         types = [jax.typeof(result) for result in results]
 
         def reference(primals):
-            return lowering.on_reference(this, operands | primals, types, **params)
+            return lower.on_reference(this, operands | primals, types, **params)
 
         more = jax.jvp(reference, ({name: operands[name] for name in others},), (others,))[1]
         tangents_out = [b if a is None else ad.add_tangents(a, b) for a, b in zip(tangents_out, more, strict=True)]

@@ -1,116 +1,46 @@
-"""What a kernel over the rows of arrays has to compute, from shapes and dtypes alone."""
+"""What an implementation plans: one call of an operation, from types and parameters alone."""
 
-import functools
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
-Masked = Literal[False, True, "end"]
+import numpy as np
+
+from jaxsoftmax._core.target import ONE_DEVICE, Machine
+
+if TYPE_CHECKING:
+    from jaxsoftmax._core.operation import Operation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`, with rows along `cols`.
-
-    Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
+    """One call of an operation: what is to be computed, from types and parameters alone.
 
     Attributes:
-      shape: of the arrays.
-      axes: the axes of a row.
-      read: bytes of an element of each operand that is as large as the rows.
-      written: bytes of an element of each result that is as large as the rows.
-      has_mask: whether there is a mask along the columns.
-      needs_end: whether the kernel must know what is beyond the end of a row.
+      operation: the operation.
+      operands: types of the operands that are present, by name. An operand that the program casts to float32 has its type from
+        before the cast.
+      params: parameters of the operation, by name.
+      dtypes: dtypes of the operands after such casts, by name; those that are missing are not cast.
+      fused: names of the operands that XLA would compute together with the reference, without writing them to memory.
+      devices: names and sizes of the mesh axes whose devices share the rows, if the kernel itself has to merge over them.
+      machine: the devices that XLA would run the reference on.
     """
 
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    read: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
-    has_mask: bool = False
-    needs_end: bool = False
-
-    @functools.cached_property
-    def members(self) -> tuple[range, range, range]:
-        """The axes of the arrays that are one of `outer`, `cols` and `inner`."""
-        along = [axis for axis in self.axes if self.shape[axis] != 1]
-        first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
-        return range(first), range(first, end), range(end, len(self.shape))
+    operation: "Operation"
+    operands: Mapping[str, Any]
+    params: Mapping[str, Any]
+    dtypes: Mapping[str, np.dtype] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+    devices: tuple[tuple[str, int], ...] = ()
+    machine: Machine = ONE_DEVICE
 
     @property
-    def outer(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[0])
+    def is_cast(self) -> bool:
+        """True if the program casts an operand to float32 before the call."""
+        return any(self.operands[name].dtype != dtype for name, dtype in self.dtypes.items())
 
     @property
-    def cols(self) -> int:
-        return entries(self.shape, self.axes)
-
-    @property
-    def inner(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[2])
-
-    @property
-    def rows(self) -> int:
-        return self.outer * self.inner
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one entry for each row."""
-        return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
-
-    @property
-    def widest(self) -> int:
-        """Bytes of the widest element."""
-        return max((*self.read, *self.written))
-
-    @property
-    def masked(self) -> Masked:
-        return True if self.has_mask else "end" if self.needs_end else False
-
-    def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Calls `indexed` for each of `outer`, `cols` and `inner`."""
-        return tuple(indexed(shape, self.shape, members) for members in self.members)
-
-    def unsupported(self, most_rows: int) -> str | None:
-        """Returns why no kernel sees these rows as `[outer, cols, inner]`, in words, or None if one can."""
-        if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
-            return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
-        if not 1 <= self.cols < 2**30:
-            return f"a row must have from 1 to {2**30 - 1} entries, got {self.cols}"
-        if not 1 <= self.rows <= most_rows:
-            return f"there must be from 1 to {most_rows} rows, got {self.rows}"
-        return None
-
-
-def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Entries of an array along these axes."""
-    return math.prod(shape[axis] for axis in axes)
-
-
-def is_along(array, axes: tuple[int, ...]) -> bool:
-    """Returns whether an array, or None, has several entries along the axes of a row."""
-    return array is not None and entries(array.shape, axes) != 1
-
-
-def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
-    """Finds the place in an array of size 1 along some axes, from an index of several neighbouring axes of a whole one.
-
-    The result is a sequence of triples. The index is divided by the first number, taken modulo the second unless that is 0,
-    and multiplied with the third. The sum over triples is the place in the array. Axes that are whole and neighbours share one.
-    """
-    triples, divisor, is_open = [], 1, False
-    for axis in reversed([*members]):
-        if whole[axis] == 1:
-            continue
-        if shape[axis] != 1:
-            if is_open:
-                triples[-1][1] *= whole[axis]
-            else:
-                triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
-        is_open = shape[axis] != 1
-        divisor *= whole[axis]
-    if triples and triples[-1][0] * triples[-1][1] == divisor:
-        triples[-1][1] = 0
-    return tuple([number for triple in triples for number in triple])
+    def is_symbolic(self) -> bool:
+        """True if a size is known only when the program runs."""
+        return any(not isinstance(size, int) for operand in self.operands.values() for size in operand.shape)

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core.choose import Decision, recorded
+from jaxsoftmax.ops import OPS
 
-IMPLEMENTATIONS = tuple(dict.fromkeys(itertools.chain(*dispatch.implementations.values())))
+IMPLEMENTATIONS = tuple(dict.fromkeys(itertools.chain(*(op.implementations for op in OPS.values()))))
 KERNELS = frozenset(IMPLEMENTATIONS) - {"xla"}
 
 
@@ -24,7 +25,7 @@ class Compiled:
     """
 
     program: Callable[..., Any]
-    decisions: Sequence[dispatch.Decision]
+    decisions: Sequence[Decision]
 
     @property
     def ran(self) -> dict[str, str]:
@@ -52,8 +53,8 @@ def compiled(f: Callable[..., Any], *args: Any) -> Compiled:
     Raises:
       NotImplementedError: `f` forces an implementation that cannot run.
     """
-    decisions: list[dispatch.Decision] = []
-    with dispatch.recorded(decisions):
+    decisions: list[Decision] = []
+    with recorded(decisions):
         # A new function, so that no cached lowering is reused.
         lowered = jax.jit(lambda *args: f(*args)).lower(*args)
     return Compiled(lowered.compile(), decisions)

@@ -8,6 +8,9 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -18,17 +21,42 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
+from jaxsoftmax._core.implementation import Refusal
 
 DTYPES = ("float32", "bfloat16", "float16")
 COLS = range(64, 1025, 64)
 
 
-def unsupported(primitive, target, operands, *, axes, dtype, **params):
-    """Why it cannot run, in words, or None."""
-    del params
-    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
-        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    scale = operands["scale"]
+@dataclass(frozen=True)
+class ProbePlan:
+    """Runs one of the two kernels."""
+
+    function: Callable[..., jax.Array]
+    params: Mapping[str, Any]
+    remark = None
+
+    def describe(self):
+        return "one warpgroup a tile"
+
+    def run(self, **operands):
+        return self.function(**{"where": None, "scale": None} | operands, **self.params)
+
+
+def plan(problem, target):
+    """Plans softmax and the product with its Jacobian."""
+    del target
+    function = {"softmax": softmax, "softmax_jacobian": softmax_jacobian}.get(problem.operation.name)
+    if function is None:
+        return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
+    if problem.devices:
+        return Refusal("it does not merge over devices")
+    reason = unsupported(problem.operands, **problem.params)
+    return ProbePlan(function, problem.params) if reason is None else Refusal(reason)
+
+
+def unsupported(operands, *, axes, dtype):
+    """Says why it cannot run, or returns None."""
+    scale = operands.get("scale")
     arrays = [operands[name] for name in ("x", "y", "t") if name in operands]
     x = arrays[0]
     if operands.get("where") is not None:
@@ -49,15 +77,15 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params):
     return None
 
 
-def softmax(x, where, scale, *, axes, dtype, target):
+def softmax(x, where, scale, *, axes, dtype):
     """The primitive: `unsupported` leaves no `where`, and `axes` the last."""
-    del where, axes, target
+    del where, axes
     return forward(x.reshape(-1, x.shape[-1]), scale, dtype).reshape(x.shape)
 
 
-def softmax_jacobian(y, t, scale, *, axes, dtype, target):
+def softmax_jacobian(y, t, scale, where, *, axes, dtype):
     """The primitive, for the tangent `t` and for a cotangent alike."""
-    del axes, target
+    del where, axes
     rows = (-1, y.shape[-1])
     return backward(y.reshape(rows), t.reshape(rows), scale, dtype).reshape(y.shape)
 

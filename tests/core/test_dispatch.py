@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import explain, online
-from jaxsoftmax._core import compat, dispatch
+from jaxsoftmax._core import compat
 from jaxsoftmax._core import primitive as core
+from jaxsoftmax.ops import OPS as FAMILIES
 from jaxsoftmax.ops.softmax import across_devices, primitive
 
 from ..support import kernels, oracle
@@ -35,7 +36,7 @@ last_logsumexp = functools.partial(jaxsoftmax.logsumexp, axis=-1)
 
 @pytest.fixture
 def probe():
-    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"):
+    with kernels.plugged_in("softmax", "probe", lambda: importlib.import_module("tests.core.probe"), "cuda"):
         yield importlib.import_module("tests.core.probe")
 
 
@@ -81,7 +82,7 @@ def test_the_kernel_says_why_it_cannot(probe, kind):
     f, x, words = REFUSALS[kind]
     (decision,) = explain(f, x, platform="cuda")
     assert decision.implementation == "xla"
-    assert [name for name, _ in decision.refusals] == list(dispatch.implementations["softmax"])[:-1]
+    assert [name for name, _ in decision.refusals] == list(FAMILIES["softmax"].kernels)
     assert re.search(words, dict(decision.refusals)["probe"])
     assert kernels.kernel_names(kernels.lowered_for_cuda(f, x)) == []
 
@@ -92,7 +93,10 @@ def test_the_kernel_refuses_other_gpus(probe):
 
 
 def test_elsewhere_a_kernel_is_refused_before_its_module_loads():
-    with kernels.plugged_in("softmax", "unloadable", "a_module_that_does_not_exist", "cuda"):
+    def load():
+        raise ModuleNotFoundError("a_module_that_does_not_exist")
+
+    with kernels.plugged_in("softmax", "unloadable", load, "cuda"):
         for platform in ("cpu", "tpu"):
             (decision,) = explain(softmax, X, platform=platform)
             assert decision.implementation == "xla"
@@ -120,7 +124,7 @@ def test_a_plugged_in_implementation_replaces_what_was_lowered_before_and_leaves
         x = jnp.ones((3, 7))
         jitted = jax.jit(softmax)
         calls = [softmax, jitted]
-        before = dispatch.implementations["softmax"], dict(dispatch.platforms), set(needing_devices)
+        before = dict(FAMILIES["softmax"].kernels), set(needing_devices)
         for call in calls:
             call(x)
         with kernels.plugged_in_local("softmax") as module:
@@ -132,7 +136,7 @@ def test_a_plugged_in_implementation_replaces_what_was_lowered_before_and_leaves
         for call in calls:
             call(x)
         assert module.shapes == [((3, 7),)] * len(calls)
-    assert before == (dispatch.implementations["softmax"], dispatch.platforms, needing_devices)
+    assert before == (FAMILIES["softmax"].kernels, needing_devices)
 
 
 # What is lowered for CUDA.
@@ -411,9 +415,7 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
         forced = functools.partial(softmax, implementation="local")
         assert oracle.error(jax.jit(forced)(shards), oracle.softmax(x)) <= 1
         assert ((8, 32),) in local.shapes
-        local.unsupported = lambda primitive, target, operands, **params: (
-            (operands["x"].shape == (8, 32) and "it is narrow") or None
-        )
+        local.reason = lambda problem: "it is narrow" if problem.operands["x"].shape == (8, 32) else None
         # from within the compiler, errors come wrapped
         refused = pytest.raises(NotImplementedError if kind == "explicit" else jax.errors.JaxRuntimeError)
         with kernels.anew(), refused as raised:

@@ -1,8 +1,8 @@
 """What a kernel is told of its operands: where they come from, and that they are given as they were before a cast."""
 
+import dataclasses
 import functools
-import sys
-import types
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
-from jaxsoftmax.ops.softmax import across_devices, xla
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax.ops.softmax import across_devices
 
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.meshes import collectives_of
@@ -23,40 +24,34 @@ pytestmark = pytest.mark.usefixtures("hollow_kernels")
 B, F = jnp.bfloat16, jnp.float32
 
 
-class Noting(types.ModuleType):
+class Noting(kernels.Local):
     """The reference under another name, which notes what it is told, and says that fused operands do not pay if `picky`."""
 
     def __init__(self):
-        super().__init__("noting_softmax")
+        super().__init__("softmax", "cpu", "cuda")
         self.told, self.ran, self.picky, self.unsupported_dtypes = [], [], False, ()
 
-    def unsupported(self, primitive, target, operands, **params):
-        found = [a.dtype.name for a in operands.values() if a is not None and a.dtype.name in self.unsupported_dtypes]
-        return f"it does not take {found[0]}" if found else None
+    def plan(self, problem, target):
+        assert problem.fused | set(problem.dtypes) <= set(problem.operands)
+        operands = dict.fromkeys(problem.operation.by_name) | dict(problem.operands)
+        dtypes = tuple(a and a.dtype.name for a in operands.values())
+        if found := [name for name in dtypes if name in self.unsupported_dtypes]:
+            return Refusal(f"it does not take {found[0]}")
+        self.told.append((problem.operation.name, tuple(name in problem.fused for name in operands), dtypes))
+        plan = super().plan(dataclasses.replace(problem, dtypes={}), target)
+        return Refusal("XLA fuses what produces its operand", plan) if self.picky and problem.fused else plan
 
-    def unprofitable(self, primitive, target, operands, fused, cast, **params):
-        assert fused | cast <= {name for name, aval in operands.items() if aval is not None}
-        told = tuple(name in fused for name in operands), tuple(a and a.dtype.name for a in operands.values())
-        self.told.append((primitive, *told))
-        return "XLA fuses what produces its operand" if self.picky and fused else None
-
-    def __getattr__(self, name):
-        reference = getattr(xla, name)
-
-        def run(*, target, **given):
-            assert target.platform in ("cpu", "cuda")
-            self.ran.append((name, tuple(value.dtype.name for value in given.values() if isinstance(value, jax.Array))))
-            return reference(**given)
-
-        return run
+    def run(self, function, **given):
+        dtypes = tuple(value.dtype.name for value in given.values() if isinstance(value, jax.Array))
+        self.ran.append((function.__name__, dtypes))
+        return function(**given)
 
 
 @pytest.fixture
 def noting(monkeypatch):
     module = Noting()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(across_devices, "unprofitable", lambda x: None)  # parts of rows are short here
-    with kernels.plugged_in("softmax", "noting", module.__name__, "cpu", "cuda"):
+    with kernels.plugged_in("softmax", "noting", lambda: module, "cpu", "cuda"):
         yield module
 
 
@@ -282,10 +277,10 @@ def test_what_does_not_pay_is_left_to_the_reference_with_the_reason(noting):
     assert "not noting: XLA fuses what produces its operand" in str(both)
 
 
-def test_a_forced_implementation_is_not_asked_whether_it_pays(noting):
+def test_a_forced_implementation_runs_where_it_does_not_pay(noting):
     noting.picky = True
     (decision,) = explain(lambda x: softmax(x + x, implementation="noting"), X)
-    assert (decision.implementation, noting.told) == ("noting", [])
+    assert (decision.implementation, decision.refusals) == ("noting", ())
 
 
 def test_a_kernel_that_refuses_what_was_cast_is_not_asked_again(noting):
@@ -296,7 +291,7 @@ def test_a_kernel_that_refuses_what_was_cast_is_not_asked_again(noting):
 
 
 def test_a_real_kernel_reads_the_narrow_scores():
-    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"):
+    with kernels.plugged_in("softmax", "probe", lambda: importlib.import_module("tests.core.probe"), "cuda"):
         text = kernels.lowered_for_cuda(lambda x: softmax(x.astype(F)), shape(64, 128), kernels=["softmax_forward_probe"])
     (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     assert "(tensor<64x128xbf16>" in call

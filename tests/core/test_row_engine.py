@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import online
-from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._gpu.rows.layout import Config
 from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
 from jaxsoftmax._gpu.rows.tile import each
@@ -19,7 +19,7 @@ from ..support import cases, kernels, oracle
 
 def problem(x, *written):
     """The rows of a matrix `x`, and results as large as it."""
-    return Problem(x.shape, (1,), read=(x.dtype.itemsize,), written=tuple(jnp.dtype(dtype).itemsize for dtype in written))
+    return RowProblem(x.shape, (1,), read=(x.dtype.itemsize,), written=tuple(jnp.dtype(dtype).itemsize for dtype in written))
 
 
 # Cross-entropy with integer labels: the logits are read once, and once more for their gradient.

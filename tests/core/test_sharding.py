@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import itertools
 
 import jax
@@ -39,6 +40,11 @@ def of_every_op(x, **options):
 
 # On one device.
 plainly = jax.jit(of_every_op)
+
+
+def probe():
+    """Loads the kernel that lives in tests only."""
+    return importlib.import_module("tests.core.probe")
 
 
 @MESHES
@@ -378,7 +384,10 @@ def test_lowering_for_a_mesh_without_devices(name):
 @pytest.mark.parametrize("kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=["auto", "both"])
 def test_with_a_kernel_listed_automatic_axes_need_devices_unless_all_are_manual(kinds):
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
-    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"), jax.sharding.use_abstract_mesh(mesh):
+    with (
+        kernels.plugged_in("softmax", "probe", probe, "cuda"),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
         x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match="AbstractMesh cannot be used"):
             jax.jit(jaxsoftmax.softmax).trace(x).lower(lowering_platforms=("cuda",))
@@ -390,7 +399,10 @@ def test_with_a_kernel_listed_automatic_axes_need_devices_unless_all_are_manual(
 @MESHES
 def test_export_from_a_mesh_of_several_devices_holds_the_kernel_where_shards_are_known(kind):
     mesh = make_mesh(kind)
-    with kernels.plugged_in("softmax", "probe", "tests.core.probe", "cuda"), jax.set_mesh(mesh):
+    with (
+        kernels.plugged_in("softmax", "probe", probe, "cuda"),
+        jax.set_mesh(mesh),
+    ):
         sharded = jax.device_put(np.zeros((64, 128), np.float32), NamedSharding(mesh, P("data")))
         exported = jax.export.export(jax.jit(jaxsoftmax.softmax), platforms=["cuda"])(sharded)
         names = kernels.kernel_names(exported.mlir_module())

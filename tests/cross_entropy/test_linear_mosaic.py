@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.cross_entropy.api import _Head
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss as linear
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, kernels, oracle

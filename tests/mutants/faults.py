@@ -915,7 +915,7 @@ FAULTS = (
     ),
     Fault(
         "linear losses: one tile more is not waited for",
-        f"{_LOSS}/mosaic_sm90/linear.py",
+        f"{_LOSS}/mosaic_sm90/linear_loss.py",
         "plgpu.barrier_wait(full.at[at])",
         "pass",
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_states",
@@ -923,14 +923,14 @@ FAULTS = (
     ),
     Fault(
         "linear losses: a class beyond the last has a score",
-        f"{_LOSS}/mosaic_sm90/linear.py",
+        f"{_LOSS}/mosaic_sm90/linear_loss.py",
         "columns() < classes - first,",
         "columns() <= classes - first,",
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_states",
     ),
     Fault(
         "linear losses: what is read is copied to meanwhile",
-        f"{_LOSS}/mosaic_sm90/linear.py",
+        f"{_LOSS}/mosaic_sm90/linear_loss.py",
         "plgpu.barrier_wait(empty.at[at])",
         "pass",
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_states",

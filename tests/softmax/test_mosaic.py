@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import ANY_HOPPER, HOPPER
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows import run as engine
@@ -409,7 +409,7 @@ def test_no_scale_is_broadcast_along_rows(axis):
 @pytest.mark.parametrize(("shape", "mask"), REPEATED, ids=str)
 def test_a_mask_that_repeats_is_found_beside_rows_along_another_axis(shape, mask):
     shape, mask = (tuple(min(size, 30) for size in sizes) for sizes in (shape, mask))
-    problem = Problem(shape, (2,))
+    problem = RowProblem(shape, (2,))
     three = problem.outer, problem.cols, problem.inner
     expected = np.broadcast_to(np.arange(math.prod(mask)).reshape(mask), shape).reshape(three)
     outer, (_, _, apart), across = problem.indexed(mask)
@@ -833,7 +833,7 @@ def test_a_body_with_tickets_exchanges_once():
 
     def run(x):
         return engine.run(
-            "twice", twice, {"x": engine.Whole(x)}, Problem(x.shape, (1,), read=(4,)), config, per_row=[jnp.float32]
+            "twice", twice, {"x": engine.Whole(x)}, RowProblem(x.shape, (1,), read=(4,)), config, per_row=[jnp.float32]
         )
 
     with pytest.raises(NotImplementedError, match="split: a body may merge or sum once"):

@@ -20,7 +20,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import target as targets
-from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.softmax import triton as ours
 
@@ -241,7 +241,7 @@ def test_configurations_fit(primitive, itemsize, inner):
     ],
 )
 def test_how_a_mask_is_indexed(shape, whole, axes, expected):
-    assert Problem(whole, axes).indexed(shape) == tuple(expected)
+    assert RowProblem(whole, axes).indexed(shape) == tuple(expected)
 
 
 # What compiles, for GPUs that need not be there.

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import explain
-from jaxsoftmax._core import dispatch
+from jaxsoftmax._core.choose import Explanation
+from jaxsoftmax.ops import OPS as OPS_BY_NAME
 
 OPS = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def implementations(op: str) -> list:
-    """The implementations of an op. A kernel is tested by being listed in `dispatch`: natively, where its platform is."""
-    return [
-        pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in dispatch.platforms.get(name, ()) else [])
-        for name in dispatch.implementations[op]
-    ]
+    """Lists the implementations of an op. A kernel is tested by being listed in `OPS`: natively, where its platform is."""
+    of_gpu = [name for name, kernels in OPS_BY_NAME[op].kernels.items() if "cuda" in kernels.platforms]
+    names = OPS_BY_NAME[op].implementations
+    return [pytest.param(name, marks=[pytest.mark.gpu] if name in of_gpu else []) for name in names]
 
 
 IMPLEMENTATIONS = implementations("softmax")
@@ -145,7 +145,7 @@ def assert_ran(implementation: str, f, *args, without=()) -> None:
     assert_all_run_on(implementation, explanation, without)
 
 
-def assert_all_run_on(implementation: str, explanation: dispatch.Explanation, without=()) -> None:
+def assert_all_run_on(implementation: str, explanation: Explanation, without=()) -> None:
     """Fails unless there is an op, and every one runs on `implementation`, but those `without` it on the reference."""
     assert len(explanation) > 0, str(explanation)
     for decision in explanation:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import importlib
+import functools
 import itertools
 import math
 import re
@@ -22,9 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from jaxsoftmax import _triton
-from jaxsoftmax._core import compat, dispatch, lowering, primitive
+from jaxsoftmax._core import choose, compat, lower, primitive
 from jaxsoftmax._core import target as targets
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.operation import Kernels
 from jaxsoftmax._triton import call as triton_call
+from jaxsoftmax.ops import OPS
 from jaxsoftmax.ops.softmax import across_devices
 
 from . import cases
@@ -34,12 +37,13 @@ _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
 
 
 @contextlib.contextmanager
-def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[None]:
-    """Makes `module` the one implementation of `op` beside the reference, on `platforms`, and takes it out again."""
-    primitives = {compiled for this, (compiled, _) in primitive._primitives.items() if this.op == op}
+def plugged_in(op: str, name: str, load: Callable[[], Any], *platforms: str) -> Iterator[None]:
+    """Makes a module the one implementation of `op` beside the reference, on `platforms`, and takes it out again."""
+    primitives = {compiled for this, (compiled, _) in primitive._primitives.items() if this.op.name == op}
     added = primitives - prim_requires_devices_during_lowering
-    table = {name: module, "xla": dispatch.implementations[op]["xla"]}
-    with mock.patch.dict(dispatch.implementations, {op: table}), mock.patch.dict(dispatch.platforms, {name: platforms}):
+    with mock.patch.dict(
+        OPS[op].kernels, {name: Kernels({9: load} if platforms == ("cuda",) else {0: load, 9: load}, platforms)}, clear=True
+    ):
         for each in primitives:
             compat.require_devices(each)
         try:
@@ -49,34 +53,34 @@ def plugged_in(op: str, name: str, module: str, *platforms: str) -> Iterator[Non
             prim_requires_devices_during_lowering.difference_update(added)
 
 
-class Local(types.ModuleType):
+class Local:
     """The reference of an op under another name, which notes the shapes of its operands where it is lowered."""
 
-    def __init__(self, reference):
-        super().__init__("local")
-        self.reference, self.shapes = reference, []
+    def __init__(self, op: str, *platforms: str):
+        self.reference, self.platforms, self.shapes = OPS[op].reference(), platforms, []
+        self.reason = lambda problem: None  # why it refuses a problem, for tests to set
 
-    def unsupported(self, *args, **params):
-        return None
+    def plan(self, problem, target):
+        assert target.platform in self.platforms
+        if problem.devices:
+            return Refusal("it does not merge over devices")
+        if (reason := self.reason(problem)) is not None:
+            return Refusal(reason)
+        plan = self.reference.plan(problem)
+        return dataclasses.replace(plan, function=functools.partial(self.run, plan.function))
 
-    def __getattr__(self, name):
-        reference = getattr(self.reference, name)
-
-        def run(*, target, **given):
-            assert "axis_name" not in given, "only the reference is asked to merge over devices"
-            assert target.platform == "cpu"
-            self.shapes.append(tuple(value.shape for value in given.values() if isinstance(value, jax.Array)))
-            return reference(**given)
-
-        return run
+    def run(self, function, **given):
+        assert "axis_name" not in given, "only the reference is asked to merge over devices"
+        self.shapes.append(tuple(value.shape for value in given.values() if isinstance(value, jax.Array)))
+        return function(**given)
 
 
 @contextlib.contextmanager
 def plugged_in_local(op: str) -> Iterator[Local]:
     """Makes the reference of `op` what a kernel is on the CPU: lowered for shards, however short their parts of rows are."""
-    module = Local(importlib.import_module(dispatch.implementations[op]["xla"]))
+    module = Local(op, "cpu")
     always = mock.patch.object(across_devices, "unprofitable", return_value=None)
-    with always, mock.patch.dict(sys.modules, {module.__name__: module}), plugged_in(op, "local", module.__name__, "cpu"):
+    with always, plugged_in(op, "local", lambda: module, "cpu"):
         yield module
 
 
@@ -99,7 +103,7 @@ def target(base: targets.Target = targets.HOPPER, interpreted: bool = False, **c
     the CPU in place of those of a GPU: programs for the CPU are lowered for the target too.
     """
     changed = dataclasses.replace(base, **changes)
-    of_cpu = mock.patch.object(lowering, "target_for", return_value=changed) if interpreted else contextlib.nullcontext()
+    of_cpu = mock.patch.object(lower, "target_for", return_value=changed) if interpreted else contextlib.nullcontext()
     with targets.lowering_for(changed), of_cpu, _key((_key.value, changed)):
         yield
 
@@ -207,7 +211,7 @@ def kernel_names(stablehlo: str) -> list[str]:
     return names
 
 
-def assert_ran(what: dispatch.Explanation | str, implementation: str) -> None:
+def assert_ran(what: choose.Explanation | str, implementation: str) -> None:
     """Fails unless all that was explained, or every kernel in a StableHLO text and at least one, is of `implementation`."""
     if isinstance(what, str):
         names = kernel_names(what)

@@ -15,7 +15,8 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import cache, explain
-from jaxsoftmax._core import dispatch, lowering
+from jaxsoftmax._core import choose, lower
+from jaxsoftmax.ops import OPS as FAMILIES
 
 from ..support import cases, documents, kernels
 
@@ -87,16 +88,16 @@ def call(op: str, x, **options):
 @pytest.fixture
 def chosen_alone(monkeypatch):
     """Has implementations chosen, and none of them run: results are zeros of their types, but of what is made of another op."""
-    run = lowering.Run._run
+    run = lower.Runner.run
 
-    def recorded(self, this, operands, decision, **params):
-        if this.name.startswith("linear_cross_entropy"):
-            return run(self, this, operands, decision, **params)
-        dispatch.record(decision)
-        own = {name: value for name, value in params.items() if name not in ("target", "machine")}
-        return [jnp.zeros(kind.shape, kind.dtype) for kind in this.types(operands, **own)]
+    def recorded(self, choice, operands):
+        operation, params = choice.problem.operation, choice.problem.params
+        if operation.name.startswith("linear_cross_entropy"):
+            return run(self, choice, operands)
+        choose.record(choice.decision)
+        return [jnp.zeros(kind.shape, kind.dtype) for kind in operation.types(operands, **params)]
 
-    monkeypatch.setattr(lowering.Run, "_run", recorded)
+    monkeypatch.setattr(lower.Runner, "run", recorded)
     with kernels.anew():
         yield
 
@@ -203,16 +204,14 @@ def test_every_op_has_a_row_of_what_runs_behind_elementwise_operations():
 
 
 def test_the_support_matrix_lists_every_implementation_and_op_once():
-    expected = [(name, op) for op in OPS for name in dispatch.implementations[folder(op)]]
+    expected = [(name, op) for op in OPS for name in FAMILIES[folder(op)].implementations]
     assert sorted((name, op) for name, op, *_ in ROWS) == sorted(expected)
 
 
-@pytest.mark.parametrize("op", dispatch.implementations)
+@pytest.mark.parametrize("op", FAMILIES)
 def test_a_file_or_folder_of_an_op_is_named_for_each_implementation(op):
     stems = {path.stem for path in (ROOT / "jaxsoftmax" / "ops" / op).iterdir()}
-    names = dispatch.implementations[op]
-    assert {stem.partition("_sm")[0] for stem in stems} & {"mosaic", "triton", "xla"} == set(names)
-    assert {module.rpartition(".")[2] for module in names.values()} <= stems
+    assert {stem.partition("_sm")[0] for stem in stems} & {"mosaic", "triton", "xla"} == set(FAMILIES[op].implementations)
 
 
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in DOCUMENTS)])

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._core.problem import Problem, is_along
+from jaxsoftmax._core.row_problem import RowProblem, is_along
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.rows import grid
@@ -69,7 +69,7 @@ def run(
     name: str,
     body: Callable[..., list[Any]],
     operands: Mapping[str, Operand | None],
-    problem: Problem,
+    problem: RowProblem,
     config: Config,
     *,
     whole: Sequence[Any] = (),

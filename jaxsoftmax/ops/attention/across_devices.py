@@ -163,7 +163,21 @@ class _Work:
         operands = {name: given[name] for name in this.by_name if given.get(name) is not None}
         self._start(run, operands, **{name: option for name, option in given.items() if name not in this.by_name})
 
-    def _start(self, run, given, *, over, window, zigzag=None, strategy=None, is_manual=False, is_partial=False, **params):
+    def _start(
+        self,
+        run,
+        given,
+        *,
+        over,
+        window,
+        zigzag=None,
+        strategy=None,
+        is_manual=False,
+        knows_cuts=True,
+        is_partial=False,
+        **params,
+    ):
+        strategy = strategy if knows_cuts else None
         self.given, self.window, self.zigzag, self.is_manual = given, window, zigzag, is_manual
         self.is_partial, self.scale = is_partial, params["scale"]
         self.at, self.dtype = given["query"].ndim - 3, accumulator(given["query"].dtype)
@@ -799,3 +813,12 @@ def _unpacked(packed, like):
         found[name] = packed[dtype][starts[dtype] :][:size].reshape(shape)
         starts[dtype] += size
     return found
+
+
+# The rules by the names of the operations.
+_ALL = (
+    dot_product_attention,
+    dot_product_attention_jvp,
+    dot_product_attention_vjp,
+)
+RULES = {rule.__name__: rule for rule in _ALL}

@@ -8,12 +8,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core import arguments, sharding
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import checks, primitive
 from jaxsoftmax.ops.attention.context_parallel import order
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
+from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 
 _NAME = "dot_product_attention"
 
@@ -222,7 +224,7 @@ def dot_product_attention(
 
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
-    dispatch.check_implementation("attention", _NAME, implementation)
+    check_implementation(ATTENTION_FAMILY, _NAME, implementation)
     query, key, value = _operands(query=query, key=key, value=value)
     is_causal, deterministic, deterministic_gradients, return_residual, broadcast_dropout = arguments.flags(
         _NAME,

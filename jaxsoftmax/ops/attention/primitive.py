@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxsoftmax._core import lowering, sharding
+from jaxsoftmax._core import lower, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 from jaxsoftmax.ops.attention.operands import (
     COTANGENTS,
     MOVING,
@@ -59,10 +60,16 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
     return [out, jax.ShapeDtypeStruct((*batch, heads, length), accumulator(query.dtype))][: 2 if return_lse else 1]
 
 
-_SEQUENCES: dict[str, Any] = {"joined": ("queries", "keys"), "is_cut": True, "knows_machine": True}
+_SEQUENCES: dict[str, Any] = {
+    "joined": ("queries", "keys"),
+    "is_cut": True,
+    "knows_machine": True,
+    "is_reordered": lambda zigzag=None, **params: zigzag is not None,
+    "depends_on_cuts": lambda strategy=None, **params: strategy is not None,
+}
 ATTENTION = define(
     Operation(
-        "attention",
+        ATTENTION_FAMILY,
         "dot_product_attention",
         OPERANDS,
         _types,
@@ -72,7 +79,7 @@ ATTENTION = define(
 )
 ATTENTION_JVP = define(
     Operation(
-        "attention",
+        ATTENTION_FAMILY,
         "dot_product_attention_jvp",
         (*OPERANDS, *RESULTS, *TANGENTS),
         _types,
@@ -83,18 +90,19 @@ ATTENTION_JVP = define(
 )
 ATTENTION_VJP = define(
     Operation(
-        "attention",
+        ATTENTION_FAMILY,
         "dot_product_attention_vjp",
         (*OPERANDS, *RESULTS, *COTANGENTS),
         lambda operands, wanted, **params: [operands[name] for name in wanted],
         lambda wanted, **params: [MOVING[name] for name in wanted],
         linear=tuple(cotangent.name for cotangent in COTANGENTS),
+        whole_in_batch=lambda wanted, **params: wanted,
         **_SEQUENCES,
     )
 )
 PAGED = define(
     Operation(
-        "attention",
+        ATTENTION_FAMILY,
         "paged_attention",
         PAGED_OPERANDS,
         _types,
@@ -166,7 +174,7 @@ def _gathered(operands, params):
     if not any(map(sharding.has_explicit_axes, types)):
         return bind(ATTENTION, without_pages(operands), dropout_rate=0.0, **params)
     results = [jax.typeof(result) for result in jax.eval_shape(lambda: bind(PAGED, operands, **params))]
-    return jax.tree.leaves(lowering.on_reference(PAGED, operands, results, **params))
+    return jax.tree.leaves(lower.on_reference(PAGED, operands, results, **params))
 
 
 def _paged_jvp(operands, tangents, **params):

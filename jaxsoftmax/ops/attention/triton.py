@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._core.problem import indexed
+from jaxsoftmax._core.row_problem import indexed
 from jaxsoftmax._triton import call
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention import key_blocks as blocks

@@ -28,8 +28,10 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.sharding import vary_alike
-from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.context_parallel.order import position_of
 from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
@@ -566,3 +568,15 @@ def _exp_of_difference(a, b, where):
 
 def _where(seen, array, otherwise):
     return array if seen is None else jnp.where(seen, array, jnp.asarray(otherwise, jnp.asarray(array).dtype))
+
+
+_FUNCTIONS = {
+    function.__name__: function
+    for function in (dot_product_attention, paged_attention, dot_product_attention_jvp, dot_product_attention_vjp)
+}
+
+
+def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:
+    """Plans any problem of this op."""
+    del target
+    return ReferencePlan(_FUNCTIONS[problem.operation.name], problem)

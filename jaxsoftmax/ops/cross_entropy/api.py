@@ -12,11 +12,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core import arguments, sharding
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind, reverse_only
 from jaxsoftmax.ops.cross_entropy import across_devices, linear, shards
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
 from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
@@ -161,7 +163,7 @@ def cross_entropy(
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
     """
-    dispatch.check_implementation(_NAME, _NAME, implementation)
+    check_implementation(CROSS_ENTROPY_FAMILY, _NAME, implementation)
     (return_lse,) = arguments.flags(_NAME, return_lse=return_lse)
     logits = arguments.array(_NAME, "logits", logits, "floating")
     labels = arguments.array(_NAME, "labels", labels)
@@ -388,7 +390,7 @@ def linear_cross_entropy(
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
     """
     name = "linear_cross_entropy"
-    dispatch.check_implementation(_NAME, name, implementation)
+    check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
     hidden, weight = (arguments.array(name, *given, "floating") for given in (("hidden", hidden), ("weight", weight)))
     if hidden.dtype.itemsize < 2:
         raise TypeError(f"{name}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")

@@ -33,6 +33,7 @@ from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, reverse_only
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 
 # Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
 MOST_WITH_GRADIENT = 2**29
@@ -77,7 +78,7 @@ def _types(operands, **params):
 
 LINEAR_CROSS_ENTROPY = define(
     Operation(
-        "cross_entropy",
+        CROSS_ENTROPY_FAMILY,
         "linear_cross_entropy",
         (
             Operand("hidden", ("rows", None), may_be_one=False),

@@ -35,6 +35,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
@@ -57,13 +58,13 @@ def _of_rows_and_whole(operands, *, label_smoothing, **params):
     return [jax.ShapeDtypeStruct(x.shape, x.dtype), *_of_rows(operands, return_total=label_smoothing > 0, **params)]
 
 
-CROSS_ENTROPY = define(Operation("cross_entropy", "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
+CROSS_ENTROPY = define(Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
 CROSS_ENTROPY_JVP = define(
-    Operation("cross_entropy", "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
+    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
 )
 CROSS_ENTROPY_VJP = define(
     Operation(
-        "cross_entropy",
+        CROSS_ENTROPY_FAMILY,
         "cross_entropy_vjp",
         (_X, _M, _D, *map(_M.called, "abc"), _LABELS, _WHERE),
         _whole,
@@ -71,7 +72,7 @@ CROSS_ENTROPY_VJP = define(
     )
 )
 CROSS_ENTROPY_GRADIENT = define(
-    Operation("cross_entropy", "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
+    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
 )
 
 

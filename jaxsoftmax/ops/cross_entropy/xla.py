@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.cross_entropy import linear
 from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
@@ -202,3 +204,15 @@ def _put(values, labels, own, axes, adds=False):
 def _is_at(values, place, axes):
     """Which element of each row is at that place, sharded as the values are."""
     return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == place
+
+
+_FUNCTIONS = {
+    function.__name__: function
+    for function in (cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient, linear_cross_entropy)
+}
+
+
+def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:
+    """Plans any problem of this op."""
+    del target
+    return ReferencePlan(_FUNCTIONS[problem.operation.name], problem)

@@ -1,6 +1,6 @@
 """The softmax family of rows that devices share: each makes a state, or a sum, of its part, and one collective joins those.
 
-Every function gets a `lowering.Run`, which runs maps on this device's part of the rows, on kernels where there are, and
+Every function gets a `lower.Runner`, which runs maps on this device's part of the rows, on kernels where there are, and
 `over`, how the axes of the softmax are sharded (`sharding.Cut` by axis). No operand moves between devices: of a row each tells
 the others two numbers forward, and one in a derivative. A kernel that tells them itself reads each element once.
 """
@@ -22,7 +22,7 @@ from jaxsoftmax.ops.softmax.xla import select
 
 def softmax(run, x, where, scale, *, axes, dtype, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
-    if found := run.together(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
+    if found := run.on_all_devices(primitive.SOFTMAX, given, over, axes=axes, dtype=dtype):
         return found
     run = run.unless(unprofitable(x))
     m, d = _state(run, given, axes, dtype, over)
@@ -33,7 +33,7 @@ def softmax(run, x, where, scale, *, axes, dtype, over):
 
 def log_softmax(run, x, where, scale, *, axes, dtype, return_state, over):
     given = {"x": x, "where": seen(x, where, over), "scale": scale}
-    if found := run.together(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
+    if found := run.on_all_devices(primitive.LOG_SOFTMAX, given, over, axes=axes, dtype=dtype, return_state=return_state):
         return found
     run = run.unless(unprofitable(x))
     m, d = _state(run, given, axes, dtype, over)
@@ -69,7 +69,7 @@ def _log_softmax_derivative(run, this, over, *, x, m, d, t, where, scale, **para
 
 def _with_sums(run, this, given, over, **params):
     """A derivative that needs a sum along whole rows: by one kernel that sums over devices, or by the reference."""
-    found = run.together(this, given, over, **params)
+    found = run.on_all_devices(this, given, over, **params)
     return found or run.on_reference(this, given, OF_ONE_KERNEL, axis_name=mesh_axes(over), **params)
 
 
@@ -183,3 +183,19 @@ def inside(x, over) -> jax.Array | None:
             part = lax.broadcasted_iota(jnp.int32, shape, axis) < cut.size - lax.axis_index(cut.over) * size
             valid = part if valid is None else valid & part
     return valid
+
+
+# The rules by the names of the operations.
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        softmax,
+        log_softmax,
+        logsumexp,
+        softmax_jacobian,
+        log_softmax_jvp,
+        log_softmax_vjp,
+        logsumexp_jvp,
+        logsumexp_vjp,
+    )
+}

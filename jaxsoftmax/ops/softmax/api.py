@@ -11,10 +11,12 @@ from jax import lax
 from jax.nn import logsumexp as logsumexp_of_jax  # bound here: a program may put this library's function in its place
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxsoftmax._core import arguments, dispatch
+from jaxsoftmax._core import arguments
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import across_devices, primitive
+from jaxsoftmax.ops.softmax.implementations import SOFTMAX_FAMILY
 
 Axis = int | Sequence[int] | None
 
@@ -275,7 +277,7 @@ def logsumexp(
 
 def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     if implementation not in (None, "xla"):
-        dispatch.check_implementation("softmax", "logsumexp", implementation)
+        check_implementation(SOFTMAX_FAMILY, "logsumexp", implementation)
         raise NotImplementedError(
             f"logsumexp: implementation={implementation!r} takes neither b nor return_sign; only 'xla' does"
         )
@@ -301,7 +303,7 @@ def _arguments(
     op, x, axis, where, scale, dtype, implementation, axis_name=None, *, name="x"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked operands of a primitive, aligned and by name, and its parameters."""
-    dispatch.check_implementation("softmax", op, implementation)
+    check_implementation(SOFTMAX_FAMILY, op, implementation)
     x = arguments.array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
         raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")

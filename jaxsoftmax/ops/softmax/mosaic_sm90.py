@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._core.problem import Masked, Problem, entries, is_along
+from jaxsoftmax._core.row_problem import Masked, RowProblem, entries, is_along
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu.ptx import WARP
 from jaxsoftmax._gpu.rows import run as rows
@@ -47,7 +47,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     return unsupported_rows(target, kernel_of(primitive), dtypes, where, problem)
 
 
-def unsupported_rows(target, kernel: str, dtypes, where, problem: Problem) -> str | None:
+def unsupported_rows(target, kernel: str, dtypes, where, problem: RowProblem) -> str | None:
     """Returns why `kernel` cannot run on rows of these dtypes, in words, or None."""
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] not in _CLUSTERS:
         served = " or ".join(f"{generation}.x" for generation in _CLUSTERS)
@@ -62,7 +62,7 @@ def unsupported_rows(target, kernel: str, dtypes, where, problem: Problem) -> st
     return _does_not_fit(target, problem, config_of(target, kernel, problem))
 
 
-def _does_not_fit(target, problem: Problem, config: Config) -> str | None:
+def _does_not_fit(target, problem: RowProblem, config: Config) -> str | None:
     """Returns why the blocks of a configuration cannot hold the rows in shared memory, in words, or None."""
     if not config.parked or config.threads <= WARP:
         return None
@@ -94,10 +94,10 @@ def kernel_of(primitive) -> str:
     return f"{primitive}_forward" if primitive in ("softmax", "log_softmax", "logsumexp") else primitive
 
 
-def problem_of(primitive, operands, axes, dtype) -> Problem:
+def problem_of(primitive, operands, axes, dtype) -> RowProblem:
     """The problem of a primitive, from operands of these types."""
     names = _whole_operands(primitive, operands)
-    return Problem(
+    return RowProblem(
         operands[names[0]].shape,
         tuple(axes),
         read=tuple(operands[name].dtype.itemsize for name in names),
@@ -136,7 +136,7 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
     return unprofitable_rows(primitive, kernel_of(primitive), problem, fused, cast, dtype)
 
 
-def unprofitable_rows(primitive, kernel: str, problem: Problem, fused, cast, dtype) -> str | None:
+def unprofitable_rows(primitive, kernel: str, problem: RowProblem, fused, cast, dtype) -> str | None:
     """Returns why the reference should be faster at such rows, in words, or None."""
     if problem.cols == 1:
         return "XLA computes rows of one entry element by element"
@@ -160,7 +160,7 @@ def unprofitable_rows(primitive, kernel: str, problem: Problem, fused, cast, dty
 _CLUSTERS = {9: [(132, 16), (0, 8)]}
 
 
-def config_of(target, kernel: str, problem: Problem) -> Config:
+def config_of(target, kernel: str, problem: RowProblem) -> Config:
     """The configuration of a kernel for a problem."""
     return config_for(target, kernel, problem.cols, problem.widest, problem.masked, problem.inner)
 
@@ -247,7 +247,7 @@ def _along_another_axis(target, kernel: str, cols: int, itemsize: int, inner: in
     return found[0] if found[0].blocks <= found[0].grid else found[1]
 
 
-def _of_devices(target, kernel: str, problem: Problem) -> Config:
+def _of_devices(target, kernel: str, problem: RowProblem) -> Config:
     """The configuration for a device's part of rows that devices share: blocks of the grid hold it, however short it is."""
     cols, itemsize, operands = problem.cols, problem.widest, 2 if kernel in _TWO_OPERANDS else 1
     return _of_the_grid(target, cols, itemsize, operands, min(_STAGE[itemsize], operands * max(2048, cols * itemsize)))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.problem import Problem, is_along
+from jaxsoftmax._core.row_problem import RowProblem, is_along
 from jaxsoftmax._triton import call
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +28,7 @@ def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | 
     for name in [a.dtype.name for a in operands.values() if a is not None and a.dtype != bool] + [jnp.dtype(dtype).name]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    if (reason := Problem(x.shape, tuple(axes)).unsupported(2**31 - 2**16 - 1)) is not None:
+    if (reason := RowProblem(x.shape, tuple(axes)).unsupported(2**31 - 2**16 - 1)) is not None:
         return reason
     scale = operands.get("scale")
     if is_along(scale, axes):
@@ -298,7 +298,7 @@ def run(
     """
     from jaxsoftmax._triton import rows
 
-    problem = Problem(x.shape, tuple(axes))
+    problem = RowProblem(x.shape, tuple(axes))
     outer, cols, inner = problem.outer, problem.cols, problem.inner
     config = config_for(primitive, cols, inner, x.dtype.itemsize, where is not None)
     count = -(-cols // config.slice)

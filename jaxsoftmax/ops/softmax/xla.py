@@ -13,7 +13,9 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine
+from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine, Target
 
 
 def softmax(x, where, scale, *, axes, dtype):
@@ -205,3 +207,24 @@ def select(where, values, otherwise):
         return values
     other = lax.full_like(values, otherwise)
     return (lax.select if where.shape == values.shape else jnp.where)(where, values, other)
+
+
+_FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        softmax,
+        log_softmax,
+        logsumexp,
+        softmax_jacobian,
+        log_softmax_jvp,
+        log_softmax_vjp,
+        logsumexp_jvp,
+        logsumexp_vjp,
+    )
+}
+
+
+def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:
+    """Plans any problem of this op."""
+    del target
+    return ReferencePlan(_FUNCTIONS[problem.operation.name], problem)

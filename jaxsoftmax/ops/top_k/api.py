@@ -12,13 +12,15 @@ from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, dispatch, sharding
+from jaxsoftmax._core import arguments, sharding
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax.api import broadcast, scalar_scale
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import saved_exponent, select
 from jaxsoftmax.ops.top_k import xla
+from jaxsoftmax.ops.top_k.implementations import TOP_K_FAMILY
 from jaxsoftmax.ops.top_k.noise import gumbel_at
 from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, TOP_K
 
@@ -81,7 +83,7 @@ def top_k(
       True True
     """
     name = "top_k"
-    dispatch.check_implementation(name, name, implementation)
+    check_implementation(TOP_K_FAMILY, name, implementation)
     x, where, axis = _rows(name, "operand", _real(name, "operand", operand), axis, where)
     k = _count(name, k, x.shape[-1])
     shape = (*x.shape[:-1], k)
@@ -192,7 +194,7 @@ def softmax_top_k(
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 4, fuses softmax with the search of its largest weights.
     """
     name = "softmax_top_k"
-    dispatch.check_implementation("top_k", name, implementation)
+    check_implementation(TOP_K_FAMILY, name, implementation)
     (return_lse,) = arguments.flags(name, return_lse=return_lse)
     if not isinstance(normalize, str) or normalize not in ("all", "selected"):
         raise ValueError(f"{name}: normalize must be 'all' or 'selected', got {arguments.shown(normalize)}")
@@ -343,7 +345,7 @@ def categorical(
     Source: Gumbel-max sampling. `top_p` is nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). `min_p` is by Nguyen
     et al. 2024, arXiv:2407.01082.
     """
-    dispatch.check_implementation("top_k", _CATEGORICAL, implementation)
+    check_implementation(TOP_K_FAMILY, _CATEGORICAL, implementation)
     (return_log_prob,) = arguments.flags(_CATEGORICAL, return_log_prob=return_log_prob)
     key = arguments.random_key(_CATEGORICAL, "key", key)
     x, where, _ = _rows(_CATEGORICAL, "logits", _floating(_CATEGORICAL, "logits", logits), axis, where)

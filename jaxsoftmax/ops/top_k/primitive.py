@@ -47,6 +47,7 @@ from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import primitive as softmax
 from jaxsoftmax.ops.softmax import xla
+from jaxsoftmax.ops.top_k.implementations import TOP_K_FAMILY
 from jaxsoftmax.ops.top_k.xla import at
 
 _WHOLE = (None,)  # the names of the axes of a row
@@ -93,14 +94,14 @@ def _results(*names):
 
 
 TOP_K = define(
-    Operation("top_k", "top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices"), is_cut=True),
+    Operation(TOP_K_FAMILY, "top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices"), is_cut=True),
 )
 SOFTMAX_TOP_K = define(
-    Operation("top_k", "softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices"), is_cut=True),
+    Operation(TOP_K_FAMILY, "softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices"), is_cut=True),
 )
 CATEGORICAL = define(
     Operation(
-        "top_k",
+        TOP_K_FAMILY,
         "categorical",
         (Operand("x", _WHOLE, is_scores=True), _ROW, *_OF_ROWS, _WHERE),
         _categorical_types,
@@ -110,7 +111,7 @@ CATEGORICAL = define(
 )
 SOFTMAX_TOP_K_JVP = define(
     Operation(
-        "top_k",
+        TOP_K_FAMILY,
         "softmax_top_k_jvp",
         (_INDICES, _X.called("t"), *_SAVED),
         _jvp_types,
@@ -121,7 +122,7 @@ SOFTMAX_TOP_K_JVP = define(
 )
 SOFTMAX_TOP_K_VJP = define(
     Operation(
-        "top_k",
+        TOP_K_FAMILY,
         "softmax_top_k_vjp",
         (_INDICES, _C, _B, *_SAVED),
         _vjp_types,

@@ -14,6 +14,9 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.softmax.xla import logsumexp, saved_exponent, select, weights_of_state
 from jaxsoftmax.ops.top_k.noise import gumbel_rows
 
@@ -291,3 +294,14 @@ def _largest(x):
 def _first_largest(values):
     """Where rows are largest, at the lowest index among equals, `[*batch, 1]`."""
     return lax.argmax(values, values.ndim - 1, jnp.int32)[..., None]
+
+
+_FUNCTIONS = {
+    function.__name__: function for function in (top_k, softmax_top_k, softmax_top_k_jvp, softmax_top_k_vjp, categorical)
+}
+
+
+def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:
+    """Plans any problem of this op."""
+    del target
+    return ReferencePlan(_FUNCTIONS[problem.operation.name], problem)

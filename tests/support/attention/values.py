@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax._core import dispatch
+from jaxsoftmax.ops import OPS
 from jaxsoftmax.ops.attention import dropout, primitive, xla
 
 from .. import cases, oracle
@@ -17,8 +17,8 @@ from . import oracle as attention_oracle
 # Float32 on the reference, whatever the platform: a kernel makes less precise products of it, where `function` lets it.
 attend = functools.partial(jaxsoftmax.dot_product_attention, precision="highest")
 
-# A kernel is tested by being listed in `dispatch`: natively, where its platform is. The reference runs in one tile and in many.
-KERNELS = [name for name in dispatch.implementations["attention"] if name != "xla"]
+# A kernel is tested by being listed in `OPS`: natively, where its platform is. The reference runs in one tile and in many.
+KERNELS = [*OPS["attention"].kernels]
 
 
 def small_tiles(monkeypatch):

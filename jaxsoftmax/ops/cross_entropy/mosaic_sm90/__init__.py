@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._core.problem import Problem, is_along
+from jaxsoftmax._core.row_problem import RowProblem, is_along
 from jaxsoftmax._gpu import fused
 from jaxsoftmax._gpu.rows import run as rows
 from jaxsoftmax._gpu.rows.layout import RowLayout
 from jaxsoftmax._gpu.rows.run import Inside, Mask, PerRow, Whole
 from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import linear, xla
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear as linear_kernel
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.softmax import mosaic_sm90 as of_softmax
 from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, select
 
@@ -36,7 +36,7 @@ _LIKE = {  # softmax's kernels that are as large, and hold rows or not as these
 def unsupported(primitive, target, operands, **params) -> str | None:
     """Why it cannot run, in words, or None."""
     if primitive == "linear_cross_entropy":
-        return linear_kernel.unsupported(target, operands, params["head"].class_axis)
+        return linear_loss.unsupported(target, operands, params["head"].class_axis)
     x, where, kernel, problem = operands["x"], operands.get("where"), _LIKE[primitive], _problem(primitive, operands, **params)
     dtypes = [x.dtype] if primitive == "cross_entropy_gradient" else [x.dtype, jnp.dtype(params["dtype"])]
     reason = of_softmax.unsupported_rows(target, kernel, dtypes, where, problem)
@@ -52,7 +52,7 @@ def unsupported(primitive, target, operands, **params) -> str | None:
 def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
     """Why the reference should be faster although the kernels could run, in words, or None."""
     if primitive == "linear_cross_entropy":
-        return linear_kernel.unprofitable(operands, params["head"].class_axis)
+        return linear_loss.unprofitable(operands, params["head"].class_axis)
     problem = _problem(primitive, operands, **params)
     return of_softmax.unprofitable_rows(primitive, _LIKE[primitive], problem, fused, cast, params["dtype"])
 
@@ -62,11 +62,11 @@ def _has_total(*, return_total=False, label_smoothing=0, **params):
     return return_total or label_smoothing > 0
 
 
-def _problem(primitive, operands, *, axes, dtype, soft_cap, **params) -> Problem:
+def _problem(primitive, operands, *, axes, dtype, soft_cap, **params) -> RowProblem:
     """The problem of a primitive, from operands of these types."""
     x = operands["x"]
     written = {"cross_entropy": [], "cross_entropy_vjp": [dtype], "cross_entropy_gradient": [x.dtype]}[primitive]
-    return Problem(
+    return RowProblem(
         x.shape,
         tuple(axes),
         read=(x.dtype.itemsize,),
@@ -150,7 +150,7 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
 
 def linear_cross_entropy(hidden, weight, labels, *, head, target):
     """`head.numbers`, without the logits."""
-    return linear.of_batch(functools.partial(linear_kernel.numbers, head, target), hidden, weight, labels)
+    return linear.of_batch(functools.partial(linear_loss.numbers, head, target), hidden, weight, labels)
 
 
 def _run(primitive, body, problem, target, x, where, given=None, **results):

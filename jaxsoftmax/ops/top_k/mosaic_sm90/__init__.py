@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 from jaxsoftmax.ops.softmax import mosaic_sm90 as of_softmax
@@ -169,7 +169,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
         given["where"] = jnp.broadcast_to(where, (*batch, 1)).reshape(rows).astype(jnp.float32)
     elif where is not None:
         given["where"] = where.reshape(-1, cols)
-        source = None if where.shape == x.shape else Problem(x.shape, (x.ndim - 1,)).indexed(where.shape)
+        source = None if where.shape == x.shape else RowProblem(x.shape, (x.ndim - 1,)).indexed(where.shape)
 
     def kernel(x_ref, *refs):
         operands, refs = dict(zip(given, refs, strict=False)), refs[len(given) :]

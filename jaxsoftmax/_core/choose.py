@@ -1,34 +1,10 @@
-"""Choice of the implementation that runs an op, with the reasons against the others.
+"""Choice of the implementation that runs an operation, with the reasons against the others, and `explain`, which shows both.
 
-When a primitive is lowered for a platform, `choose` walks the implementations of its op, the preferred one first, and
-takes the first one that has no reason against itself. On CUDA without a GPU at hand the target is any Hopper GPU,
-sm_90a.
-
-An implementation is a module. It has a function for each primitive that it has a kernel for, with the primitive's
-name. That function takes operands, parameters and `target` by name. (The reference, `xla.py`, has a function for every
-primitive, and its functions take no `target`.) The module also has
-
-    unsupported(primitive, target, operands, **params) -> str | None
-
-which returns the reason why it cannot run a primitive on operands of these types, or None if it can. An absent operand
-is None.
-
-A module may have four more functions:
-
-- `lacks(primitive, operands, **params)`: tells if there is no kernel for such operands at all. The reference then runs even
-  where this implementation was forced.
-- `unprofitable(primitive, target, operands, fused, cast, **params)`: returns the reason why the reference is expected to be
-  faster, or None.
-- `remark(target)`: returns a text that `explain` adds, or None.
-- `merges(primitive, target, operands, **params)`: tells if the kernel takes `devices`, the mesh axes over which rows are
-  sharded, and merges over them itself.
-
-`docs/design.md` says more.
+While a primitive is lowered, `choose` asks the implementations of its op for a plan, the preferred one first, and takes the
+first plan. The reference comes last and never refuses. Without a GPU at hand the target is any Hopper GPU, sm_90a.
 """
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,34 +14,10 @@ import jax
 
 from jaxsoftmax._core import arguments, compat
 from jaxsoftmax._core import target as targets
-from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.operation import Kernels, Op
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
-
-# op: implementation: module; the preferred implementation first, the reference last.
-implementations: dict[str, dict[str, str]] = {
-    "softmax": {
-        "mosaic": "jaxsoftmax.ops.softmax.mosaic_sm90",
-        "triton": "jaxsoftmax.ops.softmax.triton",
-        "xla": "jaxsoftmax.ops.softmax.xla",
-    },
-    "cross_entropy": {
-        "mosaic": "jaxsoftmax.ops.cross_entropy.mosaic_sm90",
-        "triton": "jaxsoftmax.ops.cross_entropy.triton",
-        "xla": "jaxsoftmax.ops.cross_entropy.xla",
-    },
-    "attention": {
-        "mosaic": "jaxsoftmax.ops.attention.mosaic_sm90",
-        "triton": "jaxsoftmax.ops.attention.triton",
-        "xla": "jaxsoftmax.ops.attention.xla",
-    },
-    "top_k": {
-        "mosaic": "jaxsoftmax.ops.top_k.mosaic_sm90",
-        "xla": "jaxsoftmax.ops.top_k.xla",
-    },
-}
-
-# Where an implementation runs at all, so that its module need not be loaded to be refused; "xla" runs anywhere.
-platforms: dict[str, tuple[str, ...]] = {"mosaic": ("cuda",), "triton": ("cuda",)}
 
 _KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -81,6 +33,8 @@ class Decision:
       operands: types of the operands that the implementation gets, such as "float32[8,128]". If the program casts an
         operand to float32, kernels get the operand before the cast.
       implementation: name of the implementation that runs: "mosaic", "triton" or "xla".
+      plan: description of how it runs, in words that may change: for a kernel of rows where rows are held, threads, and blocks
+        of a cluster; for one of attention tiles, stages and warpgroups. "XLA" for the reference.
       refusals: pairs `(name, reason)`, one for each preferred implementation that does not run: it cannot run the call,
         the reference is expected to be faster, or the call names another implementation.
       remark: caveat about the implementation on this GPU, for example that its kernels were compiled for the GPU but not
@@ -101,6 +55,7 @@ class Decision:
     primitive: str
     operands: tuple[str, ...]
     implementation: str
+    plan: str = ""
     refusals: tuple[tuple[str, str], ...] = ()
     remark: str | None = None
     gpu: str | None = None
@@ -149,7 +104,8 @@ class Explanation(Sequence[Decision]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"on {where}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
-            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            how = "" if chosen == "xla" else f": {decision.plan}"
+            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}{how}")
             lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
             lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
         return "\n".join(lines)
@@ -241,7 +197,7 @@ _record: ContextVar[list[Decision] | None] = ContextVar("jaxsoftmax_decisions", 
 
 @contextlib.contextmanager
 def recorded(decisions: list[Decision]) -> Generator[None, None, None]:
-    """A context in which `record` appends to `decisions`."""
+    """Appends to `decisions`, inside the context, every choice whose plan runs."""
     token = _record.set(decisions)
     try:
         yield
@@ -249,104 +205,102 @@ def recorded(decisions: list[Decision]) -> Generator[None, None, None]:
         _record.reset(token)
 
 
-def check_implementation(op: str, function: str, name: str | None) -> None:
-    """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
-    if name is not None and (not isinstance(name, str) or name not in implementations[op]):
-        allowed = ", ".join(map(repr, implementations[op]))
-        raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a primitive: what decides which implementation runs it, except the types of its operands.
-
-    Attributes:
-      map: what is called.
-      names: of the operands that are there.
-      dtypes: of those, after casts to float32.
-      fused: the names of those that XLA would fuse with the reference.
-      forced: the implementation that must run, or None.
-      params: the parameters.
-    """
-
-    map: Operation
-    names: tuple[str, ...]
-    dtypes: tuple[Any, ...]
-    fused: frozenset[str]
-    forced: str | None
-    params: dict[str, Any]
-
-
-def choose(call: Call, target: Target, types: Sequence[Any], obstacle: str | None = None) -> Decision:
-    """Which implementation runs `call` on operands of these types, which are those before casts to float32.
-
-    `obstacle` is a reason, if there is one, that leaves the reference alone.
-
-    Raises:
-      NotImplementedError: `call.forced` names an implementation that cannot, with its reason.
-    """
-    refusals: list[tuple[str, str]] = []
-    name = call.map.name
-    wide = [kind.update(dtype=dtype) for kind, dtype in zip(types, call.dtypes, strict=True)]
-    operands = dict.fromkeys(call.map.by_name) | dict(zip(call.names, types, strict=True))
-    forced = call.forced
-    if forced is not None and _lacks(call, forced, operands):
-        forced = "xla"
-    for implementation in implementations[call.map.op]:
-        reason = _refusal(implementation, forced, call, target, operands, obstacle)
-        if reason is None:
-            given = wide if implementation == "xla" else types
-            shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in given])
-            module = importlib.import_module(implementations[call.map.op][implementation])
-            remark = module.remark(target) if hasattr(module, "remark") else None
-            gpu = None if target.compute_capability is None else str(target)
-            return Decision(name, shown, implementation, tuple(refusals), remark, gpu)
-        if implementation == forced:
-            raise NotImplementedError(f"{name}: implementation={forced!r} cannot run: {reason}")
-        refusals.append((implementation, reason))
-    raise AssertionError(f"no implementation runs {name}: {refusals}")
-
-
-def _refusal(name, forced, call: Call, target, operands, obstacle) -> str | None:
-    """Why an implementation does not run a call, or None if it does."""
-    if forced is not None and name != forced:
-        return f"implementation={forced!r} was asked for"
-    if name == "xla":
-        return None
-    if target.platform not in platforms.get(name, _KNOWN_PLATFORMS):
-        return f"it runs on {' and '.join(platforms[name])}, not on {target.platform}"
-    if obstacle is not None:
-        return obstacle
-    if any(not isinstance(size, int) for a in operands.values() if a is not None for size in a.shape):
-        return "shapes must be known while lowering, and these are symbolic"
-    if (reason := compat.missing()) is not None:
-        return reason
-    module_name, primitive = implementations[call.map.op][name], call.map.name
-    is_guarded = forced is None and not compat.is_tested()
-    if is_guarded and (reason := compat.failure(importlib.import_module, module_name)) is not None:
-        return reason
-    module = importlib.import_module(module_name)
-    if not hasattr(module, primitive):
-        return f"it has no kernel for {primitive}"
-    reason = module.unsupported(primitive, target, operands, **call.params)
-    if reason is None and forced is None and hasattr(module, "unprofitable"):
-        cast = frozenset([n for n, dtype in zip(call.names, call.dtypes, strict=True) if operands[n].dtype != dtype])
-        reason = module.unprofitable(primitive, target, operands, call.fused, cast, **call.params)
-    if reason is None and is_guarded:
-        kernel = functools.partial(getattr(module, primitive), target=target, **call.params)
-        reason = compat.failure(compat.lower, kernel, operands, target.platform)
-    return reason
-
-
-def _lacks(call: Call, implementation: str, operands) -> bool:
-    """Returns whether an implementation has no function for a primitive, or none for operands of these types."""
-    if implementation == "xla" or compat.missing() is not None:
-        return False  # the reference has all; without the names its module does not load, which is to be said
-    module, primitive = importlib.import_module(implementations[call.map.op][implementation]), call.map.name
-    return not hasattr(module, primitive) or (hasattr(module, "lacks") and module.lacks(primitive, operands, **call.params))
-
-
 def record(decision: Decision) -> None:
     """Shows `decision` to the `explain` that is under way, if one is."""
     if (decisions := _record.get()) is not None:
         decisions.append(decision)
+
+
+def check_implementation(op: Op, function: str, name: str | None) -> None:
+    """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
+    if name is not None and (not isinstance(name, str) or name not in op.implementations):
+        allowed = ", ".join(map(repr, op.implementations))
+        raise ValueError(f"{function}: implementation must be None or one of {allowed}, got {name!r}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that runs a problem, and the decision that `explain` shows.
+
+    Attributes:
+      problem: the problem.
+      plan: the plan.
+      decision: names of the implementation and of the problem, with the reasons against the preferred implementations.
+    """
+
+    problem: Problem
+    plan: Plan
+    decision: Decision
+
+    @property
+    def is_reference(self) -> bool:
+        return self.decision.implementation == "xla"
+
+
+def choose(
+    problem: Problem, target: Target, forced: str | None = None, obstacle: str | None = None, is_optional: bool = False
+) -> Choice:
+    """Chooses the first implementation of the op that does not refuse the problem, the preferred one first.
+
+    Args:
+      problem: the problem.
+      target: the platform and GPU that the program is lowered for.
+      forced: name of the implementation that must run, or None.
+      obstacle: a reason that leaves all problems to the reference, or None.
+      is_optional: True to choose the reference where the implementation `forced` cannot run the problem.
+
+    Raises:
+      NotImplementedError: the implementation `forced` cannot run the problem. The message gives its reason.
+    """
+    operation, refusals = problem.operation, []
+    plan: Plan | Refusal
+    for name, kernels in operation.op.kernels.items():
+        if forced not in (None, name):
+            refusals.append((name, f"implementation={forced!r} was asked for"))
+            continue
+        plan = _plan(name, kernels, problem, target, obstacle, is_forced=name == forced)
+        if isinstance(plan, Refusal) and forced is not None and plan.plan is not None:
+            plan = plan.plan
+        if not isinstance(plan, Refusal):
+            return Choice(problem, plan, _decision(name, plan, problem, target, refusals))
+        if name == forced and not (plan.lacks_kernel or is_optional):
+            raise NotImplementedError(f"{operation.name}: implementation={forced!r} cannot run: {plan.reason}")
+        refusals.append((name, plan.reason))
+    reference: Plan = operation.op.reference().plan(problem)
+    return Choice(problem, reference, _decision("xla", reference, problem, target, refusals))
+
+
+def _plan(
+    name: str, kernels: Kernels, problem: Problem, target: Target, obstacle: str | None, is_forced: bool
+) -> Plan | Refusal:
+    """Asks an implementation for its plan, unless its module need not load to refuse."""
+    if target.platform not in kernels.platforms:
+        return Refusal(f"it runs on {' and '.join(kernels.platforms)}, not on {target.platform}")
+    if obstacle is not None:
+        return Refusal(obstacle)
+    if problem.is_symbolic:
+        return Refusal("shapes must be known while lowering, and these are symbolic")
+    if (reason := compat.missing()) is not None:
+        return Refusal(reason)
+    generation = 0 if target.compute_capability is None else target.compute_capability[0]
+    if (load := kernels.generations.get(generation)) is None:
+        served = " or ".join(f"{major}.x" for major in kernels.generations)
+        return Refusal(f"it needs compute capability {served}, got {target.platform} {target.compute_capability}")
+    is_guarded = not is_forced and not compat.is_tested()
+    if is_guarded and (reason := compat.failure(load)) is not None:
+        return Refusal(reason)
+    plan = load().plan(problem, target)
+    if is_guarded and not isinstance(plan, Refusal):
+        operands = dict.fromkeys(problem.operation.by_name) | dict(problem.operands)
+        if (reason := compat.failure(compat.lower, plan.run, operands, target.platform)) is not None:
+            return Refusal(reason)
+    return plan
+
+
+def _decision(name: str, plan: Plan, problem: Problem, target: Target, refusals: Sequence[tuple[str, str]]) -> Decision:
+    operands = problem.operands
+    if name == "xla":
+        operands = {key: a.update(dtype=problem.dtypes.get(key, a.dtype)) for key, a in operands.items()}
+    shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in operands.values()])
+    gpu = None if target.compute_capability is None else str(target)
+    return Decision(problem.operation.name, shown, name, plan.describe(), tuple(refusals), plan.remark, gpu)

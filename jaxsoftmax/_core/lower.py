@@ -1,0 +1,330 @@
+"""Lowers a primitive: finds what produces its operands, chooses a plan, and runs it on one device or on shards.
+
+JAX caches lowering rules, and a cached rule does not see what produces the operands. So there are two steps. `_lower`, which is
+not cached, looks at the producers and binds a second primitive. `_lower_call`, the rule of that one, is cached: it chooses the
+implementation and traces its plan in place, so that equal calls lower their kernel once. It has a version for CUDA, which a
+rule that is not cached must not have.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxsoftmax._core import compat, fusion, sharding
+from jaxsoftmax._core.choose import Choice, choose, record
+from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.sharding import Cut
+from jaxsoftmax._core.target import ONE_DEVICE, Machine, Target, target_for
+
+_call = Primitive("jaxsoftmax")
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *operands, results, **params: list(results))
+
+
+def register(operation: Operation, primitive: Primitive) -> None:
+    """Gives a primitive of an operation its lowering rule."""
+    mlir.register_lowering(primitive, functools.partial(_lower, operation), cacheable=False)
+
+
+def require_devices(operation: Operation, primitive: Primitive) -> None:
+    """Makes devices known while a primitive is lowered that runs on shards: where XLA cuts its operands, it asks back."""
+    if operation.op.kernels:
+        compat.require_devices(primitive)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call of an operation in a program: the parameters of the second step.
+
+    Attributes:
+      operation: the operation.
+      names: names of the operands that are present.
+      dtypes: their dtypes after casts to float32, after which the reference gets them.
+      fused: names of the operands that XLA would compute together with the reference.
+      implementation: name of the implementation that must run, or None.
+      axis_name: mesh axes of a `shard_map` around over which rows are sharded.
+      params: the other parameters of the operation, by name.
+    """
+
+    operation: Operation
+    names: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    fused: frozenset[str]
+    implementation: str | None
+    axis_name: tuple[str, ...]
+    params: tuple[tuple[str, Any], ...]
+
+    def named(self, operands: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.names, operands, strict=True))
+
+
+def _lower(operation: Operation, ctx, *operands, names, implementation, axis_name=(), **params):
+    """Binds the second step, on operands as they were before casts to float32."""
+    sources, avals, fused = list(operands), list(ctx.avals_in), []
+    for index, name in enumerate(names):
+        is_scores = operation.by_name[name].is_scores
+        if is_scores and (source := fusion.widened_from(sources[index])) is not None:
+            sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
+        is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
+        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], compat.of_module(ctx, "symbol_table")):
+            fused.append(name)
+    dtypes = tuple(aval.dtype for aval in ctx.avals_in)
+    site = Site(operation, names, dtypes, frozenset(fused), implementation, axis_name, tuple(params.items()))
+    bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), site=site)
+    with sharding.on_mesh_of(avals):
+        return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs operations where one call is lowered, each by the plan that is chosen for its operands.
+
+    Attributes:
+      target: the platform and GPU that the program is lowered for.
+      known_target: the same if the program is for no other platform, else None: the reference may depend on it.
+      forced: name of the implementation that must run, or None.
+      widened: dtypes of operands before and after casts to float32, by name.
+      fused: names of the operands that XLA would compute together with the reference.
+      reaches_peers: True if a kernel may store to the memory of the other devices.
+      obstacle: a reason that leaves everything to the reference, or None.
+    """
+
+    target: Target
+    known_target: Target | None
+    forced: str | None
+    widened: dict[str, tuple[Any, Any]]
+    fused: frozenset[str]
+    reaches_peers: bool
+    obstacle: str | None = None
+
+    def choose(self, operation: Operation, types, n_devices: int = 1, obstacle=None, **params) -> Choice:
+        """Chooses the plan for operands of these types by name; XLA would run the reference on `n_devices`."""
+        problem = self._problem(operation, types, params, machine=Machine(n_devices, self.known_target))
+        return choose(problem, self.target, self.forced, obstacle or self.obstacle)
+
+    def run(self, choice: Choice, operands) -> list[Any]:
+        """Runs a plan, and shows it to `explain`."""
+        record(choice.decision)
+        if choice.decision.implementation == "mosaic":
+            compat.infer_layouts_sooner()
+        return jax.tree.leaves(choice.plan.run(**operands))
+
+    def __call__(self, operation: Operation, operands, **params) -> list[Any]:
+        """Computes the results of an operation from operands by name; None is absent."""
+        operands = _present(operands)
+        return self.run(self.choose(operation, _types_of(operands), **params), operands)
+
+    def on_all_devices(self, operation: Operation, operands, cuts, **params) -> list[Any] | None:
+        """Runs one kernel that merges over the devices that share rows; None if no such kernel serves this call."""
+        if not (self.reaches_peers and compat.is_tested()) or self.obstacle is not None:
+            return None
+        operands = _present(operands)
+        devices = tuple((axis, lax.axis_size(axis)) for cut in cuts.values() for axis in cut.over)
+        problem = self._problem(operation, _types_of(operands), params, devices=devices)
+        choice = choose(problem, self.target, self.forced, is_optional=True)
+        return None if choice.is_reference else self.run(choice, operands)
+
+    def unless(self, reason: str | None) -> "Runner":
+        """Returns this runner, or one that leaves everything to the reference if there is a reason and nothing is forced."""
+        return self if reason is None or self.forced is not None else replace(self, obstacle=self.obstacle or reason)
+
+    def on_reference(self, operation: Operation, operands, reason: str, **params) -> list[Any]:
+        """Runs the reference, whatever is forced; `explain` gives the reason."""
+        return replace(self, forced=None, obstacle=self.obstacle or reason)(operation, operands, **params)
+
+    def _problem(self, operation, types, params, devices=(), machine=ONE_DEVICE):
+        dtypes = {n: dtype for n, (narrow, dtype) in self.widened.items() if n in types and types[n].dtype == narrow}
+        return operation.problem(operation, types, params, dtypes, self.fused & set(types), devices, machine)
+
+
+class ReferenceRunner:
+    """A `Runner` of the reference alone, outside of a lowering rule."""
+
+    def __call__(self, operation: Operation, operands, **params) -> list[Any]:
+        operands = _present(operands)
+        problem = operation.problem(operation, _types_of(operands), params)
+        return jax.tree.leaves(operation.op.reference().plan(problem).run(**operands))
+
+    def on_all_devices(self, operation: Operation, operands, cuts, **params) -> None:
+        del operation, operands, cuts, params
+
+    def unless(self, reason: str | None) -> "ReferenceRunner":
+        del reason
+        return self
+
+    def on_reference(self, operation: Operation, operands, reason: str, **params) -> list[Any]:
+        del reason
+        return self(operation, operands, **params)
+
+
+def on_reference(
+    operation: Operation, operands: dict[str, Any], results: Sequence[Any], *, implementation=None, axis_name=(), **params
+) -> list[Any]:
+    """Computes an operation by its reference, on shards where types say how operands and results are sharded."""
+    del implementation
+    operands = _present(operands)
+    names, types = list(operands), list(_types_of(operands).values())
+    manual = _manual_cuts(operation, types[0], axis_name, params)
+
+    def run(*arrays, over=None, machine=ONE_DEVICE):
+        named, cuts = dict(zip(names, arrays, strict=True)), (over or {}) | manual
+        if cuts:
+            return _across_devices(operation, ReferenceRunner(), named, cuts, params, is_manual=bool(manual))
+        problem = operation.problem(operation, _types_of(named), params, machine=machine)
+        return jax.tree.leaves(operation.op.reference().plan(problem).run(**named))
+
+    arrays = list(operands.values())
+    if operation.is_aligned:
+        return run(*arrays)
+    if not any(map(sharding.has_explicit_axes, types)):
+        return run(*arrays, machine=Machine(types[0].sharding.mesh.size))
+    names_in, names_out = operation.axes(names, len(results), **params)
+    mapped = sharding.on_explicit_axes(run, types, results, names_in, names_out, operation.joined)
+    if sharding.explicit_mesh(types) is None:  # outside of jit JAX takes automatic axes for manual ones (0.11, 0.12)
+        mapped = jax.jit(mapped)
+    return list(map(sharding.placing, mapped(*arrays)))
+
+
+def _present(operands):
+    return {name: operand for name, operand in operands.items() if operand is not None}
+
+
+def _types_of(operands):
+    return {name: jax.typeof(operand) for name, operand in operands.items()}
+
+
+def _manual_cuts(operation: Operation, first: Any, axis_name: tuple[str, ...], params) -> dict[Any, Cut]:
+    """Maps what is joined to how a `shard_map` around the call shards it: evenly, as in the first operand, of type `first`."""
+    if not axis_name:
+        return {}
+    names = next(iter(operation.by_name.values())).axes
+    joined = {axis: axis for axis in params.get("axes", ())[-1:]}
+    if not operation.is_aligned:
+        joined = {name: names.index(name) - len(names) if name in names else None for name in operation.joined}
+    return {name: Cut.of_part(axis_name, 0 if at is None else first.shape[at]) for name, at in joined.items()}
+
+
+def _across_devices(
+    operation: Operation, runner, operands, cuts, params, is_manual: bool, knows_cuts: bool = True
+) -> list[Any]:
+    """Computes an operation whose rows devices share, by the rule of its op, from each device's part."""
+    if operation.op.across_devices is None:
+        raise AssertionError(f"{operation.name} has no rule for rows that devices share")
+    rule = operation.op.across_devices()[operation.name]
+    options = {} if operation.is_aligned else {"is_manual": is_manual, "knows_cuts": knows_cuts}
+    return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, over=cuts, **params, **options))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the second step runs: on how many devices, and what is known of how they share the operands.
+
+    Attributes:
+      site: the call.
+      runner: runs operations on one device.
+      n_devices: number of devices over which XLA may shard the operands.
+      obstacle: a reason why kernels cannot run on shards, or None.
+      manual: how a `shard_map` of the user cuts what is joined; empty if it does not.
+      tells_what_is_whole: True if an axis that no type says to be sharded is whole on every device.
+    """
+
+    site: Site
+    runner: Runner
+    n_devices: int
+    obstacle: str | None
+    manual: dict[Any, Cut]
+    tells_what_is_whole: bool
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self.site.params)
+
+    def on_shard(self, *operands, over) -> list[Any]:
+        """Computes the results from shards of the operands, which are cut as `over` says."""
+        site, cuts, params = self.site, over | self.manual, self.params
+        named = site.named(operands)
+        knows_cuts = bool(cuts) or (self.tells_what_is_whole and site.operation.depends_on_cuts(**params))
+        if not (knows_cuts or site.operation.is_reordered(**params)):
+            return self.runner(site.operation, named, **params)
+        with compat.unchecked() if self.manual else contextlib.nullcontext():
+            return _across_devices(site.operation, self.runner, named, cuts, params, bool(self.manual), knows_cuts)
+
+    def is_partitioned(self, choice: Choice, avals) -> bool:
+        """Tells whether the results are computed on shards, and not left to XLA's partitioner."""
+        operation = self.site.operation
+        if self.n_devices == 1:
+            return False
+        is_cut = operation.is_cut and self.obstacle is None
+        # Types that say how arrays are sharded are in the way of a reference that reshapes.
+        return not choice.is_reference or is_cut or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
+
+    def needs_rule(self, choice: Choice) -> bool:
+        """Tells whether one device, too, needs the rule for shared sequences."""
+        operation, params = self.site.operation, self.params
+        depends = self.tells_what_is_whole and operation.depends_on_cuts(**params)
+        return bool(self.manual) or depends or (not choice.is_reference and operation.is_reordered(**params))
+
+
+def _placement(platform, ctx, site: Site) -> Placement:
+    """Finds out what the context of a lowering rule says of the devices."""
+    operation, platforms = site.operation, compat.platforms(ctx)
+    target = target_for(platform or platforms[0])
+    manual = _manual_cuts(operation, ctx.avals_in[0], site.axis_name, dict(site.params))
+    n_devices, obstacle = sharding.partitioning(ctx)
+    if n_devices > 1 and operation.is_uncut:
+        obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
+    pairs = zip(site.names, ctx.avals_in, site.dtypes, strict=True)
+    runner = Runner(
+        target,
+        known_target=target if len(platforms) == 1 else None,
+        forced=site.implementation,
+        widened={name: (a.dtype, dtype) for name, a, dtype in pairs if a.dtype != dtype},
+        fused=site.fused,
+        reaches_peers=(n_devices > 1 or bool(manual)) and compat.reaches_peers(ctx),
+        obstacle=obstacle if manual else None,
+    )
+    return Placement(site, runner, n_devices, obstacle, manual, sharding.tells_what_is_whole(ctx.avals_in[0], n_devices))
+
+
+@compat.without_directories()
+def _lower_call(platform, ctx, *operands, site: Site, results):
+    """Chooses a plan and runs it: the rule for a platform, or for each platform that has no rule of its own."""
+    operation, params = site.operation, dict(site.params)
+    placement = _placement(platform, ctx, site)
+    # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
+    bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
+    if placement.manual and operation.is_aligned:
+        return _emit(functools.partial(placement.on_shard, over={}), bare, operands)
+    runner, n_devices = placement.runner, placement.n_devices
+    choice = runner.choose(operation, site.named(ctx.avals_in), n_devices, placement.obstacle, **params)
+    if placement.is_partitioned(choice, ctx.avals_in):
+        names_in, names_out = operation.axes(site.names, len(results), **params)
+        joined = params["axes"] if operation.is_aligned else operation.joined
+        function = sharding.partitioned(placement.on_shard, bare, names_in, names_out, joined, operation.is_aligned)
+        return _emit(function, compat.on_mesh_that_is_set(bare), operands)
+
+    def whole(*operands):
+        if placement.needs_rule(choice):
+            return placement.on_shard(*operands, over={})
+        return runner.run(choice, site.named(operands))
+
+    if operation.is_aligned or (placement.manual and n_devices > 1):
+        return _emit(whole, bare, operands)
+    with sharding.on_no_mesh():
+        return _emit(whole, ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), operands)
+
+
+def _emit(function: Callable[..., Any], ctx, operands):
+    return mlir.lower_fun(function)(ctx, *operands)
+
+
+for _platform in (None, "cuda"):
+    mlir.register_lowering(_call, functools.partial(_lower_call, _platform), platform=_platform)

@@ -1,0 +1,116 @@
+"""Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
+Masked = Literal[False, True, "end"]
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`, with rows along `cols`.
+
+    Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
+
+    Attributes:
+      shape: of the arrays.
+      axes: the axes of a row.
+      read: bytes of an element of each operand that is as large as the rows.
+      written: bytes of an element of each result that is as large as the rows.
+      has_mask: whether there is a mask along the columns.
+      needs_end: whether the kernel must know what is beyond the end of a row.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    read: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    has_mask: bool = False
+    needs_end: bool = False
+
+    @functools.cached_property
+    def members(self) -> tuple[range, range, range]:
+        """The axes of the arrays that are one of `outer`, `cols` and `inner`."""
+        along = [axis for axis in self.axes if self.shape[axis] != 1]
+        first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
+        return range(first), range(first, end), range(end, len(self.shape))
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.members[0])
+
+    @property
+    def cols(self) -> int:
+        return entries(self.shape, self.axes)
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.members[2])
+
+    @property
+    def rows(self) -> int:
+        return self.outer * self.inner
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of an array with one entry for each row."""
+        return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the widest element."""
+        return max((*self.read, *self.written))
+
+    @property
+    def masked(self) -> Masked:
+        return True if self.has_mask else "end" if self.needs_end else False
+
+    def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Calls `indexed` for each of `outer`, `cols` and `inner`."""
+        return tuple(indexed(shape, self.shape, members) for members in self.members)
+
+    def unsupported(self, most_rows: int) -> str | None:
+        """Returns why no kernel sees these rows as `[outer, cols, inner]`, in words, or None if one can."""
+        if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
+            return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
+        if not 1 <= self.cols < 2**30:
+            return f"a row must have from 1 to {2**30 - 1} entries, got {self.cols}"
+        if not 1 <= self.rows <= most_rows:
+            return f"there must be from 1 to {most_rows} rows, got {self.rows}"
+        return None
+
+
+def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """Entries of an array along these axes."""
+    return math.prod(shape[axis] for axis in axes)
+
+
+def is_along(array, axes: tuple[int, ...]) -> bool:
+    """Returns whether an array, or None, has several entries along the axes of a row."""
+    return array is not None and entries(array.shape, axes) != 1
+
+
+def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
+    """Finds the place in an array of size 1 along some axes, from an index of several neighbouring axes of a whole one.
+
+    The result is a sequence of triples. The index is divided by the first number, taken modulo the second unless that is 0,
+    and multiplied with the third. The sum over triples is the place in the array. Axes that are whole and neighbours share one.
+    """
+    triples, divisor, is_open = [], 1, False
+    for axis in reversed([*members]):
+        if whole[axis] == 1:
+            continue
+        if shape[axis] != 1:
+            if is_open:
+                triples[-1][1] *= whole[axis]
+            else:
+                triples.append([divisor, whole[axis], math.prod(shape[axis + 1 :])])
+        is_open = shape[axis] != 1
+        divisor *= whole[axis]
+    if triples and triples[-1][0] * triples[-1][1] == divisor:
+        triples[-1][1] = 0
+    return tuple([number for triple in triples for number in triple])

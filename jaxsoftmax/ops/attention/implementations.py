@@ -1,0 +1,39 @@
+"""The implementations of attention, by name and GPU generation.
+
+A module loads while the first program that it may run is lowered.
+"""
+
+from jaxsoftmax._core.legacy import Legacy
+from jaxsoftmax._core.operation import Kernels, Op
+
+
+def _mosaic_sm90():
+    from jaxsoftmax.ops.attention import mosaic_sm90
+
+    return Legacy(mosaic_sm90)
+
+
+def _triton():
+    from jaxsoftmax.ops.attention import triton
+
+    return Legacy(triton)
+
+
+def _reference():
+    from jaxsoftmax.ops.attention import xla
+
+    return xla
+
+
+def _across_devices():
+    from jaxsoftmax.ops.attention import across_devices
+
+    return across_devices.RULES
+
+
+ATTENTION_FAMILY = Op(
+    "attention",
+    kernels={"mosaic": Kernels({9: _mosaic_sm90}), "triton": Kernels(dict.fromkeys((8, 9, 10, 12), _triton))},
+    reference=_reference,
+    across_devices=_across_devices,
+)
