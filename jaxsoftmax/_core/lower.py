@@ -124,12 +124,16 @@ class Runner:
 
     def on_all_devices(self, operation: Operation, operands, cuts, **params) -> list[Any] | None:
         """Runs one kernel that merges over the devices that share rows; None if no such kernel serves this call."""
-        if not (self.reaches_peers and compat.is_tested()) or self.obstacle is not None:
+        if not (self.reaches_peers and compat.is_tested()):
             return None
         operands = _present(operands)
+        types = _types_of(operands)
+        choice = self.choose(operation, types, **params)
+        if choice.is_reference:
+            return None
         devices = tuple((axis, lax.axis_size(axis)) for cut in cuts.values() for axis in cut.over)
-        problem = self._problem(operation, _types_of(operands), params, devices=devices)
-        choice = choose(problem, self.target, self.forced, is_optional=True)
+        problem = self._problem(operation, types, params, devices=devices)
+        choice = choose(problem, self.target, choice.decision.implementation, is_optional=True)
         return None if choice.is_reference else self.run(choice, operands)
 
     def unless(self, reason: str | None) -> "Runner":
