@@ -94,7 +94,7 @@ def chosen_alone(monkeypatch):
         operation, params = choice.problem.operation, choice.problem.params
         if operation.name.startswith("linear_cross_entropy"):
             return run(self, choice, operands)
-        choose.record(choice.decision)
+        choose.record(choice)
         return [jnp.zeros(kind.shape, kind.dtype) for kind in operation.types(operands, **params)]
 
     monkeypatch.setattr(lower.Runner, "run", recorded)
