@@ -249,7 +249,7 @@ def hashing(hashes: list[str], is_ptx: bool) -> Iterator[None]:
             result = compile_inplace(module, backend, options, gpu)
             text, name, shared = result.binary, result.name, result.shared_mem_bytes
         else:
-            text, shared = str(backend.make_ttir(module, {}, options, gpu.arch)), 0
+            text, shared = backend.make_ttir(module, {}, options, gpu.arch).str_nodebug(), 0
             name = re.search(r"tt\.func public @(\w+)", text).group(1)
         hashes.append(f"{name}:{hashed(f'{text} {options} {gpu}')}")
         return triton_lib.CompilationResult(hashes[-1], name, shared, "", "", tensordesc_meta=())
