@@ -237,6 +237,15 @@ def hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_CONSTANT = re.compile(r"^ +(%[A-Za-z]\w*) = arith\.constant (.*)\n", re.MULTILINE)
+
+
+def with_constants_in_place(text: str) -> str:
+    """Writes the value of each constant where its name is used: their order depends on the functions that were inlined."""
+    values = dict(_CONSTANT.findall(text))
+    return re.sub(r"%[A-Za-z]\w*", lambda name: values.get(name[0], name[0]), _CONSTANT.sub("", text))
+
+
 @contextlib.contextmanager
 def hashing(hashes: list[str], is_ptx: bool) -> Iterator[None]:
     """Makes jax-triton put the hash of a kernel where its PTX would be, and appends it to `hashes` with the kernel's name."""
@@ -249,7 +258,7 @@ def hashing(hashes: list[str], is_ptx: bool) -> Iterator[None]:
             result = compile_inplace(module, backend, options, gpu)
             text, name, shared = result.binary, result.name, result.shared_mem_bytes
         else:
-            text, shared = backend.make_ttir(module, {}, options, gpu.arch).str_nodebug(), 0
+            text, shared = with_constants_in_place(backend.make_ttir(module, {}, options, gpu.arch).str_nodebug()), 0
             name = re.search(r"tt\.func public @(\w+)", text).group(1)
         hashes.append(f"{name}:{hashed(f'{text} {options} {gpu}')}")
         return triton_lib.CompilationResult(hashes[-1], name, shared, "", "", tensordesc_meta=())

@@ -16,7 +16,7 @@ def _mosaic_sm90():
 def _triton():
     from jaxsoftmax.ops.cross_entropy import triton
 
-    return Legacy(triton)
+    return triton
 
 
 def _reference():
