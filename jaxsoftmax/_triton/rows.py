@@ -485,6 +485,8 @@ def rows(
         state_m, state_d, total = own.scale, own.scale, own.scale
         if FORMULA.result == "p * t":
             state_d = tl.load(t + own.row, mask=own.exists, other=0).to(tl.float32)
+            if FORMULA.rescales:
+                state_d = state_d * own.scale
         elif FORMULA.reduces != "nothing":
             if LAUNCH.step == "finish":
                 state_m, state_d, total = _merged_slices(StatePointers(slices_m, slices_d, slices_total), own, LAUNCH)

@@ -175,6 +175,21 @@ def test_derivatives(target, name, dtype, shape, axis, masked):
     assert oracle.error(actual, truth) <= 1
 
 
+@pytest.mark.parametrize("name", ["logsumexp_jvp", "logsumexp_vjp"])
+@pytest.mark.parametrize("scale_tangent", [False, True])
+def test_derivatives_of_logsumexp_multiply_with_a_scale_if_asked(target, name, scale_tangent):
+    """Second derivatives of log_softmax need them."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 157)).astype(np.float32)
+    scale, params = np.full((1, 1), -0.3, np.float32), {"axes": (1,), "dtype": jnp.dtype("float32")}
+    _, m, d = xla.log_softmax(x, None, scale, return_state=True, **params)
+    t = rng.standard_normal((3, 1) if name == "logsumexp_vjp" else x.shape).astype(np.float32)
+    operands = {"x": x, "m": np.array(m), "d": np.array(d), "t": t, "scale": scale}
+    (actual,) = computed(name, operands, target, scale_tangent=scale_tangent, **params)
+    expected = getattr(xla, name)(**operands, where=None, scale_tangent=scale_tangent, **params)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", cases.OPS)
 def test_rows_that_hurt_are_those_of_the_reference(target, name):
     x = np.random.default_rng(0).standard_normal((10, 300)).astype(np.float32)
