@@ -247,7 +247,7 @@ FAULTS = (
     Fault(
         "sharding: results of shards are not summed",
         f"{_CORE}/sharding.py",
-        "results[index] = lax.psum(result, over)",
+        "results[index] = lax.psum(result, axes)",
         "results[index] = result",
         "tests/attention/test_values.py -k stay_sharded_and_nothing",
     ),
