@@ -108,6 +108,8 @@ def names(function: str, name: str, value: Any) -> tuple[str, ...]:
 
 def axis_names(function: str, value: Any, name: str = "axis_name") -> tuple[str, ...]:
     """Returns the argument `axis_name`: the mesh axes of a `shard_map` around the call, or () for None."""
+    if value is None:
+        return ()
     mesh_axes = names(function, name, value)
     try:
         lax.axis_size(mesh_axes)

@@ -39,15 +39,15 @@ class RowProblem:
         first, end = (min(long_axes), max(long_axes) + 1) if long_axes else (len(self.shape), len(self.shape))
         return range(first), range(first, end), range(end, len(self.shape))
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         return math.prod(self.shape[axis] for axis in self.members[0])
 
-    @property
+    @functools.cached_property
     def cols(self) -> int:
         return entries(self.shape, self.axes)
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         return math.prod(self.shape[axis] for axis in self.members[2])
 
