@@ -258,7 +258,14 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in anchors, (document, link)
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/recipes", "docs/reference"])
+def test_the_paths_in_the_design_exist():
+    text = re.sub(r"^```python.*?^```", "", (ROOT / "docs/design.md").read_text(), flags=re.M | re.S)
+    paths = set(re.findall(r"(?<![\w/>])[a-z_]\w*(?:/\w+)*/(?:\w+\.py)?(?![\w<{])", text)) - {"ops/"}
+    assert len(paths) > 30
+    assert not [path for path in paths if not any((ROOT / top / path).exists() for top in ("jaxsoftmax", "."))]
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "docs/notes", "docs/recipes", "docs/reference"])
 def test_no_line_is_a_list_by_mistake(folder):
     """A line that starts with a number and a period is an entry of a list, and a number that ends a sentence vanishes."""
     for path in (ROOT / folder).glob("*.md"):
