@@ -1,21 +1,21 @@
-"""The faults: each a text of one line of the library, what takes its place, and the tests that should fail then."""
+"""Lists the faults: for each a text in one line of the library, its replacement, and the tests that should then fail."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
+    """A fault in one line of the library.
 
     Attributes:
       name: what is wrong.
-      path: of the file, from the root of the repository.
-      before: a part of one of its lines, which is nowhere else in it.
-      after: what takes its place.
-      tests: arguments of pytest, of as few tests as catch it.
-      gpu: whether only a GPU runs the code, and the tests.
-      triton: whether the tests need jax-triton; kernels are interpreted.
-      is_endless: whether tests may run until they are stopped.
+      path: path of the file, from the root of the repository.
+      before: a part of one line, which occurs once in the file.
+      after: its replacement.
+      tests: arguments of pytest that select the fewest tests that catch the fault.
+      gpu: True if only a GPU runs the code, and the tests.
+      triton: True if the tests need jax-triton; kernels are interpreted.
+      is_endless: True if tests may run until they are stopped.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Fault:
 _REPORT = ("__init__", "bench", "call", "cases", "check", "clock", "installed", "progress", "rows")
 _OPS = ("attention", "cross_entropy", "softmax", "top_k")
 _TRUTH = ("__init__", "attention", "cross_entropy", "top_k")
-# Modules without a fault, and why.
+# Modules without a fault, by the reason.
 EXEMPT = {
     "jaxsoftmax/__init__.py": "it imports names",
     "jaxsoftmax/__main__.py": "it reads the arguments of a command",

@@ -1,4 +1,4 @@
-"""The decoding kernel in NumPy, as its `Plan` says what it computes."""
+"""The decoding kernel in NumPy, computed as its plan says."""
 
 import functools
 import math
@@ -16,11 +16,11 @@ from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 
 def played(plan, given):
-    """What the kernel gives, as `Plan` says it."""
+    """Returns the results of the kernel, computed as its plan says."""
     named = {name: np.asarray(array) for name, array in given.items()}
 
     def whole(name, *axes):
-        """An operand of the whole batch, with these axes of the scores `[entries, heads, rows, keys]`."""
+        """Returns an operand of the whole batch, with these axes of the scores `[entries, heads, rows, keys]`."""
         array = named[name]
         own = array.shape[array.ndim - len(axes) :] if axes else ()
         array = np.broadcast_to(array, (*plan.batch, *own)).reshape(-1, *own)
@@ -92,7 +92,7 @@ def played(plan, given):
 
 
 def types_of(plan, dtype):
-    """The types of what `played` gives."""
+    """Returns the types of the results of `played`."""
     (rows, heads, _), size = plan.query, plan.value_size
     own = math.prod(plan.batch), heads, plan.splits, rows
     if plan.splits > 1:
@@ -102,7 +102,7 @@ def types_of(plan, dtype):
 
 
 def of_bytes(plan, named, name):
-    """Keys or values of 8 bits as the kernel multiplies them, `[*batch, keys, heads, size]`, from what has the same bits."""
+    """Returns keys or values of 8 bits as the kernel multiplies them, `[*batch, keys, heads, size]`, from their bits."""
     array = named[name].view(jnp.dtype(plan.bytes_dtype)).astype(np.float32)
     if (scale := named.get(f"{name}_page_scale")) is None:
         return array.astype(np.float64) * named[f"{name}_scale"][..., None, :, None]
@@ -113,7 +113,7 @@ def of_bytes(plan, named, name):
 
 
 def play(monkeypatch, **more):
-    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel; `more` are options."""
+    """Makes NumPy compute calls of attention, which all go to `decode`, and yields their plans. `more` are options."""
     found = []
 
     def run(plan, given, target, is_partial):
