@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss as linear
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
@@ -227,7 +227,7 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_losses_are_right(shape, dtype):
     arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
-    head = _Head(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
+    head = LossHead(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
 
     def f(hidden, weight, labels):
         return head.losses(linear.numbers(head, target, hidden, weight, labels), labels, shape[2])
@@ -245,7 +245,7 @@ def test_interpreted_losses_are_right(shape, dtype):
 def test_interpreted_states_of_a_part_of_the_classes_are_right():
     shape = (130, 128, 320, 1)
     (hidden, weight, labels), target = given(*shape, "bfloat16"), replace(HOPPER, multiprocessors=2)
-    head = _Head(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
+    head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
     f = functools.partial(linear.numbers, head, target)
     m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
     scores = np.float64(hidden) @ np.float64(weight)

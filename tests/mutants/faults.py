@@ -920,15 +920,15 @@ FAULTS = (
     Fault(
         "linear losses: the gradient of weights of rows is that of one loss",
         f"{_LOSS}/linear.py",
-        "return (*scaled, None, found * cotangent)",
-        "return (*scaled, None, found)",
+        "return (*scaled, None, losses * cotangent)",
+        "return (*scaled, None, losses)",
         "tests/cross_entropy/test_linear.py -k 'gradients_are_those'",
     ),
     Fault(
         "linear losses: gradients of all parts are those of the last",
         f"{_LOSS}/linear.py",
-        "return sums if totals is None else list(map(jnp.add, totals, sums)), [found, of_hidden]",
-        "return sums, [found, of_hidden]",
+        "return more if sums is None else list(map(jnp.add, sums, more)), [losses, d_hidden]",
+        "return more, [losses, d_hidden]",
         "tests/cross_entropy/test_linear.py -k 'gradients_are_those'",
     ),
     Fault(
@@ -963,30 +963,30 @@ FAULTS = (
     ),
     Fault(
         "losses of shards: the state has no tangent",
-        f"{_LOSS}/shards.py",
+        f"{_LOSS}/across_devices.py",
         "xla.tangent_of_sum(d, mean)]",
         "jnp.zeros_like(d)]",
         "tests/cross_entropy/test_vocabulary_parallel.py -k tangent_of_a_state",
     ),
     Fault(
         "losses of shards: the sum of the state moves by one more",
-        f"{_LOSS}/shards.py",
+        f"{_LOSS}/across_devices.py",
         "xla.tangent_of_sum(d, mean)",
         "d + mean",
         "tests/cross_entropy/test_vocabulary_parallel.py -k tangent_of_a_state",
     ),
     Fault(
         "losses of shards: the tangent of the label's score is that of the mean",
-        f"{_LOSS}/shards.py",
+        f"{_LOSS}/across_devices.py",
         "[mean - chosen, mean, *total,",
         "[mean - chosen, chosen, *total,",
         "tests/cross_entropy/test_vocabulary_parallel.py -k losses_in_a_shard_map",
     ),
     Fault(
         "losses: smoothing is over all classes, masked or not",
-        f"{_LOSS}/api.py",
-        "smoothing * (lse - total / classes) if smoothing",
-        "smoothing * (lse - total) if smoothing",
+        f"{_LOSS}/loss.py",
+        "(lse - total / classes) if label_smoothing",
+        "(lse - total) if label_smoothing",
         "tests/cross_entropy/test_values.py -k losses_and_gradients_are_within",
     ),
     Fault(
@@ -1049,8 +1049,8 @@ FAULTS = (
     Fault(
         "losses: a label outside has the first class",
         f"{_LOSS}/xla.py",
-        "return jnp.where((labels >= 0) & (labels < size), found, otherwise)",
-        "return jnp.where(labels < size, found, otherwise)",
+        "return jnp.where((labels >= 0) & (labels < size), chosen, otherwise)",
+        "return jnp.where(labels < size, chosen, otherwise)",
         "tests/cross_entropy/test_values.py -k no_class",
     ),
     Fault(

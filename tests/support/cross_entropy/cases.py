@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
 
 ALL = {"label_smoothing": 0.2, "z_loss": 0.05, "logits_soft_cap": 2.0}
 
@@ -48,7 +48,7 @@ def without_ignored(options):
 def together(implementation=None, **options):
     """Returns losses and the gradient, from cotangents that are known with the logits, as in a linear layer's loss."""
     named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
-    return jax.jit(_Head(1, **named, implementation=implementation).losses_and_gradient)
+    return jax.jit(LossHead(1, **named, implementation=implementation).losses_and_gradient)
 
 
 loss = jaxsoftmax.cross_entropy
