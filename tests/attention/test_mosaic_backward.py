@@ -281,7 +281,7 @@ def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multip
     of_operands = {name: given[name] for name in primitive.ATTENTION.by_name}
     given["out"], given["lse"] = mosaic.dot_product_attention(**options, **of_operands)
     given["d_out"] = jnp.asarray(cotangents_like(jax.typeof(given["out"])))
-    more = {"wanted": ("query", "key", "value"), "deterministic": deterministic}
+    more = {"wanted": ("query", "key", "value"), "deterministic_gradients": deterministic}
     whole, parts = (mosaic.dot_product_attention_vjp(**options, **more, is_partial=p, **given) for p in (False, True))
     assert [part.dtype for part in parts] == [jnp.float32] * 3
     for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
@@ -758,7 +758,8 @@ def test_what_is_written_in_place_leaves_no_effect(deterministic):
     q, lse = lowering.shaped(2, 64, 4, 64), lowering.shaped(2, 4, 64, dtype="float32")
     given = {"query": q, "key": q, "value": q, "bias": lowering.shaped(2, 4, 64, 64, dtype="float32")}
     given |= {"out": q, "lse": lse, "d_out": q, "d_lse": lse}
-    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "deterministic": deterministic}
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    options |= {"deterministic_gradients": deterministic}
     wanted = ("query", "key", "value", "bias")
     derivatives = functools.partial(mosaic.dot_product_attention_vjp, wanted=wanted, target=HOPPER, **options)
     assert jax.make_jaxpr(lambda given: derivatives(**given))(given).effects == set()

@@ -137,7 +137,8 @@ def test_the_registers_of_every_configuration_fit(dtype):
 
 # Shared memory.
 
-NO_OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None, "deterministic": False}
+NO_OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
+NO_OPTIONS |= {"deterministic_gradients": False}
 OF_TILES = {"query_lengths": (2,), "key_lengths": (2,), "query_segments": (2, 300), "key_segments": (2, 301)}
 OF_TILES |= {"query_offset": (2,), "mask": (2, 1, 300, 301)}
 
@@ -161,7 +162,7 @@ def with_shared_memory(shared_memory=HOPPER.shared_memory):
                 if length == 300 and dtype != "float32":
                     for wanted, is_deterministic in ((("query",), True), (("query", "bias"), False)):
                         options = NO_OPTIONS | {
-                            "deterministic": is_deterministic,
+                            "deterministic_gradients": is_deterministic,
                             "soft_cap": 2.0,
                             "wanted": wanted,
                             "scale": 1.0,

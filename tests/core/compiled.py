@@ -206,7 +206,7 @@ def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Ca
     operands = given | {"out": shaped(B, length, heads, value_size, dtype=dtype), "lse": shaped(B, heads, length)}
     operands["d_out"] = operands["out"]
     name = f"{dtype} {size}x{value_size} {feature}{' deterministic' * is_deterministic}"
-    of = {"wanted": wanted, "deterministic": is_deterministic}
+    of = {"wanted": wanted, "deterministic_gradients": is_deterministic}
 
     def run(given, is_partial=False, **options):
         return attention.dot_product_attention_vjp(**TARGET, **options, **_all(given), is_partial=is_partial)

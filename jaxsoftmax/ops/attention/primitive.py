@@ -8,9 +8,9 @@ linear maps, in anything but the (co)tangents, are those of the reference.
 
 All operands have the same number of batch axes in front, each of size 1 where an operand does not vary along it. Any of the
 tangents may be None, for zero, and so may one of the cotangents. Parameters of all are `scale`, `window`, `soft_cap`,
-`dropout_rate`, `precision`, `deterministic` (whether derivatives must have the same bits run after run) and `implementation`;
-of the first `return_lse` and `is_partial` (whether out, which is one of several that are merged, is not rounded; False if it is
-absent), of the last `wanted`: the names of the operands whose cotangents it returns.
+`dropout_rate`, `precision`, `deterministic_gradients` (True if derivatives must have the same bits run after run) and
+`implementation`; of the first `return_lse` and `is_partial` (True if out, which is one of several that are merged, is not
+rounded; False if it is absent), of the last `wanted`: the names of the operands whose cotangents it returns.
 
 Keys and values may have 8 bits; then `key_scale` and `value_scale` are there too, of their heads, float32. Where attention is
 differentiated they are multiplied first. `dot_product_attention_jvp` and the others do not have them.

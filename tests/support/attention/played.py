@@ -120,8 +120,8 @@ def play(monkeypatch, **more):
         found.append(plan)
         return jax.pure_callback(functools.partial(played, plan), types_of(plan, given["query"].dtype), given)
 
-    def bind(_, operands, *, return_lse, precision, deterministic, implementation, **options):
-        del return_lse, precision, deterministic, implementation
+    def bind(_, operands, *, return_lse, precision, deterministic_gradients, implementation, **options):
+        del return_lse, precision, deterministic_gradients, implementation
         return decode.attention(operands, target=HOPPER, **options, **more)
 
     monkeypatch.setattr(forward, "run", run)

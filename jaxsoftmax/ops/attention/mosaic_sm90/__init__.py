@@ -37,7 +37,7 @@ def lacks(primitive, operands, **params) -> bool:
     return primitive == "dot_product_attention_vjp" and operands["query"].dtype == jnp.float32
 
 
-def unsupported(primitive, target, operands, *, scale, precision, deterministic, wanted=(), **params) -> str | None:
+def unsupported(primitive, target, operands, *, scale, precision, deterministic_gradients, wanted=(), **params) -> str | None:
     """Why it cannot run, in words, or None."""
     capability = target.compute_capability
     if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
@@ -48,13 +48,16 @@ def unsupported(primitive, target, operands, *, scale, precision, deterministic,
     if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be positive, got {scale}"
     if reason is None and primitive == "dot_product_attention_vjp":
-        reason = GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic)
-    if reason is None and (plan := _plan(primitive, target, operands, scale, wanted, deterministic, params)) is not None:
+        reason = GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic_gradients)
+    if (
+        reason is None
+        and (plan := _plan(primitive, target, operands, scale, wanted, deterministic_gradients, params)) is not None
+    ):
         return plan.does_not_fit(given["query"].dtype, target)
     return reason
 
 
-def _plan(primitive, target, operands, scale, wanted, deterministic, params) -> Call | None:
+def _plan(primitive, target, operands, scale, wanted, deterministic_gradients, params) -> Call | None:
     """The plan of the kernel that would run, from types of operands; None if none would: the cotangent of sinks needs none."""
     many, few, back = GENERATIONS[target.compute_capability[0]]
     options = {"scale": scale, "window": params["window"], "soft_cap": params["soft_cap"]}
@@ -67,7 +70,7 @@ def _plan(primitive, target, operands, scale, wanted, deterministic, params) -> 
     given = _given(operands)
     if primitive == "dot_product_attention_vjp":
         is_run = set(wanted) - {"sinks"}
-        return back.plan_of(given, wanted=wanted, deterministic=deterministic, **options) if is_run else None
+        return back.plan_of(given, wanted=wanted, deterministic=deterministic_gradients, **options) if is_run else None
     kernel, is_stored = _kernel(target, given, options["dropout_rate"])
     if not is_stored:
         given = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in given.items()})
@@ -125,9 +128,9 @@ def dot_product_attention(
     return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
 
 
-def paged_attention(*, target, precision=None, deterministic=False, return_lse=True, **given):
+def paged_attention(*, target, precision=None, deterministic_gradients=False, return_lse=True, **given):
     """Attention as in `xla.paged_attention`: keys and values of many queries are gathered from their pages before."""
-    del precision, deterministic
+    del precision, deterministic_gradients
     operands, options = paged(given)
     _, few, _ = GENERATIONS[target.compute_capability[0]]
     if not few.serves_pages(**operands):
@@ -138,13 +141,23 @@ def paged_attention(*, target, precision=None, deterministic=False, return_lse=T
 
 
 def dot_product_attention_vjp(
-    *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, is_partial=False, onto=None, **operands
+    *,
+    target,
+    wanted,
+    scale,
+    window,
+    soft_cap,
+    dropout_rate,
+    deterministic_gradients=False,
+    is_partial=False,
+    onto=None,
+    **operands,
 ):
     """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
     *_, kernel = GENERATIONS[target.compute_capability[0]]
     saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
-    options |= {"deterministic": deterministic, "is_partial": is_partial, "onto": onto}
+    options |= {"deterministic": deterministic_gradients, "is_partial": is_partial, "onto": onto}
     return kernel.attention_vjp(_given(operands), *saved, target=target, **options)
 
 
