@@ -44,6 +44,7 @@ from jaxsoftmax.ops.attention.operands import (
     dequantised,
     without_pages,
 )
+from jaxsoftmax.ops.attention.problem import AttentionProblem
 from jaxsoftmax.ops.attention.xla import summed_to
 
 # What out and lse are called where derivatives save them.
@@ -61,6 +62,7 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
 
 
 _SEQUENCES: dict[str, Any] = {
+    "problem": AttentionProblem,
     "joined": ("queries", "keys"),
     "is_cut": True,
     "knows_machine": True,
@@ -107,6 +109,7 @@ PAGED = define(
         PAGED_OPERANDS,
         _types,
         lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
+        problem=AttentionProblem,
         knows_machine=True,
     )
 )
