@@ -740,6 +740,13 @@ FAULTS = (
         "tests/attention/test_values.py -k unsigned_integers",
     ),
     Fault(
+        "attention: pages count as keys and values as they are",
+        f"{_ATTENTION}/problem.py",
+        """types_without_pages(self.operands) if "page_table" in self.operands else self.operands""",
+        "self.operands",
+        "tests/attention/test_paged.py -k as_numpy_plays_it",
+    ),
+    Fault(
         "mosaic attention: head sizes may be odd",
         f"{_MOSAIC}/__init__.py",
         "if size % 8 or not 8 <= size <= most:",
@@ -749,8 +756,8 @@ FAULTS = (
     Fault(
         "mosaic attention: the kernel for few queries takes dropout",
         f"{_MOSAIC}/__init__.py",
-        """if few.serves(operands["query"].shape) and not dropout_rate and onto is None else many""",
-        """if few.serves(operands["query"].shape) and onto is None else many""",
+        """.shape) and not options["dropout_rate"] and params.get("onto") is None""",
+        """.shape) and params.get("onto") is None""",
         "tests/attention/test_decode.py -k which_kernel",
     ),
     Fault(
@@ -831,6 +838,27 @@ FAULTS = (
         "stride, below = stride * own, below * size",
         "stride, below = stride * own, below * own",
         "tests/attention/test_mosaic_forward.py -k index_of_a_batch_entry",
+    ),
+    Fault(
+        "mosaic attention: a page has several key blocks of its own at most",
+        f"{_MOSAIC}/pages.py",
+        "return max(1, block_kv // self.size)",
+        "return block_kv // self.size",
+        "tests/attention/test_paged.py -k as_numpy_plays_it",
+    ),
+    Fault(
+        "mosaic attention: each folded row counts as a query",
+        f"{_MOSAIC}/rows.py",
+        "return n_rows // self.group",
+        "return n_rows",
+        "tests/attention/test_decode.py -k 'folded_operands or sees_nothing'",
+    ),
+    Fault(
+        "standalone attention: the cotangent of the keys is the one of the queries",
+        f"{_MOSAIC}/standalone.py",
+        """wanted = ("query", "key", "value")""",
+        """wanted = ("key", "query", "value")""",
+        "tests/attention/test_mosaic_forward.py -k standalone",
     ),
     Fault(
         "mosaic attention: dropout takes keys for queries where scores are transposed",

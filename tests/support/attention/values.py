@@ -219,31 +219,53 @@ def check_cotangents(forced, given, options):
         assert oracle.error(actual[name], truth) <= 1, name
 
 
-def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), has_offset=False, **options):
+def run_planned(implementation, operation, target, operands, **params):
+    """Computes an operation by the plan of an implementation for a target, without the primitive around it."""
+    present = {name: operand for name, operand in operands.items() if operand is not None}
+    params = {"precision": "high", "deterministic_gradients": False} | params
+    problem = operation.problem(operation, {name: jax.typeof(operand) for name, operand in present.items()}, params)
+    return implementation.plan(problem, target).run(**present)
+
+
+def runs(implementation, operation, target=None):
+    """A function of operands by name and parameters that computes an operation by an implementation.
+
+    Without a target, and where an implementation has no plans, it is the function of the operation's name.
+    """
+    if target is None or not hasattr(implementation, "plan"):
+        options = {} if target is None else {"target": target}
+        absent = dict.fromkeys(operation.by_name)
+        function = functools.partial(getattr(implementation, operation.name), **options)
+        return lambda operands, **params: function(**absent | operands, **params)
+    return functools.partial(run_planned, implementation, operation, target)
+
+
+def check_parts(
+    name, implementation, given, soft_cap=None, count=3, wanted=("query", "key", "value"), has_offset=False, target=None
+):
     """Checks attention to parts of the keys, each started from the parts before it, and its cotangents, against float64.
 
-    `maps` is the module of an implementation, and `options` are the parameters that its maps take alone. `has_offset` says
-    that maps are told a position of the queries, as in a ring.
+    `has_offset` says that a position of the queries is an operand, as in a ring.
     """
+    forward, backward = (runs(implementation, o, target) for o in (primitive.ATTENTION, primitive.ATTENTION_VJP))
     offset = {"query_offset": jnp.zeros(given["query"].shape[:-3], jnp.int32)} if has_offset else {}
-    options |= {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
 
     @jax.jit
     def in_parts(given, d_out, d_lse):
         split = {n: jnp.split(given[n], count, -3) for n in ("key", "value")}
         parts = [{n: split[n][i] for n in split} for i in range(count)]
-        results, absent = None, dict.fromkeys(primitive.ATTENTION.by_name) | {"query": given["query"]} | offset
+        results, shared = None, {"query": given["query"]} | offset
         for i, part in enumerate(parts):
-            results = maps.dot_product_attention(**options, **absent | part, is_partial=i + 1 < count, onto=results)
+            results = forward(shared | part, **options, is_partial=i + 1 < count, onto=results)
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
         if not wanted:
             return results, []
-        absent = dict.fromkeys(primitive.ATTENTION_VJP.by_name) | absent | {"d_out": d_out, "d_lse": d_lse}
-        absent |= dict(zip(("out", "lse"), results, strict=True))
+        shared |= {"d_out": d_out, "d_lse": d_lse} | dict(zip(("out", "lse"), results, strict=True))
         query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
         for part in parts:
             more = {"wanted": wanted, "is_partial": True, "onto": query}
-            query, *own = maps.dot_product_attention_vjp(**options, **absent | part, **more)
+            query, *own = backward(shared | part, **options, **more)
             of_keys.append(own)
         found = [options["scale"] * query, *(jnp.concatenate(own, -3) for own in zip(*of_keys, strict=True))]
         assert {x.dtype for x in found} == {np.dtype(np.float32)}
