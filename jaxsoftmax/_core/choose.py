@@ -104,8 +104,8 @@ class Explanation(Sequence[Decision]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"on {where}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
-            how = "" if chosen == "xla" else f": {decision.plan}"
-            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}{how}")
+            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            lines += [f"      {chosen}: {decision.plan}"] if chosen != "xla" else []
             lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
             lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
         return "\n".join(lines)
