@@ -605,8 +605,8 @@ FAULTS = (
     Fault(
         "blocks: segments of a block and of its neighbour are one",
         f"{_ATTENTION}/key_blocks.py",
-        "one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]",
-        "one = (k_low == k_high)[..., None, :]",
+        "have_one_id = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]",
+        "have_one_id = (k_low == k_high)[..., None, :]",
         "tests/attention/test_mosaic_forward.py -k ranges_hold",
     ),
     Fault(
