@@ -623,8 +623,8 @@ FAULTS = (
     Fault(
         "blocks: segments of a block and of its neighbour are one",
         f"{_ATTENTION}/key_blocks.py",
-        "one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]",
-        "one = (k_low == k_high)[..., None, :]",
+        "have_one_id = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]",
+        "have_one_id = (k_low == k_high)[..., None, :]",
         "tests/attention/test_mosaic_forward.py -k ranges_hold",
     ),
     Fault(
@@ -1198,8 +1198,8 @@ FAULTS = (
     Fault(
         "softmax: one bad row mends the others with other bits",
         f"{_SOFTMAX}/xla.py",
-        "result = weights * (moved - sum_along",
-        "result = 1.0001 * weights * (moved - sum_along",
+        "result = weights * (scaled - sum_along",
+        "result = 1.0001 * weights * (scaled - sum_along",
         "tests/softmax/test_transformations.py -k nan_where_there_is_a_weight",
     ),
     Fault(
@@ -1219,7 +1219,7 @@ FAULTS = (
     Fault(
         "softmax: a row with nothing to see has NaN in its derivative",
         f"{_SOFTMAX}/xla.py",
-        "d = select(d != 0, d, 1)  # a row with nothing to see",
+        "d = select(d != 0, d, 1)  # a masked row",
         "pass",
         "tests/softmax/test_transformations.py -k do_not_move",
     ),

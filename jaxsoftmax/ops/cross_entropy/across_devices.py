@@ -18,23 +18,23 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax.across_devices import merged, mesh_axes, seen
+from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
 
 
 def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):
     own_labels = local_labels(labels, x.shape[axes[0]], over)
-    terms = local_terms(run, x, own_labels, seen(x, where, over), axes=axes, **params)
+    terms = local_terms(run, x, own_labels, local_mask(x, where, over), axes=axes, **params)
     return merge_terms(terms, labels, params["dtype"], over, return_state)
 
 
 def cross_entropy_jvp(run, x, labels, where, *, axes, over, **others):
     del run
-    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": seen(x, where, over)}
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": local_mask(x, where, over)}
     return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(over)))
 
 
 def cross_entropy_vjp(run, x, labels, where, *, axes, over, dtype, soft_cap, replaces=False, **of_rows):
-    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": seen(x, where, over), **of_rows}
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": local_mask(x, where, over), **of_rows}
     return run(primitive.CROSS_ENTROPY_VJP, operands, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
 
 
@@ -71,7 +71,7 @@ def local_terms(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
 def merge_terms(terms, labels, dtype, over, return_state=False):
     """Merges the `local_terms` of all devices to the results of `cross_entropy`. `labels` count the classes of all devices."""
     (cut,) = over.values()
-    m, d, chosen, *total = merged(*terms, over=over)
+    m, d, chosen, *total = merge_states(*terms, over=over)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
     return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
 
