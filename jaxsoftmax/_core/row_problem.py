@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
+# True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
 Masked = Literal[False, True, "end"]
 
 
@@ -17,12 +17,15 @@ class RowProblem:
     Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
 
     Attributes:
-      shape: of the arrays.
-      axes: the axes of a row.
+      shape: shape of the arrays.
+      axes: axes of a row.
       read: bytes of an element of each operand that is as large as the rows.
       written: bytes of an element of each result that is as large as the rows.
-      has_mask: whether there is a mask along the columns.
-      needs_end: whether the kernel must know what is beyond the end of a row.
+      has_mask: True if there is a mask along the columns.
+      needs_end: True if the kernel must know which elements lie beyond the end of a row.
+      reduces: what a result needs of its whole row: a state, a sum, or nothing.
+      n_exchanges: number of times that the kernel merges or sums over the warps of a row.
+      exponentiates_twice: True if the results need a second exponential of each element, or the first one held.
     """
 
     shape: tuple[int, ...]
@@ -31,10 +34,13 @@ class RowProblem:
     written: tuple[int, ...] = ()
     has_mask: bool = False
     needs_end: bool = False
+    reduces: Literal["state", "sum", "nothing"] = "state"
+    n_exchanges: int = 1
+    exponentiates_twice: bool = False
 
     @functools.cached_property
     def members(self) -> tuple[range, range, range]:
-        """The axes of the arrays that are one of `outer`, `cols` and `inner`."""
+        """Axes of the arrays that are one of `outer`, `cols` and `inner`."""
         along = [axis for axis in self.axes if self.shape[axis] != 1]
         first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
         return range(first), range(first, end), range(end, len(self.shape))
@@ -57,7 +63,7 @@ class RowProblem:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one entry for each row."""
+        """Shape of an array with one entry for each row."""
         return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
 
     @property
@@ -85,7 +91,7 @@ class RowProblem:
 
 
 def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Entries of an array along these axes."""
+    """Returns the number of entries of an array along these axes."""
     return math.prod(shape[axis] for axis in axes)
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from jaxsoftmax._gpu.rows.layout import Config
 
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.rows import in_warp
-from jaxsoftmax._gpu.rows.layout import Config
 from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
 THREADS = np.arange(128)

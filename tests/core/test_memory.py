@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 
 from jaxsoftmax._gpu.rows import columns, memory
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 
 ITEMSIZE = 2
 

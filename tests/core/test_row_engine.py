@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxsoftmax._gpu.rows.layout import Config
+from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
 
 from jaxsoftmax import online
 from jaxsoftmax._core.row_problem import RowProblem
-from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.run import PerRow, Whole, run
 from jaxsoftmax._gpu.rows.tile import each
 
 from ..support import cases, kernels, oracle

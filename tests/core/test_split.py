@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 
 from jaxsoftmax._gpu.rows import grid
 from jaxsoftmax._gpu.rows.columns import ColumnLayout
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
 
 brute_force = settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.generate])
 
