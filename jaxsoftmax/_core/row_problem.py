@@ -1,13 +1,9 @@
 """Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
-
-# True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
-Masked = Literal[False, True, "end"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +22,10 @@ class RowProblem:
       reduces: what a result needs of its whole row: a state, a sum, or nothing.
       n_exchanges: number of times that the kernel merges or sums over the warps of a row.
       exponentiates_twice: True if the results need a second exponential of each element, or the first one held.
+      members: axes of the arrays that form `outer`, `cols` and `inner`.
+      outer, cols, inner: sizes of the three axes that kernels see.
+      widest: bytes of the widest element.
+      masked: True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
     """
 
     shape: tuple[int, ...]
@@ -38,24 +38,27 @@ class RowProblem:
     n_exchanges: int = 1
     exponentiates_twice: bool = False
 
-    @functools.cached_property
-    def members(self) -> tuple[range, range, range]:
-        """Axes of the arrays that are one of `outer`, `cols` and `inner`."""
-        along = [axis for axis in self.axes if self.shape[axis] != 1]
-        first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
-        return range(first), range(first, end), range(end, len(self.shape))
+    members: tuple[range, range, range] = field(init=False)
+    outer: int = field(init=False)
+    cols: int = field(init=False)
+    inner: int = field(init=False)
+    widest: int = field(init=False)
+    masked: Literal[False, True, "end"] = field(init=False)
 
-    @property
-    def outer(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[0])
-
-    @property
-    def cols(self) -> int:
-        return entries(self.shape, self.axes)
-
-    @property
-    def inner(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[2])
+    def __post_init__(self):
+        shape, ndim = self.shape, len(self.shape)
+        along = [axis for axis in self.axes if shape[axis] != 1]
+        first, end = (min(along), max(along) + 1) if along else (ndim, ndim)
+        derived = {
+            "members": (range(first), range(first, end), range(end, ndim)),
+            "outer": math.prod(shape[:first]),
+            "cols": entries(shape, self.axes),
+            "inner": math.prod(shape[end:]),
+            "widest": max((*self.read, *self.written), default=0),
+            "masked": True if self.has_mask else "end" if self.needs_end else False,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rows(self) -> int:
@@ -65,15 +68,6 @@ class RowProblem:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of an array with one entry for each row."""
         return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
-
-    @property
-    def widest(self) -> int:
-        """Bytes of the widest element."""
-        return max((*self.read, *self.written))
-
-    @property
-    def masked(self) -> Masked:
-        return True if self.has_mask else "end" if self.needs_end else False
 
     def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Calls `indexed` for each of `outer`, `cols` and `inner`."""
@@ -85,8 +79,8 @@ class RowProblem:
             return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
         if not 1 <= self.cols < 2**30:
             return f"a row must have from 1 to {2**30 - 1} entries, got {self.cols}"
-        if not 1 <= self.rows <= most_rows:
-            return f"there must be from 1 to {most_rows} rows, got {self.rows}"
+        if not 1 <= self.outer * self.inner <= most_rows:
+            return f"there must be from 1 to {most_rows} rows, got {self.outer * self.inner}"
         return None
 
 

@@ -398,7 +398,11 @@ def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
     itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
     plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
     is_short = top_k.short_rows.serves(cols, x.dtype.itemsize, k)
-    of_plan = (cols, rows > 1) if is_short else (replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined)
+    of_plan = (
+        (cols, rows > 1)
+        if is_short
+        else (replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined)
+    )
     key = (kind, dtype, k, is_short, rows == 1, plan.layout.has_whole_vectors, *of_plan)
     operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
     function: Callable[..., Any] = jaxsoftmax.top_k

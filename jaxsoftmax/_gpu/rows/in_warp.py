@@ -89,10 +89,6 @@ class StagedPlan(RowPlan):
         """Elements of the shared memory for a piece, which may start a vector before it and end a vector behind it."""
         return self.piece + _COPIED
 
-    @property
-    def is_exact(self) -> bool:
-        return False
-
     def wavefronts(self, apart: int) -> int:
         """Counts the accesses to shared memory by which a warp touches a word of each lane, if its rows are this far apart."""
         lanes = range(WARP)

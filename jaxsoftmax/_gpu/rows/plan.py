@@ -7,7 +7,7 @@ pass through shared memory. `plans_sm90` chooses the numbers.
 import enum
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxsoftmax._gpu.ptx import WARP, WARPS, tiled
 
@@ -46,6 +46,25 @@ class RowPlan:
       persistent_blocks: number of blocks that take the slices of long rows by tickets (`grid`). 0 if every block has the slice
         of its index.
       is_stored: True if a result is as large as the rows, so that elements are stored where they were loaded.
+
+    These follow from them, as `__post_init__` says:
+      takes_block: True if all threads of a block share one row.
+      cluster, warpgroups, lanes, rows: blocks of a cluster; warpgroups of a block; lanes of a warp that share a row; rows of a
+        block.
+      warps: warps that share a row of a whole block, in all blocks of the cluster.
+      line: elements of a line of 128 bytes, if a vector has 16 bytes.
+      has_whole_vectors: True if rows consist of whole vectors.
+      is_shifted: True if slices start elsewhere than vectors may.
+      is_joined: True if a thread joins vectors of two steps, so that steps end where they do in the order of the slice.
+      slice_lines, n_longer_slices: lines of a slice, except that this many of the first slices have one more; the last slice
+        may end inside a line.
+      step_cols: elements that the threads of a block, or the lanes of a row, have in one step.
+      steps: vectors of a slice that a thread holds; the last of them may lie beyond the end.
+      whole_steps: steps in which all threads have whole vectors of any slice.
+      looped_steps: steps that a loop goes over.
+      is_exact: True if Pallas can load and store rows.
+      stages: slots of shared memory in which a block may hold a slice.
+      shape: what a warpgroup holds in one step: rows, or its warps, by elements.
     """
 
     cols: int
@@ -58,6 +77,74 @@ class RowPlan:
     persistent_blocks: int = 0
     is_stored: bool = True
 
+    takes_block: bool = field(init=False, repr=False)
+    cluster: int = field(init=False, repr=False)
+    warpgroups: int = field(init=False, repr=False)
+    lanes: int = field(init=False, repr=False)
+    rows: int = field(init=False, repr=False)
+    warps: int = field(init=False, repr=False)
+    line: int = field(init=False, repr=False)
+    has_whole_vectors: bool = field(init=False, repr=False)
+    is_shifted: bool = field(init=False, repr=False)
+    is_joined: bool = field(init=False, repr=False)
+    slice_lines: int = field(init=False, repr=False)
+    n_longer_slices: int = field(init=False, repr=False)
+    step_cols: int = field(init=False, repr=False)
+    steps: int = field(init=False, repr=False)
+    whole_steps: range = field(init=False, repr=False)
+    looped_steps: range = field(init=False, repr=False)
+    is_exact: bool = field(init=False, repr=False)
+    stages: int = field(init=False, repr=False)
+    shape: tuple[int, int] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        cols, vector, threads, blocks = self.cols, self.vector, self.threads, self.blocks
+        takes_block = threads > WARP
+        cluster = 1 if self.persistent_blocks else blocks
+        warpgroups, lanes = max(1, threads // (WARP * WARPS)), min(threads, WARP)
+        rows = 1 if takes_block else WARPS * (WARP // lanes) * self.rows_per_lanes
+
+        line, has_whole_vectors = 8 * vector, cols % vector == 0
+        is_shifted = takes_block and cols % line != 0
+        # Elements that are read in a loop, kept nowhere and not stored at their place can be put in order in no other way.
+        is_joined = is_shifted and self.storage == Storage.NOWHERE and not self.is_stored
+        slice_lines, n_longer_slices = divmod(-(-cols // line), blocks)
+
+        step_cols = threads * vector
+        longest = cols if blocks == 1 else -(-cols // (blocks * line)) * line
+        shortest = cols if blocks == 1 else max(0, (slice_lines - 1) * line + 1)
+        before = line - (vector if has_whole_vectors else 1) if is_shifted and not is_joined else 0  # of its first line
+        steps = -(-(longest + before) // step_cols)
+        whole_steps = range(1 if is_shifted else 0, shortest // step_cols)
+        # Rows that are not in shared memory leave some steps to code of their own, because a branch in a loop makes it slow.
+        looped_steps = range(steps) if self.storage == Storage.SHARED else whole_steps
+        if is_joined:
+            looped_steps = range(whole_steps.stop - 1)
+
+        derived = {
+            "takes_block": takes_block,
+            "cluster": cluster,
+            "warpgroups": warpgroups,
+            "lanes": lanes,
+            "rows": rows,
+            "warps": WARPS * warpgroups * cluster,
+            "line": line,
+            "has_whole_vectors": has_whole_vectors,
+            "is_shifted": is_shifted,
+            "is_joined": is_joined,
+            "slice_lines": slice_lines,
+            "n_longer_slices": n_longer_slices,
+            "step_cols": step_cols,
+            "steps": steps,
+            "whole_steps": whole_steps,
+            "looped_steps": looped_steps,
+            "is_exact": cols == steps * step_cols and blocks == 1 and self.storage != Storage.SHARED,
+            "stages": 2 if self.persistent_blocks else 1,
+            "shape": (WARPS if takes_block else rows, lanes * vector),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
     def describe(self) -> str:
         if not self.takes_block:
             return f"{self.rows} rows a block, {_counted(self.threads, 'lane')} a row, in {self.storage.value}"
@@ -68,123 +155,12 @@ class RowPlan:
             return f"{self.blocks} slices a row over {self.persistent_blocks} blocks of the grid, {how}"
         return f"a cluster of {self.blocks} blocks a row, {how}" if self.blocks > 1 else f"a block a row, {how}"
 
-    # Blocks.
-
-    @property
-    def takes_block(self) -> bool:
-        """True if all threads of a block share one row."""
-        return self.threads > WARP
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return 1 if self.persistent_blocks else self.blocks
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of a block."""
-        return max(1, self.threads // (WARP * WARPS))
-
-    @property
-    def warps(self) -> int:
-        """Warps of all blocks of the cluster, if they share one row."""
-        return WARPS * self.warpgroups * self.cluster
-
-    @property
-    def lanes(self) -> int:
-        """Lanes of a warp that share a row."""
-        return min(self.threads, WARP)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 1 if self.takes_block else WARPS * (WARP // self.lanes) * self.rows_per_lanes
-
     @property
     def tells_rows_apart(self) -> bool:
         """True if results may be `Either`: with one row in the block, code of its own for each case is worth its length."""
         return self.takes_block and not self.persistent_blocks
 
-    # Lines and slices.
-
-    @property
-    def line(self) -> int:
-        """Elements of a line of 128 bytes, if a vector has 16 bytes."""
-        return 8 * self.vector
-
-    @property
-    def has_whole_vectors(self) -> bool:
-        return self.cols % self.vector == 0
-
-    @functools.cached_property
-    def is_shifted(self) -> bool:
-        """True if slices start elsewhere than vectors may."""
-        return self.takes_block and self.cols % self.line != 0
-
-    @functools.cached_property
-    def slice_lines(self) -> int:
-        """Lines of a slice. The first `n_longer_slices` slices have one more, and the last one may end inside a line."""
-        return -(-self.cols // self.line) // self.blocks
-
-    @functools.cached_property
-    def n_longer_slices(self) -> int:
-        return -(-self.cols // self.line) % self.blocks
-
-    @property
-    def slice_cols(self) -> int:
-        """Elements of the longest slice."""
-        return self.cols if self.blocks == 1 else -(-self.cols // (self.blocks * self.line)) * self.line
-
-    @functools.cached_property
-    def is_joined(self) -> bool:
-        """True if a thread joins vectors of two steps, so that steps end where they do in the order of the slice.
-
-        Elements that are read in a loop, kept nowhere and not stored at their place can be put in order in no other way.
-        """
-        return self.is_shifted and self.storage == Storage.NOWHERE and not self.is_stored
-
-    # Steps.
-
-    @property
-    def step_cols(self) -> int:
-        """Elements that the threads of a block, or the lanes of a row, have in one step."""
-        return self.threads * self.vector
-
-    @functools.cached_property
-    def steps(self) -> int:
-        """Vectors of a slice that a thread holds; the last of them may lie beyond the end."""
-        before = 0  # elements before the slice, in its first line
-        if self.is_shifted and not self.is_joined:
-            before = self.line - (self.vector if self.has_whole_vectors else 1)
-        return -(-(self.slice_cols + before) // self.step_cols)
-
-    @functools.cached_property
-    def whole_steps(self) -> range:
-        """Steps in which all threads have whole vectors of any slice."""
-        shortest = self.cols if self.blocks == 1 else max(0, (self.slice_lines - 1) * self.line + 1)
-        return range(1 if self.is_shifted else 0, shortest // self.step_cols)
-
-    @functools.cached_property
-    def looped_steps(self) -> range:
-        """Steps that a loop goes over.
-
-        Rows that are not in shared memory leave the others to code of their own, because a branch in a loop makes it slow.
-        """
-        if self.storage == Storage.SHARED:
-            return range(self.steps)
-        return range(self.whole_steps.stop - 1) if self.is_joined else self.whole_steps
-
-    @functools.cached_property
-    def is_exact(self) -> bool:
-        """True if Pallas can load and store rows: they end with a step of all threads, in one block, not in shared memory."""
-        return self.cols == self.steps * self.step_cols and self.blocks == 1 and self.storage != Storage.SHARED
-
     # Shared memory.
-
-    @property
-    def stages(self) -> int:
-        """Slots of shared memory in which a block may hold a slice."""
-        return 2 if self.persistent_blocks else 1
 
     @property
     def slot_elements(self) -> int:
@@ -212,11 +188,6 @@ class RowPlan:
         return 4 * sum(map(math.prod, filter(None, [self.exchange_shape, self.order_shape])))
 
     # Registers.
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of what a warpgroup holds in one step: rows, or its warps, by elements."""
-        return (WARPS if self.takes_block else self.rows), self.lanes * self.vector
 
     @functools.cached_property
     def layout(self):

@@ -324,7 +324,7 @@ def _columns(memory, row, *steps):
 
     They are MLIR values. A column is negative before the row.
     """
-    layout, firsts = memory.layout, []
+    layout, firsts = memory.plan, []
     for step in steps:
         (((first, _), *_),) = memory.places((row, 0), step)
         firsts.append(first)
