@@ -25,7 +25,7 @@ def launch(kernel: RowKernel, plan: RowPlan) -> list[jax.Array]:
     """Runs a kernel on rows that a warp, a block or a cluster shares."""
     n_rows = kernel.problem.outer
     exact = plan.is_exact and n_rows % plan.rows == 0
-    entries = plan.steps * plan.blocks * plan.warpgroups  # of a row, each of which a warpgroup holds in one step
+    entries = plan.steps * plan.blocks * plan.warpgroups  # of a row: what a warpgroup holds in one step
     view = (n_rows * entries, *plan.shape) if exact and plan.takes_block else (n_rows, plan.cols)
 
     def run(*refs):

@@ -38,7 +38,7 @@ _AT_ONCE = 4  # vectors that a thread takes out of shared memory before it store
 
 @dataclass(frozen=True)
 class StagedPlan(RowPlan):
-    """How the threads of a block hold short rows that pass through shared memory.
+    """Distributes short rows over the threads of a block, through shared memory.
 
     Rows are in registers, as in any `RowPlan` inside a warp, but other elements of other rows. A row is cut into words, and
     lane p has the words p, p + `lanes`, and so on. Its words of one step form one vector, so that a body is written out for few
@@ -66,7 +66,7 @@ class StagedPlan(RowPlan):
 
     @property
     def groups(self) -> int:
-        """Groups of lanes in a warp, each of which shares a row."""
+        """Groups of lanes in a warp; the lanes of a group share a row."""
         return WARP // self.lanes
 
     @functools.cached_property

@@ -371,7 +371,7 @@ class RowMemory(Memory):
         return ref.at[pl.ds(self.row, plan.rows), pl.ds(step * width, width)]
 
     def _entry(self, step):
-        """Returns the number of what the warpgroup has in a step, in a slot of shared memory."""
+        """Returns the number, in a slot of shared memory, of the warpgroup's part of a step."""
         return (self.stage * self.plan.steps + step) * self.plan.warpgroups + self.group()
 
     def _slice_start(self, rank):
@@ -452,7 +452,7 @@ class RowMemory(Memory):
             yield Vector(arith.addi(ptx.address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
 
     def _own_rows(self, row):
-        """Yields the rows of which this thread holds elements, and whether each exists, None if always."""
+        """Yields the rows whose elements this thread holds, and whether each row exists, None if always."""
         plan = self.plan
         if plan.takes_block:
             yield row, None

@@ -15,7 +15,7 @@ MOST_OF_A_CLUSTER = 16  # blocks, with a launch attribute that Mosaic sets
 
 
 class Storage(enum.Enum):
-    """Where a block keeps its rows between the reduction and the store."""
+    """The place where a block keeps its rows between the reduction and the store."""
 
     REGISTERS = "registers"  # every step is written out, without a loop
     SHARED = "shared memory"  # longer rows; threads need few registers, so that one block loads while another one stores
@@ -24,7 +24,7 @@ class Storage(enum.Enum):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How a kernel distributes rows along the last axis over threads.
+    """Distributes rows along the last axis over threads.
 
     A row is split into a slice for each of `blocks` blocks, a slice into vectors. In one step every thread that shares the
     slice has one vector: thread p has the vectors p, p + `threads`, and so on. Up to 32 threads are lanes of a warp; a block is
@@ -169,7 +169,7 @@ class RowPlan:
 
     @property
     def slot_shape(self) -> tuple[int, ...]:
-        """Shape of the shared memory for an operand: what each warpgroup holds in each step of each stage."""
+        """Shape of the shared memory for an operand: the part of each warpgroup in each step of each stage."""
         return (self.stages * self.steps * self.warpgroups, *self.shape)
 
     @property
@@ -203,7 +203,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How a kernel distributes rows along `cols` of an array `[outer, cols, inner]` over threads.
+    """Distributes rows along `cols` of an array `[outer, cols, inner]` over threads.
 
     A block has `width` neighbouring rows, a tile. In one step a thread has a vector of `inner` at one of `height` places along
     the rows. Blocks of a cluster have their places in turn; blocks of the grid share a tile in slices, one below another,
@@ -328,7 +328,7 @@ class ColumnPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of what a warpgroup holds in one step: the tile's rows for each of its warps, by places."""
+        """Shape of a warpgroup's part of one step: the tile's rows for each of its warps, by places."""
         return (WARPS * self.width, WARP // self.lanes)
 
     @functools.cached_property

@@ -52,7 +52,7 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A thread
       holds up to 128 bytes of a row in registers, which is fastest. If that takes too many threads, or in 16 bits if rows do
       not start with a line of the cache, rows are in shared memory, up to 250 elements for each thread, so that a
-      multiprocessor has several blocks, some of which load while others store. Long rows are shared by the blocks of a cluster,
+      multiprocessor has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
       longer ones by the grid. Long rows that are read once and not written are held nowhere.
     """
     cols, itemsize, is_streamed = problem.cols, problem.widest, not problem.written
@@ -110,7 +110,7 @@ def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
     held = stage // (step * itemsize * len(problem.read)) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside a line
     resident = _resident(target, stage)
-    if 3 * blocks > 4 * resident:  # then a row is more than two thirds of what all blocks hold, each in two stages
+    if 3 * blocks > 4 * resident:  # a row is then more than two thirds of the slices that all blocks hold, each in two stages
         return Refusal(
             f"rows of {cols} entries are {blocks} slices, more than two thirds of the {2 * resident} that the grid holds"
         )
@@ -149,8 +149,8 @@ def _is_plain(problem: RowProblem) -> bool:
 def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:
     """Plans rows inside a warp.
 
-    Rows of whole vectors are loaded to registers, by the number of lanes of which the fewest idle; others pass through shared
-    memory. A block has enough rows for a thread to wait for a few loads. Plain rows are all loaded to registers.
+    Rows of whole vectors are loaded to registers, by the number of lanes that leaves the fewest idle; others pass through
+    shared memory. A block has enough rows for a thread to wait for a few loads. Plain rows are all loaded to registers.
     """
     cols, widest, operands = problem.cols, 16 // problem.widest, len(problem.read)
     is_single = widest == 8 and vector == 1  # 16-bit elements: eight for each lane, of one row
@@ -171,7 +171,7 @@ def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:
 
 
 def _staged(problem: RowProblem) -> StagedPlan:
-    """Plans rows through shared memory: vectors of few words, for which a body is written out, in lanes of which few idle."""
+    """Plans rows through shared memory: vectors of few words, for which a body is written out, by a number of lanes that leaves few idle."""
     cols = problem.cols
     candidates = [(lanes, vector) for vector in (8, 4, 2) for lanes in _lanes_of(cols, vector)]
     candidates = [(lanes, vector) for lanes, vector in candidates if _share(cols, vector, lanes) <= 16 * vector]

@@ -51,12 +51,12 @@ class Either:
 class Tile:
     """The rows of a block, for any distribution of rows over threads.
 
-    A subclass says how states and sums of warps become those of rows (`merge`, `sum`).
+    A subclass turns states and sums of warps into states and sums of rows (`merge`, `sum`).
 
     Attributes:
       memory: the rows in memory.
       exchange: float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row.
-      pushed: barriers of what blocks of a cluster store to each other's `exchange`, or None.
+      pushed: barriers for the stores of a cluster's blocks to each other's `exchange`, or None.
     """
 
     memory: Memory
@@ -185,7 +185,7 @@ class Tile:
         raise NotImplementedError
 
     def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
-        """Sums the rows, of elements or of what `lift_and_sum` has summed of a warp, in the exchange of this number."""
+        """Sums the rows, from elements or from the sums of warps of `lift_and_sum`, in the exchange of this number."""
         raise NotImplementedError
 
     # Steps.
@@ -261,7 +261,7 @@ class RowTile(Tile):
         If rows start inside a line, the lane of an element depends on where. So all lanes must have the same sum, and products
         are rounded before they are added: a lane would otherwise add its own one unrounded to the rounded one of another.
         """
-        # A warp may have the block's infinite maximum, and none of what weighs: 0 * inf would be NaN.
+        # A warp may have the block's infinite maximum and no element that weighs: 0 * inf would be NaN.
         has_none = jnp.logical_and(states.d == 0, states.m == jnp.inf)
         states = State(jnp.where(has_none, jnp.full_like(states.m, -jnp.inf), states.m), states.d)
         size = states.d.shape[-1]

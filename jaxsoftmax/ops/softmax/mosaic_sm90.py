@@ -3,8 +3,8 @@
 1. A block loads its rows, its one row or its slice of one, into registers or shared memory; rows that are read once only are
    held nowhere.
 2. Each warp lifts its share of a row to a state `(m, d)`: the maximum, and the sum of `exp(s - m)`.
-3. The states of the warps of a block merge through shared memory; those of a cluster's blocks are stored to each other's shared
-   memory; those of blocks that share longer rows go through global memory.
+3. The warps of a block merge their states through shared memory. The blocks of a cluster store theirs to each other's shared
+   memory. Blocks that share longer rows do it through global memory.
 4. The results are computed from the elements that are held and the state, and stored.
 
 Softmax and log_softmax read one array and write one; logsumexp reads one; the derivatives read two (`logsumexp_vjp`: one) and
@@ -57,7 +57,7 @@ class SoftmaxPlan:
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
         arrays = dict.fromkeys(problem.operation.by_name) | operands
-        kernel = _KERNELS[problem.name](problem, **arrays)
+        kernel = _KERNELS[problem.operation.name](problem, **arrays)
         return rows.launch(kernel, self.rows)
 
 
@@ -98,7 +98,7 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     """
     least = 1024 if problem.rows.rows <= 2**14 else 2048
     size = problem.rows.cols * problem.rows.read[0]
-    if problem.name not in _MERGING or problem.rows.inner > 1:
+    if problem.operation.name not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
 
@@ -255,7 +255,7 @@ def _kernel(problem: SoftmaxProblem, name: str, body, operands: Mapping[str, Row
 
 
 def _with_scores(operands, x, where, scale) -> dict[str, RowOperand | None]:
-    """Returns the operands of a kernel that computes scores: `x`, other ones, a mask and a scale, each of which may be None."""
+    """Returns the operands of a kernel that computes scores: `x`, other ones, a mask and a scale, which may be None."""
     inside = None if scale is None else Inside()
     mask = None if where is None else Mask(where)
     return {"x": Whole(x, -jnp.inf, jnp.float32), **operands, "inside": inside, "where": mask, "scale": _factor(scale)}

@@ -1,4 +1,4 @@
-"""Problems of the softmax family: rows of scores, and of what is as large as they are."""
+"""Problems of the softmax family: rows of scores and of arrays that are as large."""
 
 import functools
 from dataclasses import dataclass
@@ -19,10 +19,6 @@ class SoftmaxProblem(Problem):
     """A problem of softmax, log_softmax, logsumexp or one of their derivatives."""
 
     @property
-    def name(self) -> str:
-        return self.operation.name
-
-    @property
     def dtype(self) -> np.dtype:
         """Dtype of the result."""
         return jnp.dtype(self.params["dtype"])
@@ -30,20 +26,21 @@ class SoftmaxProblem(Problem):
     @functools.cached_property
     def whole(self) -> list[Any]:
         """Types of the operands that are as large as the rows."""
-        names = "x", "y", *(() if self.name == "logsumexp_vjp" else ("t",))
+        names = "x", "y", *(() if self.operation.name == "logsumexp_vjp" else ("t",))
         return [self.operands[name] for name in names if name in self.operands]
 
     @functools.cached_property
     def rows(self) -> RowProblem:
         """The rows, and what a kernel reads and writes of them."""
+        name, axes = self.operation.name, self.params["axes"]
         return RowProblem(
             self.whole[0].shape,
-            tuple(self.params["axes"]),
+            tuple(axes),
             read=tuple(operand.dtype.itemsize for operand in self.whole),
-            written=() if self.name in _OF_ROWS else (self.dtype.itemsize,),
-            has_mask=is_along(self.operands.get("where"), self.params["axes"]),
-            needs_end=self.name != "softmax_jacobian" and "scale" in self.operands,
-            reduces="nothing" if self.name == "logsumexp_vjp" else "sum" if self.name in _SUMS else "state",
-            n_exchanges=0 if self.name == "logsumexp_vjp" else 1,
-            exponentiates_twice=self.name == "log_softmax",
+            written=() if name in _OF_ROWS else (self.dtype.itemsize,),
+            has_mask=is_along(self.operands.get("where"), axes),
+            needs_end=name != "softmax_jacobian" and "scale" in self.operands,
+            reduces="nothing" if name == "logsumexp_vjp" else "sum" if name in _SUMS else "state",
+            n_exchanges=0 if name == "logsumexp_vjp" else 1,
+            exponentiates_twice=name == "log_softmax",
         )

@@ -25,8 +25,8 @@ from jaxsoftmax.online import State
 from jaxsoftmax.ops.cross_entropy import linear, xla
 
 _CONSUMERS = 2
-_ROWS, _CLASSES = 64, 256  # of a tile of each consumer
-_DEPTH, _STAGES = 64, 4  # of what is in shared memory
+_ROWS, _CLASSES = 64, 256  # a tile of each consumer
+_DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
 _LAYOUT = plgpu.Layout.WGMMA
 _LOG2E = math.log2(math.e)
@@ -110,7 +110,7 @@ def _numbers(head, blocks, hidden, weight, labels) -> list[jax.Array]:
 
 
 def _units(class_axis) -> tuple[int, int]:
-    """Returns the units of which sizes of the weight must be multiples."""
+    """Returns the units that sizes of the weight must be multiples of."""
     return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
 
 
