@@ -171,7 +171,7 @@ def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:
 
 
 def _staged(problem: RowProblem) -> StagedPlan:
-    """Plans rows through shared memory: vectors of few words, for which a body is written out, by a number of lanes that leaves few idle."""
+    """Plans rows through shared memory, in vectors of few words, because a body is written out for each word."""
     cols = problem.cols
     candidates = [(lanes, vector) for vector in (8, 4, 2) for lanes in _lanes_of(cols, vector)]
     candidates = [(lanes, vector) for lanes, vector in candidates if _share(cols, vector, lanes) <= 16 * vector]
