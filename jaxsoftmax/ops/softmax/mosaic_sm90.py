@@ -23,12 +23,13 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem, entries
-from jaxsoftmax._core.target import Target
+from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
+from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -312,3 +313,57 @@ def _times(values, scale):
     if scale is None or scale.shape == values.shape:
         return values if scale is None else values * scale
     return values * lax.broadcast_in_dim(scale, values.shape, (0,) if scale.ndim else ())
+
+
+# The kernels without the primitive, for who wants to see or time them alone.
+
+
+@jax.custom_vjp
+def softmax_with_vjp(x: jax.Array) -> jax.Array:
+    """Computes the softmax along the last axis on these kernels in both directions, as a plain `jax.custom_vjp` function.
+
+    There is no reference to fall back on, no sharding, and no second derivative.
+
+    Args:
+      x: float32, bfloat16 or float16 array of any shape.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      NotImplementedError: no kernel runs on such rows. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax.ops.softmax.mosaic_sm90 import softmax_with_vjp
+      >>> f = jax.jit(jax.grad(lambda x: jnp.sum(softmax_with_vjp(x)[:, 0])))
+      >>> text = f.trace(jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+      >>> [name in text for name in ("softmax_forward_mosaic", "softmax_jacobian_mosaic")]
+      [True, True]
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
+    """
+    return _softmax_forward(x)[0]
+
+
+def _softmax_forward(x):
+    y = _run_alone(SOFTMAX, x.ndim - 1, x.dtype, {"x": x})
+    return y, y
+
+
+def _softmax_backward(y, cotangent):
+    return (_run_alone(SOFTMAX_JACOBIAN, y.ndim - 1, y.dtype, {"y": y, "t": cotangent}),)
+
+
+def _run_alone(operation, axis, dtype, operands):
+    types = {name: jax.typeof(operand) for name, operand in operands.items()}
+    chosen = plan(SoftmaxProblem(operation, types, {"axes": (axis,), "dtype": dtype}), target_for("cuda"))
+    if isinstance(chosen, Refusal):
+        if chosen.plan is None:
+            raise NotImplementedError(f"softmax_with_vjp: {chosen.reason}")
+        chosen = chosen.plan
+    return chosen.run(**operands)[0]
+
+
+softmax_with_vjp.defvjp(_softmax_forward, _softmax_backward)
