@@ -305,10 +305,6 @@ def _run_plan(plan, given):
     return plan.run(**given)
 
 
-def _run_rows(function, options, names, given):
-    return function(**TARGET, **options, **dict.fromkeys(names) | given)
-
-
 def _there(given):
     return {name: kind for name, kind in given.items() if kind is not None}
 

@@ -4,6 +4,7 @@ import functools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import mlir
@@ -12,9 +13,10 @@ from jaxlib.mlir import ir
 import jaxsoftmax
 from jaxsoftmax._core import lower, primitive
 from jaxsoftmax._core import target as targets
-from jaxsoftmax._core.implementation import Implementation, Plan, Refusal
+from jaxsoftmax._core.implementation import Implementation, Plan, ReferencePlan, Refusal
 from jaxsoftmax._core.legacy import Legacy, LegacyPlan
 from jaxsoftmax.ops import OPS
+from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
 
 from ..support import kernels
 from . import lowered
@@ -131,6 +133,18 @@ def test_plans_give_the_results_that_the_operation_says(op, name, generation):
 def as_cast(problem):
     """Types of the operands after the casts of the program."""
     return {name: a.update(dtype=problem.dtypes.get(name, a.dtype)) for name, a in problem.operands.items()}
+
+
+@pytest.mark.parametrize("operation", [SOFTMAX, SOFTMAX_JACOBIAN], ids=["softmax", "softmax_jacobian"])
+def test_the_reference_gets_operands_after_casts_and_knows_its_machine_if_it_asks(operation):
+    first = next(iter(operation.by_name))
+    x, machine = jnp.ones((2, 3), jnp.bfloat16), targets.Machine(4)
+    params, dtypes = {"axes": (1,), "dtype": jnp.float32}, {first: np.dtype("float32")}
+    problem = operation.problem(operation, {first: jax.typeof(x)}, params, dtypes, machine=machine)
+    given = ReferencePlan(lambda **given: given, problem).run(**{first: x})
+    assert given.pop(first).dtype == jnp.float32
+    expected = dict.fromkeys(operation.by_name) | params | ({"machine": machine} if operation.knows_machine else {})
+    assert given == {name: value for name, value in expected.items() if name != first}
 
 
 def test_what_is_no_implementation_is_noticed():

@@ -24,8 +24,9 @@ from jaxsoftmax import explain
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu import rows as row_kernels
-from jaxsoftmax._gpu.rows.columns import places_of_vector
+from jaxsoftmax._gpu.rows.columns import ColumnTile, places_of_vector
 from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.kernel import RowKernel, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
@@ -271,19 +272,22 @@ def test_staged_rows_refuse_what_must_know_their_columns():
         lower("softmax", (3, 69), "float32", scale=(1, 1), rows=staged)
 
 
+@pytest.mark.parametrize("plan", [RowPlan(8192, 4, 128, blocks=4, **SHARED), ColumnPlan(8192, 4, 4, 128, 1, blocks=4)], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_problems_know_how_often_kernels_exchange(name, monkeypatch):
-    """A kernel that exchanges nothing waits by itself for the other blocks of its cluster."""
-    numbers, exchange = [], RowTile._exchange
-
-    def noted(tile, number, *parts):
-        numbers.append(number)
-        return exchange(tile, number, *parts)
-
-    monkeypatch.setattr(RowTile, "_exchange", noted)
-    lower(name, (3, 8192), "float32", rows=RowPlan(8192, 4, 128, blocks=4, **SHARED))
-    problem = plans.problem_of(name, plans.operands_of(name, (3, 8192), "float32"))
+def test_problems_know_how_often_kernels_exchange(name, plan, monkeypatch):
+    """A kernel waits once for the other blocks of its cluster: in the first exchange, or at its end if there is none."""
+    shape, numbers, waits = (3, 8192) if isinstance(plan, RowPlan) else (3, 8192, 4), [], []
+    for tile in (RowTile, ColumnTile):
+        exchange = tile._exchange
+        monkeypatch.setattr(
+            tile, "_exchange", lambda self, number, *parts, own=exchange: numbers.append(number) or own(self, number, *parts)
+        )
+    wait = ptx.cluster_wait
+    monkeypatch.setattr(ptx, "cluster_wait", lambda: waits.append(wait()))
+    lower(name, shape, "float32", axes=(1,), rows=plan)
+    problem = plans.problem_of(name, plans.operands_of(name, shape, "float32", axes=(1,)), axes=(1,))
     assert numbers == list(range(problem.rows.n_exchanges))
+    assert len(waits) == 1
 
 
 # Rows along another axis: shape and axes.
@@ -717,6 +721,24 @@ def test_interpreted_softmax_is_right_in_both_directions(kind, dtype):
     finite = np.isfinite(oracle.softmax(x).value).all(-1)
     assert finite.sum() > len(x) // 2
     assert oracle.error(np.asarray(dx)[finite], oracle.softmax_derivative(x[finite], c[finite], saved=dtype)) <= 1
+
+
+def test_softmax_with_vjp_is_softmax_in_both_directions():
+    x, c = some((4, 1024), "float32"), some((4, 1024), "float32", seed=2)
+    y, vjp = kernels.interpreted(functools.partial(jax.vjp, mosaic.softmax_with_vjp), x)
+    assert oracle.error(y, oracle.softmax(x)) <= 1
+    (dx,) = kernels.interpreted(vjp, c)
+    assert oracle.error(dx, oracle.softmax_derivative(x, c)) <= 1
+    x, names = shaped(4, 1024), ["softmax_forward_mosaic", "softmax_jacobian_mosaic"]
+    kernels.lowered_for_cuda(jax.grad(lambda x: jnp.sum(mosaic.softmax_with_vjp(x)[:, 0])), x, kernels=names)
+    kernels.lowered_for_cuda(mosaic.softmax_with_vjp, shaped(64, 1), kernels=names[:1])  # where the reference is faster, too
+
+
+def test_softmax_with_vjp_refuses_rows_that_no_kernel_takes():
+    with pytest.raises(NotImplementedError, match="softmax_with_vjp: a row must have from 1 to 1073741823 entries, got 0"):
+        mosaic.softmax_with_vjp(jnp.zeros((1, 0)))
+    with pytest.raises(NotImplementedError, match=r"softmax_with_vjp: dtypes must be among .*, got int32"):
+        mosaic.softmax_with_vjp(jnp.zeros((1, 8), jnp.int32))
 
 
 @pytest.mark.parametrize(
