@@ -10,7 +10,7 @@ Forward, in step `s` device `i` attends to the keys of device `i - s`, from the 
     Q3: K3       Q3: K2       Q3: K1       Q3: K0
 
 1. Keys are sent from where they live, one step ahead: they arrive while the step before computes. A barrier keeps XLA from
-   sending others before that step is done, so a device has its own keys and those of two others at most.
+   sending more before that step is done, so a device has its own keys and those of two others at most.
 2. Steps in which no device sees anything are left out, and a device that sees nothing of some keys does not receive them.
 3. Backward, keys are sent again and a device's own keys come last. Derivatives of visiting keys go straight home while the next
    step computes. There they are added in the order of the steps, so the bits are equal run after run.
@@ -42,7 +42,12 @@ _Compute = Callable[..., tuple]
 
 
 def attention(shard: AttentionShard) -> list[jax.Array]:
-    """Computes `[out, lse]`. The first part starts from the sinks, and each other part from the state of those before it."""
+    """Computes `[out, lse]`.
+
+    The first part starts from the sinks, and each other part from the output and the log-sum-exp of those before it: Hopper's
+    kernel starts its sums with that output, and the other implementations merge two states. So the program has up to three
+    compiled kernels: for the first step, for those that follow, and for the last one, which rounds the output.
+    """
     schedule, at, sinks = shard.sequences.ring, shard.n_batch_axes, shard.operands.get("sinks")
     query_dtype = shard.operands["query"].dtype
     shard = replace(without_sinks(shard), sequences=schedule.sequences)
@@ -89,7 +94,7 @@ def cotangents(shard: AttentionShard, wanted: Sequence[str]) -> list[jax.Array]:
     A device's own keys come last, so that no derivative is on its way when the last step has run. Nothing hides the keys that
     the first step waits for, which have half the bytes of derivatives. (To attend to some of a device's own keys first, which
     would hide them, took as long on two H200s at their limit of power. Sums of derivatives that travel on with the keys would
-    be half as many bytes again, and nothing would hide the last hop.)
+    send 1.5 times the bytes, and nothing would hide the last hop.)
     """
     schedule = shard.sequences.ring
     shard = attend.before_cotangents(replace(shard, sequences=schedule.sequences))
@@ -154,7 +159,7 @@ def _around(shard, schedule: RingSchedule, compute: _Compute, carry, receive=_no
     stretches = _stretches(schedule)
     stretches = [*stretches[1:], stretches[0]] if own_last else stretches
     index = queries.index
-    # The first step waits for these keys, which no copy packs. Nothing of `outgoing` is on its way yet.
+    # The first step waits for these keys, so they are sent as they are: packing them would only delay it.
     arriving = _send_first(shard, stretches[0], home)
     outgoing: dict[str, jax.Array] = {}
     if any(stretch.shifts[0] for stretch in stretches[1:]):
@@ -170,7 +175,7 @@ def _around(shard, schedule: RingSchedule, compute: _Compute, carry, receive=_no
         carry, visiting = compute(carry, KeyShard(keys, _before(queries, index, shift)), stretch.parts, shift)
         sent = _send_home(shard, visiting, sums, stretch)
         carry = receive(carry, derivatives) if derivatives else carry
-        if following is not None:  # no keys are sent before others have been attended to: two blocks of them are here
+        if following is not None:  # no more keys are sent before this step is done
             carry, arriving, home, outgoing = lax.optimization_barrier((carry, arriving, home, outgoing))
         derivatives = sent
     return carry, derivatives

@@ -137,6 +137,7 @@ def ring_parts(sequences: Sequences, shift: int, is_halved: bool) -> list[Attent
     positions may rule one entry out. Late queries attend to early keys in a call of their own, and early queries to late keys.
     """
 
+    # A collective that runs beside the kernel holds some multiprocessors. Tiles of a fixed schedule would wait for these.
     def part(queries, keys, window, is_halved=False):
         return AttentionPart(queries, keys, window, is_halved, takes_tickets=True)
 
