@@ -583,6 +583,7 @@ def shard_of_four(length=32, heads=8, size=64, key_heads=None, n=None, n_keys=No
         ({"length": 65536, "heads": 16, "size": 128, "is_causal": True}, "all_to_all"),
         ({"length": 65536, "heads": 16, "key_heads": 2, "size": 128}, "ring"),
         ({"length": 512, "heads": 16, "key_heads": 2, "size": 128}, "all_gather"),
+        ({"length": 4096, "heads": 16, "size": 128}, "all_to_all"),
         ({"length": 65536, "heads": 16, "size": 128, "is_causal": True, "n": 2}, "all_to_all"),
         ({"length": 65536, "heads": 6, "size": 128, "is_causal": True, "n": 2}, "all_gather"),
     ],

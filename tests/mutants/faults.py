@@ -628,8 +628,8 @@ FAULTS = (
     Fault(
         "context parallel: derivatives of keys go to another device",
         f"{_CONTEXT}/ring.py",
-        "[((j + step.shift) % devices, j) for j in range(devices)]",
-        "[(j, (j + step.shift) % devices) for j in range(devices)]",
+        "[((j + shift) % devices, j) for j in range(devices)]",
+        "[(j, (j + shift) % devices) for j in range(devices)]",
         "tests/attention/test_context_parallel.py -k a_long_ring",
     ),
     Fault(
