@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax.ops.cross_entropy import triton as ours
-from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, oracle, triton_kernels
@@ -37,7 +37,7 @@ def params_of(options, axis):
 
 def head_of(options):
     named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
-    return _Head(1, **named, implementation=None)
+    return LossHead(1, **named, implementation=None)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -56,14 +56,14 @@ def test_losses_and_gradients(target, shape, axis, dtype, options):
     expected = truth(x, labels, axis, **options)
 
     def check(found, gradient):
-        loss = head.loss([np.squeeze(np.asarray(part), axis) for part in found], classes)
+        loss = head.combined([np.squeeze(np.asarray(part), axis) for part in found], classes)
         assert oracle.error(jnp.where(labels == NO_ROW, jnp.nan, loss), expected.loss) <= 1
         assert gradient.dtype == x.dtype
         assert oracle.error(gradient, expected.gradient(c)) <= 1
 
     has_total = options.get("label_smoothing", 0) > 0
     *found, m, d = ours.cross_entropy(x, row_labels, None, return_total=has_total, return_state=True, target=target, **params)
-    numbers = jax.vjp(lambda *found: head.loss([jnp.squeeze(f, axis) for f in found], classes), *found)[1](c)
+    numbers = jax.vjp(lambda *found: head.combined([jnp.squeeze(f, axis) for f in found], classes), *found)[1](c)
     b, a, *total = (-np.asarray(numbers[0]), np.asarray(numbers[0] + numbers[1]), *map(np.asarray, numbers[2:]))
     given = {"m": m, "d": d, "a": a, "b": b, "c": total[0] if total else None, "labels": row_labels, "where": None}
     gradient = ours.cross_entropy_vjp(x, **given, target=target, **(params | {"dtype": x.dtype}))

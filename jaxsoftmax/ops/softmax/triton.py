@@ -4,6 +4,7 @@ It was run on an H200. For other generations it is compiled, and what it compute
 """
 
 import math
+import types
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,19 @@ def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **par
 
     if (reason := call.not_preferred(target)) is not None:
         return reason
-    return mosaic.unprofitable(primitive, target, operands, fused, cast, axes=axes, dtype=dtype, **params)
+    whole = [operands[name] for name in ("x", "y", "t") if operands.get(name) is not None and primitive != "logsumexp_vjp"]
+    rows = RowProblem(
+        (operands.get("x") or operands["y"]).shape,
+        tuple(axes),
+        read=tuple(a.dtype.itemsize for a in whole) or (operands["x"].dtype.itemsize,),
+        written=() if primitive in _OF_ROWS or primitive.startswith("cross") else (jnp.dtype(dtype).itemsize,),
+        reduces="state" if primitive in ("softmax", "log_softmax", "logsumexp") else "sum",
+        exponentiates_twice=primitive == "log_softmax",
+    )
+    problem = types.SimpleNamespace(
+        operation=types.SimpleNamespace(name=primitive), params={"dtype": dtype}, fused=fused, is_cast=bool(cast)
+    )
+    return mosaic.slower_rows(problem, rows)
 
 
 remark = call.remark
