@@ -35,6 +35,7 @@ _TRUTH = ("__init__", "attention", "cross_entropy", "top_k")
 EXEMPT = {
     "jaxsoftmax/__init__.py": "it imports names",
     "jaxsoftmax/__main__.py": "it reads the arguments of a command",
+    "jaxsoftmax/ops/attention/context_parallel/__init__.py": "it has no code",
     "jaxsoftmax/_core/legacy.py": "it goes with the last module that has no plan",
     "jaxsoftmax/ops/__init__.py": "it lists the ops",
     **{f"jaxsoftmax/ops/{op}/implementations.py": "it lists modules, as docs/support.md does" for op in _OPS},
@@ -45,6 +46,7 @@ EXEMPT = {
 _CORE, _GPU, _ROWS, _TRITON = "jaxsoftmax/_core", "jaxsoftmax/_gpu", "jaxsoftmax/_gpu/rows", "jaxsoftmax/_triton"
 _ATTENTION, _LOSS, _SOFTMAX, _TOP_K = (f"jaxsoftmax/ops/{op}" for op in _OPS)
 _MOSAIC = f"{_ATTENTION}/mosaic_sm90"
+_CONTEXT = f"{_ATTENTION}/context_parallel"
 
 FAULTS = (
     # What all ops share.
@@ -713,31 +715,94 @@ FAULTS = (
     ),
     Fault(
         "context parallel: the cotangent of sinks is that of each device",
-        f"{_ATTENTION}/across_devices.py",
-        """if name_ == "sinks" and self.way == "merge":""",
-        """if name_ == "sinks" and self.way == "whole":""",
+        f"{_CONTEXT}/merge.py",
+        """keys.index == 0, sums[name], 0) if name == "sinks" else""",
+        """keys.index == 0, sums[name], 0) if name == "bias" else""",
         "tests/attention/test_context_parallel.py -k replicated_queries",
     ),
     Fault(
         "context parallel: the left side of a window ends the ring early",
-        f"{_ATTENTION}/across_devices.py",
-        "(own + self.cols.size - 1 >= -left)",
-        "(own >= -left)",
+        f"{_CONTEXT}/visible.py",
+        "(ahead + last_key >= -left)",
+        "(ahead >= -left)",
         "tests/attention/test_context_parallel.py -k 'sharded_gives'",
     ),
     Fault(
         "context parallel: derivatives of keys go to another device",
-        f"{_ATTENTION}/across_devices.py",
-        "pairs = [((j + shift) % devices, j) for j in range(devices)]",
-        "pairs = [(j, (j + shift) % devices) for j in range(devices)]",
+        f"{_CONTEXT}/ring.py",
+        "[((j + shift) % devices, j) for j in range(devices)]",
+        "[(j, (j + shift) % devices) for j in range(devices)]",
         "tests/attention/test_context_parallel.py -k a_long_ring",
     ),
     Fault(
         "context parallel: late keys are seen by devices behind",
-        f"{_ATTENTION}/across_devices.py",
-        "(~early & (device < self.rows.index))",
-        "(~early & (device > self.rows.index))",
+        f"{_CONTEXT}/attend.py",
+        "(~early & (keys.device < index))",
+        "(~early & (keys.device > index))",
         "tests/attention/test_context_parallel.py -k 'sharded_gives'",
+    ),
+    Fault(
+        "context parallel: the log-sum-exp is always a result",
+        f"{_ATTENTION}/across_devices.py",
+        "[: 2 if return_lse else 1]",
+        "[:2]",
+        "tests/attention/test_context_parallel.py -k explain_shows_shards",
+    ),
+    Fault(
+        "context parallel: a strategy is refused where it is not known how sequences are sharded",
+        f"{_ATTENTION}/across_devices.py",
+        "requested = requested if knows_cuts else None",
+        "pass",
+        "tests/attention/test_context_parallel.py -k not_known_how",
+    ),
+    Fault(
+        "context parallel: keys of a ring travel in no time",
+        f"{_CONTEXT}/choose.py",
+        "max(step, key_bytes / _BYTES_PER_SECOND)",
+        "step",
+        "tests/attention/test_context_parallel.py -k model_of_the_time",
+    ),
+    Fault(
+        "context parallel: pieces of a mask are as long as shards",
+        f"{_CONTEXT}/cut.py",
+        "device * self.length + self.piece_length * jnp",
+        "device * self.length + self.length * jnp",
+        "tests/attention/test_context_parallel.py -k 'sharded_gives'",
+    ),
+    Fault(
+        "context parallel: derivatives of gathered keys are not in zigzag order",
+        f"{_CONTEXT}/gather.py",
+        "x = reordered(x, sequence.zigzag, axis) if sequence.zigzag else x",
+        "pass",
+        "tests/attention/test_context_parallel.py -k 'sharded_gives'",
+    ),
+    Fault(
+        "context parallel: the cotangent of sinks is that of the first heads",
+        f"{_CONTEXT}/all_to_all.py",
+        "start = queries.index * x.shape[head]",
+        "start = 0 * queries.index * x.shape[head]",
+        "tests/attention/test_context_parallel.py -k 'sharded_gives'",
+    ),
+    Fault(
+        "context parallel: the last state is not merged",
+        f"{_CONTEXT}/loop.py",
+        "range(start, stop), carry)",
+        "range(start, stop - 1), carry)",
+        "tests/attention/test_context_parallel.py -k replicated_queries",
+    ),
+    Fault(
+        "context parallel: devices that share keys do not add up their derivatives",
+        f"{_CONTEXT}/shard.py",
+        "own_axes = keys.axes",
+        "own_axes = queries.axes",
+        "tests/attention/test_context_parallel.py -k queries_alone",
+    ),
+    Fault(
+        "context parallel: arrays as large as XLA combines are packed",
+        f"{_CONTEXT}/packing.py",
+        "size <= int(most)",
+        "size < int(most)",
+        "tests/attention/test_context_parallel.py -k packed_unless",
     ),
     Fault(
         "dropout: the second hash lacks a seed",
@@ -790,14 +855,14 @@ FAULTS = (
     ),
     Fault(
         "zigzag: late blocks are one further",
-        f"{_ATTENTION}/context_parallel/order.py",
+        f"{_CONTEXT}/order.py",
         "2 * n - 1 - block // 2)",
         "2 * n - block // 2)",
         "tests/attention/test_context_parallel.py -k 'zigzag'",
     ),
     Fault(
         "context parallel: queries may be replicated where no axis is named",
-        f"{_ATTENTION}/context_parallel/settings.py",
+        f"{_CONTEXT}/settings.py",
         "if replicated and not names:",
         "if replicated and names is None:",
         "tests/attention/test_context_parallel.py -k errors_name_the_argument",
