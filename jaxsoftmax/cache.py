@@ -200,7 +200,7 @@ def paged_attention(
         window=window,
         soft_cap=None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, accumulator(query.dtype)),
         precision=checks.precision(name, precision),
-        deterministic=checks.xla_is_deterministic(),
+        deterministic_gradients=checks.xla_is_deterministic(),
         implementation=implementation,
     )
     return (out, jnp.swapaxes(lse[0], -1, -2)) if lse else out

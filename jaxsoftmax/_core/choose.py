@@ -104,8 +104,8 @@ class Explanation(Sequence[Decision]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"on {where}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
-            how = "" if chosen == "xla" else f": {decision.plan}"
-            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}{how}")
+            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            lines += [f"      {chosen}: {decision.plan}"] if chosen != "xla" else []
             lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
             lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
         return "\n".join(lines)
@@ -205,12 +205,6 @@ def recorded(decisions: list[Decision]) -> Generator[None, None, None]:
         _record.reset(token)
 
 
-def record(decision: Decision) -> None:
-    """Shows `decision` to the `explain` that is under way, if one is."""
-    if (decisions := _record.get()) is not None:
-        decisions.append(decision)
-
-
 def check_implementation(op: Op, function: str, name: str | None) -> None:
     """Raises ValueError in the name of the public `function` unless `name` is None or an implementation of `op`."""
     if name is not None and (not isinstance(name, str) or name not in op.implementations):
@@ -220,21 +214,41 @@ def check_implementation(op: Op, function: str, name: str | None) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs a problem, and the decision that `explain` shows.
+    """The plan that runs a problem.
 
     Attributes:
       problem: the problem.
       plan: the plan.
-      decision: names of the implementation and of the problem, with the reasons against the preferred implementations.
+      implementation: name of the implementation whose plan it is.
+      refusals: pairs `(name, reason)`, one for each preferred implementation that does not run.
+      target: the platform and GPU.
     """
 
     problem: Problem
     plan: Plan
-    decision: Decision
+    implementation: str
+    refusals: tuple[tuple[str, str], ...]
+    target: Target
 
     @property
     def is_reference(self) -> bool:
-        return self.decision.implementation == "xla"
+        return self.implementation == "xla"
+
+    def decision(self) -> Decision:
+        """Returns what `explain` shows of this choice."""
+        operands = self.problem.operands
+        if self.is_reference:
+            operands = {key: a.update(dtype=self.problem.dtypes.get(key, a.dtype)) for key, a in operands.items()}
+        shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in operands.values()])
+        gpu = None if self.target.compute_capability is None else str(self.target)
+        name, plan = self.problem.operation.name, self.plan
+        return Decision(name, shown, self.implementation, plan.describe(), self.refusals, plan.remark, gpu)
+
+
+def record(choice: Choice) -> None:
+    """Shows a choice to the `explain` that is under way, if one is."""
+    if (decisions := _record.get()) is not None:
+        decisions.append(choice.decision())
 
 
 def choose(
@@ -262,12 +276,12 @@ def choose(
         if isinstance(plan, Refusal) and forced is not None and plan.plan is not None:
             plan = plan.plan
         if not isinstance(plan, Refusal):
-            return Choice(problem, plan, _decision(name, plan, problem, target, refusals))
+            return Choice(problem, plan, name, tuple(refusals), target)
         if name == forced and not (plan.lacks_kernel or is_optional):
             raise NotImplementedError(f"{operation.name}: implementation={forced!r} cannot run: {plan.reason}")
         refusals.append((name, plan.reason))
     reference: Plan = operation.op.reference().plan(problem)
-    return Choice(problem, reference, _decision("xla", reference, problem, target, refusals))
+    return Choice(problem, reference, "xla", tuple(refusals), target)
 
 
 def _plan(
@@ -295,12 +309,3 @@ def _plan(
         if (reason := compat.failure(compat.lower, plan.run, operands, target.platform)) is not None:
             return Refusal(reason)
     return plan
-
-
-def _decision(name: str, plan: Plan, problem: Problem, target: Target, refusals: Sequence[tuple[str, str]]) -> Decision:
-    operands = problem.operands
-    if name == "xla":
-        operands = {key: a.update(dtype=problem.dtypes.get(key, a.dtype)) for key, a in operands.items()}
-    shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in operands.values()])
-    gpu = None if target.compute_capability is None else str(target)
-    return Decision(problem.operation.name, shown, name, plan.describe(), tuple(refusals), plan.remark, gpu)

@@ -11,7 +11,7 @@ from jaxsoftmax._core.target import Target
 
 
 class Plan(Protocol):
-    """How an implementation runs one problem on one target: data that tests can assert on without lowering anything.
+    """Runs one problem on one target: data that tests can assert on without lowering anything.
 
     Attributes:
       remark: a caveat about the implementation on this target, in words, or None.

@@ -112,8 +112,8 @@ class Runner:
 
     def run(self, choice: Choice, operands) -> list[Any]:
         """Runs a plan, and shows it to `explain`."""
-        record(choice.decision)
-        if choice.decision.implementation == "mosaic":
+        record(choice)
+        if choice.implementation == "mosaic":
             compat.infer_layouts_sooner()
         return jax.tree.leaves(choice.plan.run(**operands))
 
@@ -133,7 +133,7 @@ class Runner:
             return None
         devices = tuple((axis, lax.axis_size(axis)) for cut in cuts.values() for axis in cut.over)
         problem = self._problem(operation, types, params, devices=devices)
-        choice = choose(problem, self.target, choice.decision.implementation, is_optional=True)
+        choice = choose(problem, self.target, choice.implementation, is_optional=True)
         return None if choice.is_reference else self.run(choice, operands)
 
     def unless(self, reason: str | None) -> "Runner":
@@ -176,7 +176,7 @@ def on_reference(
     del implementation
     operands = _present(operands)
     names, types = list(operands), list(_types_of(operands).values())
-    manual = _manual_cuts(operation, types[0], axis_name, params)
+    manual = _manual_cuts(operation, types[0], axis_name, params) if axis_name else {}
 
     def run(*arrays, over=None, machine=ONE_DEVICE):
         named, cuts = dict(zip(names, arrays, strict=True)), (over or {}) | manual
@@ -207,8 +207,6 @@ def _types_of(operands):
 
 def _manual_cuts(operation: Operation, first: Any, axis_name: tuple[str, ...], params) -> dict[Any, Cut]:
     """Maps what is joined to how a `shard_map` around the call shards it: evenly, as in the first operand, of type `first`."""
-    if not axis_name:
-        return {}
     names = next(iter(operation.by_name.values())).axes
     joined = {axis: axis for axis in params.get("axes", ())[-1:]}
     if not operation.is_aligned:
@@ -229,7 +227,7 @@ def _across_devices(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the second step runs: on how many devices, and what is known of how they share the operands.
+    """Places the second step: on how many devices it runs, and what is known of how they share the operands.
 
     Attributes:
       site: the call.
@@ -237,7 +235,8 @@ class Placement:
       n_devices: number of devices over which XLA may shard the operands.
       obstacle: a reason why kernels cannot run on shards, or None.
       manual: how a `shard_map` of the user cuts what is joined; empty if it does not.
-      tells_what_is_whole: True if an axis that no type says to be sharded is whole on every device.
+      depends_on_cuts: True if a parameter depends on how sequences are cut, and it is known which axes are whole.
+      is_reordered: True if operands are in an order that only the rule for shared sequences undoes.
     """
 
     site: Site
@@ -245,18 +244,15 @@ class Placement:
     n_devices: int
     obstacle: str | None
     manual: dict[Any, Cut]
-    tells_what_is_whole: bool
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return dict(self.site.params)
+    depends_on_cuts: bool
+    is_reordered: bool
 
     def on_shard(self, *operands, over) -> list[Any]:
         """Computes the results from shards of the operands, which are cut as `over` says."""
-        site, cuts, params = self.site, over | self.manual, self.params
+        site, cuts, params = self.site, over | self.manual, dict(self.site.params)
         named = site.named(operands)
-        knows_cuts = bool(cuts) or (self.tells_what_is_whole and site.operation.depends_on_cuts(**params))
-        if not (knows_cuts or site.operation.is_reordered(**params)):
+        knows_cuts = bool(cuts) or self.depends_on_cuts
+        if not (knows_cuts or self.is_reordered):
             return self.runner(site.operation, named, **params)
         with compat.unchecked() if self.manual else contextlib.nullcontext():
             return _across_devices(site.operation, self.runner, named, cuts, params, bool(self.manual), knows_cuts)
@@ -272,16 +268,14 @@ class Placement:
 
     def needs_rule(self, choice: Choice) -> bool:
         """Tells whether one device, too, needs the rule for shared sequences."""
-        operation, params = self.site.operation, self.params
-        depends = self.tells_what_is_whole and operation.depends_on_cuts(**params)
-        return bool(self.manual) or depends or (not choice.is_reference and operation.is_reordered(**params))
+        return bool(self.manual) or self.depends_on_cuts or (self.is_reordered and not choice.is_reference)
 
 
 def _placement(platform, ctx, site: Site) -> Placement:
     """Finds out what the context of a lowering rule says of the devices."""
-    operation, platforms = site.operation, compat.platforms(ctx)
+    operation, platforms, params = site.operation, compat.platforms(ctx), dict(site.params)
     target = target_for(platform or platforms[0])
-    manual = _manual_cuts(operation, ctx.avals_in[0], site.axis_name, dict(site.params))
+    manual = _manual_cuts(operation, ctx.avals_in[0], site.axis_name, params) if site.axis_name else {}
     n_devices, obstacle = sharding.partitioning(ctx)
     if n_devices > 1 and operation.is_uncut:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
@@ -295,7 +289,8 @@ def _placement(platform, ctx, site: Site) -> Placement:
         reaches_peers=(n_devices > 1 or bool(manual)) and compat.reaches_peers(ctx),
         obstacle=obstacle if manual else None,
     )
-    return Placement(site, runner, n_devices, obstacle, manual, sharding.tells_what_is_whole(ctx.avals_in[0], n_devices))
+    depends = operation.depends_on_cuts(**params) and sharding.tells_what_is_whole(ctx.avals_in[0], n_devices)
+    return Placement(site, runner, n_devices, obstacle, manual, depends, operation.is_reordered(**params))
 
 
 @compat.without_directories()

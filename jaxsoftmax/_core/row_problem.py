@@ -1,4 +1,4 @@
-"""Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
+"""Describes the rows that a kernel reduces, from shapes and dtypes alone."""
 
 import functools
 import math
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
+# True if there is a mask along the columns, "end" if the kernel must know what is beyond the end of a row.
 Masked = Literal[False, True, "end"]
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`, with rows along `cols`.
+    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`. A row runs along `cols`.
 
-    Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
+    Axes of size 1 do not count: for rows along axes 1 and 3, an array of `[4, 65536, 8, 1]` is `[4, 65536, 8]`.
 
     Attributes:
-      shape: of the arrays.
-      axes: the axes of a row.
-      read: bytes of an element of each operand that is as large as the rows.
-      written: bytes of an element of each result that is as large as the rows.
-      has_mask: whether there is a mask along the columns.
-      needs_end: whether the kernel must know what is beyond the end of a row.
+      shape: shape of the arrays.
+      axes: axes of a row.
+      read: bytes of one element, for each operand that is as large as the rows.
+      written: bytes of one element, for each result that is as large as the rows.
+      has_mask: True if there is a mask along the columns.
+      needs_end: True if the kernel must know what is beyond the end of a row.
     """
 
     shape: tuple[int, ...]
@@ -34,20 +34,20 @@ class RowProblem:
 
     @functools.cached_property
     def members(self) -> tuple[range, range, range]:
-        """The axes of the arrays that are one of `outer`, `cols` and `inner`."""
-        along = [axis for axis in self.axes if self.shape[axis] != 1]
-        first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
+        """The axes of the arrays that make up `outer`, `cols` and `inner`."""
+        long_axes = [axis for axis in self.axes if self.shape[axis] != 1]
+        first, end = (min(long_axes), max(long_axes) + 1) if long_axes else (len(self.shape), len(self.shape))
         return range(first), range(first, end), range(end, len(self.shape))
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         return math.prod(self.shape[axis] for axis in self.members[0])
 
-    @property
+    @functools.cached_property
     def cols(self) -> int:
         return entries(self.shape, self.axes)
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         return math.prod(self.shape[axis] for axis in self.members[2])
 
@@ -70,11 +70,11 @@ class RowProblem:
         return True if self.has_mask else "end" if self.needs_end else False
 
     def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Calls `indexed` for each of `outer`, `cols` and `inner`."""
+        """Returns the triples of the function `indexed` for each of `outer`, `cols` and `inner`."""
         return tuple(indexed(shape, self.shape, members) for members in self.members)
 
     def unsupported(self, most_rows: int) -> str | None:
-        """Returns why no kernel sees these rows as `[outer, cols, inner]`, in words, or None if one can."""
+        """Returns the reason, in words, why kernels cannot see these rows as `[outer, cols, inner]`, or None."""
         if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
             return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
         if not 1 <= self.cols < 2**30:
@@ -85,20 +85,26 @@ class RowProblem:
 
 
 def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Entries of an array along these axes."""
+    """Returns the number of entries of an array along these axes."""
     return math.prod(shape[axis] for axis in axes)
 
 
 def is_along(array, axes: tuple[int, ...]) -> bool:
-    """Returns whether an array, or None, has several entries along the axes of a row."""
+    """Tells whether an array, or None, has several entries along the axes of a row."""
     return array is not None and entries(array.shape, axes) != 1
 
 
 def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
-    """Finds the place in an array of size 1 along some axes, from an index of several neighbouring axes of a whole one.
+    """Returns the arithmetic that turns an index along merged axes into an offset in an array that may have size 1 there.
 
-    The result is a sequence of triples. The index is divided by the first number, taken modulo the second unless that is 0,
-    and multiplied with the third. The sum over triples is the place in the array. Axes that are whole and neighbours share one.
+    Args:
+      shape: shape of the array, which has the size of `whole` or 1 along each axis.
+      whole: shape of the rows.
+      members: neighbouring axes, which the index counts through as if they were one.
+
+    Returns:
+      Triples `divisor, modulus, stride`, one behind the other. The offset is the sum over them of
+      `index // divisor % modulus * stride`; a modulus of 0 takes no remainder. Neighbouring axes that are whole share a triple.
     """
     triples, divisor, is_open = [], 1, False
     for axis in reversed([*members]):

@@ -46,7 +46,7 @@ UNCAUGHT = ("SURVIVED", "no test ran", "timeout", "failed")
 
 @dataclass
 class Line:
-    """What became of a fault: a line of the file. `test` is the first one that failed."""
+    """The outcome of a fault: a line of the file. `test` is the first one that failed."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ def put_in(fault: Fault, root: Path) -> None:
 
 
 class Copies:
-    """Copies of the repository, as many as run at a time. They share bytecode, which sources of other times do not get."""
+    """Makes a copy of the repository for each job. They share bytecode, which sources with another time do not get."""
 
     def __init__(self, folder: Path, count: int):
         self.bytecode, self.free = folder / "bytecode", queue.SimpleQueue()
@@ -92,7 +92,7 @@ class Copies:
 
 
 def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, triton: bool = False) -> tuple[str, str]:
-    """What pytest makes of a copy of the repository, with a fault or as it is, and the first test that failed."""
+    """Runs pytest in a copy of the repository, with a fault or as it is. Returns the outcome and the first test that failed."""
     plugins = ("no:cacheprovider", "no:xdist", "tests.mutants.unshrunk")
     command = [sys.executable, "-m", "pytest", "-x", "-q", *(f"-p{plugin}" for plugin in plugins), *shlex.split(tests)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -119,7 +119,7 @@ def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, 
 
 
 def is_seen(fault: Fault) -> bool:
-    """Whether tests of a fault may run here: those of a GPU skip themselves, and those of Triton fail without it."""
+    """Tells whether the tests of a fault may run here. Tests for a GPU skip themselves; tests of Triton fail without it."""
     return not fault.triton or importlib.util.find_spec("jax_triton") is not None
 
 

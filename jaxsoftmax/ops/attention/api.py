@@ -274,7 +274,7 @@ def dot_product_attention(
         "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         "dropout_rate": rate if drops else 0.0,
         "precision": checks.precision(_NAME, precision),
-        "deterministic": deterministic_gradients or checks.xla_is_deterministic(),
+        "deterministic_gradients": deterministic_gradients or checks.xla_is_deterministic(),
         "implementation": implementation,
         "return_lse": return_residual or means,
     }
