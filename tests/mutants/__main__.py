@@ -150,9 +150,9 @@ def table(path: Path) -> dict[str, Line]:
         return {row["name"]: Line(**row | {"seconds": float(row["seconds"])}) for row in csv.DictReader(file)}
 
 
-def write(path: Path, found: list[Line]) -> None:
-    """Writes a file anew: lines that were found, and before those that stay, in the order of the faults."""
-    lines = table(path) | {line.name: line for line in found if line.outcome != "left out"}
+def write(path: Path, new: list[Line]) -> None:
+    """Writes a file anew, in the order of the faults: the new lines, and those that it had for the other faults."""
+    lines = table(path) | {line.name: line for line in new if line.outcome != "left out"}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Line)], lineterminator="\n")
         writer.writeheader()
@@ -173,14 +173,14 @@ def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies = Copies(Path(folder), arguments.jobs)
-        found = list(pool.map(functools.partial(of_tests if arguments.check else of_fault, copies, arguments.timeout), work))
+        lines = list(pool.map(functools.partial(of_tests if arguments.check else of_fault, copies, arguments.timeout), work))
     if arguments.csv is not None and not arguments.check:
-        write(arguments.csv, found)
-    uncaught = [line for line in found if line.outcome in UNCAUGHT]
-    left_out = sum(line.outcome == "left out" for line in found)
+        write(arguments.csv, lines)
+    uncaught = [line for line in lines if line.outcome in UNCAUGHT]
+    left_out = sum(line.outcome == "left out" for line in lines)
     what = "tests failed" if arguments.check else "faults were not caught"
     print(
-        f"{len(uncaught)} of {len(found)} {what}, {left_out} left out, in {time.perf_counter() - start:.0f} s",
+        f"{len(uncaught)} of {len(lines)} {what}, {left_out} left out, in {time.perf_counter() - start:.0f} s",
         *uncaught,
         sep="\n",
     )

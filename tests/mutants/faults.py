@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         "primitive: operands that must be whole have size 1 in a batch",
         f"{_CORE}/primitive.py",
-        "if this.by_name[name].may_be_one and name not in whole:",
-        "if this.by_name[name].may_be_one:",
+        "if operation.by_name[name].may_be_one and name not in whole:",
+        "if operation.by_name[name].may_be_one:",
         "tests/attention/test_values.py -k vmap_with_each_operand",
     ),
     Fault(

@@ -16,8 +16,8 @@ LEAST = 60  # of faults that tests without a GPU, and without Triton, can see
 
 def modules() -> set[str]:
     """Returns the modules of the library that have code."""
-    found = [path for path in (ROOT / "jaxsoftmax").rglob("*.py") if path.stat().st_size]
-    return {str(path.relative_to(ROOT)) for path in found}
+    paths = [path for path in (ROOT / "jaxsoftmax").rglob("*.py") if path.stat().st_size]
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 @pytest.fixture(scope="module")

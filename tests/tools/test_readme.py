@@ -81,8 +81,8 @@ def call(op: str, x, **options):
         options |= {"class_axis": 0, "reduction": "none"}
         options.pop("axis", None)
     function = getattr(cache if op in cache.__all__ else jaxsoftmax, op)
-    found = function(x, *others.get(op, []), **options)
-    return found[0] if op.endswith("top_k") else found
+    result = function(x, *others.get(op, []), **options)
+    return result[0] if op.endswith("top_k") else result
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_the_support_matrix_is_what_dispatch_says(row, step):
             if (len(platforms) > 1 or not served) and (i + j) % step:
                 continue
             if served:
-                found = explain(forced, x, platform=platform)
-                *outer, (primitive, chosen) = [(d.primitive, d.implementation) for d in found]
+                decisions = explain(forced, x, platform=platform)
+                *outer, (primitive, chosen) = [(d.primitive, d.implementation) for d in decisions]
                 assert chosen == name, (platform, dtype)
                 if outer:  # XLA makes the products, and what is computed of them runs as it says
                     assert outer == [("linear_cross_entropy", "xla")], (platform, dtype)
@@ -150,9 +150,9 @@ def test_every_dtype_of_the_support_matrix_runs(row):
         return {dtype: call(op, x, **options) for dtype, x in operands.items()}
 
     operands = {dtype: np.ones(shape(op), jnp.dtype(dtype)) for dtype in dtypes}
-    found = results(operands)
+    by_dtype = results(operands)
     for dtype, x in operands.items():
-        y = found[dtype]
+        y = by_dtype[dtype]
         of_rows = op.endswith(("logsumexp", "cross_entropy", "categorical"))
         assert y.shape == (SHAPE[:1] if of_rows else (*SHAPE[:1], 4) if folder(op) == "top_k" else x.shape), dtype
         inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) != "cross_entropy"
