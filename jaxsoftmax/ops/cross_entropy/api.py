@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from jaxsoftmax.ops.softmax.api import sorted_axes
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import select
 
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import LossOptions
+
 _NAME, _LINEAR = "cross_entropy", "linear_cross_entropy"
 
 
@@ -37,13 +40,8 @@ def cross_entropy(
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
     return_lse: Literal[False] = False,
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
+    **options: "Unpack[LossOptions]",
 ) -> jax.Array: ...
 
 
@@ -54,13 +52,8 @@ def cross_entropy(
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
     return_lse: Literal[True],
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
+    **options: "Unpack[LossOptions]",
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
