@@ -29,11 +29,11 @@ from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOper
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
+from jaxsoftmax.ops.softmax import profit
 from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 
 DTYPES = ("float32", "bfloat16", "float16")
-FUSED_COLS = {4: 16384, 2: 8192}  # by bytes of an element, up to how many columns XLA's fused forward is faster
 
 # The operations whose kernel merges over the devices that share rows: the others lose nothing by a collective of states.
 _MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp")
@@ -73,7 +73,7 @@ def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
     if isinstance(row_plan, Refusal):
         return row_plan
-    reason = slower_rows(problem, problem.rows)
+    reason = slower_rows(problem)
     return SoftmaxPlan(problem, row_plan) if reason is None else Refusal(reason, SoftmaxPlan(problem, row_plan))
 
 
@@ -104,23 +104,14 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
 
 
-def slower_rows(problem, row_problem: RowProblem) -> str | None:
-    """Says why the reference should be faster at such rows, or returns None."""
-    name, is_forward = problem.operation.name, len(row_problem.read) == 1 and row_problem.reduces == "state"
-    itemsize = jnp.dtype(problem.params["dtype"]).itemsize
-    if row_problem.cols == 1:
-        return "XLA computes rows of one entry element by element"
-    # [2^20, 16, 8] takes 1774 us in float32 and 3795 in bfloat16, and XLA 579 and 368.
-    if 1 < row_problem.inner < 16 and row_problem.cols * row_problem.inner <= 256:
-        return "XLA is faster at rows that are short and have few others beside them"
-    is_wide = row_problem.cols > FUSED_COLS[max(row_problem.read[0], itemsize)]
-    is_written = is_forward and bool(row_problem.written)
-    if problem.fused and not (is_wide and is_written):
-        return f"XLA computes {name} together with what produces its operand, which then is never in memory"
-    is_softmax = is_written and not row_problem.exponentiates_twice
-    if is_softmax and problem.is_cast and jnp.dtype(problem.params["dtype"]) == jnp.float32 and not is_wide:
-        return "XLA fuses the cast of its operand, and one back that may follow; with dtype= the kernel casts both"
-    return None
+def slower_rows(problem) -> str | None:
+    """Says why the reference should be faster at the rows of a problem, or returns None."""
+    rows = problem.rows
+    is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
+    reason = profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=is_forward)
+    if reason is None and is_forward and not rows.exponentiates_twice:
+        reason = profit.cast_favours_xla(problem)
+    return reason
 
 
 # The kernels. A body computes in float32: `x`, `y` and `t` are functions of a step that give the elements of a vector of each

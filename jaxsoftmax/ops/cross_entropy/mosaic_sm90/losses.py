@@ -66,7 +66,7 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
         return row_plan
     if problem.has_total and row_plan.persistent_blocks:  # blocks tell each other one state of a row, and no sum
         return Refusal(f"the sum of the scores, for smoothing, is not computed of rows of {problem.rows.cols} entries")
-    reason = slower_rows(problem, problem.rows)
+    reason = slower_rows(problem)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
 
