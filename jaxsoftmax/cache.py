@@ -1,6 +1,6 @@
 """Caches of keys and values for decoding: attention to pages, writing pages, and keys and values in 8 bits."""
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.attention import checks, primitive
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import PagedOptions
+
 __all__ = ["paged_attention", "quantize", "update_pages"]
 
 
@@ -28,17 +31,8 @@ def paged_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    local_window_size: checks.Window = None,
-    query_offset: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    implementation: str | None = None,
-    precision: lax.PrecisionLike = None,
     return_lse: Literal[False] = False,
+    **options: "Unpack[PagedOptions]",
 ) -> jax.Array: ...
 
 
@@ -52,17 +46,8 @@ def paged_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    local_window_size: checks.Window = None,
-    query_offset: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    implementation: str | None = None,
-    precision: lax.PrecisionLike = None,
     return_lse: Literal[True],
+    **options: "Unpack[PagedOptions]",
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -200,7 +185,7 @@ def paged_attention(
         window=window,
         soft_cap=None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, accumulator(query.dtype)),
         precision=checks.precision(name, precision),
-        deterministic=checks.xla_is_deterministic(),
+        deterministic_gradients=checks.xla_is_deterministic(),
         implementation=implementation,
     )
     return (out, jnp.swapaxes(lse[0], -1, -2)) if lse else out

@@ -81,6 +81,7 @@ class Explanation(Sequence[Decision]):
       >>> print(explanation)
       on cuda, H100 (compute capability 9.0, 132 multiprocessors):
         softmax  float32[8,128]  -> mosaic
+            mosaic: 8 rows a block, 32 lanes a row, in registers
     """
 
     platform: str
@@ -104,8 +105,8 @@ class Explanation(Sequence[Decision]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"on {where}:"]
         for decision, (name, operands, chosen) in zip(self.decisions, rows, strict=True):
-            how = "" if chosen == "xla" else f": {decision.plan}"
-            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}{how}")
+            lines.append(f"  {name:{widths[0]}}  {operands:{widths[1]}}  -> {chosen}")
+            lines += [f"      {chosen}: {decision.plan}"] if chosen != "xla" else []
             lines += [f"      {chosen}: {decision.remark}"] if decision.remark else []
             lines += [f"      not {refused}: {reason}" for refused, reason in decision.refusals]
         return "\n".join(lines)
@@ -155,6 +156,7 @@ def explain(
       >>> print(jaxsoftmax.explain(jaxsoftmax.softmax, x, gpu="h100"))
       on cuda, H100 (compute capability 9.0, 132 multiprocessors):
         softmax  float32[8,128]  -> mosaic
+            mosaic: 8 rows a block, 32 lanes a row, in registers
 
       Gradients are ops of their own:
 

@@ -1,11 +1,12 @@
-"""What the library uses of JAX that is private or may change, with its reason.
+"""Lists the private and experimental parts of JAX that the library uses, each with its reason, and wraps the private ones.
 
-`EXPERIMENTAL` are modules that JAX calls experimental, or has for those who extend it: they are used wherever they are needed.
-What kernels need beside those, and what is private, is in `NAMES`: this module alone uses it, except names of Pallas.
+`EXPERIMENTAL` lists modules that JAX calls experimental, or has for those who extend it. The library uses them wherever it
+needs them. `NAMES` lists private names, and other names that only kernels need. This module alone uses them, except those of
+Pallas. `tests/core/test_compat.py` reads all imports, attributes and keywords of the library.
 
-A JAX that lacks one of `NAMES` runs the reference, and `explain` says which one it lacks; importing this library, and the
-reference, need none. So does a JAX that is newer than those that were tested, where a kernel does not lower there. Nothing of
-Mosaic is imported before a kernel may run.
+A JAX that lacks one of `NAMES` runs the reference, and `explain` names what it lacks. Importing the library, and the reference,
+need none of them. A JAX that is newer than those that were tested runs the reference where a kernel does not lower, and
+`explain` has the error. Nothing of Mosaic is imported before a kernel may run.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _PALLAS = "jax.experimental.pallas.mosaic_gpu"
 _KERNELS = "jax._src.pallas.mosaic_gpu.lowering"
 _UTILS = "jax.experimental.mosaic.gpu.utils"
 
-# By module, why it is used, and which of its names are; None stands for any.
+# Reason and names, by module. None stands for any name.
 EXPERIMENTAL: dict[str, tuple[str, str | None]] = {
     "jax.core": ("types of operands", "ShapedArray Tracer"),
     "jax.extend.core": ("primitives of our own", "Primitive"),
@@ -53,9 +54,9 @@ EXPERIMENTAL: dict[str, tuple[str, str | None]] = {
     "jaxlib.mlir.dialects": ("operations of what kernels write in MLIR", None),
 }
 
-# By module and name, why it is used. A parameter of a class stands in parentheses.
+# Reason, by module and name. A parameter of a class stands in parentheses.
 NAMES: dict[tuple[str, str], str] = {
-    (_CONFIG, "_check_vma"): "exchanges in a `shard_map`, while lowering, what has lost the type that says over what it varies",
+    (_CONFIG, "_check_vma"): "collectives while lowering, on arrays whose types no longer name the axes they vary over",
     (_CONFIG, "hlo_source_file_canonicalization_regex"): "leaves directories out of the text of a kernel",
     (_DISPATCH, "prim_requires_devices_during_lowering"): "makes devices known to `custom_partitioning`",
     (_RULES, "ModuleContext.axis_context"): "tells how many devices a program runs on, and a `shard_map` around it",
@@ -73,7 +74,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_UTILS, "c"): "a constant of MLIR",
     (_UTILS, "dtype_to_ir_type"): "the type of MLIR of a dtype",
     (_UTILS, "inline_ptx"): "an instruction that has no operation in MLIR",
-    (_UTILS, "is_signed"): "whether integers of a dtype have a sign",
+    (_UTILS, "is_signed"): "tells whether integers of a dtype have a sign",
     (_UTILS, "memref_ptr"): "the address of an array, for PTX",
     (_UTILS, "thread_idx"): "the index of a thread in its block",
     (_UTILS, "warp_barrier"): "waits for the threads of a warp",
@@ -83,26 +84,28 @@ NAMES: dict[tuple[str, str], str] = {
 
 @functools.cache
 def find(module: str, name: str) -> Any:
-    """What `module` has under a name of `NAMES`; of a parameter its class, of a field of an object no more than that it is.
+    """Returns the object that `NAMES` lists as `name` of `module`. For a parameter it is the class that takes it.
+
+    For a field of instances, which the class does not hold, it is None.
 
     Raises:
       ImportError: there is no such module, or no such name in it.
     """
     path, _, parameter = name.rstrip(")").partition("(")
-    found: Any = importlib.import_module(module)
+    item: Any = importlib.import_module(module)
     for part in path.split("."):
-        is_field = isinstance(found, type) and part in found.__annotations__  # which has no value in the class
-        if not is_field and not hasattr(found, part):
+        is_field = isinstance(item, type) and part in item.__annotations__
+        if not is_field and not hasattr(item, part):
             raise ImportError(f"no {name}")
-        found = getattr(found, part, None)
-    if parameter and parameter not in inspect.signature(cast(Any, found)).parameters:
+        item = getattr(item, part, None)
+    if parameter and parameter not in inspect.signature(cast(Any, item)).parameters:
         raise ImportError(f"no {name}")
-    return found
+    return item
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why kernels cannot be built with this JAX: the first of `NAMES` that it lacks, in words, or None."""
+    """Says which one of `NAMES`, without which kernels cannot be built, this JAX lacks. None if it has all."""
     for module, name in NAMES:
         try:
             find(module, name)
@@ -115,7 +118,7 @@ def cupti() -> Any:
     """Returns the module of jaxlib that asks CUPTI for the times of kernels, which the test harness of Mosaic GPU uses.
 
     Raises:
-      ImportError: there is none, as without JAX's plugin for CUDA.
+      ImportError: JAX's plugin for CUDA, which has it, is not installed.
     """
     plugin = importlib.import_module(f"{_MOSAIC}.profiler").mosaic_gpu_lib
     module = getattr(plugin, "_mosaic_gpu_ext", None)
@@ -124,11 +127,15 @@ def cupti() -> Any:
     return module
 
 
-# Sharding and lowering: these also run where kernels cannot.
+# Sharding and lowering: this part also runs where kernels cannot.
 
 
 def require_devices(primitive: Any) -> None:
-    """Makes devices known while `primitive` is lowered; nothing where JAX has no such table, and kernels are refused."""
+    """Makes devices known while `primitive` is lowered, which `custom_partitioning` needs. JAX has no public way to ask for it.
+
+    JAX then refuses to lower the primitive for an `AbstractMesh`. If JAX has no such table, nothing is done: `missing` makes
+    all kernels refuse.
+    """
     try:
         find(_DISPATCH, "prim_requires_devices_during_lowering").add(primitive)
     except ImportError:
@@ -136,15 +143,15 @@ def require_devices(primitive: Any) -> None:
 
 
 def of_module(ctx: Any, path: str) -> Any:
-    """What a lowering rule's context says of the module that is lowered, as `NAMES` says under `path`, or None."""
+    """Returns the attribute `path`, such as "axis_context", of the module context of a lowering rule, or None."""
     return functools.reduce(lambda owner, name: getattr(owner, name, None), path.split("."), ctx.module_context)
 
 
 def reaches_peers(ctx: Any) -> bool:
-    """Whether a kernel may store to the memory of the other devices that a program runs on.
+    """Tells whether a kernel may store to the memory of the other devices that a program runs on.
 
-    Mosaic knows those of one process, in the order of their numbers. Where types say how arrays are sharded, a program is
-    lowered for a mesh without devices, and which those are only the mesh that the user set says.
+    Mosaic reaches the devices of one process, in the order of their numbers. If types say how arrays are sharded, a program is
+    lowered for a mesh without devices: only the mesh that the user set names them.
     """
     axes = of_module(ctx, "axis_context")
     mesh: Any = getattr(axes, "mesh", None)
@@ -167,26 +174,26 @@ def _mesh_that_is_set() -> jax.sharding.Mesh | None:
 
 
 def xla_flags() -> dict[str, str]:
-    """What XLA_FLAGS says, by flag, without its dashes: "true" of one without a value; of equal flags the last counts.
+    """Returns the values in XLA_FLAGS by flag, without its dashes. A flag without a value is "true"; the last of equals counts.
 
-    JAX does not tell what XLA was told. Options of a compilation, and a file that XLA_FLAGS names, are not known here.
+    JAX does not tell which flags XLA has. Options of a compilation, and a file that XLA_FLAGS names, are not known here.
     """
     pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     return {name.lstrip("-"): value.strip("'\"") if equals else "true" for name, equals, value in pairs}
 
 
 def platforms(ctx: Any) -> Sequence[str]:
-    """The platforms that a lowering rule is for."""
+    """Returns the platforms that a lowering rule is for."""
     return ctx.platforms or of_module(ctx, "platforms")
 
 
 def varying(array: Any) -> frozenset[Any]:
-    """The axes over which an array varies, of a `shard_map` around that keeps count of it."""
+    """Returns the mesh axes over which an array varies, if a `shard_map` around it keeps count of them."""
     return jax.typeof(array).manual_axis_type.varying
 
 
 def unchecked() -> Any:
-    """A context in which collectives take arrays whose types do not say over which axes of a `shard_map` they vary."""
+    """Returns a context in which collectives take arrays whose types do not name the mesh axes over which they vary."""
     try:
         return find(_CONFIG, "_check_vma")(False)
     except ImportError:
@@ -195,7 +202,7 @@ def unchecked() -> Any:
 
 @contextlib.contextmanager
 def without_directories() -> Iterator[None]:
-    """A context in which what is lowered names source files alone: where the library is installed tells no kernel from another.
+    """Leaves directories out of the source locations in lowered text, so that it is the same wherever the library is installed.
 
     A pattern that the user set stays.
     """
@@ -209,12 +216,12 @@ def without_directories() -> Iterator[None]:
 
 
 def on_platform(ctx: Any, platform: str) -> Any:
-    """A lowering rule's context for what is lowered for this platform alone."""
+    """Returns the context of a lowering rule, narrowed to one platform."""
     return ctx.replace(module_context=ctx.module_context.replace(platforms=(platform,)), platforms=(platform,))
 
 
 def on_mesh_that_is_set(ctx: Any) -> Any:
-    """A lowering rule's context that knows the mesh of `jax.set_mesh`, which JAX does not tell if no operand is on a mesh."""
+    """Adds the mesh of `jax.set_mesh` to the context of a lowering rule. JAX leaves it out if no operand is on a mesh."""
     axes, mesh = of_module(ctx, "axis_context"), _mesh_that_is_set()
     is_unknown = mesh is not None and getattr(axes, "abstract_mesh", mesh) is None
     if not is_unknown or axes.device_assignment != tuple(mesh.devices.flat):
@@ -226,28 +233,28 @@ def on_mesh_that_is_set(ctx: Any) -> Any:
 # Kernels.
 
 
-def __getattr__(name: str) -> Any:  # `utils`, of Mosaic, which must not load with this module
+def __getattr__(name: str) -> Any:  # `utils`: names of Mosaic, which must not load with this module
     if name != "utils":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return SimpleNamespace(**{name: find(module, name) for module, name in NAMES if module == _UTILS})
 
 
 def standardize_text() -> None:
-    """Makes the text of the kernel that calls it depend on nothing but the kernel.
+    """Makes the text of the kernel that calls it depend on nothing but the kernel, so that it is the same in every process.
 
-    A hash of the text is in the custom call. JAX 0.11 puts the number of kernels that the process lowered before into the text,
-    so a compilation cache misses what another process compiled.
+    A hash of the text is in the custom call, and a cache of compiled programs is looked up by it. JAX 0.11 puts the number of
+    kernels that the process lowered before into the text, so that the cache misses what another process compiled.
     """
     _standard_text().bind()
 
 
 @functools.cache
 def _standard_text() -> Primitive:
-    """The primitive that does nothing in a kernel, and whose lowering rule makes the kernel's text the same everywhere."""
+    """Returns the primitive whose lowering rule names the kernel. It computes nothing."""
     primitive = Primitive("standard_text")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda: [])
-    mlir.register_lowering(primitive, lambda ctx: [])  # where the kernel is interpreted
+    mlir.register_lowering(primitive, lambda ctx: [])  # for a kernel that is interpreted
     for semantics in importlib.import_module(_PALLAS).LoweringSemantics:
         find(_KERNELS, "register_lowering_rule")(primitive, semantics)(_standardize)
     return primitive
@@ -261,7 +268,7 @@ def _standardize(ctx: Any) -> list[Any]:
 
 
 def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None) -> Any:
-    """An array of Mosaic GPU that consists of these registers of MLIR; `is_signed` is None for floats."""
+    """Returns an array of Mosaic GPU that consists of these registers of MLIR; `is_signed` is None for floats."""
     array = np.empty(len(registers), object)
     array[:] = registers
     array = array.reshape(layout.registers_shape(shape))
@@ -269,13 +276,13 @@ def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | 
 
 
 def tiled_layout(tiling: Any, warp_dims: Any, lane_dims: Any, vector_dim: int) -> Any:
-    """A tiled layout of Mosaic GPU in canonical form."""
+    """Returns a tiled layout of Mosaic GPU in canonical form."""
     kind = find(_MOSAIC, "TiledLayout(_check_canonical)")
     return kind(tiling, warp_dims, lane_dims, vector_dim, _check_canonical=False).canonicalize()
 
 
 def store(ref: Any, values: Any) -> None:
-    """Stores in any layout: since 0.12 JAX refuses what splits cache lines or meets in banks, unless told by `store`."""
+    """Stores in any layout. Since 0.12 JAX refuses layouts that split cache lines or conflict in banks, except by this call."""
     pallas: Any = importlib.import_module(_PALLAS)
     if hasattr(pallas, "store"):
         pallas.store(ref, values, optimized=False)
@@ -288,9 +295,9 @@ def store(ref: Any, values: Any) -> None:
 
 @functools.cache
 def infer_layouts_sooner() -> None:
-    """Makes Mosaic infer the layouts of kernels in less time: the same ones, in this whole process.
+    """Makes Mosaic infer the layouts of kernels in less time, in this whole process. The layouts stay the same.
 
-    Nothing is replaced on a JAX that was not tested.
+    `tests/core/test_lowered.py` compares the kernels. Nothing is replaced on a JAX that was not tested.
     """
     if tuple(jax.__version_info__) not in TESTED:
         return
@@ -300,9 +307,9 @@ def infer_layouts_sooner() -> None:
 
 
 def _remember_layouts() -> None:
-    """Remembers tiled shapes, canonical layouts and which transfers are supported, which Mosaic computes for each operation.
+    """Caches tiled shapes, canonical layouts and the check of transfers, which Mosaic computes anew for each operation.
 
-    `categorical(top_p=)` lowers in 1.23 s in place of 1.46, attention in float32 in 0.68 in place of 0.93 (two cores, b5b53ed).
+    `categorical(top_p=)` lowers in 1.23 s instead of 1.46, attention in float32 in 0.68 instead of 0.93 (two cores, b5b53ed).
     """
     arrays: Any = importlib.import_module(f"{_MOSAIC}.fragmented_array")
     constraints: Any = importlib.import_module(f"{_MOSAIC}.constraints")
@@ -314,30 +321,30 @@ def _remember_layouts() -> None:
         (arrays.TiledLayout, "canonicalize"),
         (parameterized, "to_mgpu"),
     ):
-        setattr(owner, name, _remembered(getattr(owner, name), lambda *given, **named: (given, *named.items())))
+        setattr(owner, name, _remembered(getattr(owner, name), lambda *args, **kwargs: (args, *kwargs.items())))
 
-    def of_transfer(self, transforms, registers):
+    def transfer_key(self, transforms, registers):
         return tuple(self.shape), tuple(self.strides), self.bitwidth, self.optimized, transforms, registers
 
     transfer = constraints.IsTransferableSmemRegisters
-    transfer._is_supported_smem_transfer = _remembered(transfer._is_supported_smem_transfer, of_transfer)
+    transfer._is_supported_smem_transfer = _remembered(transfer._is_supported_smem_transfer, transfer_key)
 
 
 def _remembered(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Remembers results of a function by a key of its arguments, and calls it where that cannot be hashed."""
-    known: dict[Any, Any] = {}
+    """Returns a function with a cache of up to 4096 results, by a key of its arguments. A key without a hash bypasses it."""
+    results: dict[Any, Any] = {}
 
     @functools.wraps(function)
-    def remembered(*given, **named):
-        key = key_of(*given, **named)
+    def remembered(*args, **kwargs):
+        key = key_of(*args, **kwargs)
         try:
-            if key in known:
-                return known[key]
-        except TypeError:  # a list, say
-            return function(*given, **named)
-        if len(known) >= 4096:
-            known.clear()
-        result = known[key] = function(*given, **named)
+            if key in results:
+                return results[key]
+        except TypeError:  # a list, for example
+            return function(*args, **kwargs)
+        if len(results) >= 4096:
+            results.clear()
+        result = results[key] = function(*args, **kwargs)
         return result
 
     return remembered
@@ -347,7 +354,8 @@ def _infer_as_jax_0_12() -> None:
     """Makes JAX 0.11.2 infer layouts as JAX 0.12 does, in as little as a third of the time.
 
     For each operation of a kernel JAX 0.11.2 copies, compares and searches the layouts of all others, and prints the kernel to
-    sort by its text. The replacements are written here, and give the layouts that JAX 0.12 gives.
+    sort by its text. The replacements are our own, and give the layouts that JAX 0.12 gives. No other JAX needs them, so that
+    the names are not in `NAMES`.
     """
     constraints, inference, layouts = (
         cast(Any, importlib.import_module(f"{_MOSAIC}.{name}")) for name in ("constraints", "layout_inference", "layouts")
@@ -357,8 +365,8 @@ def _infer_as_jax_0_12() -> None:
     def joined(self, other):
         if isinstance(other, constraints.Unsatisfiable):
             return other
-        own, others = self.assignments, other.assignments
-        if any(own[variable] != others[variable] for variable in own.keys() & others.keys()):
+        left, right = self.assignments, other.assignments
+        if any(left[variable] != right[variable] for variable in left.keys() & right.keys()):
             return constraints.Unsatisfiable()
         return constraints.ConstraintSystem(self.assignments | other.assignments, [*self.constraints, *other.constraints])
 
@@ -372,10 +380,10 @@ def _infer_as_jax_0_12() -> None:
                     if group is not other:
                         group += other
                         groups.update(dict.fromkeys(other, group))
-        places = {variable: place for place, variable in enumerate(groups)}
+        ranks = {variable: rank for rank, variable in enumerate(groups)}
         bounded = [each.expr for each in system.constraints if isinstance(each, constraints.Divides | constraints.OneOf)]
-        found = {variable: sorted(groups[variable], key=places.__getitem__) for variable in bounded if variable in groups}
-        return {variable: [other for other in group if other != variable] for variable, group in found.items()}
+        ordered = {variable: sorted(groups[variable], key=ranks.__getitem__) for variable in bounded if variable in groups}
+        return {variable: [other for other in group if other != variable] for variable, group in ordered.items()}
 
     @functools.wraps(search := inference.find_assignments_for)
     def assignments(unknowns, system, **options):
@@ -391,12 +399,12 @@ def _infer_as_jax_0_12() -> None:
 
 
 def is_tested() -> bool:
-    """Whether this JAX is no newer than the newest one that was tested."""
+    """Tells whether this JAX is no newer than the newest one that was tested."""
     return tuple(jax.__version_info__) <= TESTED[-1]
 
 
 def failure(function: Callable[..., Any], *args: Any) -> str | None:
-    """Why `function(*args)` fails on a JAX that was not tested, or None; on those that were, a failure is a defect of ours."""
+    """Says why `function(*args)` fails on a JAX that was not tested, or returns None if it does not fail."""
     try:
         function(*args)
     except Exception as error:
@@ -407,7 +415,7 @@ def failure(function: Callable[..., Any], *args: Any) -> str | None:
 
 
 def lower(kernel: Callable[..., Any], operands: dict[str, Any], platform: str) -> None:
-    """Lowers `kernel` by itself for operands of these types by name, None where one is absent."""
+    """Lowers `kernel` by itself for operands of these types by name; None is absent."""
     types = {n: None if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype) for n, aval in operands.items()}
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         jax.jit(lambda types: kernel(**types)).trace(types).lower(lowering_platforms=(platform,))

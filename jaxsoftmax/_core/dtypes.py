@@ -1,4 +1,4 @@
-"""Which dtype the library computes in."""
+"""The dtype of the arithmetic inside an op."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +6,12 @@ from jax.typing import DTypeLike
 
 
 def accumulator(*dtypes: DTypeLike) -> np.dtype:
-    """The dtype of the arithmetic inside an op: float32, or the widest float64 or complex dtype among the given ones.
+    """Returns float32, or the widest float64 or complex dtype among `dtypes`.
 
-    Unlike `jnp.promote_types`, it does not depend on `jax_numpy_dtype_promotion`.
+    The result does not depend on `jax_numpy_dtype_promotion`, as the one of `jnp.promote_types` does.
     """
-    found = [jnp.dtype(d) for d in dtypes]
-    wide = any(d in (np.dtype(np.float64), np.dtype(np.complex128)) for d in found)
-    if any(d.kind == "c" for d in found):
+    kinds = [jnp.dtype(dtype) for dtype in dtypes]
+    wide = any(kind in (np.dtype(np.float64), np.dtype(np.complex128)) for kind in kinds)
+    if any(kind.kind == "c" for kind in kinds):
         return np.dtype(np.complex128 if wide else np.complex64)
     return np.dtype(np.float64 if wide else np.float32)

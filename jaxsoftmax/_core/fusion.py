@@ -1,10 +1,12 @@
-"""What XLA would compute together with the consumer of an array, read off the operations that produce it while lowering.
+"""Tells what XLA would compute together with the consumer of an array, from the operations that produce it while lowering.
 
-XLA fuses elementwise producers into its own softmax. A kernel sees arrays in memory only: what it is given has to be written
-first, unless it was there anyway, as an argument or as the result of a matrix product or of another kernel.
+XLA fuses elementwise producers into its own softmax. A kernel behind a custom call sees arrays in memory only, so that its
+operand has to be written first, unless it is in memory anyway: as an argument or a constant, or as the result of a matrix
+product, reduction, transpose, concatenation, gather, loop or another kernel.
 
-`tests/core/test_fusion.py` holds what is known of XLA here against programs that it compiles for an H200. A function's own
-arguments end the search: whoever calls a jitted function computes them out of sight.
+`tests/core/test_fusion.py` compares this with programs that XLA compiles for an H200 (JAX 0.11.2). Two things are out of sight:
+the caller of a jitted function, whose arguments count as arrays in memory (`jax.jit(softmax)(x * 2)`), and other readers of an
+operand, for which XLA may write it anyway.
 """
 
 import math
@@ -14,19 +16,20 @@ from jax.interpreters import mlir
 
 _NARROW = {"bf16": "bfloat16", "f16": "float16"}
 
-# Operations, of the dialects `stablehlo` and `chlo`, that XLA fuses with what reads their result.
-_FUSED = frozenset(
-    "abs acos acosh add and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp compare complex convert cosh cosine"  # noqa: SIM905
-    " count_leading_zeros digamma divide erf erf_inv erfc exponential exponential_minus_one floor imag iota is_finite lgamma"
-    " log log_plus_one logistic maximum minimum multiply negate not or popcnt power real reduce_precision remainder"
-    " round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine sinh"
-    " slice sqrt square subtract tan tanh xor".split()
-)
+# Operations that XLA fuses with what reads their result.
+_ELEMENTWISE = """
+    abs acos acosh add and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp compare complex convert cosh cosine
+    count_leading_zeros digamma divide erf erf_inv erfc exponential exponential_minus_one floor imag iota is_finite lgamma log
+    log_plus_one logistic maximum minimum multiply negate not or popcnt power real reduce_precision remainder
+    round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine sinh
+    slice sqrt square subtract tan tanh xor
+"""
+_FUSED = frozenset(f"{dialect}.{kind}" for dialect in ("stablehlo", "chlo") for kind in _ELEMENTWISE.split())
 
-# What is elementwise in the result of these, XLA computes there, before it is written; but not these, nor casts to a wider
-# dtype, nor what comes after them.
-_WITH_EPILOGUE = frozenset(("dot_general", "reduce"))
-_NO_EPILOGUE = frozenset(("broadcast_in_dim", "select", "slice"))
+# XLA computes what is elementwise in the result of these (a scale, a bias, an activation) with them, before it writes the
+# result. It stops at the operations in _NO_EPILOGUE, and at a cast to a wider dtype.
+_WITH_EPILOGUE = frozenset(("stablehlo.dot_general", "stablehlo.reduce"))
+_NO_EPILOGUE = frozenset(("stablehlo.broadcast_in_dim", "stablehlo.select", "stablehlo.slice"))
 
 # These move data and compute nothing, so that a cast may as well come after them.
 _MOVES = frozenset(
@@ -35,75 +38,95 @@ _MOVES = frozenset(
 
 
 def widened_from(value: mlir.ir.Value) -> mlir.ir.Value | None:
-    """The float16 or bfloat16 value of which `value` is a cast to float32, or None.
+    """Returns the float16 or bfloat16 value that `value` is a cast of to float32, or None.
 
-    Where the result of the cast was reshaped, transposed, cut, broadcast or resharded, the same is done to what was cast.
+    If the result of the cast was reshaped, transposed, sliced, broadcast or resharded, the same is done to the narrow value.
+    The cast is exact, and kernels compute in float32 anyway: they read half the bytes, and no cast is written.
     """
-    operation = _operation(value)
+    operation = _definition(value)
     if operation is None:
         return None
     if operation.name == "stablehlo.convert":
         source = operation.operands[0]
-        return source if str(_element(value)) == "f32" and narrow_dtype(source) else None
+        return source if str(_type(value).element_type) == "f32" and narrow_dtype(source) else None
     if operation.name in _MOVES and (source := widened_from(operation.operands[0])) is not None:
         attributes = {name: operation.attributes[name] for name in operation.attributes}
-        moved = mlir.ir.RankedTensorType.get(_shaped(value).shape, _element(source))
+        moved = mlir.ir.RankedTensorType.get(_type(value).shape, _type(source).element_type)
         return mlir.ir.Operation.create(operation.name, [moved], [source], attributes).result
     return None
 
 
 def narrow_dtype(value: mlir.ir.Value) -> str | None:
-    """The name of the dtype of `value` if it is float16 or bfloat16."""
-    return _NARROW.get(str(_element(value)))
+    """Returns the name of the dtype of `value` if it is float16 or bfloat16, else None."""
+    return _NARROW.get(str(_type(value).element_type))
 
 
 def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> bool:
-    """Whether XLA would compute `value` together with what reads it, so that it never is in memory.
+    """Tells whether XLA would compute `value` together with its reader, so that it never is in memory.
 
     Args:
       value: the operand of an operation that is lowered.
-      functions: where callees are found, if they are: `jnp.where`, `jax.nn.relu` and others are jitted functions.
+      functions: the functions of the module by name, or None: `jnp.where`, `jax.nn.relu` and others are jitted functions.
     """
-    operation, calls = _producer(value, functions, (), _keeps_rows)
-    return _kind(operation) in _FUSED and not _is_epilogue(operation, functions, calls)
+    operation, calls = _producer(value, functions, (), keeps_rows=True)
+    return operation is not None and operation.name in _FUSED and not _is_epilogue(operation, functions, calls)
 
 
 def _is_epilogue(operation, functions, calls) -> bool:
-    """Whether `operation` is elementwise in the result of a matrix product or a reduction, which XLA makes it a part of."""
-    found, seen = [(operation, calls)], set()
-    while found:
-        operation, calls = found.pop()
-        kind = _kind(operation)
-        if kind in _WITH_EPILOGUE:
+    """Tells whether `operation` is elementwise in the result of a matrix product or a reduction, which then computes it."""
+    pending, seen = [(operation, calls)], set()
+    while pending:
+        operation, calls = pending.pop()
+        if operation is None or (operation, calls) in seen:
+            continue
+        if operation.name in _WITH_EPILOGUE:
             return True
-        if kind in _FUSED - _NO_EPILOGUE and not _widens(operation) and (operation, calls) not in seen:
+        widens = operation.name == "stablehlo.convert" and narrow_dtype(operation.results[0]) is None
+        if operation.name in _FUSED - _NO_EPILOGUE and not widens:
             seen.add((operation, calls))
-            found += [_producer(operand, functions, calls) for operand in operation.operands]
+            pending += [_producer(operand, functions, calls) for operand in operation.operands]
     return False
 
 
-def _producer(value, functions, calls, passes=lambda operation: True) -> tuple[Any, tuple[Any, ...]]:
-    """The operation that computes `value`, None for an argument, and the calls in whose callees it is, the outermost first.
+def _producer(value, functions, calls, keeps_rows=False) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the operation that computes `value`, None for an argument, and the calls around it, the outermost first.
 
-    What is free is passed, where `passes` says so.
+    It looks through calls of functions, and through reshapes and products with 1, for which XLA computes nothing. With
+    `keeps_rows` it stops at a reshape that changes the length of the last axis: XLA's softmax reads its result from memory.
     """
     while True:
-        operation = _operation(value)
-        if operation is None and calls:
+        operation = _definition(value)
+        if operation is None:
+            if not calls:
+                return None, calls
             value, calls = calls[-1].operands[value.arg_number], calls[:-1]
-        elif functions is not None and operation is not None and operation.name == "func.call":
+        elif operation.name == "func.call" and functions is not None:
             *_, end = functions[operation.attributes["callee"].value].regions[0].blocks[0]
             value, calls = end.operands[value.result_number], (*calls, operation)
-        elif operation is not None and _is_free(operation) and passes(operation):
+        elif _is_reshape(operation) and (not keeps_rows or _row_length(operation.operands[0]) == _row_length(value)):
             value = operation.operands[0]
-        elif operation is not None and (factor := _beside_one(operation)) is not None:
+        elif (factor := _beside_one(operation)) is not None:
             value = factor
         else:
             return operation, calls
 
 
+def _is_reshape(operation) -> bool:
+    """Tells whether the result is the operand, possibly in another shape."""
+    if operation.name in ("stablehlo.reshape", "sdy.sharding_constraint"):
+        return True
+    if operation.name != "stablehlo.broadcast_in_dim":
+        return False
+    return math.prod(_type(operation.results[0]).shape) == math.prod(_type(operation.operands[0]).shape)
+
+
+def _row_length(value) -> int | None:
+    """Returns the size of the last axis that is longer than 1."""
+    return next((size for size in reversed(_type(value).shape) if size != 1), None)
+
+
 def _beside_one(operation) -> Any:
-    """What is multiplied with 1, a product that XLA leaves out, or None: the cotangent of a sum is all ones."""
+    """Returns the other factor of a product with 1, which XLA leaves out, or None. The cotangent of a sum is all ones."""
     if operation.name != "stablehlo.multiply":
         return None
     left, right = operation.operands
@@ -111,57 +134,22 @@ def _beside_one(operation) -> Any:
 
 
 def _is_one(value) -> bool:
-    """Whether all elements are the constant 1."""
-    operation = _operation(value)
+    """Tells whether all elements are the constant 1."""
+    operation = _definition(value)
     while operation is not None and operation.name in _MOVES | {"stablehlo.convert"}:
-        operation = _operation(operation.operands[0])
-    if operation is None or operation.name != "stablehlo.constant" or _is_complex(operation):
+        operation = _definition(operation.operands[0])
+    if operation is None or operation.name != "stablehlo.constant":
+        return False
+    if isinstance(_type(operation.results[0]).element_type, mlir.ir.ComplexType):  # MLIR hands Python no array of these
         return False
     values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
     return values.is_splat and str(values.get_splat_value()).split(" : ")[0] == "1.000000e+00"
 
 
-def _is_complex(operation) -> bool:
-    """Says whether the result has complex numbers, whose constants MLIR hands to Python as no array."""
-    return isinstance(_shaped(operation.results[0]).element_type, mlir.ir.ComplexType)
-
-
-def _is_free(operation) -> bool:
-    """Whether the result is the operand, in another shape at most."""
-    if operation.name in ("stablehlo.reshape", "sdy.sharding_constraint"):
-        return True
-    return operation.name == "stablehlo.broadcast_in_dim" and _size(operation.results[0]) == _size(operation.operands[0])
-
-
-def _keeps_rows(operation) -> bool:
-    """Says whether the last axis keeps its length; where it does not, XLA's softmax reads the result from memory."""
-    before, after = (
-        [size for size in _shaped(value).shape if size != 1] for value in (operation.operands[0], operation.results[0])
-    )
-    return before[-1:] == after[-1:]
-
-
-def _widens(operation) -> bool:
-    return operation.name == "stablehlo.convert" and narrow_dtype(operation.results[0]) is None
-
-
-def _kind(operation) -> str | None:
-    dialect, _, kind = ("" if operation is None else operation.name).partition(".")
-    return kind if dialect in ("stablehlo", "chlo") else None
-
-
-def _operation(value) -> Any:
-    """The operation that produces `value`; None for an argument of a function or of a block."""
+def _definition(value) -> Any:
+    """Returns the operation that produces `value`, or None for an argument of a function or of a block."""
     return None if isinstance(value.owner, mlir.ir.Block) else value.owner.operation
 
 
-def _shaped(value):
+def _type(value):
     return mlir.ir.RankedTensorType(value.type)
-
-
-def _element(value):
-    return _shaped(value).element_type
-
-
-def _size(value) -> int:
-    return math.prod(_shaped(value).shape)

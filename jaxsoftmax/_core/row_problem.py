@@ -1,13 +1,9 @@
 """Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
-
-# Whether there is a mask along the columns, or what is beyond the end of a row must be known.
-Masked = Literal[False, True, "end"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +13,19 @@ class RowProblem:
     Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
 
     Attributes:
-      shape: of the arrays.
-      axes: the axes of a row.
+      shape: shape of the arrays.
+      axes: axes of a row.
       read: bytes of an element of each operand that is as large as the rows.
       written: bytes of an element of each result that is as large as the rows.
-      has_mask: whether there is a mask along the columns.
-      needs_end: whether the kernel must know what is beyond the end of a row.
+      has_mask: True if there is a mask along the columns.
+      needs_end: True if the kernel must know which elements lie beyond the end of a row.
+      reduces: what a result needs of its whole row: a state, a sum, or nothing.
+      n_exchanges: number of times that the kernel merges or sums over the warps of a row.
+      exponentiates_twice: True if the results need a second exponential of each element, or the first one held.
+      members: axes of the arrays that form `outer`, `cols` and `inner`.
+      outer, cols, inner: sizes of the three axes that kernels see.
+      widest: bytes of the widest element.
+      masked: True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
     """
 
     shape: tuple[int, ...]
@@ -31,25 +34,31 @@ class RowProblem:
     written: tuple[int, ...] = ()
     has_mask: bool = False
     needs_end: bool = False
+    reduces: Literal["state", "sum", "nothing"] = "state"
+    n_exchanges: int = 1
+    exponentiates_twice: bool = False
 
-    @functools.cached_property
-    def members(self) -> tuple[range, range, range]:
-        """The axes of the arrays that are one of `outer`, `cols` and `inner`."""
-        along = [axis for axis in self.axes if self.shape[axis] != 1]
-        first, end = (min(along), max(along) + 1) if along else (len(self.shape), len(self.shape))
-        return range(first), range(first, end), range(end, len(self.shape))
+    members: tuple[range, range, range] = field(init=False)
+    outer: int = field(init=False)
+    cols: int = field(init=False)
+    inner: int = field(init=False)
+    widest: int = field(init=False)
+    masked: Literal[False, True, "end"] = field(init=False)
 
-    @property
-    def outer(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[0])
-
-    @property
-    def cols(self) -> int:
-        return entries(self.shape, self.axes)
-
-    @property
-    def inner(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[2])
+    def __post_init__(self):
+        shape, ndim = self.shape, len(self.shape)
+        along = [axis for axis in self.axes if shape[axis] != 1]
+        first, end = (min(along), max(along) + 1) if along else (ndim, ndim)
+        derived = {
+            "members": (range(first), range(first, end), range(end, ndim)),
+            "outer": math.prod(shape[:first]),
+            "cols": entries(shape, self.axes),
+            "inner": math.prod(shape[end:]),
+            "widest": max((*self.read, *self.written), default=0),
+            "masked": True if self.has_mask else "end" if self.needs_end else False,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rows(self) -> int:
@@ -57,48 +66,45 @@ class RowProblem:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one entry for each row."""
+        """Shape of an array with one entry for each row."""
         return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
-
-    @property
-    def widest(self) -> int:
-        """Bytes of the widest element."""
-        return max((*self.read, *self.written))
-
-    @property
-    def masked(self) -> Masked:
-        return True if self.has_mask else "end" if self.needs_end else False
 
     def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Calls `indexed` for each of `outer`, `cols` and `inner`."""
         return tuple(indexed(shape, self.shape, members) for members in self.members)
 
     def unsupported(self, most_rows: int) -> str | None:
-        """Returns why no kernel sees these rows as `[outer, cols, inner]`, in words, or None if one can."""
+        """Says why no kernel sees these rows as `[outer, cols, inner]`, or returns None if one can."""
         if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
             return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
         if not 1 <= self.cols < 2**30:
             return f"a row must have from 1 to {2**30 - 1} entries, got {self.cols}"
-        if not 1 <= self.rows <= most_rows:
-            return f"there must be from 1 to {most_rows} rows, got {self.rows}"
+        if not 1 <= self.outer * self.inner <= most_rows:
+            return f"there must be from 1 to {most_rows} rows, got {self.outer * self.inner}"
         return None
 
 
 def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Entries of an array along these axes."""
+    """Returns the number of entries of an array along these axes."""
     return math.prod(shape[axis] for axis in axes)
 
 
 def is_along(array, axes: tuple[int, ...]) -> bool:
-    """Returns whether an array, or None, has several entries along the axes of a row."""
+    """Tells whether an array, or None, has several entries along the axes of a row."""
     return array is not None and entries(array.shape, axes) != 1
 
 
 def indexed(shape: Sequence[int], whole: Sequence[int], members: Iterable[int]) -> tuple[int, ...]:
-    """Finds the place in an array of size 1 along some axes, from an index of several neighbouring axes of a whole one.
+    """Returns the arithmetic that turns an index along merged axes into an offset in an array that may have size 1 there.
 
-    The result is a sequence of triples. The index is divided by the first number, taken modulo the second unless that is 0,
-    and multiplied with the third. The sum over triples is the place in the array. Axes that are whole and neighbours share one.
+    Args:
+      shape: shape of the array, which has the size of `whole` or 1 along each axis.
+      whole: shape of the rows.
+      members: neighbouring axes, which the index counts through as if they were one.
+
+    Returns:
+      Triples `divisor, modulus, stride`, one behind the other. The offset is the sum over them of
+      `index // divisor % modulus * stride`; a modulus of 0 takes no remainder. Neighbouring axes that are whole share a triple.
     """
     triples, divisor, is_open = [], 1, False
     for axis in reversed([*members]):

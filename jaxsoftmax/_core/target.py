@@ -1,4 +1,4 @@
-"""What a kernel is made for: a record that dispatch makes and hands down, so that nothing below it asks a device."""
+"""The target of lowering: one record, made in `lower` and handed down, so that no plan and no kernel asks a device."""
 
 import contextlib
 import re
@@ -18,10 +18,10 @@ class Target:
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".
-      compute_capability: of the GPUs, `(9, 0)` for Hopper; None on other platforms than CUDA.
-      multiprocessors: of a GPU; of any GPU with this capability where it is not known, a common number.
-      shared_memory: bytes that a block of threads can have.
-      name: the GPU's name; None where any GPU with this capability is meant, however few multiprocessors it has.
+      compute_capability: compute capability of the GPU, such as `(9, 0)` for Hopper. None on platforms other than "cuda".
+      multiprocessors: number of multiprocessors of the GPU, or a common number for this capability if `name` is None.
+      shared_memory: largest number of bytes of shared memory that one block of threads can have.
+      name: name of the GPU. None stands for any GPU of this capability, however few multiprocessors it has.
     """
 
     platform: str
@@ -35,8 +35,8 @@ class Target:
             return self.platform
         capability = f"compute capability {'.'.join(map(str, self.compute_capability))}"
         if self.name is None:
-            known = [name.upper() for name, (own, _) in GPUS.items() if own == self.compute_capability]
-            return f"any GPU of {capability}" + (f" ({', '.join(known)})" if known else "")
+            gpus = [gpu.upper() for gpu, (its_capability, _) in GPUS.items() if its_capability == self.compute_capability]
+            return f"any GPU of {capability}" + (f" ({', '.join(gpus)})" if gpus else "")
         return f"{self.name} ({capability}, {self.multiprocessors} multiprocessors)"
 
 
@@ -45,8 +45,8 @@ class Machine:
     """The devices that XLA runs a reference on.
 
     Attributes:
-      devices: over how many XLA may shard its operands.
-      target: of each; None if it is not known.
+      devices: number of devices over which XLA may shard the operands.
+      target: target of each device. None if the program is for several platforms.
     """
 
     devices: int
@@ -57,7 +57,7 @@ ONE_DEVICE = Machine(1)
 CPU = Target("cpu")
 
 
-# Bytes of shared memory that a block can have, by compute capability. Source: CUDA C++ Programming Guide, table of technical
+# KiB of shared memory that a block can have, by compute capability. Source: CUDA C++ Programming Guide, table of technical
 # specifications.
 _SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 _LEAST_SHARED_MEMORY = 48
@@ -78,14 +78,15 @@ GPUS = {
 
 
 def of_capability(capability: tuple[int, int], multiprocessors: int | None = None, name: str | None = None) -> Target:
-    """The target of a GPU. Without a number of multiprocessors it is the one of the first of `GPUS` with this capability."""
+    """Returns the target of a GPU. Without a number of multiprocessors it has those of the first such GPU in `GPUS`."""
     if multiprocessors is None:
-        multiprocessors = next((count for own, count in GPUS.values() if own == capability), 0)
+        multiprocessors = next((count for its_capability, count in GPUS.values() if its_capability == capability), 0)
     shared = _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY) << 10
     return Target("cuda", capability, multiprocessors, shared, name)
 
 
-# What is lowered for where JAX sees no GPU: any Hopper. An H100 or H200 has 132 multiprocessors, and others as few as 78.
+# The target if JAX sees no GPU, so that programs lower ahead of time on any host. An H100 or H200 has 132 multiprocessors;
+# other GPUs of this capability have as few as 78.
 ANY_HOPPER = of_capability((9, 0))
 HOPPER = replace(ANY_HOPPER, name="H100")
 
@@ -94,7 +95,7 @@ _of_context: ContextVar[Target | None] = ContextVar("jaxsoftmax_target", default
 
 @contextlib.contextmanager
 def lowering_for(target: Target) -> Generator[None, None, None]:
-    """A context in which programs for CUDA are lowered for `target`, and not for the GPU at hand."""
+    """Makes programs for CUDA lower for `target`, and not for the GPU at hand, inside the context."""
     token = _of_context.set(target)
     try:
         yield
@@ -103,7 +104,7 @@ def lowering_for(target: Target) -> Generator[None, None, None]:
 
 
 def target_for(platform: str) -> Target:
-    """The target of lowering for a platform: that of the context, else the GPU at hand, else any Hopper."""
+    """Returns the target for a platform. On CUDA it is the one of the context, else the first GPU, else any Hopper."""
     if platform != "cuda":
         return Target(platform)
     if (target := _of_context.get()) is not None:
@@ -117,12 +118,12 @@ def target_for(platform: str) -> Target:
 
 
 def named(function: str, value: Any) -> Target:
-    """The target for the argument `gpu` of a function: a name among `GPUS`, or a compute capability."""
+    """Returns the target for the argument `gpu` of a function: a name in `GPUS`, or a compute capability."""
     if isinstance(value, str):
-        known = value.lower().replace(" ", "")
-        if known in GPUS:
-            return of_capability(*GPUS[known], name=known.upper())
-        if numbers := re.fullmatch(r"(\d+)\.(\d+)", known):
+        text = value.lower().replace(" ", "")
+        if text in GPUS:
+            return of_capability(*GPUS[text], name=text.upper())
+        if numbers := re.fullmatch(r"(\d+)\.(\d+)", text):
             return of_capability((int(numbers[1]), int(numbers[2])))
     elif isinstance(value, tuple | list) and len(value) == 2:
         major, minor = (arguments.integer(function, f"gpu[{k}]", number) for k, number in enumerate(value))

@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -63,22 +63,49 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     return table
 
 
-def table(plan: Any, threads: int) -> jax.Array | None:
-    """A plan's table of tiles for so many blocks of threads, or by ticket the order of tiles; None where there are very many.
+class TiledKernel(Protocol):
+    """A kernel whose work is cut into tiles.
+
+    Attributes:
+      n_tiles: number of tiles.
+      n_blocks: number of blocks of threads of a wave.
+      by_ticket: True if blocks of threads take tickets for tiles.
+    """
+
+    @property
+    def n_tiles(self) -> int: ...
+
+    @property
+    def n_blocks(self) -> int: ...
+
+    @property
+    def by_ticket(self) -> bool: ...
+
+    def costs(self) -> tuple[int, ...]:
+        """Counts the steps of each of the tiles of a head."""
+        ...
+
+    def group(self, costs: tuple[int, ...], /) -> int:
+        """Returns the number of heads whose tiles are handed out together."""
+        ...
+
+
+def table(kernel: TiledKernel) -> jax.Array | None:
+    """Makes the table of tiles of each block of threads, or by ticket the order of tiles; None if there are very many.
 
     It is a constant of an inner function, as custom_partitioning takes no others.
     """
-    if plan.count > MAX_SCHEDULED:
+    if kernel.n_tiles > MAX_SCHEDULED:
         return None
-    costs = plan.costs()
-    arguments = costs, plan.count // len(costs), plan.group(costs)
-    found = order(*arguments) if plan.by_ticket else schedule(*arguments, threads)
-    return jax.jit(lambda: jnp.asarray(found))()
+    costs = kernel.costs()
+    arguments = costs, kernel.n_tiles // len(costs), kernel.group(costs)
+    numbers = order(*arguments) if kernel.by_ticket else schedule(*arguments, kernel.n_blocks)
+    return jax.jit(lambda: jnp.asarray(numbers))()
 
 
-def waves(plan: Any, threads: int) -> int:
-    """How many waves of so many blocks of threads there are: as many as leave a block of the last one a tile on average."""
-    return min(MOST_WAVES, (plan.count // threads).bit_length()) if plan.by_ticket else 1
+def waves(kernel: TiledKernel) -> int:
+    """Returns the number of waves of blocks of threads that leaves each block of the last wave a tile on average."""
+    return min(MOST_WAVES, (kernel.n_tiles // kernel.n_blocks).bit_length()) if kernel.by_ticket else 1
 
 
 def share(wave: Any, waves: int, most: Any) -> Any:

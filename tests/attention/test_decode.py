@@ -17,9 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax.ops.attention.mosaic_sm90 import decode, forward
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Plan
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention.mosaic_sm90 import decode
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS
+from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
 
 from ..support import cases, kernels
 from ..support.attention import lowering, values
@@ -87,7 +91,7 @@ def test_splits_are_alike_and_none_is_empty(tiles, blocks, multiprocessors, is_r
 @given(low=st.integers(0, 40), count=st.integers(-9, 300), splits=st.integers(1, 64))
 def test_parts_of_splits_follow_each_other(low, count, splits):
     plan = types.SimpleNamespace(splits=splits)
-    parts = [Plan.part(plan, low, low + count, split, HOST) for split in range(splits)]
+    parts = [ForwardKernel.part(plan, low, low + count, split, HOST) for split in range(splits)]
     assert [block for own in parts for block in range(*own)] == list(range(low, low + count))
     assert max((end - start for start, end in parts)) <= max(0, math.ceil(count / splits))
 
@@ -153,7 +157,7 @@ def test_every_configuration_is_lowered_and_fits(length, is_each_lowered):
     for dtype, most in (("bfloat16", 256), ("float32", 128)):
         found = {}
         for sizes in itertools.product(*[sorted(size for size in every if size <= most)] * 2):
-            found[decode.config_for(*sizes, dtype, 2 * length, (None, None))] = sizes  # two heads share a key head
+            found[decode.decode_config(*sizes, dtype, 2 * length, (None, None))] = sizes  # two heads share a key head
         for index, (config, sizes) in enumerate(found.items()):
             lowering.assert_registers_fit(config)
             if index and not is_each_lowered:
@@ -168,10 +172,10 @@ SLABS = range(64, 257, 64)
 
 @pytest.mark.parametrize(("size", "value_size"), [*itertools.product(SLABS, SLABS)])
 def test_configurations_for_bytes_fit_into_shared_memory_and_registers(size, value_size):
-    config = decode.config_for(size, value_size, "bfloat16", 4, (None, None), is_bytes=True)
+    config = decode.decode_config(size, value_size, "bfloat16", 4, (None, None), is_bytes=True)
     lowering.assert_registers_fit(config)
     of_key = config.block_kv * (2 * config.stages + config.byte_stages)
-    queries = 2 * decode.ROWS * (size + (value_size if config.own_output else 0))
+    queries = 2 * ROWS * (size + (value_size if config.own_output else 0))
     assert of_key * (size + value_size) + queries <= 222 * 1024  # tickets, barriers and alignment take a few KiB
     assert config.own_output or size == value_size
 
@@ -179,7 +183,7 @@ def test_configurations_for_bytes_fit_into_shared_memory_and_registers(size, val
 @pytest.mark.parametrize("size", SLABS)
 def test_configurations_for_pages_have_enough_registers(size):
     for rows in (4, 100, 150):
-        config = decode.config_for(size, size, "bfloat16", rows, (None, None))
+        config = decode.decode_config(size, size, "bfloat16", rows, (None, None))
         lowering.assert_registers_fit(dataclasses.replace(config, registers=decode.REGISTERS_WITH_PAGES[config.consumers]))
 
 
@@ -220,28 +224,36 @@ def test_several_queries_and_their_output_are_copied_as_they_are_where_groups_al
     assert len(transposed) == (0 if is_strided else 2)
 
 
-@pytest.mark.usefixtures("hollow_kernels")
+def plan_of(operands, **params):
+    params = {"scale": 0.125, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None} | params
+    return mosaic.plan(primitive.ATTENTION.problem(primitive.ATTENTION, operands, params), HOPPER)
+
+
 @pytest.mark.parametrize(
     ("length", "heads", "rate", "is_few"),
     [(64, 2, 0.0, True), (65, 2, 0.0, False), (64, 16, 0.0, True), (1, 2, 0.5, False)],
 )
-def test_which_kernel_a_call_goes_to(length, heads, rate, is_few, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        decode, "attention", lambda *args, **options: found.append(decode) or forward.attention(*args, **options)
-    )
-    given = lowering.operands(length=length, heads=heads) | {"dropout_rng": lowering.shaped(2, dtype="uint32")}
-    lowering.lower(given, dropout_rate=rate)
-    assert bool(found) == is_few
+def test_which_kernel_a_call_goes_to(length, heads, rate, is_few):
+    seeds = {"seeds": lowering.shaped(2, heads, 4, dtype="uint32")} if rate else {}
+    plan = plan_of(lowering.operands(length=length, heads=heads) | seeds, dropout_rate=rate)
+    assert isinstance(plan, decode.DecodePlan) == is_few
+    assert isinstance(plan.kernel.rows, FoldedRows) == is_few
 
 
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
-    static = {"batch": (2,), "query": (12, 2, 64), "key": (1000, 2, 64), "names": frozenset(), "value_size": 64}
-    options = {"scale": 1.0, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0}
-    plan = Plan(**static, **options, config=decode.config_for(64, 64, jnp.bfloat16, 12, (None, 0)), head_group=4, splits=4)
-    assert plan.costs() == (1, 1, 1, 1)
-    assert Plan(**static, **options | {"window": (None, None)}, config=plan.config, head_group=4, splits=4).costs() == (2,) * 4
-    assert plan.count == 2 * 2 * 4
+    operands = lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)
+    kernel = plan_of(operands, window=(None, 0)).kernel
+    assert (kernel.query, kernel.rows, kernel.splits) == ((12, 2, 64), FoldedRows(4, is_strided=True), 8)
+    assert kernel.costs() == (1,) * 8
+    kernel = dataclasses.replace(kernel, splits=4)
+    assert kernel.costs() == (1, 1, 1, 1)
+    assert dataclasses.replace(kernel, window=(None, None)).costs() == (2,) * 4
+    assert kernel.n_tiles == 2 * 2 * 4
+
+
+def test_plans_say_how_kernels_run():
+    words = "tiles of 64 rows of 4 heads by 128 keys, 3 stages, 1 consumer warpgroup, 8 splits"
+    assert plan_of(lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)).describe() == words
 
 
 # Natively.

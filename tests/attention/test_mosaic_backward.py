@@ -274,15 +274,14 @@ def test_native_cotangents_in_many_shapes(kind):
 def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multiprocessors, deterministic):
     size, value_size, keys = sizes
     given = forward.arrays(length=130, keys=keys, size=size, value_size=value_size, dtype="bfloat16")
-    names = primitive.ATTENTION_VJP.by_name
     target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
-    options = {"target": target, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
-    given = dict.fromkeys(names) | {name: jnp.asarray(array) for name, array in given.items()}
-    of_operands = {name: given[name] for name in primitive.ATTENTION.by_name}
-    given["out"], given["lse"] = mosaic.dot_product_attention(**options, **of_operands)
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    given = {name: jnp.asarray(array) for name, array in given.items()}
+    given["out"], given["lse"] = forward.run_planned(mosaic, primitive.ATTENTION, target, given, **options)
     given["d_out"] = jnp.asarray(cotangents_like(jax.typeof(given["out"])))
-    more = {"wanted": ("query", "key", "value"), "deterministic": deterministic}
-    whole, parts = (mosaic.dot_product_attention_vjp(**options, **more, is_partial=p, **given) for p in (False, True))
+    more = {"wanted": ("query", "key", "value"), "deterministic_gradients": deterministic}
+    derivatives = functools.partial(forward.run_planned, mosaic, primitive.ATTENTION_VJP, target, given, **options, **more)
+    whole, parts = (derivatives(is_partial=is_partial) for is_partial in (False, True))
     assert [part.dtype for part in parts] == [jnp.float32] * 3
     for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
         part = part * 0.1 if name == "query" else part
@@ -661,8 +660,8 @@ def test_every_configuration_lowers_for_cuda_with_everything(sizes):
 
 def test_every_configuration_is_that_of_a_size_that_is_lowered():
     every = range(8, 257, 8)
-    found = {backward_plan.config_for(*sizes)[1] for sizes in itertools.product(every, every)}
-    assert found == {backward_plan.config_for(*sizes)[1] for sizes in CONFIGURATIONS}
+    found = {backward_plan.backward_config(*sizes)[1] for sizes in itertools.product(every, every)}
+    assert found == {backward_plan.backward_config(*sizes)[1] for sizes in CONFIGURATIONS}
     for config in found:
         less, more = config.registers
         assert 128 * (less + backward_plan.CONSUMERS * more) <= 65536
@@ -671,7 +670,7 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered():
 
 def test_blocks_are_as_large_as_the_head_size_lets_them():
     for sizes, expected in {(8, 64): (128, 128), (72, 8): (64, 128), (128, 128): (64, 128), (64, 136): (64, 64)}.items():
-        plan = plan_of(300, 300, (None, None), backward_plan.config_for(*sizes)[1])
+        plan = plan_of(300, 300, (None, None), backward_plan.backward_config(*sizes)[1])
         assert (plan.config.block_q, plan.block_kv) == expected
 
 
@@ -758,10 +757,10 @@ def test_what_is_written_in_place_leaves_no_effect(deterministic):
     q, lse = lowering.shaped(2, 64, 4, 64), lowering.shaped(2, 4, 64, dtype="float32")
     given = {"query": q, "key": q, "value": q, "bias": lowering.shaped(2, 4, 64, 64, dtype="float32")}
     given |= {"out": q, "lse": lse, "d_out": q, "d_lse": lse}
-    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "deterministic": deterministic}
-    wanted = ("query", "key", "value", "bias")
-    derivatives = functools.partial(mosaic.dot_product_attention_vjp, wanted=wanted, target=HOPPER, **options)
-    assert jax.make_jaxpr(lambda given: derivatives(**given))(given).effects == set()
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    options |= {"deterministic_gradients": deterministic, "wanted": ("query", "key", "value", "bias")}
+    derivatives = functools.partial(forward.run_planned, mosaic, primitive.ATTENTION_VJP, HOPPER, **options)
+    assert jax.make_jaxpr(derivatives)(given).effects == set()
 
 
 def test_derivatives_lower_with_64_bits():
@@ -782,12 +781,12 @@ def test_export_of_symbolic_shapes_holds_the_reference():
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 lengths = st.integers(1, 700)
-configs = st.sampled_from([backward_plan.config_for(size, size)[1] for size, _ in CONFIGURATIONS])
+configs = st.sampled_from([backward_plan.backward_config(size, size)[1] for size, _ in CONFIGURATIONS])
 
 
 def plan_of(length, keys, window, config, batch=(1,), names=()):
-    size = next(size for size, _ in CONFIGURATIONS if backward_plan.config_for(size, size)[1] == config)
-    return backward_plan.Plan(
+    size = next(size for size, _ in CONFIGURATIONS if backward_plan.backward_config(size, size)[1] == config)
+    return backward_plan.BackwardKernel(
         batch=batch,
         query=(length, 4, size),
         key=(keys, 2, size),
@@ -795,10 +794,12 @@ def plan_of(length, keys, window, config, batch=(1,), names=()):
         window=window,
         soft_cap=None,
         dropout_rate=0.0,
+        dtype=jnp.dtype(jnp.bfloat16),
         names=frozenset(names),
+        multiprocessors=132,
         adds_bias=False,
-        deterministic=True,
-        varying=False,
+        is_deterministic=True,
+        is_varying=False,
         size=size,
         config=config,
     )
@@ -844,25 +845,25 @@ def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, wind
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", backward_plan.SIZES)
 def test_shared_memory_has_room(size, biased, deterministic, taken):
-    plan = plan_of(300, 300, (None, None), backward_plan.config_for(size, size)[1])
-    plan = dataclasses.replace(plan, soft_cap=5.0, adds_bias=biased, deterministic=deterministic, varying=taken)
+    plan = plan_of(300, 300, (None, None), backward_plan.backward_config(size, size)[1])
+    plan = dataclasses.replace(plan, soft_cap=5.0, adds_bias=biased, is_deterministic=deterministic, is_varying=taken)
     total = 0
-    for spec in plan.scratch(jnp.bfloat16).values():
+    for spec in plan.scratch().values():
         if isinstance(spec, plgpu.Barrier):
             total += 8 * int(np.prod(spec.num_barriers))
         else:
             total += -(-math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // 1024) * 1024
-    assert total <= 227 * 1024
+    assert plan.shared_memory == total <= 227 * 1024
 
 
 def test_lines_of_queries():
     """What is subtracted from scores and from derivatives, where that is where their sums start and where it is not."""
     lse, delta = jnp.array([1.5, -np.inf, 88.0]), jnp.array([0.5, 0.0, -2.0])
-    plan = plan_of(128, 128, (None, None), backward_plan.config_for(64, 64)[1])
+    plan = plan_of(128, 128, (None, None), backward_plan.backward_config(64, 64)[1])
     seeded = [np.array([-12.0, 0, -704]), np.array([-0.5, 0, 2])]
     plain = [np.array([1.5, 0, 88]) / np.log(2), delta]
     biased = [np.array([1.5, 0, 88]), delta]
-    roles = plan_of(128, 128, (None, None), backward_plan.config_for(256, 256)[1])
+    roles = plan_of(128, 128, (None, None), backward_plan.backward_config(256, 256)[1])
     for own, names, expected in [
         (plan, (), seeded),
         (plan, ("mask", "query_segments"), seeded),
@@ -896,7 +897,7 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
     spans = [clipped(*plan.span(i, plan.lengths, HOST)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
-    assert dataclasses.replace(plan, deterministic=False).costs() == tuple(plan.groups * visited.sum(1))
+    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.groups * visited.sum(1))
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
         assert block - plan.first_key_block(query_block, HOST) == before[block, query_block]
@@ -935,6 +936,33 @@ def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before
         assert_visits(own, seen[b], plan, shown[b])
         visited = visits(own, plan)
         np.testing.assert_array_equal(before[b][visited], (np.cumsum(visited, 0) - visited)[visited])
+
+
+@pytest.mark.parametrize(
+    ("size", "deterministic", "words"),
+    [
+        (
+            64,
+            False,
+            "tiles of 128 keys by 128 queries, 3 stages of queries, 2 of output cotangents, 2 consumer warpgroups, each",
+        ),
+        (256, True, "tiles of 64 keys by 64 queries, 2 stages of queries, 1 of output cotangents, 2 consumer warpgroups, one"),
+    ],
+)
+def test_plans_say_how_kernels_run(size, deterministic, words):
+    plan = dataclasses.replace(
+        plan_of(300, 300, (None, None), backward_plan.backward_config(size, size)[1]), is_deterministic=deterministic
+    )
+    assert plan.describe().startswith(words)
+    assert plan.describe().endswith("in the order of turns") == deterministic
+
+
+def test_the_cotangent_of_sinks_alone_needs_no_kernel():
+    given = lowering.operands() | {"sinks": lowering.shaped(2, 4)}
+    params = {"scale": 0.1, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
+    params |= {"deterministic_gradients": True, "wanted": ("sinks",)}
+    plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, given, params), HOPPER)
+    assert (plan.kernel, plan.describe()) == (None, "XLA, for the sinks alone")
 
 
 # Which implementation runs, and why.

@@ -21,14 +21,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxsoftmax import explain
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import dropout, primitive
 from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import forward, scores
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ROWS, Config, Plan, config_for
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, Operand, batch_index
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardConfig, ForwardKernel, forward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, GlobalOperand, batch_index
+from jaxsoftmax.ops.attention.mosaic_sm90.pages import Pages
+from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
+from jaxsoftmax.ops.attention.mosaic_sm90.standalone import standalone_attention
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
@@ -120,8 +124,8 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     windows = ((None, None), (None, 0))
     lowered = SIZES_OF_FLOAT32 if dtype == "float32" else SIZES
-    tested = {config_for(*sizes, window, dtype) for sizes in lowered for window in windows}
-    found = {config_for(*sizes, window, dtype) for sizes in itertools.product(every, every) for window in windows}
+    tested = {forward_config(*sizes, window, dtype) for sizes in lowered for window in windows}
+    found = {forward_config(*sizes, window, dtype) for sizes in itertools.product(every, every) for window in windows}
     assert found == tested
 
 
@@ -129,7 +133,7 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
 def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
-        config, (size, value_size) = config_for(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
+        config, (size, value_size) = forward_config(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
         assert config.split == (dtype == "float32")
         assert config.own_output or size == value_size  # the output is in the place of the queries
         assert_registers_fit(config)
@@ -137,13 +141,18 @@ def test_the_registers_of_every_configuration_fit(dtype):
 
 # Shared memory.
 
-NO_OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None, "deterministic": False}
+NO_OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
+NO_OPTIONS |= {"deterministic_gradients": False, "scale": 1.0}
 OF_TILES = {"query_lengths": (2,), "key_lengths": (2,), "query_segments": (2, 300), "key_segments": (2, 301)}
 OF_TILES |= {"query_offset": (2,), "mask": (2, 1, 300, 301)}
 
 
+def make_plan(operation, types, target=HOPPER, **params):
+    return mosaic.plan(operation.problem(operation, types, NO_OPTIONS | params), target)
+
+
 def with_shared_memory(shared_memory=HOPPER.shared_memory):
-    """Gives why kernels cannot run, for pairs of head sizes on chip and numbers of queries, with all that tiles depend on."""
+    """Gives plans for pairs of head sizes on chip and numbers of queries, with all that tiles depend on."""
     target = replace(HOPPER, shared_memory=shared_memory)
     for dtype in mosaic.DTYPES[::2]:
         sizes = range(64, mosaic.MAX_HEAD_SIZE[dtype] + 1, 64)
@@ -157,25 +166,24 @@ def with_shared_memory(shared_memory=HOPPER.shared_memory):
                     name: shaped(*shape[:1], *(length if n == 300 else n for n in shape[1:]), dtype="int32")
                     for name, shape in OF_TILES.items()
                 }
-                yield mosaic.unsupported("dot_product_attention", target, given, scale=1.0, **NO_OPTIONS)
+                yield make_plan(primitive.ATTENTION, given, target)
                 if length == 300 and dtype != "float32":
+                    given |= {"bias": shaped(2, heads, 300, 301)}
                     for wanted, is_deterministic in ((("query",), True), (("query", "bias"), False)):
-                        options = NO_OPTIONS | {
-                            "deterministic": is_deterministic,
-                            "soft_cap": 2.0,
-                            "wanted": wanted,
-                            "scale": 1.0,
-                        }
-                        of_bias = {"bias": shaped(2, heads, 300, 301)}
-                        yield mosaic.unsupported("dot_product_attention_vjp", target, given | of_bias, **options)
+                        params = {"deterministic_gradients": is_deterministic, "soft_cap": 2.0, "wanted": wanted}
+                        yield make_plan(primitive.ATTENTION_VJP, given, target, **params)
 
 
 def test_every_configuration_fits_into_shared_memory():
-    assert set(with_shared_memory()) == {None}
+    for plan in with_shared_memory():
+        assert plan.kernel.shared_memory <= HOPPER.shared_memory
 
 
 def test_what_does_not_fit_into_shared_memory_is_refused():
-    assert any(reason and reason.startswith("a block for head sizes ") for reason in with_shared_memory(200 << 10))
+    refusals = [plan for plan in with_shared_memory(200 << 10) if isinstance(plan, Refusal)]
+    assert refusals
+    assert all(refusal.reason.startswith("a block for head sizes ") for refusal in refusals)
+    assert not any(refusal.plan or refusal.lacks_kernel for refusal in refusals)
 
 
 # Named barriers: Mosaic has those from 1 on, one for each warpgroup, and kernels those from 8 on.
@@ -500,14 +508,14 @@ def test_very_many_tiles_lower_for_cuda():
 # Which key blocks a tile visits.
 
 
-def plan_of(length, keys, window, config, batch=(2,), names=()):
+def plan_of(length, keys, window, config, batch=(2,), names=(), **more):
     shapes = {"batch": batch, "query": (length, 4, 64), "key": (keys, 2, 64), "value_size": 64}
-    options = {"scale": 0.125, "window": window, "soft_cap": None, "dropout_rate": 0.0}
-    return Plan(**shapes, **options, names=frozenset(names), config=config)
+    options = {"scale": 0.125, "window": window, "soft_cap": None, "dropout_rate": 0.0, "multiprocessors": 132}
+    return ForwardKernel(**shapes, **options, dtype=jnp.dtype(jnp.bfloat16), names=frozenset(names), config=config, **more)
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
-CONFIGS = [Config(1, 64, 2), Config(3, 128, 2), Config(2, 96, 2)]
+CONFIGS = [ForwardConfig(1, 64, 2), ForwardConfig(3, 128, 2), ForwardConfig(2, 96, 2)]
 configs = st.sampled_from(CONFIGS)
 # Queries, keys, and blocks of them: few, for what is compiled for each.
 problems = st.sampled_from([*zip((1, 450, 333), (300, 700, 97), CONFIGS, strict=True)])
@@ -515,7 +523,7 @@ problems = st.sampled_from([*zip((1, 450, 333), (300, 700, 97), CONFIGS, strict=
 
 def blocks_of(scores, plan, reduce, rows=None):
     """`reduce` over the scores of each block of queries, or of so many rows, and each key block, as far as there are any."""
-    rows, cols = rows or plan.block_q, plan.config.block_kv
+    rows, cols = rows or plan.config.block_q, plan.config.block_kv
     length, keys = scores.shape
     padded = np.pad(scores, [(0, -length % rows), (0, -keys % cols)], constant_values=reduce is np.all)
     return reduce(padded.reshape(-(-length // rows), rows, -(-keys // cols), cols), (1, 3))
@@ -528,7 +536,7 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
     seen = blocks_of(window_sees(length, keys, window), plan, np.any)
     assert plan.costs() == tuple(np.maximum(seen.sum(1), 1))
     for block, row in enumerate(seen):
-        low, high = plan.seen((length, keys), block * plan.block_q, plan.block_q, HOST)
+        low, high = plan.seen((length, keys), block * config.block_q, config.block_q, HOST)
         if row.any():
             np.testing.assert_array_equal(np.flatnonzero(row), np.arange(low, high))
         else:
@@ -539,7 +547,7 @@ jitted_ranges = jax.jit(blocks.ranges, static_argnames=("block_q", "block_kv"))
 
 
 def ranges_of(plan, query_segments, key_segments):
-    return jitted_ranges(query_segments, key_segments, block_q=plan.block_q, block_kv=plan.config.block_kv)
+    return jitted_ranges(query_segments, key_segments, block_q=plan.config.block_q, block_kv=plan.config.block_kv)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -555,7 +563,7 @@ def test_blocks_that_a_mask_shows(problem, data):
     plan = plan_of(length, keys, (None, None), config)
     mask = a_mask(data, length, keys)
     batched = mask[*[None] * config.consumers]  # any number of axes
-    seen, reach, ends = map(np.asarray, shown_by(batched, (length, keys), plan.block_q, config.block_kv))
+    seen, reach, ends = map(np.asarray, shown_by(batched, (length, keys), config.block_q, config.block_kv))
     assert seen.shape == (*batched.shape[:-3], plan.blocks_q, plan.blocks_kv)
     expected = blocks_of(np.broadcast_to(mask, (length, keys)), plan, np.any)
     np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
@@ -573,8 +581,8 @@ def test_masks_of_heads_are_read_once():
 
 def tile_of(plan, arrays):
     """A tile whose operands are arrays in place of refs, and whose output is bfloat16."""
-    operands = {name: Operand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()}
-    operands["query"] = Operand(lambda b: b, ref=shaped())
+    operands = {name: GlobalOperand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()}
+    operands["query"] = GlobalOperand(lambda b: b, ref=shaped())
     return forward._Tile(plan, operands, {"out": shaped()}, {})
 
 
@@ -602,7 +610,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
+        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), config.block_q, config.block_kv)
         # What a mask hides within a block is hidden in every step, banded or not.
         shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:
@@ -616,7 +624,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     @jax.jit
     @jax.vmap
     def steps_of(block, warpgroup):
-        first = block * plan.block_q + warpgroup * ROWS
+        first = block * config.block_q + warpgroup * ROWS
         place = tile.place(block, *tile.look_up(block))
         tile_low, tile_high, is_empty = tile.key_blocks(place)
         assert is_empty is None
@@ -645,7 +653,7 @@ EDGES = [(None, 62), (None, 63), (None, 126), (0, 64), (62, None), (63, None), (
 @pytest.mark.parametrize("window", EDGES, ids=str)
 def test_blocks_at_the_edges_of_a_window_are_visited_and_masked(window, offset):
     """One block more where a query sees one key more, with blocks of 64 queries and of 64 keys."""
-    plan = replace(plan_of(192, 320, window, Config(1, 64, 2), (1,)), names=frozenset({"query_offset"}))
+    plan = replace(plan_of(192, 320, window, ForwardConfig(1, 64, 2), (1,)), names=frozenset({"query_offset"}))
     tile = tile_of(plan, {"query_offset": np.array([offset], np.int32)})
     seen = window_sees(192, 320, window, offset)
     any_seen, all_seen = (blocks_of(seen, plan, reduce, ROWS) for reduce in (np.any, np.all))
@@ -659,7 +667,7 @@ def test_blocks_at_the_edges_of_a_window_are_visited_and_masked(window, offset):
 @settings(compiled, max_examples=6)
 @given(st.integers(1, 16), st.integers(1, 4), lengths, st.tuples(sides, sides), st.integers(1, 12), st.data())
 def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, group, keys, window, most_splits, data):
-    config = Config(1, 64, 2)
+    config = ForwardConfig(1, 64, 2)
     size = math.ceil(math.ceil(keys / 64) / most_splits)  # key blocks of a split
     splits = math.ceil(math.ceil(keys / 64) / size)
     arrays, offset = {}, data.draw(offsets)
@@ -670,7 +678,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     seen[arrays["query_lengths"][0] :], seen[:, arrays["key_lengths"][0] :] = False, False
     if has_sinks := data.draw(st.booleans()):
         arrays["sinks"] = np.zeros((1, 4 * queries), np.float32)
-    plan = replace(plan_of(queries * group, keys, window, config, (1,), arrays), head_group=group, splits=splits)
+    plan = plan_of(queries * group, keys, window, config, (1,), arrays, rows=FoldedRows(group), splits=splits)
     any_seen, all_seen = (blocks_of(np.repeat(seen, group, 0), plan, reduce)[0] for reduce in (np.any, np.all))
     if keys % 64:
         all_seen[-1] = False
@@ -688,7 +696,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
 
     heads = plan.query[1]
     found = zip(*map(np.asarray, steps_of(jnp.arange(heads * splits))), strict=True)
-    assert plan.count == heads * splits == heads * len(plan.costs())
+    assert plan.n_tiles == heads * splits == heads * len(plan.costs())
     parts: list[list[range]] = [[] for _ in range(heads)]
     for number, (b, head, split, low, high, whole_from, whole_to, last_key) in enumerate(found):
         assert (b, head, split) == (0, *divmod(number, splits))
@@ -711,9 +719,9 @@ def test_the_pages_of_a_key_block(page):
     rng = np.random.default_rng(0)
     most, found = -(-200 // page), np.array([0, -(2**31), 1, page, page + 1, 200, 2**31 - 1], np.int32)
     table = rng.integers(-3, 12, (len(found), most)).astype(np.int32)
-    static = {"batch": (len(found),), "query": (4, 2, 64), "key": (most * page, 2, 64), "value_size": 64, "head_group": 4}
-    options = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "page": page, "pages": 9}
-    plan = Plan(**static, **options, names=frozenset({"key_lengths", "page_table"}), config=Config(1, 128, 2))
+    more = {"query": (4, 2, 64), "rows": FoldedRows(4), "pages": Pages(page, 9)}
+    plan = plan_of(4, most * page, (None, None), ForwardConfig(1, 128, 2), (len(found),), {"key_lengths", "page_table"})
+    plan = replace(plan, **more)
     tile = tile_of(plan, {"key_lengths": found, "page_table": table})
     for b, length in enumerate(np.clip(found, 0, most * page)):
         place = tile.place(jnp.int32(2 * b), *tile.look_up(jnp.int32(2 * b)))
@@ -809,23 +817,23 @@ WHY_NOT = {
 
 @pytest.mark.parametrize("kind", WHY_NOT)
 def test_what_the_interpreter_refuses_it_still_refuses(kind):
-    config = replace(config_for(64, 64), ping_pong=kind == "ping-pong")
+    config = replace(forward_config(64, 64), ping_pong=kind == "ping-pong")
     array = np.ones((1, 64, 1, 64), jnp.bfloat16)
-    options = {"scale": 1.0, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "config": config}
-    attention = functools.partial(mosaic.dot_product_attention, target=HOPPER, **options)
+    plan = make_plan(primitive.ATTENTION, dict.fromkeys(("query", "key", "value"), jax.typeof(array)), dropout_rate=0.5)
+    plan = forward.ForwardPlan(replace(plan.kernel, config=config, dropout_rate=0.0))  # many queries, not few
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
-        kernels.interpreted(lambda array: attention(query=array, key=array, value=array), array)
+        kernels.interpreted(lambda array: plan.run(query=array, key=array, value=array), array)
 
 
 # The kernels without the primitive.
 
 
 @pytest.mark.usefixtures("hollow_kernels")
-def test_attention_alone_is_the_kernels_in_both_directions():
+def test_standalone_attention_is_the_kernels_in_both_directions():
     given = operands()
 
     def call(query, key, value):
-        return mosaic.alone(query, key, value, 0.125, (None, 0))
+        return standalone_attention(query, key, value, 0.125, (None, 0))
 
     def pull(query, key, value):
         out, vjp = jax.vjp(call, query, key, value)
@@ -842,12 +850,12 @@ PARTS = [("bfloat16", 64, 64), ("bfloat16", 128, 128), ("float16", 72, 40), ("bf
 
 
 def of_parts(query, keys, vectors):
-    absent = dict.fromkeys(primitive.ATTENTION.by_name)
-    options = {"target": HOPPER, "scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
+    run = functools.partial(values.run_planned, mosaic, primitive.ATTENTION, HOPPER)
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
     found = None
     for i, (key, value) in enumerate(zip(keys, vectors, strict=True)):
-        part = absent | {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
-        found = mosaic.dot_product_attention(**options, **part, is_partial=i + 1 < len(keys), onto=found)
+        part = {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
+        found = run(part, **options, is_partial=i + 1 < len(keys), onto=found)
     return found
 
 
@@ -884,14 +892,14 @@ def test_rows_that_go_on_from_other_keys_are_within_the_budget_of_all(dtype, siz
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("options", [{}, {"window": (None, 0)}, {"soft_cap": 5.0}], ids=str)
-def test_attention_alone_has_the_values_of_the_op(options):
+def test_standalone_attention_has_the_values_of_the_op(options):
     rng = np.random.default_rng(0)
     given = {name: jnp.asarray(rng.standard_normal(a.shape), a.dtype) for name, a in operands().items()}
 
     def pull(f):
         return jax.jit(lambda given: jax.vjp(lambda given: f(**given), given))(given)
 
-    alone, vjp_alone = pull(functools.partial(mosaic.alone, scale=0.125, **options))
+    alone, vjp_alone = pull(functools.partial(standalone_attention, scale=0.125, **options))
     names = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
     renamed = {names[name]: option for name, option in options.items()}
     out, vjp = pull(functools.partial(forced, scale=0.125, **renamed))

@@ -60,11 +60,11 @@ def test_sizes(sizes):
     ("feature", "page"), [*((feature, 16) for feature in FEATURES), *(("causal", page) for page in (8, 128, 256))]
 )
 def test_the_kernel_as_numpy_plays_it(feature, page, monkeypatch):
-    plans = played.play(monkeypatch, dropout_rate=0.0)
+    plans = played.play(monkeypatch)
     check(paged(page=page, most=1 + 1000 // page), feature, "mosaic")
     (plan,) = plans
-    assert plan.page == page
-    assert plan.pages_of_block == max(1, plan.config.block_kv // page)
+    assert plan.pages.size == page
+    assert plan.pages.of_block(plan.config.block_kv) == max(1, plan.config.block_kv // page)
     assert plan.splits > 1
 
 
@@ -170,7 +170,7 @@ def lower(*types, **options):
     ("page", "size", "heads"),
     [  # by default each page and each configuration once; rows that TMA clips, and whole ones, in turn
         pytest.param(page, size, heads, marks=cases.slow_unless(index % 5 == place and heads == (8, 16)[index % 2]))
-        for index, page in enumerate(decode.PAGES)
+        for index, page in enumerate(decode.PAGE_SIZES)
         for place, size in enumerate([64, 128, 192, 256, 80])
         for heads in (8, 16)
     ],
@@ -203,7 +203,7 @@ def test_what_runs():
 @pytest.mark.parametrize(
     "sizes",
     [
-        *({"page": page, "most": 1 + 700 // page} for page in decode.PAGES),
+        *({"page": page, "most": 1 + 700 // page} for page in decode.PAGE_SIZES),
         *({"size": size, "length": length} for size in (128, 256, 80) for length in (1, 4)),
         {"heads": 16, "length": 4, "page": 32},
         {"heads": 2, "length": 1, "batch": (2, 30)},

@@ -156,9 +156,9 @@ def test_the_kernel_as_numpy_plays_it(feature, kind, per_entry, monkeypatch):
 @pytest.mark.parametrize("of_pages", [False, True])
 @pytest.mark.parametrize("page", [8, 16, 256])
 def test_the_kernel_with_pages_as_numpy_plays_it(page, of_pages, monkeypatch):
-    plans = played.play(monkeypatch, dropout_rate=0.0)
+    plans = played.play(monkeypatch)
     check_pages(paged(of_pages=of_pages, page=page, most=1 + 1000 // page), "causal", "mosaic")
-    assert [plan.page for plan in plans] == [page]
+    assert [plan.pages.size for plan in plans] == [page]
 
 
 # Derivatives and transformations: those of the keys and values that 8 bits stand for.
@@ -331,7 +331,7 @@ def test_bytes_are_read_as_they_are(size, value_size, kind, per_entry):
     [
         # By default in turn, of a block with many pages, with one and with a part of one: the others differ in a number alone.
         pytest.param(page, of_pages, marks=cases.slow_unless(page in (8, 128, 256) and i % 2 == of_pages))
-        for i, page in enumerate(decode.PAGES)
+        for i, page in enumerate(decode.PAGE_SIZES)
         for of_pages in (False, True)
     ],
 )
@@ -401,7 +401,7 @@ def test_native_values(sizes, dtype, kind, feature):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("of_pages", [False, True])
 @pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.parametrize("page", decode.PAGES)
+@pytest.mark.parametrize("page", decode.PAGE_SIZES)
 @pytest.mark.parametrize("size", [64, 128])
 def test_native_values_in_pages(page, kind, of_pages, size):
     arrays = paged(kind, of_pages, page=page, size=size, most=1 + 700 // page)

@@ -1,5 +1,6 @@
 """Blocks of threads that wait for each other's turns, as in deterministic gradients of attention, never wait for ever."""
 
+import dataclasses
 import random
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, Plan, config_for
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardKernel, backward_config
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
 
 from ..support import kernels
@@ -24,7 +25,7 @@ running, blocks, waves = st.integers(1, 5), st.integers(1, 9), st.integers(1, 4)
 
 
 def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
-    return Plan(
+    return BackwardKernel(
         batch=(1,),
         query=(length, 2 * heads, size),
         key=(keys, heads, size),
@@ -32,19 +33,21 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
         window=window,
         soft_cap=soft_cap,
         dropout_rate=0.0,
+        dtype=jnp.dtype(jnp.bfloat16),
         names=frozenset({"query", "key", "value"}),
+        multiprocessors=132,
         adds_bias=soft_cap is not None,
-        deterministic=deterministic,
-        varying=varying,
+        is_deterministic=deterministic,
+        is_varying=varying,
         size=size,
-        config=config_for(size, size)[1],
+        config=backward_config(size, size)[1],
     )
 
 
 def turns(plan):
     """Of each tile, the turns it takes one after the other: at which counter, and what the counter has to be."""
     found = []
-    for tile in range(plan.count):
+    for tile in range(plan.n_tiles):
         head, block = divmod(tile, plan.blocks_kv)
         low, high, *_ = plan.span(block, plan.lengths, HOST)
         visited = range(high - 1, low - 1, -1)
@@ -56,7 +59,7 @@ def turns(plan):
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
     costs = plan.costs()
-    return schedule.order(costs, plan.count // plan.blocks_kv, plan.group(costs)).tolist()
+    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.group(costs)).tolist()
 
 
 @brute_force
@@ -64,7 +67,7 @@ def hand_out(plan):
 def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads):
     plan = plan_of(length, keys, window, size, heads)
     waits, order = turns(plan), hand_out(plan)
-    np.testing.assert_array_equal(np.asarray(schedule.table(plan, 132)), order)
+    np.testing.assert_array_equal(np.asarray(schedule.table(plan)), order)
     counters = {}
     for tile in order:  # those before each have done all that it waits for
         for counter, awaited in waits[tile]:
@@ -79,11 +82,11 @@ class Kernel:
     """
 
     def __init__(self, plan, blocks, own=None, waves=1):
-        tickets, most = iter(hand_out(plan)), schedule.most_on_arrival(plan.count, blocks)
-        self.waits, self.counters, self.missing = turns(plan), {}, plan.count
+        tickets, most = iter(hand_out(plan)), schedule.most_on_arrival(plan.n_tiles, blocks)
+        self.waits, self.counters, self.missing = turns(plan), {}, plan.n_tiles
         self.count = waves * blocks
         self.left = [tickets] * self.count if own is None else [iter(row[1 : 1 + row[0]]) for row in own.tolist()]
-        shares = [int(schedule.share(np.int32(wave), waves, most if own is None else plan.count)) for wave in range(waves)]
+        shares = [int(schedule.share(np.int32(wave), waves, most if own is None else plan.n_tiles)) for wave in range(waves)]
         self.may_take = np.repeat(shares, blocks).tolist()
         self.doing = {}
 
@@ -162,15 +165,16 @@ def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying)
     for soft_cap in (None, 5.0):  # which needs the most shared memory
         plan = plan_of(300, 300, (None, None), size, 2, varying=varying, soft_cap=soft_cap)
         assert plan.by_ticket
-        assert {"tile", "tile_full", "tile_empty"} <= set(plan.scratch(jnp.bfloat16))
-        assert "ticket" not in plan.scratch(jnp.bfloat16)
+        assert {"tile", "tile_full", "tile_empty"} <= set(plan.scratch())
+        assert "ticket" not in plan.scratch()
 
 
 @pytest.mark.parametrize(("each", "expected"), [(1, 1), (2, 2), (3, 2), (4, 3), (8, 4), (100, 4)])
 def test_waves_follow_each_other_where_blocks_take_several_tickets(each, expected):
     for deterministic, varying in ((True, False), (False, True), (False, False)):
         plan = plan_of(700, 700, (None, None), 128, 100, deterministic=deterministic, varying=varying)
-        assert schedule.waves(plan, plan.count // each) == (expected if plan.by_ticket else 1)
+        plan = dataclasses.replace(plan, multiprocessors=plan.n_tiles // each)
+        assert schedule.waves(plan) == (expected if plan.by_ticket else 1)
 
 
 # On a GPU.

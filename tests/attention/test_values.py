@@ -269,7 +269,7 @@ def test_native_blocks_that_a_mask_rules_out_are_not_visited(size, kind, determi
     @jax.jit
     def pull(value):
         def of_query(query):
-            options = {"precision": None, "deterministic": deterministic}
+            options = {"precision": None, "deterministic_gradients": deterministic}
             return attend(query, key, value, mask=mask, implementation="mosaic", **options)
 
         out, vjp = jax.vjp(of_query, query)
@@ -794,7 +794,7 @@ def all_deterministic(**options):
 
     found = [*bound(jax.grad(loss), Q), *bound(lambda q: jax.jvp(loss, (q,), (q,)), Q)]
     assert {name for name, _ in found} == {"dot_product_attention", "dot_product_attention_jvp", "dot_product_attention_vjp"}
-    values = {params["deterministic"] for _, params in found}
+    values = {params["deterministic_gradients"] for _, params in found}
     assert len(values) == 1
     return values.pop()
 

@@ -33,13 +33,19 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 import jaxsoftmax
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.ptx import WARP
-from jaxsoftmax._gpu.rows.layout import RowLayout
+from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax.ops.attention import mosaic_sm90 as attention
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward
-from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as cross_entropy
+from jaxsoftmax.ops.attention.mosaic_sm90 import decode
+from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_VJP, PAGED
+from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
+from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
+from jaxsoftmax.ops.softmax import primitive as softmax_primitive
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import mosaic_sm90 as top_k
 
 from ..support import xla_cuda
@@ -124,27 +130,41 @@ def attention_cases() -> Iterator[Case]:
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
-    pages = itertools.product(("bfloat16", "float16"), decode.PAGES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256))
+    pages = itertools.product(("bfloat16", "float16"), decode.PAGE_SIZES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256))
     for (dtype, page, byte, size), (kind, counts) in itertools.product(pages, QUERIES.items()):
         if kind != "many" and (dtype == "bfloat16" or page == 16):
             yield from _paged(dtype, page, byte, size, kind, counts)
 
 
-def _attention(name, primitive, plan, dtype, run, operands, options) -> Iterator[Case]:
-    """A case, unless the plan does not fit, which `unsupported` says."""
-    if plan.does_not_fit(jnp.dtype(dtype), HOPPER) is None:
-        yield Case(
-            f"attention {primitive} {name}", (primitive, dtype, *_said(plan)), functools.partial(run, **options), operands
-        )
+def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[Case]:
+    """A case, unless there is no plan for it. `params["onto"]` names the operands from which a step of a ring starts."""
+
+    def planned(operands):
+        present, given = dict(operands), dict(params)
+        if "onto" in given:
+            given["onto"] = tuple(present.pop(name) for name in given["onto"])
+        return attention.plan(operation.problem(operation, present, given), HOPPER), present
+
+    def run(operands):
+        plan, present = planned(operands)
+        return plan.run(**present)
+
+    plan, _ = planned(operands)
+    if isinstance(plan, Refusal):
+        return
+    kind = kind or {"paged_attention": "paged", "dot_product_attention_vjp": "backward"}.get(operation.name, "forward")
+    yield Case(f"attention {kind} {name}", (kind, dtype, *_said(plan.kernel)), run, operands)
 
 
-def _said(plan) -> tuple[Any, ...]:
+def _said(kernel) -> tuple[Any, ...]:
     """What a plan says of the kernel's code, which numbers of tiles and lengths do not change."""
-    numbers = {"batch", "query", "key", "queries", "blocks_q", "blocks_kv", "count", "value_size", "lengths", "scale", "pages"}
-    said = {name: value for name, value in vars(plan).items() if name not in numbers}
-    said |= {"window": tuple(side is None for side in plan.window), "soft_cap": plan.soft_cap is None}
-    said |= {"names": tuple(sorted(plan.names)), "dropout_rate": plan.dropout_rate > 0, "groups": plan.query[1] > plan.key[1]}
-    said |= {"splits": said.get("splits", 1) > 1, "is_padded": plan.query[2] % 64 > 0, "head_group": said.get("head_group", 1)}
+    numbers = {"batch", "query", "key", "queries", "blocks_q", "blocks_kv", "n_tiles", "value_size", "lengths", "scale"}
+    said = {name: value for name, value in vars(kernel).items() if name not in numbers}
+    said |= {"window": tuple(side is None for side in kernel.window), "soft_cap": kernel.soft_cap is None}
+    said |= {"names": tuple(sorted(kernel.names)), "dropout_rate": kernel.dropout_rate > 0}
+    said |= {"groups": kernel.query[1] > kernel.key[1], "is_padded": kernel.query[2] % 64 > 0}
+    pages = getattr(kernel, "pages", None)
+    said |= {"splits": said.get("splits", 1) > 1, "pages": pages and pages.size}
     return tuple(sorted(said.items(), key=lambda item: item[0]))
 
 
@@ -164,35 +184,24 @@ def _qkv(dtype, size, value_size, counts, byte=None):
     return given, (heads, length, keys)
 
 
+PARAMS = {"precision": None, "deterministic_gradients": False}
+
+
 def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[Case]:
     given, lengths = _qkv(dtype, size, value_size, counts, byte)
     more, options = _split(FEATURES[feature](*lengths))
     given |= more
     if kind != "many" and options["dropout_rate"]:
         return
-    plan = decode.plan_of(given, HOPPER, **options) if kind != "many" else forward.plan_of(given, **options)
     if byte and not decode.serves_as_stored(*(given[name] for name in ("query", "key", "value"))):
         return
-    name = f"{dtype} {size}x{value_size} {kind} {byte or ''} {feature}"
-
-    def run(given, **options):
-        return attention.dot_product_attention(**TARGET, **options, **_all(given))
-
-    yield from _attention(name, "forward", plan, dtype, run, given, options)
+    name, params = f"{dtype} {size}x{value_size} {kind} {byte or ''} {feature}", PARAMS | options | {"return_lse": True}
+    yield from _attention(name, ATTENTION, params, dtype, given)
     if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
         heads, length, _ = lengths
         of_ring = given | {"out": shaped(B, length, heads, value_size), "lse": shaped(B, heads, length)}
-
-        def step(given, **options):
-            onto = given.pop("out"), given.pop("lse")
-            return attention.dot_product_attention(**TARGET, **options, **_all(given), is_partial=True, onto=onto)
-
-        yield from _attention(f"{name} step of a ring", "forward, onto", plan, dtype, step, of_ring, options)
-
-
-def _all(given):
-    """All operands of attention, None where one is not there."""
-    return dict.fromkeys(operand.name for operand in attention.OPERANDS) | given
+        step = params | {"is_partial": True, "onto": ("out", "lse")}
+        yield from _attention(f"{name} step of a ring", ATTENTION, step, dtype, of_ring, "forward, onto")
 
 
 def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Case]:
@@ -200,41 +209,29 @@ def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Ca
     more, options = _split(FEATURES[feature](heads, length, keys))
     given |= more
     wanted = tuple(name for name in ("query", "key", "value", "bias", "sinks") if name in given)
-    if attention.backward.unsupported(given, wanted, is_deterministic):
-        return
-    plan = backward.plan_of(given, wanted=wanted, deterministic=is_deterministic, **options)
     operands = given | {"out": shaped(B, length, heads, value_size, dtype=dtype), "lse": shaped(B, heads, length)}
     operands["d_out"] = operands["out"]
     name = f"{dtype} {size}x{value_size} {feature}{' deterministic' * is_deterministic}"
-    of = {"wanted": wanted, "deterministic": is_deterministic}
-
-    def run(given, is_partial=False, **options):
-        return attention.dot_product_attention_vjp(**TARGET, **options, **_all(given), is_partial=is_partial)
-
-    yield from _attention(name, "backward", plan, dtype, run, operands, options | of)
+    params = PARAMS | options | {"wanted": wanted, "deterministic_gradients": is_deterministic}
+    yield from _attention(name, ATTENTION_VJP, params, dtype, operands)
     if feature in ("plain", "causal", "everything"):
-        step = functools.partial(run, is_partial=True)
-        yield from _attention(f"{name} step of a ring", "backward, partial", plan, dtype, step, operands, options | of)
+        step = params | {"is_partial": True}
+        yield from _attention(f"{name} step of a ring", ATTENTION_VJP, step, dtype, operands, "backward, partial")
 
 
 def _paged(dtype, page, byte, size, kind, counts) -> Iterator[Case]:
     length, heads, key_heads = counts
-    of_pages = shaped(100, page, key_heads, size, dtype=byte or dtype)
+    of_pages = shaped(1, 100, page, key_heads, size, dtype=byte or dtype)
     given = {"query": shaped(B, length, heads, size, dtype=dtype), "key_pages": of_pages, "value_pages": of_pages}
     given |= {"page_table": shaped(B, 1024 // page, dtype="int32"), "key_lengths": shaped(B, dtype="int32")}
     given |= {"query_offset": shaped(B, dtype="int32")}
     of_heads, of_each = ({f"{name}_{of}": shaped(*sizes, key_heads) for name in ("key", "value")} for of, sizes in
-                         (("scale", (B,)), ("page_scale", (100,))))  # fmt: skip
+                         (("scale", (B,)), ("page_scale", (1, 100))))  # fmt: skip
+    params = PARAMS | OPTIONS | {"window": (None, 0), "return_lse": True}
+    del params["dropout_rate"]
     for scales in (of_heads, of_each) if byte else ({},):
-        options = OPTIONS | {"window": (None, 0)}
-        plan = decode.plan_of(given | scales, HOPPER, **options)
-
-        def run(given, **options):
-            del options["dropout_rate"]
-            return attention.paged_attention(**TARGET, **options, **given)
-
         name = f"{dtype} {byte or ''} {size} pages of {page} {kind} {'scales of pages' * (scales is of_each)}"
-        yield from _attention(name, "paged", plan, dtype, run, given | scales, options)
+        yield from _attention(name, PAGED, params, dtype, given | scales)
 
 
 # Rows.
@@ -251,11 +248,13 @@ OF_ROWS = {
     "logsumexp_jvp": {"scale_tangent": True},
     "logsumexp_vjp": {"scale_tangent": True},
 }
-OF_LOSSES = {
+OF_SOFTMAX = {name: getattr(softmax_primitive, name.upper()) for name in OF_ROWS}
+OF_LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {"return_total": False, "return_state": True},
     "cross_entropy_vjp": {},
     "cross_entropy_gradient": {"label_smoothing": 0.0, "z_loss": 0.1},
 }
+OF_CROSS_ENTROPY = {name: getattr(cross_entropy_primitive, name.upper()) for name in OF_LOSSES}
 
 
 def widths() -> list[int]:
@@ -294,32 +293,30 @@ def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
         given["where"] = shaped(*whole, dtype=bool) if masked is True else None
     given["scale"] = shaped(*row) if masked == "end" else None
     options = options | {"axes": (1,), "dtype": jnp.dtype("float32" if primitive == "logsumexp_jvp" else dtype)}
-    if softmax.unsupported(primitive, HOPPER, given, axes=(1,), dtype=options["dtype"]):
+    plan = softmax.plan(SoftmaxProblem(OF_SOFTMAX[primitive], _there(given), options), HOPPER)
+    if isinstance(plan, Refusal) and plan.plan is None:
         return
-    problem = softmax.problem_of(primitive, given, (1,), options["dtype"])
-    config = softmax.config_of(HOPPER, softmax.kernel_of(primitive), problem)
-    run = functools.partial(_run_rows, getattr(softmax, primitive), options, given)
+    plan = plan.plan if isinstance(plan, Refusal) else plan
     name = f"softmax {primitive} {dtype} {cols}{f'x{inner}' if inner > 1 else ''} {masked or ''}"
-    yield Case(name, (primitive, dtype, masked, *_of_layout(cols, inner, config)), run, _there(given))
+    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.rows)), functools.partial(_run_plan, plan), _there(given))
 
 
-def _run_rows(function, options, names, given):
-    return function(**TARGET, **options, **dict.fromkeys(names) | given)
+def _run_plan(plan, given):
+    return plan.run(**given)
 
 
 def _there(given):
     return {name: kind for name, kind in given.items() if kind is not None}
 
 
-def _of_layout(cols, inner, config) -> tuple[Any, ...]:
-    """What a layout says of the code of rows: steps count where each has code of its own, and blocks of the grid do not."""
-    blocks = config.blocks if config.blocks <= 16 and not config.grid else 17
-    counted = replace(config, blocks=blocks, grid=min(config.grid, 1))
-    if inner > 1:
-        return (counted, inner % config.vector)
-    layout = RowLayout(cols, config)
-    steps = 0 if config.unroll or layout.threads <= WARP else layout.steps
-    return (counted, layout.shifted, layout.whole_vectors, layout.is_exact, layout.joined, steps)
+def _of_layout(plan) -> tuple[Any, ...]:
+    """What a plan says of the code of rows: steps count if each has code of its own, and blocks of the grid do not."""
+    blocks = plan.blocks if not plan.persistent_blocks else 17
+    counted = replace(plan, cols=0, blocks=blocks, persistent_blocks=min(plan.persistent_blocks, 1))
+    if isinstance(plan, ColumnPlan):
+        return (replace(counted, inner=0), plan.inner % plan.vector)
+    steps = 0 if plan.unroll or plan.threads <= WARP else plan.steps
+    return (counted, plan.is_shifted, plan.has_whole_vectors, plan.is_exact, plan.is_joined, steps)
 
 
 def cross_entropy_cases() -> Iterator[Case]:
@@ -341,13 +338,13 @@ def cross_entropy_cases() -> Iterator[Case]:
             elif primitive == "cross_entropy_gradient":
                 given["t"] = shaped(_ROWS, 1)
             given |= {"t": shaped(_ROWS, 1)} if primitive == "cross_entropy_gradient" else {}
-            if cross_entropy.unsupported(primitive, HOPPER, given, **of):
+            plan = losses.plan(CrossEntropyProblem(OF_CROSS_ENTROPY[primitive], _there(given), of), HOPPER)
+            if isinstance(plan, Refusal) and plan.plan is None:
                 continue
-            problem = cross_entropy._problem(primitive, given, **of)
-            config = softmax.config_of(HOPPER, cross_entropy._LIKE[primitive], problem)
-            run = functools.partial(_run_rows, getattr(cross_entropy, primitive), of, given)
-            key = (primitive, dtype, masked, *_of_layout(cols, 1, config))
-            yield Case(f"cross_entropy {primitive} {dtype} {cols} {masked or ''}", key, run, _there(given))
+            plan = plan.plan if isinstance(plan, Refusal) else plan
+            key = (primitive, dtype, masked, *_of_layout(plan.rows))
+            name = f"cross_entropy {primitive} {dtype} {cols} {masked or ''}"
+            yield Case(name, key, functools.partial(_run_plan, plan), _there(given))
     for dtype, class_axis, cap, sizes in itertools.product(
         ("bfloat16", "float16"), (0, 1), (None, 30.0), ((256, 1024), (256, 1000), (250, 1000))
     ):
@@ -389,8 +386,12 @@ def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
     itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
     plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
     is_short = top_k.short_rows.serves(cols, x.dtype.itemsize, k)
-    of_plan = (cols, rows > 1) if is_short else (plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined)
-    key = (kind, dtype, k, is_short, rows == 1, plan.layout.whole_vectors, *of_plan)
+    of_plan = (
+        (cols, rows > 1)
+        if is_short
+        else (replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined)
+    )
+    key = (kind, dtype, k, is_short, rows == 1, plan.layout.has_whole_vectors, *of_plan)
     operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
     function: Callable[..., Any] = jaxsoftmax.top_k
     if kind == "where":
@@ -418,7 +419,7 @@ def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
     parts = 2 if kind == "log_prob" else int("top_p" in kind)
     plans = top_k.sampling._drawing_plan(HOPPER, x, parts), top_k.sampling._reading_plan(HOPPER, x)
-    of_plans = [(plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined) for plan in plans]
+    of_plans = [(replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined) for plan in plans]
     key = ("categorical", kind, dtype, rows == 1, *of_plans)
     options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}
     operands = {"key": shaped(2, dtype="uint32"), "logits": x} | of

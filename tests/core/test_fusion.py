@@ -13,8 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
-from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.implementation import ReferencePlan, Refusal
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax.ops.softmax import across_devices
+from jaxsoftmax.ops.softmax.primitive import SOFTMAX
 
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.meshes import collectives_of
@@ -288,6 +290,11 @@ def test_a_kernel_that_refuses_what_was_cast_is_not_asked_again(noting):
     (decision,) = explain(lambda x: softmax(x.astype(F)), X)
     assert (decision.implementation, decision.operands) == ("xla", ("float32[8,128]",))
     assert decision.refusals == (("noting", "it does not take bfloat16"),)
+
+
+def test_the_reference_gets_the_scores_after_the_cast():
+    problem = Problem(SOFTMAX, {"x": shape(8, 128, dtype=B)}, {}, dtypes={"x": np.dtype(F)})
+    assert ReferencePlan(lambda x, where, scale: (x.dtype, where, scale), problem).run(x=sample("bfloat16")) == (F, None, None)
 
 
 def test_a_real_kernel_reads_the_narrow_scores():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy import shards
+from jaxsoftmax.ops.cross_entropy import across_devices
 
 from ..support import cases, kernels, oracle
 from ..support.cross_entropy.cases import ALL
@@ -142,7 +142,9 @@ def test_the_tangent_of_a_state_is_that_of_the_log_sum_exp(check_vma):
 
     def pushed(x, t, labels):
         return jax.jvp(
-            lambda x: shards.cross_entropy(("model",), params, x, labels[:, None].astype(np.int32), None), (x,), (t,)
+            lambda x: across_devices.cross_entropy_of_parts(("model",), params, x, labels[:, None].astype(np.int32), None),
+            (x,),
+            (t,),
         )
 
     with jax.set_mesh(make_mesh(AxisType.Auto)):

@@ -372,8 +372,8 @@ def test_deterministic_says_nothing_of_gradients(api, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     params, f = api.layer(attention_fn, dropout_rate=0.5)
     jaxpr = str(jax.make_jaxpr(functools.partial(f, deterministic=True))(params, *INPUTS))
-    assert "deterministic=False" in jaxpr
-    assert "deterministic=True" not in jaxpr
+    assert "deterministic_gradients=False" in jaxpr
+    assert "deterministic_gradients=True" not in jaxpr
 
 
 # Dropout. With the unit matrix as values, the output is the weights.

@@ -46,7 +46,7 @@ UNCAUGHT = ("SURVIVED", "no test ran", "timeout", "failed")
 
 @dataclass
 class Line:
-    """What became of a fault: a line of the file. `test` is the first one that failed."""
+    """The outcome of a fault: a line of the file. `test` is the first one that failed."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ def put_in(fault: Fault, root: Path) -> None:
 
 
 class Copies:
-    """Copies of the repository, as many as run at a time. They share bytecode, which sources of other times do not get."""
+    """Makes a copy of the repository for each job. They share bytecode, which sources with another time do not get."""
 
     def __init__(self, folder: Path, count: int):
         self.bytecode, self.free = folder / "bytecode", queue.SimpleQueue()
@@ -92,7 +92,7 @@ class Copies:
 
 
 def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, triton: bool = False) -> tuple[str, str]:
-    """What pytest makes of a copy of the repository, with a fault or as it is, and the first test that failed."""
+    """Runs pytest in a copy of the repository, with a fault or as it is. Returns the outcome and the first test that failed."""
     plugins = ("no:cacheprovider", "no:xdist", "tests.mutants.unshrunk")
     command = [sys.executable, "-m", "pytest", "-x", "-q", *(f"-p{plugin}" for plugin in plugins), *shlex.split(tests)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -119,7 +119,7 @@ def run(copies: Copies, tests: str, timeout: float, fault: Fault | None = None, 
 
 
 def is_seen(fault: Fault) -> bool:
-    """Whether tests of a fault may run here: those of a GPU skip themselves, and those of Triton fail without it."""
+    """Tells whether the tests of a fault may run here. Tests for a GPU skip themselves; tests of Triton fail without it."""
     return not fault.triton or importlib.util.find_spec("jax_triton") is not None
 
 
@@ -150,9 +150,9 @@ def table(path: Path) -> dict[str, Line]:
         return {row["name"]: Line(**row | {"seconds": float(row["seconds"])}) for row in csv.DictReader(file)}
 
 
-def write(path: Path, found: list[Line]) -> None:
-    """Writes a file anew: lines that were found, and before those that stay, in the order of the faults."""
-    lines = table(path) | {line.name: line for line in found if line.outcome != "left out"}
+def write(path: Path, new: list[Line]) -> None:
+    """Writes a file anew, in the order of the faults: the new lines, and those that it had for the other faults."""
+    lines = table(path) | {line.name: line for line in new if line.outcome != "left out"}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Line)], lineterminator="\n")
         writer.writeheader()
@@ -173,14 +173,14 @@ def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies = Copies(Path(folder), arguments.jobs)
-        found = list(pool.map(functools.partial(of_tests if arguments.check else of_fault, copies, arguments.timeout), work))
+        lines = list(pool.map(functools.partial(of_tests if arguments.check else of_fault, copies, arguments.timeout), work))
     if arguments.csv is not None and not arguments.check:
-        write(arguments.csv, found)
-    uncaught = [line for line in found if line.outcome in UNCAUGHT]
-    left_out = sum(line.outcome == "left out" for line in found)
+        write(arguments.csv, lines)
+    uncaught = [line for line in lines if line.outcome in UNCAUGHT]
+    left_out = sum(line.outcome == "left out" for line in lines)
     what = "tests failed" if arguments.check else "faults were not caught"
     print(
-        f"{len(uncaught)} of {len(found)} {what}, {left_out} left out, in {time.perf_counter() - start:.0f} s",
+        f"{len(uncaught)} of {len(lines)} {what}, {left_out} left out, in {time.perf_counter() - start:.0f} s",
         *uncaught,
         sep="\n",
     )

@@ -1,4 +1,4 @@
-"""The faults that `python -m tests.mutants` puts into the library are faults of the library as it is."""
+"""Tests that the faults of `python -m tests.mutants` fit the library as it is."""
 
 import ast
 import re
@@ -15,9 +15,9 @@ LEAST = 60  # of faults that tests without a GPU, and without Triton, can see
 
 
 def modules() -> set[str]:
-    """The modules of the library that have code."""
-    found = [path for path in (ROOT / "jaxsoftmax").rglob("*.py") if path.stat().st_size]
-    return {str(path.relative_to(ROOT)) for path in found}
+    """Returns the modules of the library that have code."""
+    paths = [path for path in (ROOT / "jaxsoftmax").rglob("*.py") if path.stat().st_size]
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A plugin of pytest: Hypothesis does not look for the smallest example of a fault, which takes minutes."""
+"""A pytest plugin: Hypothesis does not look for the smallest example of a fault, because that takes minutes."""
 
 from hypothesis import Phase, settings
 

@@ -1,4 +1,4 @@
-"""The one table of implementations, dtypes, shapes, axes and hurtful inputs over which the softmax family is tested."""
+"""Tables of implementations, dtypes, shapes, axes and hurtful inputs, over which the softmax family is tested."""
 
 import itertools
 
@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def implementations(op: str) -> list:
-    """Lists the implementations of an op. A kernel is tested by being listed in `OPS`: natively, where its platform is."""
+    """Lists the implementations of an op as parameters. Those with kernels for CUDA have the mark `gpu`."""
     of_gpu = [name for name, kernels in OPS_BY_NAME[op].kernels.items() if "cuda" in kernels.platforms]
     names = OPS_BY_NAME[op].implementations
     return [pytest.param(name, marks=[pytest.mark.gpu] if name in of_gpu else []) for name in names]
@@ -45,22 +45,22 @@ SHAPES = [
 
 
 def slow_unless(condition: bool):
-    """The marks of a case that runs by default only where the condition holds."""
+    """Returns the marks of a case that runs by default only if the condition holds."""
     return [] if condition else [pytest.mark.slow]
 
 
 def every_other(values, first=0):
-    """Cases of a parameter, of which every second one runs by default, from the first or from the second on."""
+    """Returns the cases of a parameter. Every second one runs by default, from the one at `first` on; the others are slow."""
     return [pytest.param(value, marks=slow_unless(index % 2 == first)) for index, value in enumerate(values)]
 
 
 def quick(*values, slow=()):
-    """Cases of a parameter, of which the slow ones repeat the others."""
+    """Returns the cases of a parameter. The slow ones repeat the others."""
     return [*values, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
 
 
 def pairwise(*lists) -> list[tuple]:
-    """Combinations of values, one of each list, in which each pair of values of two lists occurs; the same each time."""
+    """Returns the same few combinations of one value of each list, in which every pair of values of two lists occurs."""
     every = list(itertools.product(*(range(len(values)) for values in lists)))
 
     def pairs_of(combination):
@@ -74,10 +74,10 @@ def pairwise(*lists) -> list[tuple]:
 
 
 def crossed(op: str, *lists, by_turns: bool = False) -> list:
-    """Cases of an implementation of `op` and a value of each list: all of kernels, and of the reference those of `pairwise`.
+    """Returns cases of an implementation of `op` and a value of each list: all for kernels, the pairs for the reference.
 
-    The other cases of the reference are slow, and those with a value that is so itself (`quick`). `by_turns` keeps of the
-    reference each value of each list, but not each pair.
+    The reference runs with the combinations of `pairwise`. Its other cases are slow, as are those with a slow value (`quick`).
+    With `by_turns` the reference runs by default with each value of each list, and not with each pair of values.
     """
     lists = [[value if hasattr(value, "marks") else pytest.param(value) for value in values] for values in lists]
     quick = [[index for index, value in enumerate(values) if not value.marks] for values in lists]
@@ -99,7 +99,7 @@ def ident(value) -> str:
 
 
 def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
-    """Arrays that are not uniformly random, rounded to `dtype`."""
+    """Returns arrays by name that hurt an implementation in different ways, rounded to `dtype`."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(shape)
     largest = float(ml_dtypes.finfo(jnp.dtype(dtype)).max)
@@ -126,7 +126,7 @@ def inputs(shape, dtype, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def several(platform: str) -> list[jax.Device]:
-    """The devices of a platform; skips where there is one, as what devices tell each other needs two."""
+    """Returns the devices of a platform. Skips the test if there is only one."""
     devices = jax.devices(platform)
     if len(devices) < 2:
         pytest.skip(f"needs several devices, and JAX sees one of {platform}")
@@ -134,9 +134,9 @@ def several(platform: str) -> list[jax.Device]:
 
 
 def assert_ran(implementation: str, f, *args, without=()) -> None:
-    """Fails unless every op in `f(*args)` runs on `implementation`; skips with the kernel's own reason where it refuses.
+    """Fails unless every op in `f(*args)` runs on `implementation`. If that refuses, the test is skipped with its reason.
 
-    Primitives in `without`, which it has no kernel for, run on the reference.
+    Primitives in `without`, for which it has no kernel, run on the reference.
     """
     try:
         explanation = explain(f, *args)
@@ -146,7 +146,7 @@ def assert_ran(implementation: str, f, *args, without=()) -> None:
 
 
 def assert_all_run_on(implementation: str, explanation: Explanation, without=()) -> None:
-    """Fails unless there is an op, and every one runs on `implementation`, but those `without` it on the reference."""
+    """Fails unless there is an op and all run on `implementation`, except those in `without`, which run on the reference."""
     assert len(explanation) > 0, str(explanation)
     for decision in explanation:
         expected = "xla" if decision.primitive in without else implementation

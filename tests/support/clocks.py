@@ -1,4 +1,4 @@
-"""A clock for tests of what is timed, which needs no GPU."""
+"""A clock that needs no GPU, for tests of functions that measure times."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What tests of Pallas kernels need: to plug one in, to lower it without a GPU, to interpret it, and to know that it ran."""
+"""Helps tests of Pallas kernels: plugs one in, lowers it without a GPU, interprets it, and tells that it ran."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
 
 @contextlib.contextmanager
 def plugged_in(op: str, name: str, load: Callable[[], Any], *platforms: str) -> Iterator[None]:
-    """Makes a module the one implementation of `op` beside the reference, on `platforms`, and takes it out again."""
+    """Makes a module the only implementation of `op` beside the reference, on `platforms`, inside the context."""
     primitives = {compiled for this, (compiled, _) in primitive._primitives.items() if this.op.name == op}
     added = primitives - prim_requires_devices_during_lowering
     with mock.patch.dict(
@@ -54,7 +54,7 @@ def plugged_in(op: str, name: str, load: Callable[[], Any], *platforms: str) -> 
 
 
 class Local:
-    """The reference of an op under another name, which notes the shapes of its operands where it is lowered."""
+    """Runs the reference of an op under another name, and notes the shapes of its operands while it is lowered."""
 
     def __init__(self, op: str, *platforms: str):
         self.reference, self.platforms, self.shapes = OPS[op].reference(), platforms, []
@@ -77,7 +77,7 @@ class Local:
 
 @contextlib.contextmanager
 def plugged_in_local(op: str) -> Iterator[Local]:
-    """Makes the reference of `op` what a kernel is on the CPU: lowered for shards, however short their parts of rows are."""
+    """Makes the reference of `op` an implementation on the CPU that runs on shards, however short their parts of rows are."""
     module = Local(op, "cpu")
     always = mock.patch.object(across_devices, "unprofitable", return_value=None)
     with always, plugged_in(op, "local", lambda: module, "cpu"):
@@ -90,7 +90,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
-    """A context whose programs JAX traces and lowers anew. Which implementation runs is settled then, and JAX keeps it."""
+    """Makes JAX trace and lower programs anew inside the context: it keeps the implementation that it once chose."""
     with _key((_key.value, next(_numbers))):
         yield
 
@@ -109,7 +109,7 @@ def target(base: targets.Target = targets.HOPPER, interpreted: bool = False, **c
 
 
 def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | None = None) -> str:
-    """The StableHLO of `f(*avals)` for CUDA, GPU or not; fails unless its Mosaic kernels are `kernels`, by name, in order."""
+    """Returns the StableHLO of `f(*avals)` for CUDA, GPU or not. Fails unless its Mosaic kernels are `kernels`, in order."""
     text = jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     if kernels is not None:
         assert kernel_names(text) == kernels
@@ -117,7 +117,7 @@ def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | No
 
 
 def sizes(text, *kinds):
-    """The entries of each array of these types of MLIR in a program."""
+    """Returns the number of entries of each array of these MLIR types in a program."""
     shapes = re.findall(rf"tensor<([0-9x]+x)(?:{'|'.join(kinds)})>", text)
     return {math.prod(map(int, shape.split("x")[:-1])) for shape in shapes}
 
@@ -205,14 +205,14 @@ def hollow(but: str | None = None) -> Iterator[None]:
 
 
 def kernel_names(stablehlo: str) -> list[str]:
-    """The names of the Mosaic kernels in a program, in order."""
+    """Returns the names of the Mosaic kernels in a program, in order."""
     names = _KERNEL.findall(stablehlo)
     assert len(names) == stablehlo.count("custom_call @mosaic_gpu"), "a Mosaic kernel whose name is not found"
     return names
 
 
 def assert_ran(what: choose.Explanation | str, implementation: str) -> None:
-    """Fails unless all that was explained, or every kernel in a StableHLO text and at least one, is of `implementation`."""
+    """Fails unless all decisions, or all kernels of a StableHLO text, are of `implementation`, and there is one at least."""
     if isinstance(what, str):
         names = kernel_names(what)
         assert names, "there is no Mosaic kernel in this program"
@@ -222,7 +222,7 @@ def assert_ran(what: choose.Explanation | str, implementation: str) -> None:
 
 
 def interpreted(f: Callable[..., Any], *args: Any) -> Any:
-    """`f(*args)` with its Pallas kernels interpreted on the CPU; fails if none is, or if one of them has a data race."""
+    """Returns `f(*args)` with its Pallas kernels interpreted on the CPU. Fails if there is none, or if one has a data race."""
     states = []
     new_state = gpu_callbacks.GPURaceDetectionState
 
@@ -247,7 +247,7 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def without_triton() -> Iterator[None]:
-    """Lowers calls of Triton kernels to something else, as if the packages were there that compile them."""
+    """Lowers calls of Triton kernels to something else, as if the packages that compile them were installed."""
 
     def something(kernel, operands, results, **options):
         return [jax.lax.sort(jnp.zeros((*result.shape, 1), result.dtype))[..., 0] for result in results]

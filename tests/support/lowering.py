@@ -1,4 +1,4 @@
-"""Replacements of slow functions of Mosaic, by which tests lower kernels to the same programs in less time."""
+"""Replaces slow functions of Mosaic, so that tests lower kernels to the same programs in less time."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ ORIGINALS = [(place, name, getattr(place, name)) for place, name, _ in REPLACEME
 
 
 def quickly() -> None:
-    """Has Mosaic lower kernels in three quarters of the time."""
+    """Makes Mosaic lower kernels in three quarters of the time."""
     for place, name, replaced in REPLACEMENTS:
         if hasattr(place, name):
             setattr(place, name, replaced(getattr(place, name)))
@@ -59,7 +59,7 @@ def quickly() -> None:
 
 @contextlib.contextmanager
 def as_users_lower() -> Iterator[None]:
-    """A context in which Mosaic is as it was."""
+    """Puts the original functions of Mosaic back inside the context."""
     with contextlib.ExitStack() as patches:
         for place, name, function in ORIGINALS:
             patches.enter_context(mock.patch.object(place, name, function))

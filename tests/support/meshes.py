@@ -1,4 +1,4 @@
-"""Meshes of CPU devices, arrays that are placed on them, and the collectives of a compiled program."""
+"""Meshes of CPU devices, arrays on them, and the collectives of a compiled program."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ def make_mesh(kind, shape=(4, 2), names=("data", "model")):
 
 
 def array(shape, spec, mesh, seed=0):
-    """In float64, in which programs for one device and for several differ in no more than rounding."""
+    """Returns random numbers on the host and on a mesh, in float64: one and several devices then differ by rounding only."""
     x = np.random.default_rng(seed).standard_normal(shape)
     return x, jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -27,7 +27,7 @@ def spec_of(result, ndim):
 
 
 def hurtful(shape, seed=0):
-    """Rows whose parts have nothing but -inf, are far below the others, or hold +inf or NaN."""
+    """Returns rows that have parts of nothing but -inf, parts far below the others, or +inf or NaN."""
     x = np.random.default_rng(seed).standard_normal(shape)
     x[:4] -= 1000
     x[0, :32], x[1, :8], x[2], x[3, 40], x[4, 3] = -np.inf, 0, -np.inf, np.inf, np.nan
@@ -35,7 +35,7 @@ def hurtful(shape, seed=0):
 
 
 def collectives_of(compiled):
-    """The collectives of a program in their order, and the size of the largest array that one gives."""
+    """Returns the names of the collectives of a program, in their order, and the size of their largest result."""
     found = COLLECTIVE.findall(compiled.as_text())
     sizes = [[np.prod([int(size) for size in shape.split(",") if size]) for shape in _SHAPE.findall(kind)] for kind, _ in found]
     return [name for _, name in found], max(itertools.chain([0], *sizes))

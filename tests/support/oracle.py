@@ -8,13 +8,13 @@ from jaxsoftmax._report.truth import EPS, TINY, Truth, rows, to64
 
 
 def denominator(x, axis=-1, where=None, scale=None) -> Truth:
-    """The sum of the weights, the `d` of a state. A weight errs as it does in softmax. `axes` are kept with size 1."""
+    """Returns the truth of the sum of the weights, the `d` of a state. A weight errs as in softmax. `axis` keeps size 1."""
     r = rows(x, axis, where, scale)
     return Truth(r.d, r.d * r.sum((8 + 3 * r.distance) * EPS * r.y) + TINY)
 
 
 def logsumexp_tangent(x, t, axis=None, where=None) -> Truth:
-    """The tangent of logsumexp, the mean of `t` by the weights."""
+    """Returns the truth of the tangent of logsumexp: the mean of `t` by the weights."""
     r = rows(x, axis, where)
     t = np.where(r.where, to64(t), 0.0)
     unit = (8 + 3 * r.distance) * EPS

@@ -36,7 +36,7 @@ MISSING = availability.missing()
 needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-# The custom calls of kernels, the second since jax-triton 0.4, of which an export does not know whether they stay as they are.
+# The custom calls of kernels, the second since jax-triton 0.4. An export does not know whether they stay as they are.
 UNCHECKED = list(map(jax.export.DisabledSafetyCheck.custom_call, ("triton_kernel_call", "triton_kernel_call_ffi")))
 
 
@@ -67,12 +67,12 @@ def operations(module: Any) -> dict[str, Operation]:
     return {value.name: value for value in vars(module).values() if isinstance(value, Operation)}
 
 
-# Which calls kernels are chosen for.
+# The choice of kernels.
 
 
 @contextlib.contextmanager
 def lowering_without(interpreted: bool = False) -> Iterator[Callable[..., None]]:
-    """A function that lowers for a GPU of a compute capability, as if Triton were installed or not; nothing is compiled.
+    """Yields a function that lowers for a compute capability, as if Triton were installed or not. Nothing is compiled.
 
     `interpreted` is that of `kernels.target`.
     """
@@ -89,12 +89,12 @@ def lowering_without(interpreted: bool = False) -> Iterator[Callable[..., None]]
         yield lower_for
 
 
-# What compiles, for GPUs that need not be there.
+# Compilation, for GPUs that need not be there.
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: its name, registers of a thread, bytes that it spills, and bytes of shared memory of a block."""
+    """A compiled kernel: its name, registers of a thread, bytes that it spills, bytes of shared memory of a block."""
 
     name: str
     registers: int
@@ -106,7 +106,7 @@ _TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "bool": "
 
 
 def compiled(f: Callable[[], Any], monkeypatch: Any) -> list[Compiled]:
-    """The kernels that a function of an implementation compiles."""
+    """Returns the kernels that a function of an implementation compiles."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -134,7 +134,7 @@ def compiled(f: Callable[[], Any], monkeypatch: Any) -> list[Compiled]:
 
 
 def _registers(ptx: str) -> tuple[int, int]:
-    """How many registers of a thread a kernel uses, and how many bytes of them it keeps in local memory."""
+    """Returns the registers of a thread that a kernel uses, and the bytes of them that it keeps in local memory."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     arch = re.search(r"\.target (sm_\d+a?)", ptx).group(1)
@@ -147,7 +147,7 @@ def _registers(ptx: str) -> tuple[int, int]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
 
 
-# What kernels compute. The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
+# Results of kernels. The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
 
 
 def assert_passes_interpreted(path: Path) -> None:
@@ -159,7 +159,7 @@ def assert_passes_interpreted(path: Path) -> None:
 
 
 def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) -> None:
-    """Kernels run where they are called, with NumPy arrays, and round to bfloat16 as on GPUs: the interpreter truncates."""
+    """Runs kernels where they are called, on NumPy arrays. They round to bfloat16 as on GPUs, and do not truncate."""
     from triton.runtime import interpreter
 
     monkeypatch.setattr(custom_call, "launch", run_kernel or run)
@@ -173,7 +173,7 @@ def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) ->
 def run(
     kernel, operands, results, *, programs, warps=4, stages=3, fuses=True, zeroed=(), replaces=False, target=None, **constants
 ):
-    """The results of a kernel, of NumPy arrays."""
+    """Returns the results of a kernel, from NumPy arrays."""
     del warps, stages, fuses, target
     given = [np.ascontiguousarray(operand) for operand in operands]
     out = [np.full(result.shape, 0 if index in zeroed else 7, result.dtype) for index, result in enumerate(results)]
@@ -185,7 +185,7 @@ def run(
 
 
 def run_in_jax(kernel, operands, results, **options):
-    """The same in a traced function."""
+    """Does the same in a traced function."""
 
     def called(*given):
         with _one_at_a_time:
@@ -202,13 +202,13 @@ def _pointer(array):
 
 
 def _patched(patch, tensor, scope):
-    """NumPy 2.5 makes no number of an array of one, which bounds of loops are for Triton 3.6."""
+    """Turns arrays of one element into numbers, which Triton 3.6 needs as bounds of loops and NumPy 2.5 refuses."""
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def _rounded(values, from_type, to_type, mode):
-    """Bits of floating point numbers in another type, both of the interpreter, which has bfloat16 as integers."""
+    """Converts floating point numbers between types of the interpreter, which holds bfloat16 as integers."""
     import triton.language as tl
 
     del mode
@@ -218,7 +218,7 @@ def _rounded(values, from_type, to_type, mode):
 
 
 def _dot(builder, a, b, sum, precision, imprecise):
-    """A product, of bfloat16 too, which the interpreter takes for integers."""
+    """Multiplies matrices, also of bfloat16, which the interpreter takes for integers."""
     import triton.language as tl
     from triton.runtime import interpreter
 

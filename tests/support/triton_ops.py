@@ -14,7 +14,7 @@ import jaxsoftmax
 
 @dataclass(frozen=True)
 class Op:
-    """A function of arrays, of which the first `moving` are differentiated, forced on an implementation by name.
+    """A function of arrays, forced on an implementation by name. It is differentiated in the first `moving` arrays.
 
     Attributes:
       f: the function.
@@ -92,7 +92,7 @@ def forward(op, implementation="triton"):
 
 
 def with_gradient(op, implementation="triton"):
-    """The value and its derivatives."""
+    """Returns a function of the value and its derivatives."""
 
     def both(*operands):
         moving, fixed = operands[: op.moving], operands[op.moving :]
@@ -107,7 +107,7 @@ def primitives(op, function):
 
 
 def axes_of(op, last=0, first=0):
-    """Along which axis each operand is mapped over: the first and the last as said, the others in front."""
+    """Returns the axis along which each operand is mapped: `first`, then 0 for those between, then `last`."""
     return (first, *[0] * (len(op.operands) - 2), last)
 
 
@@ -128,7 +128,7 @@ def mapped(f, levels):
 
 
 def stacked(operands, levels, size=2):
-    """The types of operands that are mapped over."""
+    """Returns the types of operands that are mapped over."""
     for axes in levels:
         operands = [
             a if axis is None else shaped(*a.shape[:axis], size, *a.shape[axis:], dtype=a.dtype)

@@ -1,4 +1,4 @@
-"""XLA's programs for CUDA, compiled with or without a GPU, and what they fuse."""
+"""XLA's programs for CUDA, compiled with or without a GPU, and the operations that they fuse."""
 
 import functools
 import importlib.util
@@ -43,7 +43,7 @@ device_description_str: "NVIDIA H200"
 
 @functools.cache
 def sharding() -> jax.sharding.Sharding | str:
-    """Of arrays on a GPU, if it is there only for the compiler; the reason why there is none otherwise."""
+    """Returns the sharding of arrays on a GPU, which may exist only for the compiler, or the reason why there is none."""
     if jax.default_backend() == "gpu":
         return jax.sharding.SingleDeviceSharding(jax.devices("gpu")[0])
     if importlib.util.find_spec("jax_plugins") is None:
@@ -56,7 +56,7 @@ def sharding() -> jax.sharding.Sharding | str:
 
 
 def skip_unless_it_compiles_for_absent_gpus() -> None:
-    """Skips a test of a compiled program for several GPUs, which runs nothing: where they are there, native tests run it."""
+    """Skips a test that compiles a program for several GPUs and does not run it. Native tests run it if there are GPUs."""
     if isinstance(reason := sharding(), str):
         pytest.skip(reason)
     if jax.default_backend() == "gpu":
@@ -64,14 +64,14 @@ def skip_unless_it_compiles_for_absent_gpus() -> None:
 
 
 def mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
-    """A mesh of GPUs that are there only for the compiler, where `sharding` gives no reason why there are none."""
+    """Returns a mesh of GPUs that exist only for the compiler. `sharding` says why there may be none."""
     topology = f"1x1x{math.prod(sizes)}"
     devices = topologies.get_topology_desc(platform="cuda", topology=topology, target_config=H200).devices
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
 
 
 def compiled(f, *operands) -> str:
-    """The optimised HLO of `f` of arrays of these types for CUDA."""
+    """Returns the optimised HLO of `f` for CUDA, for arrays of these types."""
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding()) for x in operands]
     return jax.jit(f, out_shardings=sharding()).lower(*given).compile().as_text()
 
@@ -96,7 +96,7 @@ class Instruction:
 
 
 def computations(hlo: str) -> list[dict[str, Instruction]]:
-    """The computations of a program: their instructions, by name."""
+    """Returns the computations of a program, each a mapping from names to instructions."""
     found: list[dict[str, Instruction]] = []
     for line in hlo.splitlines():
         if _COMPUTATION.match(line):
@@ -109,7 +109,7 @@ def computations(hlo: str) -> list[dict[str, Instruction]]:
 
 
 def sources(hlo: str) -> Iterator[Instruction]:
-    """What the softmax inside `SCOPE` takes its maximum of, behind what only moves or casts it: in memory if a parameter."""
+    """Yields the operand of the maximum of the softmax inside `SCOPE`, before moves and casts. A parameter is in memory."""
     for instructions in computations(hlo):
         for found in instructions.values():
             if found.opcode == "reduce" and f"{SCOPE}/reduce_max" in found.line:
@@ -120,9 +120,9 @@ def sources(hlo: str) -> Iterator[Instruction]:
 
 
 def is_fused(scores: Callable[..., jax.Array], *operands: jax.ShapeDtypeStruct) -> bool | None:
-    """Whether XLA computes `scores(*operands)` where their softmax reads them, and never writes them as they are.
+    """Tells whether XLA computes `scores(*operands)` together with their softmax, and never writes them as they are.
 
-    None where XLA needs no maximum over as many elements, as of constants.
+    None if XLA needs no maximum over that number of elements, as for constants.
     """
 
     def softmax_of(*operands):
@@ -139,5 +139,5 @@ _HLO_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def is_like(instruction: Instruction, array: Any) -> bool:
-    """Whether an instruction has the dtype and the number of elements of `array`."""
+    """Tells whether an instruction has the dtype and the number of elements of `array`."""
     return (instruction.dtype, instruction.size) == (_HLO_NAMES[array.dtype.name], array.size)

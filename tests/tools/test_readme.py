@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""Compares the documents with the code: the support matrix, the code and its output, links, versions."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ ATTENTION_SHAPE = (2, 256, 8, 64)
 
 
 def support_matrix() -> list[tuple[str, str, list[str], list[str]]]:
-    """The rows of the table of docs/support.md: implementation, op, platforms, dtypes."""
+    """Returns the rows of the table of docs/support.md: implementation, op, platforms, dtypes."""
     _, _, table = SUPPORT.partition(HEADER + "\n")
     rows = []
     for line in table.splitlines()[1:]:  # after the line of dashes
@@ -60,17 +60,17 @@ DTYPES = sorted({dtype for *_, dtypes in ROWS for dtype in dtypes})
 
 
 def folder(op: str) -> str:
-    """The folder of a public function: `softmax` for `logsumexp`."""
+    """Returns the folder of a public function: `softmax` for `logsumexp`."""
     return "attention" if op in cache.__all__ else Path(inspect.getfile(getattr(jaxsoftmax, op))).parent.name
 
 
 def shape(op: str) -> tuple[int, ...]:
-    """The shape of the operands of a public function."""
+    """Returns the shape of the operands of a public function."""
     return ATTENTION_SHAPE if folder(op) == "attention" else SHAPE
 
 
 def call(op: str, x, **options):
-    """A public function, of one array and labels, or of the same one as often as it takes some."""
+    """Calls a public function with one array and labels, or with the same array for every operand."""
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
     others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
@@ -81,13 +81,13 @@ def call(op: str, x, **options):
         options |= {"class_axis": 0, "reduction": "none"}
         options.pop("axis", None)
     function = getattr(cache if op in cache.__all__ else jaxsoftmax, op)
-    found = function(x, *others.get(op, []), **options)
-    return found[0] if op.endswith("top_k") else found
+    result = function(x, *others.get(op, []), **options)
+    return result[0] if op.endswith("top_k") else result
 
 
 @pytest.fixture
 def chosen_alone(monkeypatch):
-    """Has implementations chosen, and none of them run: results are zeros of their types, but of what is made of another op."""
+    """Chooses implementations and runs none: results are zeros. Only operations that consist of another op run."""
     run = lower.Runner.run
 
     def recorded(self, choice, operands):
@@ -126,8 +126,8 @@ def test_the_support_matrix_is_what_dispatch_says(row, step):
             if (len(platforms) > 1 or not served) and (i + j) % step:
                 continue
             if served:
-                found = explain(forced, x, platform=platform)
-                *outer, (primitive, chosen) = [(d.primitive, d.implementation) for d in found]
+                decisions = explain(forced, x, platform=platform)
+                *outer, (primitive, chosen) = [(d.primitive, d.implementation) for d in decisions]
                 assert chosen == name, (platform, dtype)
                 if outer:  # XLA makes the products, and what is computed of them runs as it says
                     assert outer == [("linear_cross_entropy", "xla")], (platform, dtype)
@@ -150,9 +150,9 @@ def test_every_dtype_of_the_support_matrix_runs(row):
         return {dtype: call(op, x, **options) for dtype, x in operands.items()}
 
     operands = {dtype: np.ones(shape(op), jnp.dtype(dtype)) for dtype in dtypes}
-    found = results(operands)
+    by_dtype = results(operands)
     for dtype, x in operands.items():
-        y = found[dtype]
+        y = by_dtype[dtype]
         of_rows = op.endswith(("logsumexp", "cross_entropy", "categorical"))
         assert y.shape == (SHAPE[:1] if of_rows else (*SHAPE[:1], 4) if folder(op) == "top_k" else x.shape), dtype
         inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) != "cross_entropy"
@@ -162,7 +162,7 @@ def test_every_dtype_of_the_support_matrix_runs(row):
 
 
 def behind_elementwise_operations():
-    """The rows of the table of what runs where XLA fuses the operand: which calls, and what runs by kind of dtype."""
+    """Returns the rows of the table for operands that XLA fuses: the calls, and what runs by dtype."""
     _, _, table = SUPPORT.partition("| behind elementwise operations | float32 | bfloat16, float16 |\n|---|---|---|\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.partition("\n\n")[0].splitlines()]
     return [(calls, {"float32": wide, "bfloat16": narrow, "float16": narrow}) for calls, wide, narrow in rows]
@@ -172,7 +172,7 @@ ELEMENTWISE = behind_elementwise_operations()
 
 
 def calls_of(words):
-    """The calls that a row of that table means, functions of an operand."""
+    """Returns the calls that a row of that table means, as functions of an operand."""
     if words.startswith("their derivatives"):
         ops = [*cases.OPS, "cross_entropy"]
         return [lambda x, op=op: jax.grad(lambda x: jnp.sum(jnp.sin(call(op, x).astype(jnp.float32))))(x) for op in ops]
@@ -258,7 +258,14 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in anchors, (document, link)
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/recipes", "docs/reference"])
+def test_the_paths_in_the_design_exist():
+    text = re.sub(r"^```python.*?^```", "", (ROOT / "docs/design.md").read_text(), flags=re.M | re.S)
+    paths = set(re.findall(r"(?<![\w/>])[a-z_]\w*(?:/\w+)*/(?:\w+\.py)?(?![\w<{])", text)) - {"ops/"}
+    assert len(paths) > 30
+    assert not [path for path in paths if not any((ROOT / top / path).exists() for top in ("jaxsoftmax", "."))]
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "docs/notes", "docs/recipes", "docs/reference"])
 def test_no_line_is_a_list_by_mistake(folder):
     """A line that starts with a number and a period is an entry of a list, and a number that ends a sentence vanishes."""
     for path in (ROOT / folder).glob("*.md"):

@@ -1,4 +1,4 @@
-"""Links of documents, which GitHub follows, lead to the same places on the site."""
+"""Tests that links of documents, which GitHub follows, lead to the same places on the site."""
 
 from pathlib import Path
 

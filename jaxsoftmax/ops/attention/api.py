@@ -1,6 +1,6 @@
 """Attention, with the signature of `jax.nn.dot_product_attention` and more."""
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxsoftmax.ops.attention.context_parallel import order
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import AttentionOptions
+
 _NAME = "dot_product_attention"
 
 
@@ -28,28 +31,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: checks.Window = None,
-    query_offset: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    deterministic_gradients: bool = False,
-    fully_masked_rows: Literal["zero", "mean"] = "zero",
-    parallel: ContextParallel | None = None,
-    implementation: str | None = None,
-    precision: lax.PrecisionLike = None,
     return_residual: Literal[False] = False,
+    **options: "Unpack[AttentionOptions]",
 ) -> jax.Array: ...
 
 
@@ -61,28 +44,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: checks.Window = None,
-    query_offset: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    deterministic_gradients: bool = False,
-    fully_masked_rows: Literal["zero", "mean"] = "zero",
-    parallel: ContextParallel | None = None,
-    implementation: str | None = None,
-    precision: lax.PrecisionLike = None,
     return_residual: Literal[True],
+    **options: "Unpack[AttentionOptions]",
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -274,7 +237,7 @@ def dot_product_attention(
         "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
         "dropout_rate": rate if drops else 0.0,
         "precision": checks.precision(_NAME, precision),
-        "deterministic": deterministic_gradients or checks.xla_is_deterministic(),
+        "deterministic_gradients": deterministic_gradients or checks.xla_is_deterministic(),
         "implementation": implementation,
         "return_lse": return_residual or means,
     }

@@ -10,7 +10,7 @@ from jaxsoftmax._core.operation import Kernels, Op
 def _mosaic_sm90():
     from jaxsoftmax.ops.attention import mosaic_sm90
 
-    return Legacy(mosaic_sm90)
+    return mosaic_sm90
 
 
 def _triton():

@@ -1,50 +1,63 @@
-"""Which blocks of keys matter to a block of queries, from segments and masks: computed before the kernels run."""
+"""The blocks of keys that each block of queries can see, from segments and masks: computed before the kernels run."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def spans(given, lengths: tuple[int, int], block_q: int, block_kv: int, *, by_keys: bool = False) -> jax.Array | None:
-    """What `ranges` says, of segments and of a mask that is the same for all heads; of neither None.
+def spans(operands, lengths: tuple[int, int], block_q: int, block_kv: int, *, by_keys: bool = False) -> jax.Array | None:
+    """Finds the range of key blocks that each query block can see, from segments and from a mask that all heads share.
 
-    `by_keys` which blocks of queries matter to each block of keys. With a mask no block is one that all see whole.
+    Args:
+      operands: the operands of attention, by name.
+      lengths: numbers of queries and of keys.
+      block_q: queries of a block.
+      block_kv: keys of a block.
+      by_keys: True to find the range of query blocks that can see each key block.
+
+    Returns:
+      The array that `ranges` returns, or None if there are neither segments nor such a mask. With a mask no block counts as
+      visible entirely.
     """
-    found = None
-    if "query_segments" in given:
-        both = [("query_segments", block_q), ("key_segments", block_kv)]
-        (own, own_block), (other, other_block) = reversed(both) if by_keys else both
-        found = ranges(given[own], given[other], own_block, other_block)
-    if "mask" in given and (shown := seen(given["mask"], lengths, block_q, block_kv)) is not None:
-        limits = ends(shown.mT if by_keys else shown)
-        limits = jnp.concatenate([limits, jnp.zeros_like(limits)], -1)
-        if found is None:
-            return limits
-        return jnp.stack(
-            [jnp.maximum(found[..., 0], limits[..., 0]), *(jnp.minimum(found, limits)[..., i] for i in (1, 2, 3))], -1
-        )
-    return found
+    limits = None
+    if "query_segments" in operands:
+        sides = [("query_segments", block_q), ("key_segments", block_kv)]
+        (rows, row_block), (cols, col_block) = reversed(sides) if by_keys else sides
+        limits = ranges(operands[rows], operands[cols], row_block, col_block)
+    if "mask" in operands and (visible := seen(operands["mask"], lengths, block_q, block_kv)) is not None:
+        of_mask = ends(visible.mT if by_keys else visible)
+        of_mask = jnp.concatenate([of_mask, jnp.zeros_like(of_mask)], -1)
+        if limits is None:
+            return of_mask
+        starts = jnp.maximum(limits[..., 0], of_mask[..., 0])
+        return jnp.stack([starts, *(jnp.minimum(limits, of_mask)[..., i] for i in (1, 2, 3))], -1)
+    return limits
 
 
 def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
-    """Which key blocks matter to each block of queries, int32 `[*batch, blocks_q, 4]`.
+    """Finds the range of key blocks whose segments each query block can see.
 
-    From and to where one may have a key of their segments, and from and to where all are of the one segment that there is.
+    A query block may see a key block if the ranges of their segment ids overlap. If both hold one and the same id, all of
+    their pairs are visible, and a kernel needs no mask.
+
+    Returns:
+      int32 `[*batch, query_blocks, 4]`: `(start, stop)` of the key blocks that may be visible, then `(start, stop)` of the
+      first run of key blocks that are visible entirely. An empty range has `stop <= start`.
     """
     q_low, q_high = _extremes(query_segments, block_q)
     k_low, k_high = _extremes(key_segments, block_kv)
     blocks_kv = k_low.shape[-1]
-    meet = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
-    index = lax.broadcasted_iota(jnp.int32, meet.shape, meet.ndim - 1)
-    one = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
-    whole = meet & one
-    first = jnp.min(jnp.where(whole, index, blocks_kv), -1)
-    behind = jnp.min(jnp.where(~whole & (index > first[..., None]), index, blocks_kv), -1)
-    return jnp.concatenate([ends(meet), first[..., None], behind[..., None]], -1)
+    overlap = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
+    index = lax.broadcasted_iota(jnp.int32, overlap.shape, overlap.ndim - 1)
+    have_one_id = (k_low == k_high)[..., None, :] & (q_low == q_high)[..., None]
+    is_whole = overlap & have_one_id
+    start = jnp.min(jnp.where(is_whole, index, blocks_kv), -1)
+    stop = jnp.min(jnp.where(~is_whole & (index > start[..., None]), index, blocks_kv), -1)
+    return jnp.concatenate([ends(overlap), start[..., None], stop[..., None]], -1)
 
 
 def _extremes(segments, block):
-    """The least and the largest id of each block of a sequence."""
+    """Returns the smallest and the largest id of each block of a sequence."""
     *batch, length = segments.shape
     padding = [(0, 0)] * len(batch) + [(0, -length % block)]
     blocked = jnp.pad(segments, padding, mode="edge").reshape(*batch, -1, block)
@@ -52,54 +65,59 @@ def _extremes(segments, block):
 
 
 def is_shared(mask) -> bool:
-    """Whether a mask is the same for all heads."""
+    """Returns True if all heads have the same mask."""
     return mask.shape[-3] == 1
 
 
 def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
-    """Whether a mask lets any query of a block see any key of a block, `[*batch, blocks_q, blocks_kv]`, the same for all heads.
+    """Marks the pairs of a query block and a key block of which a mask shows a pair of entries.
 
-    None for a mask that differs between heads: to read it once more would cost about as much as it may save.
+    Returns:
+      Boolean `[*batch, query_blocks, key_blocks]`, the same for all heads. None for a mask that differs between heads: to read
+      it once more would cost about the time that it may save.
     """
     *batch, _, rows, cols = mask.shape
     if not is_shared(mask):
         return None
-    own = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
-    padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), own, strict=True)]
+    blocks = [(block if size > 1 else 1) for size, block in ((rows, block_q), (cols, block_kv))]
+    padding = [(0, 0)] * len(batch) + [(0, -size % block) for size, block in zip((rows, cols), blocks, strict=True)]
     padded = jnp.pad(mask.reshape(*batch, rows, cols).astype(bool), padding)
-    shape = [number for size, block in zip(padded.shape[-2:], own, strict=True) for number in (size // block, block)]
-    blocks = [-(-length // block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
-    return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *blocks))
+    shape = [number for size, block in zip(padded.shape[-2:], blocks, strict=True) for number in (size // block, block)]
+    counts = [-(-length // block) for length, block in zip(lengths, (block_q, block_kv), strict=True)]
+    return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *counts))
 
 
-def ends(there):
-    """From where to where there are any along the last axis: int32 `[..., 2]`; where there are none, to is before from."""
-    reach = _reach(there, there.shape[-1])
-    return jnp.where(_is_first(reach.shape), there.shape[-1] - reach, reach)
+def ends(visible):
+    """Returns `(start, stop)` of the True entries along the last axis, int32 `[..., 2]`; `(n, 0)` if there are none."""
+    reach = _reach(visible, visible.shape[-1])
+    return jnp.where(_is_first(reach.shape), visible.shape[-1] - reach, reach)
 
 
 def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
-    """From the first key that a mask shows to the end of the last block, and from the start to the last key that it shows.
+    """Measures the keys that a mask shows to each query block from both ends of the keys.
 
-    Both are numbers of keys: int32 `[*batch, blocks_q, 2]`, 0 where a mask shows none, and None where `seen` is. The mask of a
-    cache has one row, which a single reduction goes through key by key. Other masks are reduced to blocks first. The kernel
-    divides the numbers by the size of a block, because XLA would run a division as a program of its own.
+    Returns:
+      int32 `[*batch, query_blocks, 2]`: the number of keys from the first visible key to the end of the last block, and from
+      the start to the last visible key; both are 0 if the mask shows none. None for a mask that differs between heads.
+
+    The mask of a cache has one row, which a single reduction goes through key by key. Other masks are reduced to blocks first.
+    The kernel divides the numbers by the size of a block, because XLA would run a division as a program of its own.
     """
     *batch, _, rows, keys = mask.shape
     end = -(-lengths[1] // block_kv) * block_kv
     if is_shared(mask) and (rows, keys) == (1, lengths[1]):
         return jnp.broadcast_to(_reach(mask.reshape(*batch, 1, keys), end), (*batch, -(-lengths[0] // block_q), 2))
-    shown = seen(mask, lengths, block_q, block_kv)
-    return None if shown is None else _reach(shown, end, block_kv)
+    visible = seen(mask, lengths, block_q, block_kv)
+    return None if visible is None else _reach(visible, end, block_kv)
 
 
-def _reach(there, end: int, size: int = 1):
-    """How far it is from the first that is there to `end`, and from 0 to the last, where each has length `size`."""
-    shape = 2, there.shape[-1]
+def _reach(visible, end: int, size: int = 1):
+    """Measures the distance from the first True entry to `end`, and from 0 to the last one. An entry has the length `size`."""
+    shape = 2, visible.shape[-1]
     index = size * lax.broadcasted_iota(jnp.int32, shape, 1)
-    return jnp.max(jnp.where(there[..., None, :], jnp.where(_is_first(shape, 0), end - index, index + size), 0), -1)
+    return jnp.max(jnp.where(visible[..., None, :], jnp.where(_is_first(shape, 0), end - index, index + size), 0), -1)
 
 
 def _is_first(shape, axis=-1):
-    """Which numbers are the first of two along an axis. XLA would make a concatenation a program of its own."""
+    """Marks the first of the two entries along an axis. XLA would run a concatenation as a program of its own."""
     return lax.broadcasted_iota(jnp.int32, shape, axis % len(shape)) == 0

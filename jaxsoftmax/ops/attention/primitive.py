@@ -8,9 +8,9 @@ linear maps, in anything but the (co)tangents, are those of the reference.
 
 All operands have the same number of batch axes in front, each of size 1 where an operand does not vary along it. Any of the
 tangents may be None, for zero, and so may one of the cotangents. Parameters of all are `scale`, `window`, `soft_cap`,
-`dropout_rate`, `precision`, `deterministic` (whether derivatives must have the same bits run after run) and `implementation`;
-of the first `return_lse` and `is_partial` (whether out, which is one of several that are merged, is not rounded; False if it is
-absent), of the last `wanted`: the names of the operands whose cotangents it returns.
+`dropout_rate`, `precision`, `deterministic_gradients` (True if derivatives must have the same bits run after run) and
+`implementation`; of the first `return_lse` and `is_partial` (True if out, which is one of several that are merged, is not
+rounded; False if it is absent), of the last `wanted`: the names of the operands whose cotangents it returns.
 
 Keys and values may have 8 bits; then `key_scale` and `value_scale` are there too, of their heads, float32. Where attention is
 differentiated they are multiplied first. `dot_product_attention_jvp` and the others do not have them.
@@ -44,6 +44,7 @@ from jaxsoftmax.ops.attention.operands import (
     dequantised,
     without_pages,
 )
+from jaxsoftmax.ops.attention.problem import AttentionProblem
 from jaxsoftmax.ops.attention.xla import summed_to
 
 # What out and lse are called where derivatives save them.
@@ -61,6 +62,7 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
 
 
 _SEQUENCES: dict[str, Any] = {
+    "problem": AttentionProblem,
     "joined": ("queries", "keys"),
     "is_cut": True,
     "knows_machine": True,
@@ -107,6 +109,7 @@ PAGED = define(
         PAGED_OPERANDS,
         _types,
         lambda return_lse, **params: RESULTS[: 2 if return_lse else 1],
+        problem=AttentionProblem,
         knows_machine=True,
     )
 )

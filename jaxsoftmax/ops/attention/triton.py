@@ -38,7 +38,7 @@ _LOG2E = math.log2(math.e)
 # What is served.
 
 
-def unsupported(primitive, target, operands, *, precision, deterministic, wanted=(), **params) -> str | None:
+def unsupported(primitive, target, operands, *, precision, deterministic_gradients, wanted=(), **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
     if (reason := availability.missing()) is not None:
@@ -46,7 +46,7 @@ def unsupported(primitive, target, operands, *, precision, deterministic, wanted
     given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
     is_forward = primitive != "dot_product_attention_vjp"
     reason = _of_types(given, precision, MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD) or _of_shapes(given)
-    if reason is None and "bias" in wanted and deterministic and not _is_whole(given):
+    if reason is None and "bias" in wanted and deterministic_gradients and not _is_whole(given):
         return f"the derivative of a bias that is broadcast, of shape {given['bias'].shape}, is summed in any order"
     return reason
 
@@ -294,9 +294,9 @@ def dot_product_attention(
     return found[: 2 if return_lse else 1]
 
 
-def paged_attention(*, target, precision=None, deterministic=False, **given):
+def paged_attention(*, target, precision=None, deterministic_gradients=False, **given):
     """Attention as in `xla.paged_attention`, of keys and values that are gathered from their pages before."""
-    del precision, deterministic
+    del precision, deterministic_gradients
     operands, options = paged(given)
     return dot_product_attention(target=target, dropout_rate=0.0, **without_pages(operands), **options)
 

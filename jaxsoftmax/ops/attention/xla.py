@@ -217,7 +217,7 @@ class _Attention:
         soft_cap,
         dropout_rate,
         precision="highest",
-        deterministic=False,
+        deterministic_gradients=False,
         machine=ONE_DEVICE,
         zigzag=None,
         strategy=None,
@@ -225,7 +225,7 @@ class _Attention:
         is_partial=False,
         **given: Any,
     ):
-        del deterministic  # met as far as XLA's products do
+        del deterministic_gradients  # met as far as XLA's products do
         del strategy, axis_name  # which matter to `across_devices`
         query, key = given["query"], given["key"]
         self.scale, self.window, self.soft_cap, self.dropout_rate = scale, window, soft_cap, dropout_rate

@@ -1,31 +1,41 @@
-"""Cross-entropy of rows that devices share: a vocabulary-parallel loss. `ops/softmax/across_devices` says what it gets.
+"""Cross-entropy of rows that devices share: a vocabulary-parallel loss.
 
-Forward one collective brings the states of all parts of a row, and the score of its label from the device that has it.
-Cotangents are numbers of rows, which every device has: backward there is none.
+Forward one collective merges the states of all parts of a row, and brings the score of its label from the device that has it.
+Cotangents are numbers of rows, which every device has, so that the backward pass needs no collective.
+
+The rules for primitives take the same arguments as those of `ops/softmax/across_devices.py`. `cross_entropy_of_parts` is for
+calls inside a `shard_map` of the user.
 """
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax.across_devices import merged, mesh_axes, seen
+from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
 
 
 def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):
-    here = part(run, x, _own(x, labels, axes, over), seen(x, where, over), axes=axes, **params)
-    return joined(here, labels, params["dtype"], over, return_state)
+    own_labels = local_labels(labels, x.shape[axes[0]], over)
+    terms = local_terms(run, x, own_labels, local_mask(x, where, over), axes=axes, **params)
+    return merge_terms(terms, labels, params["dtype"], over, return_state)
 
 
-def cross_entropy_jvp(run, x, labels, where, *, axes, over, **given):
+def cross_entropy_jvp(run, x, labels, where, *, axes, over, **others):
     del run
-    given |= {"x": x, "labels": _own(x, labels, axes, over), "where": seen(x, where, over)}
-    return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **given)), mesh_axes(over)))
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": local_mask(x, where, over)}
+    return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(over)))
 
 
 def cross_entropy_vjp(run, x, labels, where, *, axes, over, dtype, soft_cap, replaces=False, **of_rows):
-    given = {"x": x, "labels": _own(x, labels, axes, over), "where": seen(x, where, over), **of_rows}
-    return run(primitive.CROSS_ENTROPY_VJP, given, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": local_mask(x, where, over), **of_rows}
+    return run(primitive.CROSS_ENTROPY_VJP, operands, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
 
 
 def cross_entropy_gradient(run, x, labels, t, *, over, **params):
@@ -39,32 +49,57 @@ def cross_entropy_gradient(run, x, labels, t, *, over, **params):
     return xla.composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=cut.size, **params)
 
 
-def part(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
-    """Of this device's part of the rows `m`, `d`, the scores of its `own` labels, 0 for others, and the sum if asked for."""
+def local_labels(labels, classes, over):
+    """Returns the labels as this device counts its `classes` classes: `NO_CLASS` for those of other devices."""
+    (cut,) = over.values()
+    index = labels - lax.axis_index(cut.over) * classes
+    is_local = (index >= 0) & (index < classes) & (labels < cut.size)
+    return jnp.where(is_local, index, jnp.where(labels == xla.NO_ROW, xla.NO_ROW, xla.NO_CLASS))
+
+
+def local_terms(run, x, labels, where, *, axes, dtype, soft_cap, return_total):
+    """Computes `m`, `d`, the score of the label and with `return_total` the sum of the scores, of this device's classes.
+
+    `labels` are `local_labels`. The score of a label of another device is 0.
+    """
     params = {"axes": axes, "dtype": accumulator(x.dtype, dtype), "soft_cap": soft_cap, "return_total": return_total}
     _, _, *total, m, d = run(primitive.CROSS_ENTROPY, {"x": x, "labels": labels, "where": where}, return_state=True, **params)
     chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), 0)
     return [m, d, chosen, *total]
 
 
-def joined(parts, labels, dtype, over, return_state=False):
-    """Merges the results of `part` on each device into those of whole rows."""
+def merge_terms(terms, labels, dtype, over, return_state=False):
+    """Merges the `local_terms` of all devices to the results of `cross_entropy`. `labels` count the classes of all devices."""
     (cut,) = over.values()
-    m, d, chosen, *total = merged(*parts, over=over)
+    m, d, chosen, *total = merge_states(*terms, over=over)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
     return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
 
 
-def _own(x, labels, axes, over):
-    (cut,), (axis,) = over.values(), axes
-    return own(labels, x.shape[axis], cut)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def cross_entropy_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, labels, where) -> list[jax.Array]:
+    """Computes the results of the primitive, with the state, of rows that devices share inside a `shard_map` of the user.
+
+    All devices get the same results, and pass the same labels, which count the classes of all devices. The collectives stand
+    beside the primitives, for the reason that `logsumexp_of_parts` gives. The logits are read and written as often as on one
+    device.
+    """
+    run = functools.partial(bind, implementation=params["implementation"])
+    params = {name: value for name, value in params.items() if name != "implementation"}
+    (axis,) = params["axes"]
+    cuts = {axis: Cut.of_part(axis_name, x.shape[axis])}
+    return cross_entropy(run, x, labels, where, return_state=True, over=cuts, **params)
 
 
-def own(labels, size, cut):
-    """The labels as this device counts its `size` classes. Those of other devices are no class."""
-    place = labels - lax.axis_index(cut.over) * size
-    is_here = (place >= 0) & (place < size) & (labels < cut.size)
-    return jnp.where(is_here, place, jnp.where(labels == xla.NO_ROW, xla.NO_ROW, xla.NO_CLASS))
+@cross_entropy_of_parts.defjvp
+def _jvp_of_parts(axis_name, params, primals, tangents):
+    (x, labels, where), (t, *_) = primals, tangents
+    *results, m, d = cross_entropy_of_parts(axis_name, params, x, labels, where)
+    (axis,) = params["axes"]
+    own_labels = local_labels(labels, x.shape[axis], {axis: Cut.of_part(axis_name, x.shape[axis])})
+    operands = {"x": x, "m": m, "d": d, "t": t, "labels": own_labels, "where": where}
+    mean, chosen, *total = lax.psum(jnp.stack(bind(primitive.CROSS_ENTROPY_JVP, operands, **params)), axis_name)
+    return [*results, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
 
 
 # The rules by the names of the operations.

@@ -1,10 +1,11 @@
 """Cross-entropy losses, with the arguments and values of optax: of logits, or of a linear layer's inputs and weight."""
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,21 @@ from jax.typing import ArrayLike
 from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind, reverse_only
-from jaxsoftmax.ops.cross_entropy import across_devices, linear, shards
+from jaxsoftmax.ops.cross_entropy import across_devices, linear
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
+from jaxsoftmax.ops.cross_entropy.loss import LossHead, combined
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
 from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
 from jaxsoftmax.ops.softmax.api import sorted_axes
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import select
 
-_NAME = "cross_entropy"
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import LossOptions
+
+_NAME, _LINEAR = "cross_entropy", "linear_cross_entropy"
 
 
 @overload
@@ -36,13 +40,8 @@ def cross_entropy(
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
     return_lse: Literal[False] = False,
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
+    **options: "Unpack[LossOptions]",
 ) -> jax.Array: ...
 
 
@@ -53,13 +52,8 @@ def cross_entropy(
     axis: int | Sequence[int] = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
     return_lse: Literal[True],
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
+    **options: "Unpack[LossOptions]",
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -170,24 +164,25 @@ def cross_entropy(
     where = None if where is None else arguments.array(_NAME, "where", where, "boolean")
     kind = accumulator(logits.dtype)
     smoothing, z_loss, soft_cap = _options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
-    axes, axis_name = _in_order(axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
+    axes, axis_name = _class_axes(axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
     params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
     if _are_classes(labels, logits.shape, axes):
-        found, there, counts = _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params)
+        terms, classes, counts = _terms_from_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params)
     else:
         if ignore_index is not None:
             what = arguments.shown(ignore_index)
             raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating or one-hot, got {what}")
-        found, there = _of_probabilities(logits, labels, where, axes, axis_name, **params)
-        counts = None if where is None else there != 0
-    # Rows that do not count are taken out before anything is computed from their log-sum-exp, which may be infinite.
-    parts = found if counts is None else [jnp.where(counts, part, 0) for part in found]
-    loss = _loss(*parts, smoothing=smoothing, z_loss=z_loss, classes=jnp.maximum(jnp.asarray(there, kind), 1))
-    return (loss, found[1]) if return_lse else loss
+        terms, classes = _terms_from_probabilities(logits, labels, where, axes, axis_name, params)
+        counts = None if where is None else classes != 0
+    # Rows that do not count become 0 before anything is computed from their log-sum-exp, which may be infinite.
+    counted = terms if counts is None else [jnp.where(counts, term, 0) for term in terms]
+    classes = jnp.maximum(jnp.asarray(classes, kind), 1)
+    loss = combined(*counted, label_smoothing=smoothing, z_loss=z_loss, classes=classes)
+    return (loss, terms[1]) if return_lse else loss
 
 
 def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Tells labels that are the classes of rows from those that are weights of classes, for logits of this shape."""
+    """Returns True for labels that are the classes of rows, False for weights of classes, for logits of this shape."""
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return False
     is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
@@ -202,35 +197,40 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
     return False
 
 
-def _of_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
-    """Binds the primitive for integer labels; counts the classes that take part in each row, and says which rows count."""
-    logits = _of_as_many_rows(logits, labels, axes, params["dtype"])
+def _terms_from_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
+    """Computes the terms of the losses for labels that are classes, by the primitive.
+
+    Returns:
+      The terms (`nll`, `lse`, and with `return_total` the sum of the scores), the number of classes that take part in each row,
+      and True for each row that counts; None if all rows do.
+    """
+    logits = _with_rows_of(labels, logits, axes, params["dtype"])
     rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
     labels = _broadcast("labels", labels, rows)
     if where is not None:
-        where = _mask(where, logits.shape, axes)
-        where = _flat(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
-    logits, at = _flat(logits, axes), axes[0] if len(axes) == 1 else len(rows)
-    there, classes = _there(where, logits.shape, (at,), axis_name)
-    counts = None if where is None else there != 0
+        where = _aligned_mask(where, logits.shape, axes)
+        where = _flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
+    logits, axis = _flattened(logits, axes), axes[0] if len(axes) == 1 else len(rows)
+    classes, all_classes = _count_classes(where, logits.shape, (axis,), axis_name)
+    counts = None if where is None else classes != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
-    index = _index(labels, classes)
-    if counts is not None:  # the log-sum-exp that is returned is that of a row with any label
+    index = _index(labels, all_classes)
+    if counts is not None:  # with any label of the row, the primitive computes the log-sum-exp that is returned
         index = jnp.where(counts, index, 0 if return_lse else NO_ROW)
-    operands, params = {"x": logits, "labels": jnp.expand_dims(index, at), "where": where}, {"axes": (at,), **params}
+    operands, params = {"x": logits, "labels": jnp.expand_dims(index, axis), "where": where}, {"axes": (axis,), **params}
     if axis_name:
-        found = shards.cross_entropy(axis_name, params, *operands.values())[:-2]
+        terms = across_devices.cross_entropy_of_parts(axis_name, params, *operands.values())[:-2]
     else:
-        found = bind(CROSS_ENTROPY, operands, return_state=False, **params)
-    return [jnp.squeeze(part, at) for part in found], there, counts
+        terms = bind(CROSS_ENTROPY, operands, return_state=False, **params)
+    return [jnp.squeeze(term, axis) for term in terms], classes, counts
 
 
-def _of_as_many_rows(logits, labels, axes, dtype):
+def _with_rows_of(labels, logits, axes, dtype):
     """Broadcasts axes of size 1 of the rows of logits to the sizes that labels have there, as optax does.
 
-    Logits that are broadcast have the dtype of the arithmetic, in which their gradient adds up.
+    Logits that are broadcast get the dtype of the arithmetic, in which their gradient accumulates.
     """
     others = [axis for axis in range(logits.ndim) if axis not in axes]
     rows = tuple([logits.shape[axis] for axis in others])
@@ -242,8 +242,12 @@ def _of_as_many_rows(logits, labels, axes, dtype):
     return logits if shape == logits.shape else jnp.broadcast_to(logits.astype(dtype), shape)
 
 
-def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap, return_total, implementation):
-    """Binds the primitive for labels that are weights of classes; counts the classes that take part in each row."""
+def _terms_from_probabilities(logits, labels, where, axes, axis_name, params):
+    """Computes the terms of the losses for labels that are weights of classes, and the number of classes that take part.
+
+    The terms are those of `_terms_from_classes`.
+    """
+    dtype, soft_cap = params["dtype"], params["soft_cap"]
     ndim = max(logits.ndim, labels.ndim)
     axes = tuple(sorted(axis - logits.ndim + ndim for axis in axes))
     logits, labels = (lax.expand_dims(array, range(ndim - array.ndim)) for array in (logits, labels.astype(dtype)))
@@ -253,35 +257,26 @@ def _of_probabilities(logits, labels, where, axes, axis_name, *, dtype, soft_cap
         what = f"got shapes {labels.shape} and {logits.shape}"
         raise ValueError(f"{_NAME}: floating labels must broadcast with logits, {what}") from None
     if where is not None:
-        where = _mask(where, shape, axes)
+        where = _aligned_mask(where, shape, axes)
         logits = jnp.broadcast_to(logits, lax.broadcast_shapes(logits.shape, where.shape))
     logits = logits.astype(dtype)  # once: cotangents of narrow logits would be rounded before they are added up
     scores = capped(select(where, logits, 0), soft_cap)
-    params = {"axes": axes, "dtype": dtype, "implementation": implementation}
-    lse = _log_sum_exp(axis_name, params, logits if soft_cap is None else scores, where)
+    x = logits if soft_cap is None else scores
+    lse_params = {"axes": axes, "dtype": dtype, "implementation": params["implementation"]}
+    if axis_name:
+        lse = logsumexp_of_parts(axis_name, lse_params, x, where)
+    else:
+        (lse,) = bind(LOGSUMEXP, {"x": x, "where": where}, return_state=False, **lse_params)
     labels, nll = select(where, labels, 0), lse - scores
     counts = (labels != 0) | jnp.isfinite(nll)  # 0 * inf would be NaN
     sums = [jnp.sum(labels * jnp.where(counts, nll, 0), axes)]
-    if return_total:
+    if params["return_total"]:
         sums.append(jnp.sum(select(where, scores, 0), axes))
     nll, *total = lax.psum(sums, axis_name) if axis_name else sums
-    there, _ = _there(where, logits.shape, axes, axis_name)
-    found = [nll, lax.squeeze(lse, axes), *total]
-    *found, there = (jnp.broadcast_to(part, nll.shape) for part in (*found, there))
-    return found, there
-
-
-def _log_sum_exp(axis_name, params, x, where):
-    """The log-sum-exp of rows in the dtype of the arithmetic, the axes kept, over all devices that share the classes."""
-    if axis_name:
-        return logsumexp_of_parts(axis_name, params, x, where)
-    return bind(LOGSUMEXP, {"x": x, "where": where}, return_state=False, **params)[0]
-
-
-def _loss(nll, lse, total=None, *, smoothing, z_loss, classes):
-    """The losses of rows from what the primitive gives."""
-    loss = (1 - smoothing) * nll + smoothing * (lse - total / classes) if smoothing else nll
-    return loss + z_loss * lse * lse if z_loss else loss
+    classes, _ = _count_classes(where, logits.shape, axes, axis_name)
+    terms = [nll, lax.squeeze(lse, axes), *total]
+    *terms, classes = (jnp.broadcast_to(term, nll.shape) for term in (*terms, classes))
+    return terms, classes
 
 
 def linear_cross_entropy(
@@ -389,130 +384,90 @@ def linear_cross_entropy(
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
     """
-    name = "linear_cross_entropy"
+    name = _LINEAR
     check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
-    hidden, weight = (arguments.array(name, *given, "floating") for given in (("hidden", hidden), ("weight", weight)))
-    if hidden.dtype.itemsize < 2:
-        raise TypeError(f"{name}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
-    labels = arguments.array(name, "labels", labels, "integers")
-    class_axis = arguments.integer(name, "class_axis", class_axis)
-    if class_axis not in (-2, -1, 0, 1):
-        raise ValueError(f"{name}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
-    axis = class_axis % 2
-    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
-        shape = "[H, classes]" if axis else "[classes, H]"
-        raise ValueError(f"{name}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}")
+    hidden, weight, labels, axis = _linear_layer(hidden, weight, labels, class_axis)
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     options = _options(name, kind, label_smoothing, z_loss, logits_soft_cap)
     labels = _broadcast("labels", labels, rows, name)
-    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    operands = {"hidden": hidden, "weight": weight, "labels": labels}
     if bias is not None:
-        given["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
+        operands["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
     if sample_weight is not None:
         sample_weight = arguments.array(name, "sample_weight", sample_weight)
         if jnp.issubdtype(sample_weight.dtype, jnp.complexfloating):
             raise TypeError(f"{name}: sample_weight must be real, got {sample_weight.dtype}")
-        given["sample_weight"] = _broadcast("sample_weight", sample_weight, rows, name).astype(kind)
-    axis_name = arguments.axis_names(name, axis_name)
-
-    def loss(of_rows, of_classes, *operands):
-        """The losses of this device's rows, or their sum over the devices that share the rows."""
-        shared = (*axis_name, *of_classes)
-        head = _Head(axis, *options, implementation, shared)
-        all_classes = _countable(name, classes * lax.axis_size(axis_name))
-        here = dict(zip(given, operands, strict=True))
-        hidden, weight, labels, bias = here["hidden"], here["weight"], here["labels"], here.get("bias")
-        factors = here.get("sample_weight", jnp.ones_like(labels, kind))
-        index = _index(labels, all_classes)
-        if ignore_index is not None:
-            factors = jnp.where(_differs(labels, ignore_index, name), factors, 0)
-        if ignore_index is not None or sample_weight is not None:
-            index = jnp.where(factors != 0, index, NO_ROW)
-            hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
-        if reduction == "mean":
-            count = lax.psum(jnp.sum(factors), of_rows)
-            factors = factors / jnp.where(count != 0, count, 1)
-        hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-        index, factors = index.reshape(-1), factors.reshape(-1)
-        # Small gradients are 0 in float16, unless they are made with the cotangent, a loss scale.
-        if reduction != "none" and hidden.dtype != jnp.float16:
-            total = linear.weighted_sum(head, hidden, weight, bias, index, factors)
-        else:
-            losses = factors * linear.losses(head, hidden, weight, bias, index)
-            if reduction == "none":
-                return lax.psum(losses.reshape(labels.shape), shared)
-            total = jnp.sum(losses)
-        return lax.psum(total, (*of_rows, *shared))
-
+        operands["sample_weight"] = _broadcast("sample_weight", sample_weight, rows, name).astype(kind)
+    head = LossHead(axis, *options, implementation, arguments.axis_names(name, axis_name))
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
-    names = [axes.get(operand, ()) for operand in given]
-    operands = [operand if operand is labels else reverse_only(linear.REVERSE_ONLY, operand) for operand in given.values()]
-    return sharding.on_shards(loss, operands, names, "classes", len(rows) if reduction == "none" else 0)
+    loss = functools.partial(_linear_loss, list(operands), head, classes, reduction, ignore_index)
+    arrays = [array if array is labels else reverse_only(linear.REVERSE_ONLY, array) for array in operands.values()]
+    names = [axes.get(operand, ()) for operand in operands]
+    return sharding.on_shards(loss, arrays, names, "classes", len(rows) if reduction == "none" else 0)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """What `linear` computes of the products, hashed by its values, so that equal calls are compiled once."""
+def _linear_layer(hidden, weight, labels, class_axis) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+    """Checks the operands of a linear layer and its labels. Returns them, and the axis of the classes: 0 or 1."""
+    hidden, weight = (arguments.array(_LINEAR, *named, "floating") for named in (("hidden", hidden), ("weight", weight)))
+    if hidden.dtype.itemsize < 2:
+        raise TypeError(f"{_LINEAR}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
+    labels = arguments.array(_LINEAR, "labels", labels, "integers")
+    class_axis = arguments.integer(_LINEAR, "class_axis", class_axis)
+    if class_axis not in (-2, -1, 0, 1):
+        raise ValueError(f"{_LINEAR}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
+    axis = class_axis % 2
+    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
+        shape = "[H, classes]" if axis else "[classes, H]"
+        raise ValueError(
+            f"{_LINEAR}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}"
+        )
+    return hidden, weight, labels, axis
 
-    class_axis: int
-    label_smoothing: float
-    z_loss: float
-    logits_soft_cap: float | None
-    implementation: str | None
-    axis_name: tuple[str, ...] = ()
 
-    def own(self, labels: jax.Array, classes: int) -> jax.Array:
-        """The labels as this device counts its classes: `classes` is their number."""
-        return across_devices.own(labels, classes, self._over(classes)[1]) if self.axis_name else labels
+def _linear_loss(names, head, classes, reduction, ignore_index, row_axes, class_axes, *arrays) -> jax.Array:
+    """Computes the losses of this device's rows, or the sum over the rows of all devices.
 
-    def numbers(self, logits: jax.Array, own: jax.Array) -> list[jax.Array]:
-        params = {"axes": (1,), "dtype": accumulator(logits.dtype), "soft_cap": self.logits_soft_cap}
-        params |= {"return_total": self.label_smoothing > 0}
-        operands = {"x": logits, "labels": own[:, None]}
-        if self.axis_name:
-            found = across_devices.part(self._run, **operands, where=None, **params)
-        else:
-            found = self._run(CROSS_ENTROPY, operands, return_state=False, **params)
-        return [jnp.squeeze(number, 1) for number in found]
-
-    def losses(self, numbers: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
-        if self.axis_name:
-            numbers = across_devices.joined(numbers, labels, numbers[0].dtype, self._over(classes))
-        return self.loss(numbers, classes)
-
-    def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The losses, and the derivative of the sum of `factors` times them, in the memory of the logits."""
-        operands = {"x": logits, "labels": labels[:, None], "t": factors[:, None]}
-        params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap}
-        params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        classes = logits.shape[1]
-        if self.axis_name:
-            gradient, *found = across_devices.cross_entropy_gradient(self._run, **operands, over=self._over(classes), **params)
-        else:
-            gradient, *found = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
-        return self.loss([jnp.squeeze(part, 1) for part in found], classes), gradient
-
-    def loss(self, found: Sequence[jax.Array], classes: int) -> jax.Array:
-        """The losses, from what the primitive gives of rows; 0 on all devices except the first."""
-        classes = max(classes, 1) * lax.axis_size(self.axis_name)
-        loss = _loss(*found, smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
-        return jnp.where(lax.axis_index(self.axis_name) == 0, loss, 0) if self.axis_name else loss
-
-    def _run(self, this: Operation, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
-        return bind(this, operands, implementation=self.implementation, **params)
-
-    def _over(self, classes: int) -> dict[int, sharding.Cut]:
-        return {1: sharding.Cut.of_part(self.axis_name, classes)}
-
-    @property
-    def is_plain(self) -> bool:
-        return self.label_smoothing == 0 and self.logits_soft_cap is None
+    Args:
+      names: names of the arrays.
+      head: the loss; its `axis_name` has the mesh axes that the caller names.
+      classes: number of classes on all devices that `row_axes` and `class_axes` span.
+      reduction: "mean", "sum" or "none".
+      ignore_index: label of the rows that do not count, or None.
+      row_axes: mesh axes over which rows are sharded.
+      class_axes: mesh axes over which classes are sharded, except `head.axis_name`.
+      *arrays: the parts of the operands that this device has.
+    """
+    all_classes = _countable(_LINEAR, classes * lax.axis_size(head.axis_name))
+    head = replace(head, axis_name=(*head.axis_name, *class_axes))
+    operands = dict(zip(names, arrays, strict=True))
+    hidden, weight, labels, bias = operands["hidden"], operands["weight"], operands["labels"], operands.get("bias")
+    factors = operands.get("sample_weight", jnp.ones_like(labels, accumulator(hidden.dtype)))
+    index = _index(labels, all_classes)
+    if ignore_index is not None:
+        factors = jnp.where(_differs(labels, ignore_index, _LINEAR), factors, 0)
+    if ignore_index is not None or "sample_weight" in operands:
+        index = jnp.where(factors != 0, index, NO_ROW)
+        hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
+    if reduction == "mean":
+        count = lax.psum(jnp.sum(factors), row_axes)
+        factors = factors / jnp.where(count != 0, count, 1)
+    hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+    index, factors = index.reshape(-1), factors.reshape(-1)
+    # Small gradients are 0 in float16, unless they are computed with the cotangent, which is a loss scale.
+    if reduction != "none" and hidden.dtype != jnp.float16:
+        total = linear.weighted_sum(head, hidden, weight, bias, index, factors)
+    else:
+        losses = factors * linear.losses(head, hidden, weight, bias, index)
+        if reduction == "none":
+            return lax.psum(losses.reshape(labels.shape), head.axis_name)
+        total = jnp.sum(losses)
+    return lax.psum(total, (*row_axes, *head.axis_name))
 
 
 def _options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[float, float, float | None]:
-    """Options of a loss as concrete numbers, for arithmetic of this dtype."""
+    """Returns options of a loss as concrete numbers, checked for arithmetic of this dtype."""
     smoothing, factor = (
         arguments.number(function, name, value) for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss))
     )
@@ -524,13 +479,14 @@ def _options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[
 
 
 def _index(labels: jax.Array, classes: int) -> jax.Array:
-    """The labels as int32, `NO_CLASS` for those that are no class."""
-    # A narrow dtype may not hold how many classes there are.
+    """Returns the labels as int32, `NO_CLASS` for those that are no class."""
+    # A narrow dtype may not hold the number of classes.
     wide = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), NO_CLASS)
 
 
 def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
+    """Returns `labels != ignore_index`, also if the dtype of the labels does not hold `ignore_index`."""
     try:
         if isinstance(ignore_index, bool):
             raise TypeError
@@ -545,42 +501,43 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
 
 
 def _countable(function: str, classes: Any) -> Any:
-    """Returns the number of classes on all devices, unless int32 does not hold it."""
+    """Returns the number of classes on all devices. Raises ValueError if int32 does not hold it."""
     most = np.iinfo(np.int32).max
     if isinstance(classes, int) and classes > most:
         raise ValueError(f"{function}: there must be at most {most} classes, got {classes}")
     return classes
 
 
-def _there(where, shape, axes, axis_name) -> tuple[Any, Any]:
-    """Counts the classes that take part in each row of logits of this shape, and all of them, over all devices.
+def _count_classes(where, shape, axes, axis_name) -> tuple[Any, Any]:
+    """Counts the classes that take part in each row of logits of this shape, and all classes, over all devices.
 
-    Where a mask is of rows, the first is at least one.
+    With a mask of rows the first number is 0, or at least 1.
     """
-    here = math.prod([shape[axis] for axis in axes])
-    classes = _countable(_NAME, here * lax.axis_size(axis_name))
+    n_local = math.prod([shape[axis] for axis in axes])
+    classes = _countable(_NAME, n_local * lax.axis_size(axis_name))
     if where is None:
         return classes, classes
     is_of_rows = all(where.shape[axis] == 1 for axis in axes)
-    if is_of_rows and (not isinstance(here, int) or here != 1):  # a device may have one class
+    if is_of_rows and (not isinstance(n_local, int) or n_local != 1):  # a device may have one class
         return jnp.where(lax.squeeze(where, axes), jnp.maximum(jnp.asarray(classes, jnp.int32), 1), 0), classes
     whole = [size if axis in axes else where.shape[axis] for axis, size in enumerate(shape)]
     count = jnp.sum(jnp.broadcast_to(where, whole), axes, dtype=jnp.int32)
     return lax.psum(count, axis_name) if axis_name else count, classes
 
 
-def _mask(where: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-    """A mask of rows, or else of classes, with as many axes as this shape, with which it broadcasts."""
+def _aligned_mask(where: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """Returns a mask of rows, or else of classes, with as many axes as `shape`; it broadcasts to that shape."""
     rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
     if where.ndim == len(rows):
-        of_classes = (1,) * len(axes) + where.shape
-        return lax.expand_dims(_broadcast("where", where, rows, hint=f"; a mask of classes is {of_classes}"), sorted(axes))
+        mask_of_classes = (1,) * len(axes) + where.shape
+        hint = f"; a mask of classes is {mask_of_classes}"
+        return lax.expand_dims(_broadcast("where", where, rows, hint=hint), sorted(axes))
     _broadcast("where", where, shape)
     return lax.expand_dims(where, range(len(shape) - where.ndim))
 
 
-def _in_order(axis: Any, ndim: int) -> tuple[int, ...]:
-    """The axes of the classes as they were given, counted from 0."""
+def _class_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Returns the axes of the classes in the order of `axis`, counted from 0."""
     axes = sorted_axes(_NAME, axis, ndim)
     if not axes:
         raise ValueError(f"{_NAME}: axis must name an axis of logits, got {arguments.shown(axis)} for {ndim} dimensions")
@@ -594,8 +551,8 @@ def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: st
         raise ValueError(f"{function}: {name} must broadcast to shape {shape}, got {array.shape}{hint}") from None
 
 
-def _flat(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The array with one axis of classes: several are moved to the end and flattened, in their order."""
+def _flattened(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the array with one axis of classes: several axes move to the end and are flattened, in their order."""
     if len(axes) == 1:
         return array
     moved = jnp.moveaxis(array, axes, range(-len(axes), 0))

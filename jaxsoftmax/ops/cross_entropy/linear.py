@@ -1,29 +1,23 @@
-"""Cross-entropy of the logits of a linear layer, which are made for a part of the rows at a time and never whole in memory.
+"""Cross-entropy of a linear layer's logits, computed for a part of the rows at a time, so that all logits are never in memory.
 
-For a sum of losses the gradients are made at once, part by part, and scaled when their cotangent is known: three products in
-all, as many as with whole logits. For losses by themselves the logits are made again, which is a fourth product.
+- A sum of losses computes its gradients together with its value, part by part, and scales them when the cotangent is known.
+  That takes three matrix products in all, the number that a loss with all logits in memory takes.
+- Losses of rows compute the logits once more for their gradients, which is a fourth product.
+- Losses without gradients have the primitive `linear_cross_entropy`, for which Hopper has a kernel that keeps no logits.
 
-The gradient of a part's logits takes their place in memory. That of the weight adds up over the parts, where it is: on GPUs XLA
-makes the sum a part of the product, with no other array.
+The gradient of a part's logits takes their place in memory. The gradient of the weight accumulates over the parts in place: on
+GPUs XLA makes the addition a part of the product, without another array.
 
-A part has every n-th row, and not neighbours: where rows are sharded, each device has some of every part.
+With n parts a part has every n-th row, not neighbours: if rows are sharded, each device has some of every part.
 
-Of losses without gradients there is a primitive, `linear_cross_entropy`, for which Hopper has a kernel that keeps no logits.
-
-Devices may share the classes, over the mesh axes `axis_name` of the head: each has the logits of its own, and one collective
-merges their states, of a part of the rows where gradients are made, else of all. What devices return adds up to the losses, and
-so do gradients of what all of them have: JAX adds those up, once, behind the last part.
-
-A `head` has `class_axis`, 0 or 1, the axis of the weight that has the classes; `axis_name`; `own(labels, classes)`, the labels
-as this device counts its classes, which are so many; `numbers(logits, own)`, what it knows of rows, `[rows]` each: `nll` and
-`lse`, or where devices share the classes `m`, `d` and the label's score, and with smoothing the sum of the scores;
-`losses(numbers, labels, classes)`; and `losses_and_gradient(logits, labels, factors)`, which gives them, and the derivative of
-the sum of `factors` times them. `is_plain` says that there is no smoothing and no cap. It can be hashed.
+If devices share the classes (`head.axis_name`), each computes the logits of its own classes, and one collective merges the
+terms of rows: of one part if gradients are computed, else of all rows. The losses that devices return add up to the loss. The
+gradients of arrays that all devices have add up too, which JAX does once, behind the last part.
 """
 
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,35 +29,46 @@ from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, reverse_only
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 
-# Bytes of the logits of a part: few parts where each reads and writes the gradient of the weight.
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.cross_entropy.loss import LossHead
+
+# Bytes of the logits of a part. With gradients parts are fewer, as each reads and writes the gradient of the weight.
 MOST_WITH_GRADIENT = 2**29
 MOST = 2**28
 REVERSE_ONLY = (
     "linear_cross_entropy: it has no forward mode (jax.jvp, jax.jacfwd, jax.linearize as a function of tangents);"
     " take cross_entropy(hidden @ weight + bias, labels), which has whole logits in memory"
 )
-_TILE = 128  # rows that tensor cores take at a time
+_TILE = 128  # rows of one tile of tensor cores
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def losses(head, hidden, weight, bias, labels) -> jax.Array:
-    """`[rows]`, of `hidden` `[rows, H]`, a weight with `H` and the classes, a bias of these or None, and labels `[rows]`."""
+def losses(head: "LossHead", hidden, weight, bias, labels) -> jax.Array:
+    """Computes the loss of each row, `[rows]`.
+
+    Args:
+      head: the loss behind the layer.
+      hidden: `[rows, H]`.
+      weight: the weight, with the classes along `head.class_axis` and `H` along the other axis.
+      bias: `[classes]`, or None.
+      labels: `[rows]`; they count the classes of all devices.
+    """
     classes = weight.shape[head.class_axis]
-    operands = {"hidden": hidden, "weight": weight, "labels": head.own(labels, classes)}
+    operands = {"hidden": hidden, "weight": weight, "labels": head.local_labels(labels, classes)}
     if bias is not None or not head.is_plain:
-        return head.losses(numbers_by_parts(head, bias=bias, **operands), labels, classes)
-    # Where Mosaic has no kernel without logits, its kernels of logits run, in the reference here.
+        return head.losses(terms_by_parts(head, bias=bias, **operands), labels, classes)
+    # If Mosaic has no kernel without logits, the reference of this primitive runs, and in it Mosaic's kernels for logits.
     forced = None if head.implementation == "mosaic" else head.implementation
     return head.losses(bind(LINEAR_CROSS_ENTROPY, operands, head=head, implementation=forced), labels, classes)
 
 
-def numbers_by_parts(head, hidden, weight, bias, labels) -> list[jax.Array]:
-    """`head.numbers` of all rows, from logits of a part of them at a time."""
+def terms_by_parts(head: "LossHead", hidden, weight, bias, labels) -> list[jax.Array]:
+    """Computes `head.terms` of all rows, from the logits of a part of the rows at a time. Labels are `head.local_labels`."""
 
-    def part(totals, h, own):
-        return totals, head.numbers(_logits(head, h, weight, bias), own)
+    def terms_of_part(sums, hidden, labels):
+        return sums, head.terms(_logits(head, hidden, weight, bias), labels)
 
-    return _by_parts(part, MOST, head, weight, bias, [hidden, labels])[1]
+    return _by_parts(terms_of_part, MOST, head, weight, bias, [hidden, labels])[1]
 
 
 def _results(*, head, **params):
@@ -93,17 +98,17 @@ LINEAR_CROSS_ENTROPY = define(
 )
 
 
-def of_batch(numbers, hidden, weight, labels) -> list[jax.Array]:
-    """`numbers(hidden, weight, labels)` of a batch of rows that share the weight."""
+def of_batch(terms, hidden, weight, labels) -> list[jax.Array]:
+    """Calls `terms(hidden, weight, labels)` for a batch of rows that share the weight, as one row after another."""
     rows = math.prod(labels.shape)
-    found = numbers(hidden.reshape(rows, hidden.shape[-1]), weight.reshape(weight.shape[-2:]), labels.reshape(rows))
-    return [number.reshape(labels.shape) for number in found]
+    results = terms(hidden.reshape(rows, hidden.shape[-1]), weight.reshape(weight.shape[-2:]), labels.reshape(rows))
+    return [result.reshape(labels.shape) for result in results]
 
 
 def _losses_forward(head, hidden, weight, bias, labels):
-    # Forward mode over this one has no rule either.
-    given = [None if array is None else reverse_only(REVERSE_ONLY, array) for array in (hidden, weight, bias)]
-    return losses(head, *given, labels), (hidden, weight, bias, labels)
+    # Forward mode over this rule must raise too.
+    floating = [None if array is None else reverse_only(REVERSE_ONLY, array) for array in (hidden, weight, bias)]
+    return losses(head, *floating, labels), (hidden, weight, bias, labels)
 
 
 def _losses_backward(head, saved, cotangents):
@@ -113,21 +118,21 @@ def _losses_backward(head, saved, cotangents):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def weighted_sum(head, hidden, weight, bias, labels, factors) -> jax.Array:
-    """The sum of `factors` times the losses."""
+def weighted_sum(head: "LossHead", hidden, weight, bias, labels, factors) -> jax.Array:
+    """Computes `sum(factors * losses)`, a scalar; `factors` are `[rows]`."""
     return jnp.sum(factors * losses(head, hidden, weight, bias, labels))
 
 
 def _sum_forward(head, hidden, weight, bias, labels, factors):
-    found, *gradients = _with_gradients(head, hidden, weight, bias, labels, factors)
-    return jnp.sum(factors * found), (gradients, found)
+    losses, *gradients = _with_gradients(head, hidden, weight, bias, labels, factors)
+    return jnp.sum(factors * losses), (gradients, losses)
 
 
 def _sum_backward(head, saved, cotangent):
     del head
-    gradients, found = saved
-    scaled = [None if g is None else (g.astype(found.dtype) * cotangent).astype(g.dtype) for g in gradients]
-    return (*scaled, None, found * cotangent)
+    gradients, losses = saved
+    scaled = [None if g is None else (g.astype(losses.dtype) * cotangent).astype(g.dtype) for g in gradients]
+    return (*scaled, None, losses * cotangent)
 
 
 losses.defvjp(_losses_forward, _losses_backward)
@@ -135,24 +140,23 @@ weighted_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _with_gradients(head, hidden, weight, bias, labels, cotangents):
-    """The losses, and the gradients of their sum times `cotangents`."""
+    """Computes the losses, and the gradients of `sum(cotangents * losses)` by `hidden`, `weight` and `bias` (or None)."""
 
-    def part(totals, h, own, c):
-        found, of_logit = head.losses_and_gradient(_logits(head, h, weight, bias), own, c)
-        of_hidden = _product(of_logit, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
-        pair = (h, of_logit) if head.class_axis == 1 else (of_logit, h)
-        of_weight = [_product(*pair, 0, 0, weight.dtype)]
-        of_bias = [] if bias is None else [jnp.sum(of_logit, 0, dtype=c.dtype)]
-        sums = of_weight + of_bias
-        return sums if totals is None else list(map(jnp.add, totals, sums)), [found, of_hidden]
+    def part(sums, h, labels, c):
+        losses, d_logits = head.losses_and_gradient(_logits(head, h, weight, bias), labels, c)
+        d_hidden = _product(d_logits, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
+        factors = (h, d_logits) if head.class_axis == 1 else (d_logits, h)
+        more = [_product(*factors, 0, 0, weight.dtype)]
+        if bias is not None:
+            more.append(jnp.sum(d_logits, 0, dtype=c.dtype))
+        return more if sums is None else list(map(jnp.add, sums, more)), [losses, d_hidden]
 
-    totals, found = _by_parts(part, MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
-    of_weight, *of_bias = totals
-    return *found, of_weight, of_bias[0].astype(bias.dtype) if of_bias else None
+    (d_weight, *d_bias), results = _by_parts(part, MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
+    return *results, d_weight, d_bias[0].astype(bias.dtype) if d_bias else None
 
 
 def _logits(head, hidden, weight, bias):
-    """In the dtype of `hidden`, rounded once."""
+    """Computes logits in the dtype of `hidden`, rounded once: with a bias the products are float32 until it is added."""
     dtype = hidden.dtype if bias is None else accumulator(hidden.dtype)
     logits = _product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, dtype)
     return logits if bias is None else (logits + bias.astype(dtype)[None]).astype(hidden.dtype)
@@ -163,43 +167,56 @@ def _product(a, b, axis_of_a, axis_of_b, dtype) -> jax.Array:
 
 
 def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-    """A fold of `function(totals, *parts of the arrays)` over the rows: the totals, None at first, and the results of all rows.
+    """Folds a function over parts of the rows.
 
-    The logits of a part have about `most` bytes. The last rows of parts may be zeros. Symbolic sizes make one part.
+    Args:
+      function: `function(sums, *parts of the arrays)` returns the new sums, and results `[rows of the part, ...]`. The sums
+        that it gets first are None if there is one part, else zeros.
+      most: bytes that the logits of a part take, approximately.
+      head: the loss, which says which axis of the weight has the classes.
+      weight: the weight of the layer.
+      bias: the bias of the layer, or None.
+      arrays: arrays whose first axis has the rows.
+
+    Returns:
+      The sums, and the results of all rows. The last rows of parts may be zeros, whose results are left out. Symbolic sizes
+      make one part.
     """
     rows, classes = arrays[0].shape[0], weight.shape[head.class_axis]
-    each, parts = rows, 1
+    rows_of_part, parts = rows, 1
     if isinstance(rows, int) and isinstance(classes, int):
         dtype = arrays[0].dtype
         itemsize = dtype.itemsize if bias is None else dtype.itemsize + accumulator(dtype).itemsize  # see `_logits`
-        each, parts = _sizes(rows, -(-rows * classes * itemsize // most))
+        rows_of_part, parts = _sizes(rows, -(-rows * classes * itemsize // most))
     if parts == 1:
         return function(None, *arrays)
 
-    def cut(array):
-        padded = jnp.pad(array, ((0, parts * each - rows), *((0, 0) for _ in array.shape[1:])))
-        return padded.reshape(each, parts, *array.shape[1:])
+    def interleaved(array):
+        padded = jnp.pad(array, ((0, parts * rows_of_part - rows), *((0, 0) for _ in array.shape[1:])))
+        return padded.reshape(rows_of_part, parts, *array.shape[1:])
 
     def step(carry, i):
-        totals, found = carry
-        totals, new = function(totals, *(lax.dynamic_index_in_dim(array, i, 1, keepdims=False) for array in cuts))
-        return (totals, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(found, new, strict=True)]), None
+        sums, results = carry
+        sums, new = function(sums, *(lax.dynamic_index_in_dim(array, i, 1, keepdims=False) for array in in_parts))
+        return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
-    cuts = list(map(cut, arrays))
-    totals, of_part = jax.eval_shape(function, None, *(array[:, 0] for array in cuts))
-    of_parts = [jax.ShapeDtypeStruct((each, parts, *result.shape[1:]), result.dtype) for result in of_part]
-    leaves, tree = jax.tree.flatten((totals, of_parts))
-    # No part goes before the loop: sharded rows would add up the gradient of the weight over devices twice.
+    in_parts = list(map(interleaved, arrays))
+    sum_types, result_types = jax.eval_shape(function, None, *(array[:, 0] for array in in_parts))
+    result_types = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in result_types]
+    leaves, tree = jax.tree.flatten((sum_types, result_types))
+    # The loop begins with zeros, not with a first part in front of it: that would add up the gradient of the weight over the
+    # devices of sharded rows twice.
     zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-    carry = jax.tree.unflatten(tree, sharding.vary_alike([cuts[0], *zeros])[1:])
-    (totals, found), _ = lax.scan(step, carry, jnp.arange(parts))
-    return totals, [array.reshape(-1, *array.shape[2:])[:rows] for array in found]
+    carry = jax.tree.unflatten(tree, sharding.vary_alike([in_parts[0], *zeros])[1:])
+    (sums, results), _ = lax.scan(step, carry, jnp.arange(parts))
+    return sums, [array.reshape(-1, *array.shape[2:])[:rows] for array in results]
 
 
 def _sizes(rows: int, least: int) -> tuple[int, int]:
-    """How many rows parts have, and how many parts there are: from `least` to a third more, so that few rows are added."""
+    """Returns the rows of a part, and the number of parts: from `least` to a third more, whichever needs the fewest zeros."""
     tiles = -(-rows // _TILE)
     if min(least, tiles) <= 1:
         return rows, 1
-    each = min((-(-tiles // parts) for parts in range(least, least + least // 3 + 1)), key=lambda each: -tiles % each)
-    return each * _TILE, -(-tiles // each)
+    tiles_of_part = (-(-tiles // parts) for parts in range(least, least + least // 3 + 1))
+    size = min(tiles_of_part, key=lambda size: -tiles % size)
+    return size * _TILE, -(-tiles // size)

@@ -1,4 +1,7 @@
-"""The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform; see `primitive.py`."""
+"""The reference: cross-entropy and its derivatives in plain `jax.numpy`, on every platform.
+
+`primitive.py` describes the operands, the parameters and the results.
+"""
 
 import functools
 import math
@@ -14,11 +17,11 @@ from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.cross_entropy import linear
 from jaxsoftmax.ops.softmax.xla import select, state_of, sum_along, weights_of_state
 
-NO_CLASS, NO_ROW = -1, -2  # what labels say of a row without a label among its classes, and of one that does not count
+NO_CLASS, NO_ROW = -1, -2  # the label of a row whose label is none of its classes, and of a row that does not count
 
 
 def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state):
-    """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
+    """Computes `nll`, `lse`, with `return_total` the sum of the scores, and with `return_state` the state `(m, d)`."""
     acc = accumulator(x.dtype, dtype)
     scores = x if soft_cap is None else capped(x.astype(acc), soft_cap)
     sums = [chosen_score(x, labels, axes, soft_cap, acc)]
@@ -28,7 +31,7 @@ def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, retu
 
 
 def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, return_total):
-    """`sum(p * u)`, `u[label]`, and the sum of `u` if asked for, where `u = t * ds/dx`."""
+    """Computes `sum(p * u)`, `u[label]` and with `return_total` the sum of `u`, where `u = t * ds/dx`."""
     counts = labels != NO_ROW
     x, m, d = _of_counting(counts, x, m, d, labels, where, axes)
     u = select(jnp.zeros_like(x, bool) | counts, t.astype(m.dtype), 0) * slope(x, soft_cap)
@@ -40,16 +43,22 @@ def cross_entropy_jvp(x, m, d, t, labels, where, *, axes, dtype, soft_cap, retur
 
 
 def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, replaces=False):
-    """`(a * p + b * onehot(label) + c) * ds/dx`. Where all three are 0, what the row holds has no effect."""
-    del replaces  # XLA sees for itself that nothing else reads `x`
+    """Computes `(a * p + b * onehot(label) + c) * ds/dx`. A row where all three numbers are 0 may hold anything.
+
+    A number that is None counts as 0.
+    """
+    del replaces  # XLA sees by itself whether the gradient can take the memory of `x`
     acc = m.dtype
     x = x.astype(acc)  # once: cotangents of narrow logits would be rounded before they are added up
     counts = labels != NO_ROW
     counts &= functools.reduce(jnp.logical_or, [part != 0 for part in (a, b, c) if part is not None])
     a, b, c = (None if part is None else part.astype(acc) for part in (a, b, c))
 
-    def of_scores(x, where, b=None):
-        """The results for scores of rows, and with `b` for those of their labels, which count where `where` is false, too."""
+    def gradient_at(x, where, b=None):
+        """Computes the gradient at some entries of rows: at all of them, or with `b` at the labels.
+
+        A label's entry counts even if `where` masks it.
+        """
         total = jnp.zeros_like(x, acc) if b is None else jnp.zeros_like(x, acc) + b
         if a is not None:
             total += _weighted(a, counts, x, m, d, where, soft_cap)
@@ -61,20 +70,20 @@ def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap,
             total = select(total != 0, total * slope(bare, soft_cap), 0)
         return total.astype(dtype)
 
-    whole = of_scores(x, where)
+    gradient = gradient_at(x, where)
     if b is None:
-        return whole
-    if soft_cap is None and whole.dtype == acc:  # which rounds once, and gathers no scores
-        return _put(whole, labels, b, axes, adds=True)
-    own_where = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
-    return _put(whole, labels, of_scores(_at(x, labels, axes, 0), own_where, b), axes)
+        return gradient
+    if soft_cap is None and gradient.dtype == acc:  # adding `b` rounds once, and gathers no scores
+        return _put(gradient, labels, b, axes, adds=True)
+    seen = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
+    return _put(gradient, labels, gradient_at(_at(x, labels, axes, 0), seen, b), axes)
 
 
 def _weighted(a, counts, x, m, d, where, soft_cap):
-    """`a * p`, and 0 where `a` is 0, whatever the row holds.
+    """Computes `a * p`; 0 where `a` is 0, whatever the row holds.
 
-    What does not count is cleared before the exponential. Behind it LLVM makes a branch of a select, and the loop scalar: the
-    gradient of `[64, 50257]` in float32 takes 8.0 ms so, 3.4 with optax.
+    Entries that do not count are cleared before the exponential. With a select behind it, LLVM branches, and the loop is
+    scalar: the gradient of `[64, 50257]` in float32 then takes 8.0 ms, where optax takes 3.4.
     """
     counts &= a != 0
     seen = jnp.zeros_like(x, bool) | counts
@@ -85,7 +94,7 @@ def _weighted(a, counts, x, m, d, where, soft_cap):
 
 
 def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss):
-    """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
+    """Computes `t` times the derivative of the losses, then `nll`, `lse`, and with smoothing the sum of the scores."""
 
     def forward(operands, **params):
         return cross_entropy(**operands, where=None, **params)
@@ -99,7 +108,19 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
 
 
 def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_loss, classes, **params):
-    """What `cross_entropy_gradient` gives, by `cross_entropy` and its vjp, of operands by name."""
+    """Computes the results of `cross_entropy_gradient` from those of `cross_entropy` and its vjp.
+
+    Args:
+      forward: `forward(operands, **params)`, which computes `cross_entropy`.
+      backward: `backward(operands, **params)`, which computes `cross_entropy_vjp`.
+      operands: `x`, `labels` and `t`, by name.
+      axes: the axis of the classes.
+      dtype: dtype of the results of rows.
+      label_smoothing: a parameter of the loss.
+      z_loss: a parameter of the loss.
+      classes: number of classes on all devices.
+      **params: the other parameters of both operations.
+    """
     x, labels, t = (operands[name] for name in ("x", "labels", "t"))
     options = {"axes": axes, "return_total": label_smoothing > 0, "return_state": True}
     nll, lse, *total, m, d = forward({"x": x, "labels": labels}, dtype=dtype, **options, **params)
@@ -109,11 +130,12 @@ def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_los
 
 
 def linear_cross_entropy(hidden, weight, labels, *, head, machine=ONE_DEVICE):
-    """`head.numbers`. Examples of a batch that share the weight are rows of one, unless they may be sharded."""
+    """Computes `head.terms` of all rows."""
 
     def by_parts(hidden, weight, labels):
-        return linear.numbers_by_parts(head, hidden, weight, None, labels)
+        return linear.terms_by_parts(head, hidden, weight, None, labels)
 
+    # Examples of a batch that share the weight count as rows of one example, unless devices may share the batch.
     if machine.devices == 1 and math.prod(weight.shape[:-2]) == 1:
         return linear.of_batch(by_parts, hidden, weight, labels)
     weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
@@ -123,17 +145,17 @@ def linear_cross_entropy(hidden, weight, labels, *, head, machine=ONE_DEVICE):
 
 
 def results_of(labels, m, d, chosen, *total, dtype, return_state=False):
-    """Computes the results of `cross_entropy` from states and labels' scores: 0 for rows that do not count."""
+    """Computes the results of `cross_entropy` from states and the scores of labels; 0 for rows that do not count."""
     counts = labels != NO_ROW
     m, chosen, *total = (jnp.where(counts, number, 0) for number in (m, chosen, *total))
     d = jnp.where(counts, d, 1)
     log_d = jnp.log(d)
-    found = [number.astype(dtype) for number in (log_d - (chosen - m), m + log_d, *total)]
-    return [*found, m, d] if return_state else found
+    results = [number.astype(dtype) for number in (log_d - (chosen - m), m + log_d, *total)]
+    return [*results, m, d] if return_state else results
 
 
 def _of_counting(counts, x, m, d, labels, where, axes):
-    """Casts rows to the dtype of their state, and clears what does not count: NaN there would show in derivatives."""
+    """Casts rows to the dtype of their state, and clears entries that do not count: NaN there would show in derivatives."""
     is_seen = jnp.zeros_like(x, bool) | counts  # sharded as x
     if where is not None:
         is_seen &= where | _is_at(x, labels, axes)
@@ -141,15 +163,15 @@ def _of_counting(counts, x, m, d, labels, where, axes):
 
 
 def tangent_of_sum(d, mean):
-    """The tangent of `d`, for the mean of the tangents of the scores.
+    """Computes the tangent of `d` from the mean of the tangents of the scores.
 
-    A row that holds NaN or +inf has it in that mean already. Its `d` counts as 0, as the row may be one that does not count.
+    A `d` that is NaN or infinite counts as 0: either the mean is NaN already, or the row does not count.
     """
     return jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
 
 
 def factors(t, lse, label_smoothing, z_loss, classes):
-    """The `a`, `b` and `c` of `cross_entropy_vjp` that give `t` times the derivative of the losses."""
+    """Computes the `a`, `b` and `c` for which `cross_entropy_vjp` returns `t` times the derivative of the losses."""
     return {
         "a": select(t != 0, t * (1 + 2 * z_loss * lse), 0) if z_loss else t,  # lse may be infinite where t is 0
         "b": (label_smoothing - 1) * t,
@@ -158,52 +180,52 @@ def factors(t, lse, label_smoothing, z_loss, classes):
 
 
 def chosen_score(x, labels, axes, soft_cap, dtype):
-    """The scores of the labels, `[*rows, 1]` in `dtype`: NaN where a label is no class."""
+    """Computes the scores of the labels, `[*rows, 1]` in `dtype`; NaN for a label that is no class."""
     return capped(_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
 
 
 def capped(x, soft_cap):
-    """The scores."""
+    """Computes the scores of logits `x`."""
     return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
 
 
 def slope(x, soft_cap):
-    """`ds/dx`."""
+    """Computes `ds/dx`, the derivative of the scores."""
     return jnp.ones((), x.dtype) if soft_cap is None else 1 - jnp.tanh(x / soft_cap) ** 2
 
 
 def _at(values, labels, axes, otherwise):
-    """The values at the labels, and `otherwise` of those that are none of the row."""
+    """Returns the values at the labels, or `otherwise` where a label is no entry of the row."""
     (axis,) = axes
     size = values.shape[axis]
     if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
-        found = sum_along(select(_is_at(values, labels, axes), values, 0), axes)
+        chosen = sum_along(select(_is_at(values, labels, axes), values, 0), axes)
     else:
-        found = jnp.take_along_axis(values, jnp.clip(labels, 0, size - 1), axis, mode="promise_in_bounds")
-    return jnp.where((labels >= 0) & (labels < size), found, otherwise)
+        chosen = jnp.take_along_axis(values, jnp.clip(labels, 0, size - 1), axis, mode="promise_in_bounds")
+    return jnp.where((labels >= 0) & (labels < size), chosen, otherwise)
 
 
-def _put(values, labels, own, axes, adds=False):
-    """Puts a number of each row at its label, if that is one of the row, or adds it there.
+def _put(values, labels, numbers, axes, adds=False):
+    """Replaces the entry at each row's label by a number, or adds the number; a label that is no entry changes nothing.
 
-    A comparison of every place with the label takes as long on a CPU as all else of a gradient.
+    A scatter does it: comparing every place with the label takes a CPU as long as the rest of a gradient.
     """
     (axis,) = axes
     size = values.shape[axis]
     is_symbolic = not all(isinstance(size, int) for size in values.shape)
     if size == 0 or is_symbolic or any(jax.typeof(values).sharding.spec):  # along explicit mesh axes JAX does not scatter
-        return jnp.where(_is_at(values, labels, axes), values + own if adds else own, values)
-    index = jnp.where((labels >= 0) & (labels < size), labels, size)  # outside, where nothing is put
+        return jnp.where(_is_at(values, labels, axes), values + numbers if adds else numbers, values)
+    index = jnp.where((labels >= 0) & (labels < size), labels, size)  # `size` is outside: such an update is dropped
     rows = tuple([a for a in range(values.ndim) if a != axis])
     places = lax.ScatterDimensionNumbers((), (axis,), (axis,), operand_batching_dims=rows, scatter_indices_batching_dims=rows)
     drop = lax.GatherScatterMode.FILL_OR_DROP
     scatter = lax.scatter_add if adds else lax.scatter
-    return scatter(values, index[..., None], own.astype(values.dtype), places, unique_indices=True, mode=drop)
+    return scatter(values, index[..., None], numbers.astype(values.dtype), places, unique_indices=True, mode=drop)
 
 
-def _is_at(values, place, axes):
-    """Which element of each row is at that place, sharded as the values are."""
-    return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == place
+def _is_at(values, index, axes):
+    """Marks the entry of each row at an index. The marks are sharded as the values are."""
+    return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == index
 
 
 _FUNCTIONS = {

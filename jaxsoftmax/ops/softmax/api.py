@@ -266,8 +266,8 @@ def logsumexp(
         if axis_name is not None:
             what = arguments.shown(axis_name)
             raise ValueError(f"logsumexp: axis_name must be None with b or return_sign, got {what}")
-        return _with_factors(a, axis, b, keepdims, return_sign, where, implementation)
-    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, axis_name, name="a")
+        return _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, implementation)
+    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, axis_name)
     if names := params.pop("axis_name", ()):
         lse = across_devices.logsumexp_of_parts(names, params, operands["x"], operands["where"])
     else:
@@ -275,7 +275,8 @@ def logsumexp(
     return lse if keepdims else lax.squeeze(lse, params["axes"])
 
 
-def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
+def _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, implementation):
+    """Calls `jax.nn.logsumexp` in the dtype of the arithmetic; results have the dtypes that it gives without a cast."""
     if implementation not in (None, "xla"):
         check_implementation(SOFTMAX_FAMILY, "logsumexp", implementation)
         raise NotImplementedError(
@@ -285,25 +286,24 @@ def _with_factors(a, axis, b, keepdims, return_sign, where, implementation):
     if b is not None:
         b = arguments.array("logsumexp", "b", b)
         a = broadcast("logsumexp", "a", a, "b", b)
-    checked, params = _arguments("logsumexp", a, axis, where, None, None, implementation, name="a")
-    a, where = checked["x"], checked["where"]
-    operands = [a] if b is None else [a, lax.expand_dims(b, range(a.ndim - b.ndim))]
+    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation)
+    a, where = operands["x"], operands["where"]
+    arrays = [a] if b is None else [a, lax.expand_dims(b, range(a.ndim - b.ndim))]
 
     def call(a, b=None):
         return logsumexp_of_jax(a, params["axes"], b, keepdims, return_sign, where)
 
-    acc = accumulator(*(operand.dtype for operand in operands))
+    acc = accumulator(*(array.dtype for array in arrays))
     with jax.numpy_dtype_promotion("standard"):
-        types = jax.eval_shape(call, *operands)
-    results = call(*(operand.astype(acc) for operand in operands))
+        types = jax.eval_shape(call, *arrays)
+    results = call(*(array.astype(acc) for array in arrays))
     return jax.tree.map(lambda result, kind: result.astype(kind.dtype), results, types)
 
 
-def _arguments(
-    op, x, axis, where, scale, dtype, implementation, axis_name=None, *, name="x"
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checked operands of a primitive, aligned and by name, and its parameters."""
+def _arguments(op, x, axis, where, scale, dtype, implementation, axis_name=None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checks arguments. Returns the operands of the primitive, by name and with equal numbers of axes, and its parameters."""
     check_implementation(SOFTMAX_FAMILY, op, implementation)
+    name = "a" if op == "logsumexp" else "x"
     x = arguments.array(op, name, x)
     if x.dtype == np.bool_ and op != "logsumexp":
         raise TypeError(f"{op}: {name} must be floating, complex or integer, got bool")
@@ -326,7 +326,7 @@ def _arguments(
 
 
 def broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
-    """`x` in the shape to which it and the other array broadcast."""
+    """Returns `x` in the shape to which it and the other array broadcast."""
     try:
         return jnp.broadcast_to(x, lax.broadcast_shapes(x.shape, other.shape))
     except ValueError:
@@ -334,25 +334,25 @@ def broadcast(op: str, name: str, x: jax.Array, other_name: str, other: jax.Arra
 
 
 def sorted_axes(op: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    """`axis` as a sorted tuple of axes from 0."""
+    """Returns `axis` as a sorted tuple of axes, counted from 0."""
     if axis is None:
         return tuple(range(ndim))
     several = isinstance(axis, Sequence | np.ndarray | jax.Array) and getattr(axis, "ndim", 1) > 0
     try:
-        given: list[Any] = list(axis) if several else [axis]
-        if any(isinstance(a, bool | np.bool_) for a in given):
+        axes: list[Any] = list(axis) if several else [axis]
+        if any(isinstance(a, bool | np.bool_) for a in axes):
             raise TypeError
-        given = [operator.index(a) for a in given]
+        axes = [operator.index(a) for a in axes]
     except TypeError:
         raise TypeError(f"{op}: axis must be an int, a sequence of ints or None, got {arguments.shown(axis)}") from None
-    for a in given:
+    for a in axes:
         if not -ndim <= a < ndim:
             allowed = f"{-ndim} to {ndim - 1}" if ndim else "none but () and None"
             raise ValueError(f"{op}: axis {arguments.shown(a)} is out of range for {ndim} dimensions, allowed are {allowed}")
-    axes = tuple(sorted(a % ndim for a in given))
+    axes = sorted(a % ndim for a in axes)
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not be repeated, got {axis!r} for {ndim} dimensions")
-    return axes
+    return tuple(axes)
 
 
 def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
@@ -364,18 +364,18 @@ def _result_dtype(op: str, x: jax.Array, dtype: DTypeLike) -> np.dtype:
 
 
 def _is_known_float(scale: Any) -> bool:
-    """Returns whether `scale` is an array of one float64, which may be too large for float32, whose value is at hand."""
+    """Returns True for an array of one float64 whose value is known: it may be too large for float32."""
     if isinstance(scale, jax.core.Tracer) or not isinstance(scale, np.ndarray | jax.Array):
         return False
-    is_there = isinstance(scale, np.ndarray) or scale.is_fully_addressable
-    return is_there and scale.shape == () and scale.dtype == np.float64
+    is_addressable = isinstance(scale, np.ndarray) or scale.is_fully_addressable
+    return is_addressable and scale.shape == () and scale.dtype == np.float64
 
 
 def scalar_scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
-    """`scale` with as many axes as the scores, and real where they are complex."""
+    """Returns `scale` with `ndim` axes of size 1, in the real dtype of the arithmetic."""
     if _is_known_float(scale):
         scale = np.asarray(scale)[()]
-    if isinstance(scale, float | int) and not isinstance(scale, bool):  # no op of its own in an eager call
+    if isinstance(scale, float | int) and not isinstance(scale, bool):  # an array of NumPy: an eager call runs no op for it
         kind = np.finfo(dtype)
         number = arguments.number(op, "scale", scale)
         if float(kind.max) < abs(number) < float("inf"):

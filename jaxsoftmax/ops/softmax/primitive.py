@@ -1,18 +1,19 @@
 """softmax, log_softmax and logsumexp as JAX primitives, with their derivatives.
 
-Each op's derivative is a primitive too, linear in one operand, so that forward and reverse mode run the same few kernels:
+The derivative of an op is a primitive too, linear in one operand, so that forward and reverse mode run the same few kernels:
 
     op           tangent                                       cotangent
-    softmax      y * (t - sum(y * t))                          the same map: the Jacobian is symmetric
+    softmax      y * (t - sum(y * t))                          the same operation: the Jacobian is symmetric
     log_softmax  t - sum(p * t)                                t - p * sum(t)
     logsumexp    sum(p * t)                                    p * t
 
-Softmax saves its result `y`; the other two save the state `(m, d)` of each row, from which `p = exp(s - m) / d`. What depends
-on the state does not depend on how it is split between `m` and `d`, so `m` counts as a constant and `d` carries the derivative.
+Softmax saves its result `y`. The other two save the state `(m, d)` of each row, with which `p = exp(s - m) / d`. Results that
+depend on the state do not depend on how it is split into `m` and `d`, so `m` counts as a constant and `d` carries the
+derivative.
 
-All operands have the same axes: `m` and `d`, and what belongs to logsumexp's result, have size 1 along `axes`, `where` and
-`scale` may have size 1 anywhere. Parameters of all are `axes`, `dtype` (of the result) and `implementation`; of log_softmax and
-logsumexp `return_state`; of their maps `scale_tangent`, whether the map still has to multiply its operand with `scale`.
+All operands have the same axes. `m`, `d` and the cotangent of logsumexp have size 1 along `axes`; `where` and `scale` may have
+size 1 along any axis. All primitives have the parameters `axes`, `dtype` (of the result) and `implementation`. log_softmax and
+logsumexp have `return_state`; their derivatives have `scale_tangent`, True if they must still multiply `t` by `scale`.
 """
 
 import functools
@@ -25,6 +26,7 @@ from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import xla
 from jaxsoftmax.ops.softmax.implementations import SOFTMAX_FAMILY
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D = (Operand(name, may_be_one=False) for name in "md")
@@ -34,26 +36,26 @@ _WHERE, _SCALE = Operand("where"), Operand("scale")
 
 
 def _whole(operands, *, axes, dtype, **params):
-    """The result of a map that is as large as the scores."""
+    """Returns the type of a result that is as large as the scores."""
     del axes, params
     return [jax.ShapeDtypeStruct(next(iter(operands.values())).shape, dtype)]
 
 
 def _of_rows(operands, *, axes, dtype, **params):
-    """The result of a map that gives one number for each row."""
+    """Returns the type of a result that has one number for each row."""
     del params
     shape = tuple([1 if axis in axes else size for axis, size in enumerate(operands["x"].shape)])
     return [jax.ShapeDtypeStruct(shape, dtype)]
 
 
 def _with_state(types, operands, *, return_state, dtype, **params):
-    """The result, and the state of the rows if it is asked for."""
+    """Returns the type of the result, and with `return_state` the types of the state of rows."""
     state = _of_rows(operands, dtype=accumulator(operands["x"].dtype, dtype), **params)
     return types(operands, dtype=dtype, **params) + (2 * state if return_state else [])
 
 
 def _map(name, operands, types, **options) -> Operation:
-    return define(Operation(SOFTMAX_FAMILY, name, operands, types, **options))
+    return define(Operation(SOFTMAX_FAMILY, name, operands, types, problem=SoftmaxProblem, **options))
 
 
 SOFTMAX = _map("softmax", (_X, _WHERE, _SCALE), _whole)
@@ -67,7 +69,7 @@ LOGSUMEXP_VJP = _map("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), 
 
 
 def scores_tangent(operands, tangents) -> tuple[Any, bool]:
-    """The tangent of `scale * x`, None for zero, and whether the map that gets it still has to multiply it with `scale`."""
+    """Returns the tangent for a derivative, None for zero, and True if the derivative must still multiply it by `scale`."""
     if "scale" not in tangents:
         return tangents.get("x"), True
     return xla.scores_tangent(operands["x"], operands["scale"], tangents.get("x"), tangents["scale"]), False
@@ -81,22 +83,22 @@ def _softmax_jvp(operands, tangents, **params):
     return [y], bind(SOFTMAX_JACOBIAN, {"y": y, "t": t, "scale": operands.get("scale") if needs_scale else None}, **params)
 
 
-def _log_jvp(this, tangent, operands, tangents, *, return_state, **params):
-    """The jvp rule of log_softmax and logsumexp, whose tangent is that map."""
-    out, m, d = bind(this, operands, return_state=True, **params)
+def _log_jvp(operation, derivative, operands, tangents, *, return_state, **params):
+    """Computes results and tangents of log_softmax or logsumexp, whose tangent the operation `derivative` computes."""
+    out, m, d = bind(operation, operands, return_state=True, **params)
     t, needs_scale = scores_tangent(operands, tangents)
     results, tangents_out = [out, m, d], [None, None, None]
     if t is not None:
-        given = operands | {"m": m, "d": d, "t": t}
-        tangents_out[:1] = bind(tangent, given, scale_tangent=needs_scale, **params)
+        saved = operands | {"m": m, "d": d, "t": t}
+        tangents_out[:1] = bind(derivative, saved, scale_tangent=needs_scale, **params)
         if return_state:
-            (mean,) = bind(LOGSUMEXP_JVP, given, scale_tangent=needs_scale, **{**params, "dtype": d.dtype})
+            (mean,) = bind(LOGSUMEXP_JVP, saved, scale_tangent=needs_scale, **{**params, "dtype": d.dtype})
             tangents_out[2] = d * mean
     return (results, tangents_out) if return_state else (results[:1], tangents_out[:1])
 
 
 def _transpose(transposed, cotangents, operands, types, *, dtype, **params):
-    """The transpose rule of a map that is linear in `t`, whose transpose is that map."""
+    """Computes the cotangent of `t` by the operation `transposed`."""
     del dtype
     (t,) = bind(transposed, operands | {"t": cotangents[0]}, dtype=types["t"].dtype, **params)
     return {"t": t}
@@ -105,11 +107,11 @@ def _transpose(transposed, cotangents, operands, types, *, dtype, **params):
 set_jvp(SOFTMAX, _softmax_jvp)
 set_jvp(LOG_SOFTMAX, functools.partial(_log_jvp, LOG_SOFTMAX, LOG_SOFTMAX_JVP))
 set_jvp(LOGSUMEXP, functools.partial(_log_jvp, LOGSUMEXP, LOGSUMEXP_JVP))
-for _this, _transposed in (
+for _operation, _transposed in (
     (SOFTMAX_JACOBIAN, SOFTMAX_JACOBIAN),
     (LOG_SOFTMAX_JVP, LOG_SOFTMAX_VJP),
     (LOG_SOFTMAX_VJP, LOG_SOFTMAX_JVP),
     (LOGSUMEXP_JVP, LOGSUMEXP_VJP),
     (LOGSUMEXP_VJP, LOGSUMEXP_JVP),
 ):
-    set_transpose(_this, functools.partial(_transpose, _transposed))
+    set_transpose(_operation, functools.partial(_transpose, _transposed))

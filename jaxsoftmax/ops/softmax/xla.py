@@ -1,10 +1,12 @@
 """The reference: every primitive of the softmax family in plain `jax.numpy`, on every platform.
 
-It defines what is right, so that other implementations may be held against it, and it is the one that runs where no kernel
-does. Arithmetic is float32, or float64 and complex where the operands are. `primitive.py` says what the operands are.
+It defines the right results, to which tests hold the other implementations, and it runs where no kernel does. The arithmetic is
+float32, or float64 or complex if the operands are. `primitive.py` describes the operands and parameters.
 
-The state is that of `x` as the exponential sees it: `m = max(sign(scale) * x)`, `d = sum(exp(s - max s))`. `axis_name` names
-the mesh axes over which `axes` are sharded, for `across_devices`, which merges states over them.
+The scores are `s = scale * x`. The state of a row is `m = max(sign(scale) * x)` and `d = sum(exp(s - max s))`. Scores are never
+in memory: `x * scale` would be rounded before the maximum is subtracted, and large scores would lose their differences.
+
+`axis_name` names the mesh axes over which `axes` are sharded; `across_devices` passes it.
 """
 
 import jax
@@ -19,7 +21,7 @@ from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine, Target
 
 
 def softmax(x, where, scale, *, axes, dtype):
-    """`exp(s - max s) / sum(exp(s - max s))` of the scores `s = scale * x`."""
+    """Computes `exp(s - max s) / sum(exp(s - max s))`."""
     acc = accumulator(x.dtype, dtype)
     m = _max(x, where, scale, axes, acc)
     weights = jnp.exp(_exponent(_directed(x, where, scale, acc) - m, where, scale))
@@ -28,10 +30,10 @@ def softmax(x, where, scale, *, axes, dtype):
 
 
 def log_softmax(x, where, scale, *, axes, dtype, return_state):
-    """`(s - max s) - log d`, and the state `(m, d)` if asked for."""
+    """Computes `(s - max s) - log d`, and with `return_state` the state `(m, d)`."""
     acc = accumulator(x.dtype, dtype)
     m = _max(x, where, scale, axes, acc)
-    if where is not None:  # a row with nothing to see would save d = NaN
+    if where is not None:  # else the state of a masked row would have d = NaN
         m = select(m != -jnp.inf, m, 0)
     exponent = _exponent(_directed(x, where, scale, acc) - m, where, scale)
     d = sum_along(jnp.exp(exponent), axes)
@@ -40,80 +42,81 @@ def log_softmax(x, where, scale, *, axes, dtype, return_state):
 
 
 def logsumexp(x, where, scale, *, axes, dtype, return_state):
-    """`max s + log d`, and the state `(m, d)` if asked for."""
+    """Computes `max s + log d`, and with `return_state` the state `(m, d)`."""
     m, d = state_of(x, where, scale, axes, accumulator(x.dtype, dtype))
     lse = lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
 
 def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=(), machine=ONE_DEVICE):
-    """`scale * y * (t - sum(y * t))`: both the tangent and the cotangent map of softmax, as its Jacobian is symmetric.
+    """Computes `scale * y * (t - sum(y * t))`, the tangent and the cotangent of softmax: its Jacobian is symmetric.
 
-    Where `y` is 0, so is the result, whatever `t` holds.
+    Where `y` is 0, the result is 0, whatever `t` holds.
     """
     acc = accumulator(y.dtype, t.dtype, dtype)
 
-    def operands():  # cast anew where a loop computes with them, which would have what it is given in memory
+    def cast_operands():  # called once more inside the loop of `_finite_or`, as a loop would keep its operands in memory
         return y.astype(acc), _scaled(t.astype(acc), scale)
 
     def selecting(counts):
-        """The result without the terms, and the numbers, that do not count."""
-        weights, moved = operands()
-        moved = select(counts(moved), moved, 0)
-        result = weights * (moved - sum_along(weights * moved, axes, axis_name))
+        """Computes the result with the terms, and the results, that do not count set to 0."""
+        weights, scaled = cast_operands()
+        scaled = select(counts(scaled), scaled, 0)
+        result = weights * (scaled - sum_along(weights * scaled, axes, axis_name))
         return select(counts(result), result, 0).astype(dtype)
 
-    # Several devices would have to exchange the flag that `_finite_or` asks for. A small gradient gains nothing, and its first
-    # call would take 1.4 times as long.
+    # Several devices would have to exchange the flag of `_finite_or`. For a small gradient its loop gains nothing, and the
+    # first call would take 1.4 times as long.
     is_on_one_cpu = machine == Machine(1, CPU) and not axis_name
     is_large = all(isinstance(size, int) for size in y.shape) and y.size >= 2**14
     if not (is_on_one_cpu and is_large):
         return selecting(lambda _: y != 0)
-    weights, moved = operands()
-    half = moved * 0.5  # halves have a finite difference, which 0 times is 0
+    weights, scaled = cast_operands()
+    half = scaled * 0.5  # the difference of two halves is finite, so that 0 times it is 0
     result = 2 * weights * (half - sum_along(weights * half, axes))
     return _finite_or(result.astype(dtype), axes, lambda: selecting(lambda values: (y != 0) | jnp.isfinite(values)))
 
 
-def _finite_or(result, axes, mended):
-    """Returns `result`, or `mended()` where the first number of a row is not finite, as it is where a row's sum is not.
+def _finite_or(result, axes, recompute):
+    """Returns `result` if the first number of every row is finite, else `recompute()`.
 
-    XLA:CPU makes one vectorised loop of what has no selects: `[64, 12, 128, 128]` in float32 with its gradient takes 0.8 times
-    as long as with `jax.nn`, and as long with selects. A loop runs once or never, and copies no result, as a branch would.
+    If the sum of a row is not finite, neither is its first number. XLA:CPU compiles a computation without selects to one
+    vectorised loop: `[64, 12, 128, 128]` in float32 with its gradient takes 0.8 of the time of `jax.nn`, and with selects the
+    same time. A while loop runs `recompute` once or never, and does not copy the result, as a branch would.
     """
     first = lax.slice(result, [0] * result.ndim, [1 if axis in axes else size for axis, size in enumerate(result.shape)])
     state = (~jnp.all(jnp.isfinite(first)), result)
-    return lax.while_loop(lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), mended()), state)[1]
+    return lax.while_loop(lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), recompute()), state)[1]
 
 
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
-    """`t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
+    """Computes `t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
     p, t = weights_of_state(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
     return select(where, t - sum_along(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
 def log_softmax_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
-    """`t - p * sum(t)` of a cotangent `t`, the transpose of `log_softmax_jvp`."""
+    """Computes `t - p * sum(t)` from a cotangent `t`: the transpose of `log_softmax_jvp`."""
     weights, d = _weights_and_sum(x, m, d, where, scale)
     t = _tangent(select(where, t, 0), m, scale, scale_tangent)
     return select(where, t - weights * (sum_along(t, axes, axis_name) / d), 0).astype(dtype)
 
 
 def logsumexp_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
-    """`sum(p * t)`: the tangent of log-sum-exp."""
+    """Computes `sum(p * t)`, the tangent of log-sum-exp."""
     p = weights_of_state(x, m, d, where, scale)
     return sum_along(p * _tangent(select(p != 0, t, 0), m, scale, scale_tangent), axes).astype(dtype)
 
 
 def logsumexp_vjp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent):
-    """`p * t` of a cotangent `t`, the transpose of `logsumexp_jvp`."""
-    del axes  # the sum over the row is in the state
+    """Computes `p * t` from a cotangent `t`: the transpose of `logsumexp_jvp`."""
+    del axes  # the state holds the sum over the row
     weights, d = _weights_and_sum(x, m, d, where, scale)
     return select(where, weights * (_tangent(t, m, scale, scale_tangent) / d), 0).astype(dtype)
 
 
 def scores_tangent(x, scale, dx, dscale):
-    """The tangent of `scale * x`, either part of which may be None; an infinite score does not move."""
+    """Computes the tangent of `scale * x`. Either of `dx` and `dscale` may be None, and an infinite score has the tangent 0."""
     parts = []
     if dx is not None:
         parts.append(_scaled(dx if scale is None else dx.astype(accumulator(dx.dtype, scale.dtype)), scale))
@@ -130,30 +133,27 @@ def state_of(x, where, scale, axes, acc):
 
 
 def lse_of(m, d, scale) -> jax.Array:
-    """Log-sum-exp of a state."""
+    """Computes the log-sum-exp of a state."""
     return _exponent(m, None, scale) + jnp.log(d)
 
 
-# Scores are never formed: x * scale would be rounded before the maximum is subtracted, and large ones lose their differences.
-
-
 def _directed(x, where, scale, acc) -> jax.Array:
-    """`x` in the direction in which the scores grow, and `-inf` for what is masked."""
+    """Returns `sign(scale) * x`, which grows as the scores do, and `-inf` for masked entries."""
     x = x.astype(acc)
     return select(where, x if scale is None else x * jnp.sign(scale).astype(acc), -jnp.inf)
 
 
 def _exponent(shifted, where, scale) -> jax.Array:
-    """`s - max s` of what was directed and shifted by its maximum."""
+    """Computes `s - max s` from `_directed` entries, shifted by their maximum."""
     return select(where, _scaled(shifted, None if scale is None else jnp.abs(scale)), -jnp.inf)
 
 
 @jax.custom_jvp
 def saved_exponent(x, m, scale) -> jax.Array:
-    """`s - max s` with the saved maximum, which counts as a constant.
+    """Computes `s - max s` with the saved maximum, which counts as a constant.
 
-    Where the maximum is infinite, the saved sum is NaN, and so are the weights. The forward pass computes the same exponent, so
-    XLA computes it once.
+    If the maximum is infinite, the saved sum is NaN, and the weights are too. The forward pass computes the same exponent, so
+    that XLA computes it once.
     """
     return _exponent(_directed(x, None, scale, m.dtype) - m, None, scale)
 
@@ -166,15 +166,15 @@ def _saved_exponent_jvp(primals, tangents):
 
 
 def weights_of_state(x, m, d, where, scale) -> jax.Array:
-    """The softmax weights, from the saved state."""
+    """Computes the softmax weights from the saved state."""
     weights, d = _weights_and_sum(x, m, d, where, scale)
     return weights / d
 
 
 def _weights_and_sum(x, m, d, where, scale):
-    """Returns the softmax weights times their sum, and that sum, by which it costs less to divide a row's factor."""
+    """Returns the softmax weights times `d`, and `d`: it costs less to divide a row's factor by `d` than to divide weights."""
     if where is not None:
-        d = select(d != 0, d, 1)  # a row with nothing to see
+        d = select(d != 0, d, 1)  # a masked row
     return jnp.exp(select(where, saved_exponent(select(where, x, 0), m, scale), -jnp.inf)), d
 
 
@@ -188,21 +188,22 @@ def _scaled(values, scale):
 
 
 def _max(x, where, scale, axes, acc):
-    """Returns the maxima of rows in the direction of the scores.
+    """Returns the maxima of `_directed` entries along rows.
 
-    16-bit numbers are compared as they are: XLA would write float32 ones, which a maximum and a sum both read, to memory.
+    16-bit numbers are compared without a cast: XLA would write the float32 ones to memory, as a maximum and a sum read them.
     """
     narrow = x.dtype in (jnp.float16, jnp.bfloat16)
     return jnp.max(_directed(x, where, scale, x.dtype if narrow else acc), axes, keepdims=True, initial=-jnp.inf).astype(acc)
 
 
 def sum_along(values, axes, axis_name=()):
+    """Sums along axes, which keep size 1, and over mesh axes."""
     total = jnp.sum(values, axes, keepdims=True)
     return lax.psum(total, axis_name) if axis_name else total
 
 
 def select(where, values, otherwise):
-    """`values` where `where` is true, or everywhere if it is None, and `otherwise` elsewhere."""
+    """Returns `values` where `where` is true, or everywhere if it is None, and `otherwise` elsewhere."""
     if where is None:
         return values
     other = lax.full_like(values, otherwise)

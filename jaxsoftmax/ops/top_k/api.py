@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jaxsoftmax.ops.top_k import xla
 from jaxsoftmax.ops.top_k.implementations import TOP_K_FAMILY
 from jaxsoftmax.ops.top_k.noise import gumbel_at
 from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, TOP_K
+
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import SamplingOptions, TopWeightOptions
 
 _CATEGORICAL = "categorical"
 _INT32 = np.iinfo(np.int32)
@@ -97,29 +100,13 @@ def top_k(
 
 @overload
 def softmax_top_k(
-    logits: ArrayLike,
-    k: int,
-    *,
-    axis: int = -1,
-    scale: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    normalize: Literal["all", "selected"] = "all",
-    return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    logits: ArrayLike, k: int, *, return_lse: Literal[False] = False, **options: "Unpack[TopWeightOptions]"
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @overload
 def softmax_top_k(
-    logits: ArrayLike,
-    k: int,
-    *,
-    axis: int = -1,
-    scale: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    normalize: Literal["all", "selected"] = "all",
-    return_lse: Literal[True],
-    implementation: str | None = None,
+    logits: ArrayLike, k: int, *, return_lse: Literal[True], **options: "Unpack[TopWeightOptions]"
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
@@ -220,14 +207,8 @@ def categorical(
     axis: int = -1,
     shape: Sequence[int] | None = None,
     *,
-    temperature: ArrayLike | None = None,
-    top_k: ArrayLike | None = None,
-    top_p: ArrayLike | None = None,
-    min_p: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
     return_log_prob: Literal[False] = False,
-    implementation: str | None = None,
+    **options: "Unpack[SamplingOptions]",
 ) -> jax.Array: ...
 
 
@@ -238,14 +219,8 @@ def categorical(
     axis: int = -1,
     shape: Sequence[int] | None = None,
     *,
-    temperature: ArrayLike | None = None,
-    top_k: ArrayLike | None = None,
-    top_p: ArrayLike | None = None,
-    min_p: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
     return_log_prob: Literal[True],
-    implementation: str | None = None,
+    **options: "Unpack[SamplingOptions]",
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -1,4 +1,4 @@
-"""Checks of attention's gradients, each cotangent held to the tight budget of its own kernel."""
+"""Checks attention's gradients: each cotangent against the tight budget of its kernel."""
 
 import functools
 
@@ -13,7 +13,7 @@ tight = functools.partial(attention_oracle.cotangents, tight=True)
 
 
 def pull_of(f):
-    """What `f` gives, and the cotangents of what it is a function of, from those of its results."""
+    """Returns the results of `f`, and the cotangents of its operands from those of the results."""
 
     def pull(moving, cotangents):
         results, vjp = jax.vjp(f, moving)
@@ -28,7 +28,7 @@ def cotangents_like(results, seed=7):
 
 
 def assert_right(name, actual, given, options, dout, dlse, lse):
-    """Within the budget, and 0 where nothing is added up: what sees nothing, and what nothing sees."""
+    """Fails unless cotangents are within the budget, and 0 for queries that see nothing and keys that nothing sees."""
     dlse = np.where(np.isneginf(lse), 0, dlse)  # nothing moves an lse of -inf
     truths = forward.truth_of(tight, name, given, options, dout, dlse)
     for key, found in actual.items():

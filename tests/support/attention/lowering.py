@@ -1,4 +1,4 @@
-"""Attention's operands as types, by feature, and what lowers them for CUDA."""
+"""Attention's operands as types, by feature, and functions that lower them for CUDA."""
 
 import functools
 
@@ -88,7 +88,7 @@ def with_features(names, sizes, lengths, dtype="bfloat16"):
 
 
 def assert_registers_fit(config):
-    """What a block has when it starts, as many for each thread, is enough: else a kernel waits for registers for ever."""
+    """Fails unless the registers with which a block starts are enough: a kernel would wait for more for ever."""
     producers, (less, more) = config.producers + config.converters, config.registers
     warpgroups = producers + config.consumers
     start = min(240, 65536 // (128 * warpgroups) // 8 * 8)
@@ -148,7 +148,7 @@ def window_sees(length, keys, window, offset=0):
 
 
 def a_mask(data, length, keys):
-    """A rectangle, its part on one side of the diagonal, or a few pairs; the same for all queries or all keys, or not."""
+    """Returns a mask: a rectangle, its part on one side of the diagonal, or a few pairs; it may be the same for all queries."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shape = data.draw(st.sampled_from([(length, keys), (1, keys), (length, 1)]))
     rows, cols = (np.sort(rng.integers(0, size + 1, 2)) for size in shape)

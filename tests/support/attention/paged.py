@@ -17,7 +17,7 @@ STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "scale", "return_
 
 
 def jitted(**given):
-    """A call as one program, made anew, as tests replace what is in it."""
+    """Runs a call as one program, which is made anew because tests replace parts of it."""
     options = {name: given.pop(name) for name in STATIC if name in given}
     return jax.jit(functools.partial(attend, **options))(**given)
 
@@ -25,7 +25,7 @@ def jitted(**given):
 def paged(
     batch=(3,), length=2, heads=8, key_heads=2, size=64, page=16, pages=40, most=20, dtype="bfloat16", seed=0, value_size=None
 ):
-    """The operands of a call: pages in any order, some in several sequences, and numbers of pages that there are not."""
+    """Returns the operands of a call: pages in any order, some in several sequences, and numbers of pages that do not exist."""
     rng = np.random.default_rng(seed)
     of_keys = (pages, page, key_heads)
     shapes = {
@@ -45,7 +45,7 @@ def paged(
 
 
 def gathered(arrays, **more):
-    """The operands of `dot_product_attention` of the same meaning."""
+    """Returns the operands of `dot_product_attention` with the same meaning."""
     pages, table = arrays["key_pages"].shape[0], arrays["page_table"]
     found = {"query": arrays["query"], "key_value_seq_lengths": arrays["key_value_seq_lengths"]}
     for name in ("key", "value"):
@@ -55,7 +55,7 @@ def gathered(arrays, **more):
 
 
 def features(batch, length, heads, keys):
-    """What may be asked for, by name: arrays and options."""
+    """Returns the optional arguments by feature: arrays and options."""
     random = values.random
     return {
         "plain": ({}, {}),
@@ -76,7 +76,7 @@ FEATURES = list(features((1,), 1, 1, 16))
 
 
 def check(arrays, feature, name="xla", call=jitted):
-    """Holds a call to float64."""
+    """Compares a call with float64."""
     batch, (length, heads) = arrays["key_value_seq_lengths"].shape, arrays["query"].shape[-3:-1]
     keys = arrays["page_table"].shape[-1] * arrays["key_pages"].shape[1]
     more, options = features(batch, length, heads, keys)[feature]

@@ -1,4 +1,4 @@
-"""The decoding kernel in NumPy, as its `Plan` says what it computes."""
+"""The decoding kernel in NumPy, computed as its plan says."""
 
 import functools
 import math
@@ -10,13 +10,15 @@ import numpy as np
 from jaxsoftmax import cache
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import api
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode, forward
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 
 def played(plan, given):
-    """What the kernel gives, as `Plan` says it."""
+    """Computes what the kernel of a plan does."""
+    group, pages = plan.rows.group, plan.pages
     named = {name: np.asarray(array) for name, array in given.items()}
 
     def whole(name, *axes):
@@ -27,22 +29,22 @@ def played(plan, given):
         return np.expand_dims(array, [axis for axis in (1, 2, 3) if axis not in axes]) if len(axes) < 3 else array
 
     (rows, heads, _), keys = plan.query, plan.key[0]
-    if plan.page:
-        table = np.clip(whole("page_table", 3), 0, plan.pages - 1)[:, 0, 0]
+    if pages is not None:
+        table = np.clip(whole("page_table", 3), 0, pages.count - 1)[:, 0, 0]
         for name in ("key", "value"):
-            pages = named[f"{name}_pages"]
-            own = np.broadcast_to(pages, (*plan.batch, *pages.shape[-4:])).reshape(-1, *pages.shape[-4:])
+            stored = named[f"{name}_pages"]
+            own = np.broadcast_to(stored, (*plan.batch, *stored.shape[-4:])).reshape(-1, *stored.shape[-4:])
             named[name] = np.stack([entry[numbers] for entry, numbers in zip(own, table, strict=True)])
-            named[name] = named[name].reshape(*plan.batch, -1, *pages.shape[-2:])
+            named[name] = named[name].reshape(*plan.batch, -1, *stored.shape[-2:])
     for name in ("key", "value") if plan.bytes_dtype else ():
         named[name] = of_bytes(plan, named, name)
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
-    if plan.is_strided:
-        query = query.reshape(*query.shape[:2], heads, plan.head_group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
+    if plan.rows.is_strided:
+        query = query.reshape(*query.shape[:2], heads, group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
     scores = plan.scale * (query @ key.transpose(0, 2, 3, 1))
     if plan.soft_cap is not None:
         scores = plan.soft_cap * np.tanh(scores / plan.soft_cap)
-    own, cols, (left, right) = np.arange(rows)[:, None] // plan.head_group, np.arange(keys), plan.window
+    own, cols, (left, right) = np.arange(rows)[:, None] // group, np.arange(keys), plan.window
     at = own + (whole("query_offset") if "query_offset" in named else 0)
     seen = np.ones(scores.shape, bool)
     seen &= True if left is None else cols >= at - left
@@ -82,12 +84,8 @@ def played(plan, given):
     with np.errstate(divide="ignore"):
         lse = m + np.log(d)
     o = (o / np.where(d == 0, 1, d)[..., None])[:, :, 0]
-    if plan.is_strided:
-        o = (
-            o.reshape(*o.shape[:2], plan.queries, plan.head_group, -1)
-            .swapaxes(1, 2)
-            .reshape(len(o), plan.queries, -1, o.shape[-1])
-        )
+    if plan.rows.is_strided:
+        o = o.reshape(*o.shape[:2], plan.queries, group, -1).swapaxes(1, 2).reshape(len(o), plan.queries, -1, o.shape[-1])
     return [np.asarray(o, given["query"].dtype), np.asarray(lse, np.float32)]
 
 
@@ -97,7 +95,7 @@ def types_of(plan, dtype):
     own = math.prod(plan.batch), heads, plan.splits, rows
     if plan.splits > 1:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*own, size), own, own)]
-    shape = (own[0], plan.queries, heads * plan.head_group, size) if plan.is_strided else (own[0], heads, rows, size)
+    shape = (own[0], plan.queries, heads * plan.rows.group, size) if plan.rows.is_strided else (own[0], heads, rows, size)
     return [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(own, jnp.float32)]
 
 
@@ -106,25 +104,29 @@ def of_bytes(plan, named, name):
     array = named[name].view(jnp.dtype(plan.bytes_dtype)).astype(np.float32)
     if (scale := named.get(f"{name}_page_scale")) is None:
         return array.astype(np.float64) * named[f"{name}_scale"][..., None, :, None]
-    numbers = np.clip(named["page_table"], 0, plan.pages - 1)
+    numbers = np.clip(named["page_table"], 0, plan.pages.count - 1)
     entries = np.broadcast_to(scale.view(np.float32), (*plan.batch, *scale.shape[-2:]))
-    scale = np.repeat(np.take_along_axis(entries, numbers[..., None], -2), plan.page, -2)
+    scale = np.repeat(np.take_along_axis(entries, numbers[..., None], -2), plan.pages.size, -2)
     return (array * scale[..., None]).astype(named["query"].dtype)
 
 
-def play(monkeypatch, **more):
-    """The plans of calls of attention, which all go to `decode`, with NumPy in the place of the kernel; `more` are options."""
-    found = []
+def play(monkeypatch):
+    """Lists the kernels of calls of attention, all of few queries, with NumPy in the place of the kernel."""
+    kernels = []
 
-    def run(plan, given, target, is_partial):
-        found.append(plan)
-        return jax.pure_callback(functools.partial(played, plan), types_of(plan, given["query"].dtype), given)
+    def launch(kernel, operands, table, is_partial):
+        del table, is_partial
+        kernels.append(kernel)
+        return jax.pure_callback(functools.partial(played, kernel), types_of(kernel, operands["query"].dtype), dict(operands))
 
-    def bind(_, operands, *, return_lse, precision, deterministic, implementation, **options):
-        del return_lse, precision, deterministic, implementation
-        return decode.attention(operands, target=HOPPER, **options, **more)
+    def bind(operation, operands, *, implementation, **params):
+        del implementation
+        types = {name: jax.typeof(operand) for name, operand in operands.items()}
+        plan = mosaic.plan(operation.problem(operation, types, params), HOPPER)
+        assert isinstance(plan, decode.DecodePlan), plan
+        return plan.run(**operands)
 
-    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(forward, "launch", launch)
     for module in (api, cache):
         monkeypatch.setattr(module, "bind", bind)
-    return found
+    return kernels

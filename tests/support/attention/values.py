@@ -1,4 +1,4 @@
-"""Attention's operands by feature and shape, what is differentiated of them, and checks against float64."""
+"""Attention's operands by feature and shape, those that are differentiated, and checks against float64."""
 
 import functools
 
@@ -27,7 +27,7 @@ def small_tiles(monkeypatch):
 
 
 def arrays(batch=(2,), length=40, keys=56, heads=4, key_heads=2, size=16, value_size=None, dtype="float32", seed=0):
-    """Query, key and value, some of whose scores stand out."""
+    """Returns query, key and value with some scores that stand out."""
     rng = np.random.default_rng(seed)
     shapes = {
         "query": (*batch, length, heads, size),
@@ -49,7 +49,7 @@ def segments(length, seed, batch=(2,), count=3):
 
 
 def case(shapes=None, make=None, **options):
-    """A function of a dtype that gives arrays, which may be differentiated or not, and options."""
+    """Returns a function that makes the operands, differentiable or not, in a dtype, and the options."""
 
     def of(dtype="float32"):
         given = arrays(dtype=dtype, **(shapes or {}))
@@ -134,7 +134,7 @@ MOVING = ("query", "key", "value", "bias", "sinks")
 
 
 def together(names, dtype):
-    """The operands and options of several features, of the shapes of the first."""
+    """Returns the operands and options of several features, in the shapes of the first one."""
     given, options = {}, {}
     for name in reversed(names):
         more, own = FEATURES[name](dtype)
@@ -143,12 +143,12 @@ def together(names, dtype):
 
 
 def split(given):
-    """The arrays that may be differentiated, and the others."""
+    """Separates the arrays that may be differentiated from the others."""
     return {k: a for k, a in given.items() if k in MOVING}, {k: a for k, a in given.items() if k not in MOVING}
 
 
 def function(options, fixed, implementation=None):
-    """Attention of the arrays that may be differentiated: output and lse."""
+    """Returns attention as a function of the arrays that may be differentiated: output and lse."""
     options = dict(options)
     if (seed := options.get("dropout_rng")) is not None:
         options["dropout_rng"] = jax.random.key(seed)
@@ -157,7 +157,7 @@ def function(options, fixed, implementation=None):
 
 
 def truth_of(truth, name, given, options, *args):
-    """`truth` of these arrays and options, as float64 has it, and the budget of the implementation `name`."""
+    """Returns `truth` of these arrays and options in float64, with the budget of the implementation `name`."""
     is_float32, is_coarse = given["query"].dtype == np.float32, options.get("precision") == "high"
     options = {
         name: value for name, value in options.items() if name not in ("deterministic", "deterministic_gradients", "precision")
@@ -219,31 +219,53 @@ def check_cotangents(forced, given, options):
         assert oracle.error(actual[name], truth) <= 1, name
 
 
-def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key", "value"), has_offset=False, **options):
+def run_planned(implementation, operation, target, operands, **params):
+    """Computes an operation by the plan of an implementation for a target, without the primitive around it."""
+    present = {name: operand for name, operand in operands.items() if operand is not None}
+    params = {"precision": "high", "deterministic_gradients": False} | params
+    problem = operation.problem(operation, {name: jax.typeof(operand) for name, operand in present.items()}, params)
+    return implementation.plan(problem, target).run(**present)
+
+
+def runs(implementation, operation, target=None):
+    """A function of operands by name and parameters that computes an operation by an implementation.
+
+    Without a target, and where an implementation has no plans, it is the function of the operation's name.
+    """
+    if target is None or not hasattr(implementation, "plan"):
+        options = {} if target is None else {"target": target}
+        absent = dict.fromkeys(operation.by_name)
+        function = functools.partial(getattr(implementation, operation.name), **options)
+        return lambda operands, **params: function(**absent | operands, **params)
+    return functools.partial(run_planned, implementation, operation, target)
+
+
+def check_parts(
+    name, implementation, given, soft_cap=None, count=3, wanted=("query", "key", "value"), has_offset=False, target=None
+):
     """Checks attention to parts of the keys, each started from the parts before it, and its cotangents, against float64.
 
-    `maps` is the module of an implementation, and `options` are the parameters that its maps take alone. `has_offset` says
-    that maps are told a position of the queries, as in a ring.
+    `has_offset` says that a position of the queries is an operand, as in a ring.
     """
+    forward, backward = (runs(implementation, o, target) for o in (primitive.ATTENTION, primitive.ATTENTION_VJP))
     offset = {"query_offset": jnp.zeros(given["query"].shape[:-3], jnp.int32)} if has_offset else {}
-    options |= {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
+    options = {"scale": 0.1, "window": (None, None), "soft_cap": soft_cap, "dropout_rate": 0.0}
 
     @jax.jit
     def in_parts(given, d_out, d_lse):
         split = {n: jnp.split(given[n], count, -3) for n in ("key", "value")}
         parts = [{n: split[n][i] for n in split} for i in range(count)]
-        results, absent = None, dict.fromkeys(primitive.ATTENTION.by_name) | {"query": given["query"]} | offset
+        results, shared = None, {"query": given["query"]} | offset
         for i, part in enumerate(parts):
-            results = maps.dot_product_attention(**options, **absent | part, is_partial=i + 1 < count, onto=results)
+            results = forward(shared | part, **options, is_partial=i + 1 < count, onto=results)
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
         if not wanted:
             return results, []
-        absent = dict.fromkeys(primitive.ATTENTION_VJP.by_name) | absent | {"d_out": d_out, "d_lse": d_lse}
-        absent |= dict(zip(("out", "lse"), results, strict=True))
+        shared |= {"d_out": d_out, "d_lse": d_lse} | dict(zip(("out", "lse"), results, strict=True))
         query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
         for part in parts:
             more = {"wanted": wanted, "is_partial": True, "onto": query}
-            query, *own = maps.dot_product_attention_vjp(**options, **absent | part, **more)
+            query, *own = backward(shared | part, **options, **more)
             of_keys.append(own)
         found = [options["scale"] * query, *(jnp.concatenate(own, -3) for own in zip(*of_keys, strict=True))]
         assert {x.dtype for x in found} == {np.dtype(np.float32)}
@@ -265,7 +287,7 @@ def check_parts(name, maps, given, soft_cap=None, count=3, wanted=("query", "key
 
 @st.composite
 def calls(draw):
-    """Any features together."""
+    """Draws any combination of features."""
     batch = draw(st.sampled_from([(), (2,), (1, 2)]))
     length, keys = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     key_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
@@ -302,13 +324,13 @@ def calls(draw):
 
 
 def several(make_scores, kind, dtype="float32", **options):
-    """A case with a mask or bias of a shape; whole ones are 2 by 4 heads by 130 queries by 200 or 201 keys."""
+    """Returns a case with a mask or bias of a shape. Whole ones have 2 entries, 4 heads, 130 queries and 200 or 201 keys."""
     keys = make_scores[-1] if make_scores and make_scores[-1] > 1 else 200
     return case({"length": 130, "keys": keys, "size": 64}, lambda: {kind: random(make_scores, kind, dtype=dtype)}, **options)
 
 
 def ids(length, seed, kind, count=5):
-    """Segments of two batch entries: sorted, in any order, or such that those of different seeds have none in common."""
+    """Returns segment ids of two batch entries: sorted, in any order, or with no id in common between different seeds."""
     found = segments(length, seed, count=count)
     if kind == "shuffled":
         return np.random.default_rng(seed).permutation(found, axis=-1)
@@ -341,14 +363,14 @@ def lengths_of(queries, keys):
 
 
 def least_number(dtype="float32"):
-    """A padding mask as a bias: the dtype's least number for some keys of all rows, and for all keys of some rows."""
+    """Returns a padding mask as a bias: the dtype's least number for some keys of all rows, and for all keys of some rows."""
     bias = random((2, 4, 400, 500), "bias", dtype="float32")
     bias[..., 300:] = bias[:, :, 64:80] = jnp.finfo(dtype).min
     return bias.astype(jnp.dtype(dtype))
 
 
 def ahead(gap):
-    """A key without a value whose score is larger than all others, which are alike."""
+    """Makes operands with one key whose value is 0 and whose score is larger than those of the others, which are alike."""
 
     def of(dtype):
         given = {name: np.zeros((1, 2048, 1, 64), dtype=jnp.dtype(dtype)) for name in ("query", "key", "value")}
@@ -366,11 +388,11 @@ SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24)]
 
 WINDOWS = [(30, None), (200, None), (None, 30), (None, 200), (0, 0), (30, 30), (200, 300), (5, 200), (200, 0), (600, 0)]
 WIDE = {"length": 400, "keys": 500, "size": 64}
-FEW = {"length": 3, "keys": 700, "heads": 8, "key_heads": 2, "size": 64}  # queries, of which all of a key head are one tile
+FEW = {"length": 3, "keys": 700, "heads": 8, "key_heads": 2, "size": 64}  # the queries of a key head are one tile
 
 
 def few(length=3, **options):
-    """All features that have to do with rows, for so many queries."""
+    """Returns all features that depend on rows, for this number of queries."""
 
     def make():
         return {

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy.api import _Head
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
 
 ALL = {"label_smoothing": 0.2, "z_loss": 0.05, "logits_soft_cap": 2.0}
 
@@ -22,7 +22,7 @@ FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal")
 
 
 def labelled(shape, axis=-1, seed=1):
-    """Labels of rows along an axis, the first and the last class among them."""
+    """Returns labels of rows along an axis, with the first and the last class among them."""
     rng = np.random.default_rng(seed)
     n = shape[axis]
     labels = rng.integers(0, n, np.delete(shape, axis)).astype(np.int32)
@@ -31,7 +31,7 @@ def labelled(shape, axis=-1, seed=1):
 
 
 def with_gradient(implementation=None, **options):
-    """Losses, log-sum-exps, and the gradient for cotangents of the losses."""
+    """Returns losses, log-sum-exps, and the gradient for cotangents of the losses."""
 
     def run(x, labels, c):
         f = functools.partial(jaxsoftmax.cross_entropy, labels=labels, implementation=implementation, **options)
@@ -46,9 +46,9 @@ def without_ignored(options):
 
 
 def together(implementation=None, **options):
-    """Losses and the gradient, from cotangents that are known with the logits, as in a linear layer's loss."""
+    """Returns losses and the gradient, from cotangents that are known with the logits, as in a linear layer's loss."""
     named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
-    return jax.jit(_Head(1, **named, implementation=implementation).losses_and_gradient)
+    return jax.jit(LossHead(1, **named, implementation=implementation).losses_and_gradient)
 
 
 loss = jaxsoftmax.cross_entropy

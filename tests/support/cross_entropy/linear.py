@@ -27,7 +27,7 @@ def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
 
 
 def whole(arrays, reduction="mean", class_axis=-1, ignore_index=None, **options):
-    """With all logits."""
+    """Computes the loss with all logits."""
     weight = arrays["weight"] if class_axis else arrays["weight"].T
     logits = arrays["hidden"] @ weight
     logits += jnp.broadcast_to(arrays.get("bias", 0.0), logits.shape).astype(logits.dtype)
@@ -47,7 +47,7 @@ def by_parts(arrays, **options):
 
 
 def with_gradients(f, arrays, **options):
-    """Losses, and gradients of a function of them that is not linear, in one program."""
+    """Returns losses, and gradients of a function of them that is not linear, in one program."""
 
     @jax.jit
     def run(labels, wrt):
@@ -58,7 +58,7 @@ def with_gradients(f, arrays, **options):
 
 
 def sharded_over(mesh, of_hidden, of_weight, arrays):
-    """The arrays on devices, as the specs of two of them say, and the specs of all."""
+    """Places the arrays on devices by the specs of two of them, and returns them with the specs of all."""
     of_rows = P(*of_hidden[: arrays["labels"].ndim])
     specs = {"hidden": of_hidden, "weight": of_weight, "bias": P(*of_weight[1:]), "sample_weight": of_rows, "labels": of_rows}
     return {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}, specs

@@ -1,4 +1,4 @@
-"""Values of Mosaic GPU kernels without a GPU: what Mosaic has lowered, with its inline PTX, is executed with NumPy.
+"""Runs Mosaic GPU kernels without a GPU: executes with NumPy what Mosaic has lowered, inline PTX among it.
 
 `emulated(f, *arrays)` runs a function on the CPU, and its kernels here. Each thread of a grid is an entry of arrays. Memory is
 checked, and what nobody has written is NaN. What cannot be seen so: races between threads that execute together, and the last
@@ -23,7 +23,7 @@ from .mlir import Kernel, kernel_of
 
 
 def emulated(f: Callable[..., Any], *args: Any, kernels: Sequence[str], **target: Any) -> Any:
-    """`f(*args)` with its Mosaic kernels emulated; fails unless these are `kernels`, by name, in order.
+    """Returns `f(*args)` with its Mosaic kernels emulated. Fails unless these are `kernels`, by name, in order.
 
     `target` are attributes of the GPU that it is lowered for, as of `kernels.target`.
     """
@@ -36,7 +36,7 @@ def emulated(f: Callable[..., Any], *args: Any, kernels: Sequence[str], **target
 
 @contextlib.contextmanager
 def emulating(**target: Any) -> Iterator[list[str]]:
-    """A context in which kernels are emulated; gives the names of those that ran so far.
+    """Emulates kernels inside the context, and yields the names of those that ran so far.
 
     Fails with an `AssertionError` at a kernel that touches what is in no array, or whose threads wait for ever.
     """
@@ -77,7 +77,7 @@ def emulating(**target: Any) -> Iterator[list[str]]:
 def run_kernel(
     kernel: Kernel, arrays: Sequence[Any], results: Sequence[Any], aliases: dict[int, int]
 ) -> tuple[np.ndarray, ...]:
-    """The results of a kernel, each a shape and a dtype; `aliases` are those that an operand's memory holds."""
+    """Returns the results of a kernel. `results` are their types, `aliases` those that an operand's memory holds."""
     machine = Machine(kernel)
     arrays = [np.asarray(array) for array in arrays]
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in results]

@@ -1,4 +1,4 @@
-"""Operations of MLIR and PTX on arrays of NumPy. Integers are unsigned, of their size, and a view of them has a sign."""
+"""Operations of MLIR and PTX on NumPy arrays. Integers are unsigned; a view of them has a sign."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _NAN = np.uint32(0x7FFFFFFF)
 
 
 def unsigned(width: int) -> Any:
-    """The dtype of integers of so many bits."""
+    """Returns the dtype of integers of this number of bits."""
     return np.dtype(bool) if width == 1 else np.dtype(f"u{width // 8}")
 
 
@@ -23,7 +23,7 @@ def signed(values: Any) -> Any:
 
 @functools.cache
 def of_signed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation on signed integers, which gives bits or bools."""
+    """Returns the operation on signed integers, whose result is bits or bools."""
 
     def run(*values):
         found = function(*map(signed, values))
@@ -44,7 +44,7 @@ def converted(dtype: Any) -> Callable[..., Any]:
 
 @functools.cache
 def extended(width: int) -> Callable[..., Any]:
-    """Integers of more bits, or of fewer, with their sign."""
+    """Converts integers to more or fewer bits, with their sign."""
     return lambda values: (
         (-(values.astype(np.int64))).astype(f"i{width // 8}").view(f"u{width // 8}")
         if values.dtype == bool
@@ -76,7 +76,7 @@ def remainder_signed(a: Any, b: Any) -> Any:
 
 
 def shift_left(a: Any, b: Any) -> Any:
-    """0 where all bits are shifted out."""
+    """Shifts bits. The result is 0 if all bits are shifted out."""
     return np.left_shift(a, np.asarray(b).astype(a.dtype))
 
 
@@ -91,7 +91,7 @@ def shift_right_signed(a: Any, b: Any) -> Any:
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """Of floats the larger, where -0 is less than 0, or one NaN for all."""
+    """Returns the larger of two floats, with -0 less than 0, or one and the same NaN."""
     return _extreme(np.maximum, np.bitwise_and, a, b)
 
 
@@ -107,7 +107,7 @@ def _extreme(choose, of_zeros, a, b):
 
 
 def number_maximum(a: Any, b: Any) -> Any:
-    """The larger of floats, or the one that is not NaN."""
+    """Returns the larger of two floats, or the one that is not NaN."""
     return np.where(np.isnan(a), b, np.where(np.isnan(b), a, maximum(a, b)))
 
 
@@ -116,7 +116,7 @@ def number_minimum(a: Any, b: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """Rounded once, but for what float64 rounds before."""
+    """Multiplies and adds in float64, and rounds once."""
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(a.dtype)
 
 
@@ -126,7 +126,7 @@ def flushed(values: Any) -> Any:
 
 @functools.cache
 def approximate(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of float32 that takes and gives 0 for what is subnormal."""
+    """Returns a function of float32 in which subnormal operands and results are 0."""
     return lambda values: flushed(function(flushed(values)).astype(np.float32))
 
 
@@ -159,28 +159,28 @@ COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_
 
 
 def halves(word: Any, dtype: Any) -> tuple[Any, Any]:
-    """The lower and the upper half of words of 32 bits."""
+    """Returns the lower and the upper half of words of 32 bits."""
     word = np.asarray(word)
     lower, upper = (word & np.uint32(0xFFFF)).astype(np.uint16), (word >> np.uint32(16)).astype(np.uint16)
     return lower.view(dtype), upper.view(dtype)
 
 
 def whole(lower: Any, upper: Any) -> Any:
-    """Words of two halves."""
+    """Joins two halves to words."""
     lower, upper = (np.asarray(half).view(np.uint16).astype(np.uint32) for half in (lower, upper))
     return lower | upper << np.uint32(16)
 
 
 @functools.cache
 def part_of(number: int, width: int) -> Callable[..., Any]:
-    """The part of a number that has so many bits, counted from the lowest."""
+    """Returns a function that takes the part `number` of numbers, in parts of `width` bits, counted from the lowest."""
     dtype = unsigned(width)
     return lambda values: (values >> values.dtype.type(number * width)).astype(dtype)
 
 
 @functools.cache
 def joined(width: int) -> Callable[..., Any]:
-    """Numbers of so many bits of parts, the lowest first."""
+    """Returns a function that joins parts, the lowest first, to numbers of `width` bits."""
     dtype = unsigned(width)
 
     def run(*parts):
@@ -191,7 +191,7 @@ def joined(width: int) -> Callable[..., Any]:
 
 
 def permuted(a: Any, b: Any, choice: Any) -> Any:
-    """`prmt`: bytes of two words, or their signs."""
+    """Computes `prmt`: selects bytes of two words, or their signs."""
     pool = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     found = np.uint32(0)
     for k in range(4):
@@ -203,6 +203,6 @@ def permuted(a: Any, b: Any, choice: Any) -> Any:
 
 
 def first_bit(values: Any) -> Any:
-    """The number of the highest bit that is set, or all ones."""
+    """Returns the number of the highest bit that is set, or all ones."""
     _, exponent = np.frexp(values.astype(np.float64))
     return np.where(values == 0, np.uint32(0xFFFFFFFF), (exponent - 1).astype(np.uint32))

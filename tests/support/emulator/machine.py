@@ -15,20 +15,20 @@ import numpy as np
 from . import program as programs
 
 WARP = 32
-GARBAGE = 0x7FE1DEAD  # NaN, and no index of anything
-_BASE = 0x7F0000000000  # of global memory
-START = 1024  # of a block's shared memory, as seen by its threads
+GARBAGE = 0x7FE1DEAD  # NaN, and an index of nothing
+_BASE = 0x7F0000000000  # address of global memory
+START = 1024  # address of a block's shared memory, as its threads see it
 _APART = 4096  # bytes between arrays
 _PATIENCE = 20000  # rounds in which all threads wait
 _MOST = 100_000  # blocks of instructions that are executed
-_AHEAD = 40  # so many of them a team may go on where others could catch up
-_TICK = 1000  # nanoseconds of such a round
+_AHEAD = 40  # blocks that a team may execute while others could catch up
+_TICK = 1000  # nanoseconds of one round
 _BARRIERS = 16
 _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
 class Memory:
-    """Bytes, some of which belong to arrays."""
+    """Memory: bytes that belong to arrays, and bytes between them."""
 
     def __init__(self, size: int):
         words = np.full(-(-size // 8) * 2, GARBAGE, np.uint32)
@@ -43,7 +43,7 @@ class Memory:
 
 
 class Machine:
-    """The state of a kernel that runs."""
+    """Runs a kernel: the state of its threads and its memory."""
 
     def __init__(self, kernel: Any):
         program, grid, cluster, threads, shared = kernel.program, kernel.grid, kernel.cluster, kernel.threads, kernel.shared
@@ -84,7 +84,7 @@ class Machine:
         self._cluster_seen = np.full(count, -1)
         self.everyone, self.now = everyone, everyone  # `now`: the threads that execute
         self.shared = Memory(shared * self.blocks)
-        # Of mbarriers, for each 8 bytes of shared memory.
+        # The state of mbarriers: an entry for each 8 bytes of shared memory.
         self._pending, self._arrivals, self._bytes, self._phase = np.zeros((4, -(-shared * self.blocks // 8)), np.int64)
         self._copies: list[tuple[np.ndarray, ...]] = []
         self._group = np.zeros(count, np.int64)
@@ -92,7 +92,7 @@ class Machine:
         self.has_changed = False  # something for which threads may wait
 
     def allocate(self, arrays: Sequence[np.ndarray | tuple[int, bool]]) -> list[tuple[int, slice]]:
-        """Puts arrays into global memory, or garbage of so many bytes: where each starts, as an address and in bytes."""
+        """Puts arrays into global memory, or garbage of a number of bytes, and returns the address and the offset of each."""
         starts, at = [], _APART
         for array in arrays:
             starts.append(at)
@@ -159,7 +159,7 @@ class Machine:
         assert not self._come.any(), f"{self.program.name}: a barrier to which not all threads have come"
 
     def _next(self, places: dict[int, list[np.ndarray]]) -> tuple[int, np.ndarray] | None:
-        """The first block that threads of a team can execute, and these."""
+        """Returns the first block that threads of a team can execute, and these threads."""
         for place in sorted(places):
             parts = places[place]
             threads = np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
@@ -178,7 +178,7 @@ class Machine:
         return None
 
     def _execute(self, place: int) -> list[tuple[int, np.ndarray]]:
-        """Executes a block: where threads go then."""
+        """Executes a block, and returns where threads go then."""
         block, held, registers, now = self.program.blocks[place], self.held, self.registers, self.now
         is_all = now.size == self.count
         for slot in block.inputs:
@@ -232,7 +232,7 @@ class Machine:
     # Memory. Addresses are of 64 bits in global memory and of 32 in shared memory.
 
     def places(self, space: str, address: Any, size: int, now: np.ndarray) -> tuple[Memory, np.ndarray]:
-        """The memory of addresses, and where they are in it; fails where that is outside of all arrays."""
+        """Returns the memory of addresses and their offsets in it. Fails if one is outside of all arrays."""
         address = _broadcast(np.asarray(address), now.shape).astype(np.int64)
         if space == "global":
             found = address - _BASE
@@ -258,7 +258,7 @@ class Machine:
         return memory, found
 
     def load(self, space: str, address: Any, size: int, count: int, where: Any = True) -> list[np.ndarray]:
-        """Vectors of words, 0 in threads that load none."""
+        """Loads vectors of words; they are 0 in threads that load none."""
         now, chosen, (address,) = self._chosen(where, address)
         memory, places = self.places(space, address, size * count, now)
         found = []
@@ -278,7 +278,7 @@ class Machine:
             memory.store(places + k * size, bits(value), size)
 
     def _chosen(self, where: Any, *arrays: Any) -> tuple[np.ndarray, np.ndarray | None, list[Any]]:
-        """The threads that do something, which of those that execute they are, and what they have of arrays."""
+        """Returns the threads that do something, their indices among those that execute, and their entries of arrays."""
         arrays = [np.asarray(array) for array in arrays]
         where = np.asarray(where)
         if where.all():
@@ -287,7 +287,7 @@ class Machine:
         return self.now[chosen], chosen, [array[chosen] if array.ndim else array for array in arrays]
 
     def atomic(self, operation: str, space: str, address: Any, value: Any, dtype: Any, where: Any = True) -> np.ndarray:
-        """What was there before, of one thread after another."""
+        """Updates memory, one thread after another, and returns the values from before."""
         now, chosen, (address, value) = self._chosen(where, address, value)
         size = np.dtype(dtype).itemsize
         memory, places = self.places(space, address, size, now)
@@ -324,7 +324,7 @@ class Machine:
         return whole
 
     def of_block(self, address: Any, rank: Any) -> np.ndarray:
-        """The address of what is at the same place in another block of the cluster."""
+        """Returns the address of the same place in another block of the cluster."""
         assert (np.asarray(rank) < self.cluster_blocks).all(), f"{self.program.name}: a block that the cluster has not"
         own = np.asarray(address, np.uint32) & np.uint32((1 << 24) - 1)
         return (np.asarray(rank, np.uint32) + np.uint32(1) << np.uint32(24)) | own
@@ -332,7 +332,7 @@ class Machine:
     # What threads wait for.
 
     def arrive(self, barrier: Any, expected: int | None, vote: Any = None) -> None:
-        """Comes to a barrier of the block, for `expected` threads, or all of the block."""
+        """Arrives at a barrier of the block, for `expected` threads, or all of the block."""
         at = self._barrier(barrier)
         self._seen[self.now, at % _BARRIERS] = self._rounds[at]
         came = np.bincount(at, minlength=self._come.size)
@@ -352,12 +352,12 @@ class Machine:
         return self.block_of[self.now] * _BARRIERS + np.asarray(number).astype(np.int64)
 
     def has_passed(self, barrier: Any) -> np.ndarray:
-        """Whether all have come to the barrier since this thread has."""
+        """Tells whether all threads have arrived at the barrier since this one has."""
         at = self._barrier(barrier)
         return self._rounds[at] > self._seen[self.now, at % _BARRIERS]
 
     def counted(self, barrier: Any) -> np.ndarray:
-        """How many threads have voted for it, of those that came to the barrier."""
+        """Counts the votes of the threads that arrived at the barrier."""
         return self._counted[self._barrier(barrier)].astype(np.uint32)
 
     def arrive_in_cluster(self) -> None:
@@ -423,7 +423,7 @@ class Machine:
         self._group[self.now] += 1
 
     def await_copies(self, but: int | None) -> None:
-        """Finishes the copies of the threads that execute, `but` for so many groups, or all."""
+        """Finishes the copies of the threads that execute, except the last `but` groups."""
         limit = np.full(self.count, -1)
         limit[self.now] = np.iinfo(np.int64).max if but is None else self._group[self.now] - but
         left = []
@@ -452,7 +452,7 @@ class Machine:
         return np.repeat(operation.reduce(_broadcast(values, self.now.shape).reshape(-1, WARP), axis=1), WARP)
 
     def shuffle(self, kind: str, values: Any, which: Any, clamp: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The value of another lane, and whether there is one: else it is the thread's own."""
+        """Returns the value of another lane, or that of the thread if there is no such lane, and which case it is."""
         lanes = self.now % WARP
         which, clamp = (_broadcast(np.asarray(part), self.now.shape).astype(np.int64) for part in (which, clamp))
         first = lanes & (clamp >> 8 & 31)
@@ -471,12 +471,12 @@ class Machine:
 
 
 def _broadcast(values: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """What NumPy's function gives, which takes longer than most operations here."""
+    """Broadcasts as `np.broadcast_to` does, which takes longer than most operations here."""
     values = np.asarray(values)
     return values if values.shape == shape else np.full(shape, values)
 
 
 def bits(values: Any) -> np.ndarray:
-    """Numbers as unsigned integers of their size."""
+    """Views numbers as unsigned integers of their size."""
     values = np.asarray(values)
     return values.view(f"u{values.dtype.itemsize}")

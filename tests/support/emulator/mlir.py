@@ -1,4 +1,4 @@
-"""Programs of kernels, from the MLIR module into which Mosaic has lowered them in Python."""
+"""Translates kernels from the MLIR module into which Mosaic has lowered them to programs."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A program, and what it is launched with.
+    """A program, and the parameters of its launch.
 
     Attributes:
       addresses: the slots of the addresses of its arrays, by their number. What is not used has none.
@@ -48,14 +48,14 @@ class Kernel:
 
 
 def kernel_of(module: ir.Module) -> Kernel:
-    """The kernel of a lowered module, which has one."""
+    """Returns the only kernel of a lowered module."""
     with module.context:
         (function,) = (op for op in module.body.operations if op.operation.name == "func.func" and len(op.regions[0].blocks))
         return _Translation(function.operation.attributes["sym_name"].value.removesuffix("_mosaic_gpu")).kernel(function)
 
 
 class _Translation:
-    """Values of MLIR are slots: one for a scalar, a tuple for a vector or a struct, a `Ref` for an array."""
+    """Translates operations. Values of MLIR are slots: one for a scalar, a tuple for a vector, a `Ref` for an array."""
 
     def __init__(self, name: str):
         self.program = Program(name)
@@ -84,7 +84,7 @@ class _Translation:
         return int(self.program.constants[self.values[value]])
 
     def region(self, region: Any) -> list[Any]:
-        """Translates a region of one block: what it yields."""
+        """Translates a region of one block, and returns the values that it yields."""
         (block,) = region.blocks
         for op in block.operations:
             op = op.operation
@@ -170,7 +170,7 @@ class _Translation:
         return struct[self._place(op)]
 
     def _place(self, op):
-        """The number of a part of a struct, as if it were flat: two pointers, an offset, and two arrays."""
+        """Returns the index of a part of a struct, as if it were flat: two pointers, an offset, and two arrays."""
         at, *inner = [int(k) for k in ir.DenseI64ArrayAttr(op.attributes["position"])]
         if not inner:
             return at
@@ -378,7 +378,7 @@ class _Translation:
             self.program.do(arithmetic.same_of_all, tuple(targets), *sources)
 
     def fresh(self, value):
-        """Slots for a value like this one."""
+        """Makes slots for a value like this one."""
         if isinstance(value, tuple):
             return tuple(map(self.fresh, value))
         assert isinstance(value, int), value
@@ -557,7 +557,7 @@ def _dimension(op: Any) -> str:
 
 
 def _word(attribute: Any, known: Sequence[str]) -> str:
-    """The one of some words that is in the text of an attribute."""
+    """Returns the only one of some words that is in the text of an attribute."""
     (found,) = set(re.findall(r"\w+", str(attribute))) & set(known)
     return found
 
@@ -603,7 +603,7 @@ def _kind_of_text(text: str) -> Any:
 
 
 def kind_of(kind: Any) -> tuple[Any, int | None]:
-    """The dtype of a scalar or a vector, and how many elements a vector has."""
+    """Returns the dtype of a scalar or a vector, and the number of elements of a vector."""
     if isinstance(kind, ir.VectorType):
         return _kind_of_text(str(kind.element_type)), math.prod(kind.shape)
     return _kind_of_text(str(kind)), None

@@ -1,4 +1,4 @@
-"""A kernel as a program for all threads of its grid at once: blocks of instructions on arrays with an entry for each thread."""
+"""Represents a kernel as blocks of instructions on arrays that have an entry for each thread of the grid."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MACHINE, THREAD, BLOCK_X, BLOCK_Y, BLOCK_Z, LANE, RANK = range(7)
 
 @dataclass(eq=False)
 class Label:
-    """A place to jump to: the number of a block, once it is there."""
+    """A place to jump to: the number of a block, once that is known."""
 
     place: int | None = None
 
@@ -39,7 +39,7 @@ class Block:
 
 
 class Program:
-    """Blocks, and the slots that instructions read and write. It is built from the first instruction to the last."""
+    """Blocks, and slots that instructions read and write. It is built from the first instruction to the last."""
 
     def __init__(self, name: str):
         self.name = name
@@ -50,12 +50,12 @@ class Program:
         self._known: list[dict[Hashable, Any]] = [{}]
 
     def slot(self, dtype: Any) -> int:
-        """A slot for values of a dtype, of which nothing is known."""
+        """Makes a slot for values of a dtype that are not known."""
         self.dtypes.append(np.dtype(dtype))
         return len(self.dtypes) - 1
 
     def constant(self, value: Any, dtype: Any) -> int:
-        """The slot of a number, which is alike in all threads."""
+        """Returns the slot of a number that is alike in all threads."""
         value = np.asarray(value).astype(dtype)[()]
         key = (value.tobytes(), value.dtype)
         if key not in self._numbers:
@@ -64,7 +64,7 @@ class Program:
         return self._numbers[key]
 
     def pure(self, function: Callable[..., Any], dtype: Any, *operands: int) -> int:
-        """The slot of `function(*operands)`, which is computed once: now, if all operands are constants."""
+        """Returns the slot of `function(*operands)`. It is computed now if all operands are constants."""
         if all(operand in self.constants for operand in operands):
             return self.constant(function(*(self.constants[operand] for operand in operands)), dtype)
         key = (function, np.dtype(dtype), operands)
@@ -97,7 +97,7 @@ class Program:
         self.end("branch", condition, yes, no)
 
     def wait(self, ready: Callable[..., Any], *operands: int) -> None:
-        """A thread goes on once `ready` of it is true."""
+        """Makes a thread wait until `ready` is true for it."""
         self.place(Label())
         is_ready = self.slot(bool)
         self.do(ready, is_ready, *operands)
@@ -114,14 +114,14 @@ class Program:
         self.blocks[-1].polls = True
 
     def enter(self) -> None:
-        """What is computed from here to `leave` is not known behind it."""
+        """Starts a part whose results are not known after `leave`."""
         self._known.append({})
 
     def leave(self) -> None:
         self._known.pop()
 
     def finish(self) -> "Program":
-        """Settles what blocks read that others have written, and numbers in place of labels."""
+        """Finds what blocks read that others have written, and replaces labels by numbers."""
         for block in self.blocks:
             read, written = dict.fromkeys(()), set()
             for _, results, operands in block.code:
@@ -146,5 +146,5 @@ def _placed(part: Any) -> Any:
 
 
 def listed(values: int | Sequence[int]) -> list[int]:
-    """Slots of a scalar or of a vector."""
+    """Returns the slots of a scalar or of a vector."""
     return [values] if isinstance(values, int) else list(values)

@@ -1,4 +1,4 @@
-"""Inline PTX as instructions of a program: those that the library's kernels have, and an error at any other."""
+"""Translates inline PTX to instructions of a program: those in the library's kernels. Any other raises an error."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ def barrier(to: Program, number: int, count: int | None, vote: int | None = None
 
 
 def translate(to: Program, text: str, constraints: str, results: Sequence[int], operands: Sequence[int]) -> None:
-    """Appends what an `llvm.inline_asm` does: `results` and `operands` are the slots of $0, $1 and so on."""
+    """Appends the instructions of an `llvm.inline_asm`. `results` and `operands` are the slots of $0, $1 and so on."""
     assert len([part for part in constraints.split(",") if part and not part.startswith("~")]) == len(results) + len(operands)
     _Assembly(to, [*results, *operands], len(results)).run(text)
 
@@ -82,7 +82,7 @@ class _Assembly:
     # Operands.
 
     def read(self, name: str, width: int) -> int:
-        """The slot of an operand's bits."""
+        """Returns the slot of an operand's bits."""
         name = name.strip()
         if name.startswith("%"):
             return self.special(name)
@@ -165,7 +165,7 @@ class _Assembly:
         return () if self.guard is None else (self.guard,)
 
     def act(self, function: Callable[..., Any], *operands: int) -> None:
-        """Does something in threads that the guard chooses."""
+        """Executes a function in threads that the guard chooses."""
         self.to.do(lambda *given: function(*given) or (), (), program.MACHINE, *operands, *self.where())
 
     # Moves.
@@ -611,14 +611,14 @@ def _floating(kind: str) -> Any:
 
 
 def _number(kind: str) -> Any:
-    """The dtype of what an atomic operation combines."""
+    """Returns the dtype of an atomic operation."""
     if kind == "f32":
         return np.dtype(np.float32)
     return np.dtype(f"{'i' if kind[0] == 's' else 'u'}{_width(kind) // 8}")
 
 
 def _moved(parts: list[str]) -> tuple[str, int, int]:
-    """The state space of a load or store, the bytes of a word and how many there are."""
+    """Returns the state space of a load or store, the bytes of a word, and the number of words."""
     spaces = [part for part in parts if part.startswith(("global", "shared"))]
     known = {"v2", "v4", "relaxed", "acquire", "gpu", "sys", "volatile", "L2::cache_hint", "release"}
     if len(spaces) != 1 or set(parts[:-1]) - known - set(spaces):
@@ -628,7 +628,7 @@ def _moved(parts: list[str]) -> tuple[str, int, int]:
 
 
 def _separated(text: str) -> list[str]:
-    """Operands, of which some are lists in braces."""
+    """Splits operands, which may be lists in braces."""
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text)]
 
 

@@ -1,4 +1,4 @@
-"""The ways in which Triton's kernels spread rows over programs, each forced on small rows."""
+"""Forces each way in which Triton's kernels spread rows over programs on small rows."""
 
 import numpy as np
 
@@ -22,13 +22,13 @@ ROWS = {"tiles": {}, "twice": LITTLE, "slices": LITTLE | SLICES}  # how rows are
 
 
 def spreading(way, monkeypatch):
-    """A target and thresholds with which all rows are spread in one way."""
+    """Sets thresholds such that all rows are spread in one way, and returns the target for it."""
     for name, value in ROWS[way].items():
         monkeypatch.setattr(row_launch, name, value)
     return Target("cuda", (8, 0), 108, 163 << 10)
 
 
 def stacked(shape, dtype, kinds=None):
-    """Inputs of some kinds, or of all, along one more axis in front."""
+    """Returns inputs of some kinds, or of all, along one more axis in front."""
     arrays = cases.inputs(shape, dtype)
     return np.stack([arrays[kind] for kind in kinds or arrays])

@@ -9,7 +9,7 @@ from .oracle import top_k as truth
 
 
 def inputs(shape, dtype):
-    """Arrays that hurt: also ties, zeros and NaN of both signs, and of integers the extremes."""
+    """Returns arrays that hurt: those of `cases.inputs`, ties, zeros and NaN of both signs, and the extremes of integers."""
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
     few = rng.integers(0, 5, shape)
     if dtype.kind in "iu":
@@ -29,12 +29,12 @@ def inputs(shape, dtype):
 
 
 def taken(whole, indices, axis=-1):
-    """A truth at the indices."""
+    """Returns a truth at the indices."""
     return oracle.Truth(*(np.take_along_axis(array, np.asarray(indices), axis) for array in (whole.value, whole.budget)))
 
 
 def weights_of(x, k, normalize, scale=None, where=None):
-    """The truth of `softmax_top_k`: the weights, where they are, and the log-sum-exp."""
+    """Returns the truth of `softmax_top_k`: the weights, their indices, and the log-sum-exp."""
     turned = -x if scale is not None and scale < 0 else x
     indices = truth(turned, k, where=where)[1]
     if normalize == "all":
@@ -47,7 +47,7 @@ def weights_of(x, k, normalize, scale=None, where=None):
 
 
 def plain_softmax_top_k(x, k, *, scale=1.0, where=None, normalize="all", return_lse=False):
-    """What `softmax_top_k` is, in `jax.nn` and `jax.lax`."""
+    """Computes `softmax_top_k` by `jax.nn` and `jax.lax`."""
     scores = x * scale if where is None else jnp.where(where, x * scale, -jnp.inf)
     found, indices = jax.lax.top_k(scores, k)
     lse = jax.nn.logsumexp(scores, -1)

@@ -10,13 +10,13 @@ from .. import oracle
 
 
 def bits(array) -> np.ndarray:
-    """The bits of numbers of any dtype, by which results are compared: of NaN and of zeros, too."""
+    """Returns the bits of numbers of any dtype, which tell apart NaN and zeros of both signs."""
     array = np.asarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
 
 def probabilities(x, **options) -> np.ndarray:
-    """The distribution of rows that `filtered` leaves of the softmax."""
+    """Returns the distribution of rows that `filtered` leaves of the softmax."""
     weights = filtered(x, **options).weights
     return weights / weights.sum(-1, keepdims=True)
 

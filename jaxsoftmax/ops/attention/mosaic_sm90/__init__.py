@@ -1,185 +1,96 @@
-"""Attention on NVIDIA GPUs by Pallas Mosaic GPU: what the kernels serve, and their entry points, for each GPU generation."""
+"""Attention on Hopper by Pallas Mosaic GPU: what the kernels serve, and the plan of the kernel that serves it.
 
-import functools
+forward     attention, by a kernel in which a block of queries keeps its state and pushes the keys
+decode      attention of few queries, by the same kernel with other rows; keys and values may be in pages, or of 8 bits
+backward    the cotangents of attention
+"""
+
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import Call
-from jaxsoftmax.ops.attention.operands import (
-    OPERANDS,
-    batch_of,
-    dequantised,
-    paged,
-    types_without_pages,
-    without_pages,
-)
+from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.target import Target
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
+from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
+from jaxsoftmax.ops.attention.operands import dequantised, without_pages
+from jaxsoftmax.ops.attention.problem import AttentionProblem
 
-# The modules with the kernels, forward, for few queries, and backward, by the major compute capability of a GPU.
-GENERATIONS = {9: (forward, decode, backward)}
-MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}
+MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 
 
-def _given(named):
-    """The operands that are there."""
-    return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
+def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
+    """Plans attention, attention with pages, or the cotangents of attention."""
+    name = problem.operation.name
+    if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
+        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    if problem.devices:
+        return Refusal("it does not merge over devices")
+    is_gradient = name == "dot_product_attention_vjp"
+    if (reason := _unserved_types(problem) or _unserved_sizes(problem)) is not None:
+        return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
+    result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
+    if isinstance(result, Refusal) or result.kernel is None:
+        return result
+    reason = result.kernel.does_not_fit(target)
+    return result if reason is None else Refusal(reason)
 
 
-def lacks(primitive, operands, **params) -> bool:
-    """Whether there is no kernel at all: for derivatives of float32."""
-    del params
-    return primitive == "dot_product_attention_vjp" and operands["query"].dtype == jnp.float32
-
-
-def unsupported(primitive, target, operands, *, scale, precision, deterministic, wanted=(), **params) -> str | None:
-    """Why it cannot run, in words, or None."""
-    capability = target.compute_capability
-    if target.platform != "cuda" or capability is None or capability[0] not in GENERATIONS:
-        served = " or ".join(f"{major}.x" for major in GENERATIONS)
-        return f"it needs compute capability {served}, got {target.platform} {capability}"
-    given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
-    reason = _of_types(given, precision) or _of_shapes(given)
-    if reason is None and not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
-        return f"scale must be positive, got {scale}"
-    if reason is None and primitive == "dot_product_attention_vjp":
-        reason = GENERATIONS[capability[0]][2].unsupported(given, wanted, deterministic)
-    if reason is None and (plan := _plan(primitive, target, operands, scale, wanted, deterministic, params)) is not None:
-        return plan.does_not_fit(given["query"].dtype, target)
-    return reason
-
-
-def _plan(primitive, target, operands, scale, wanted, deterministic, params) -> Call | None:
-    """The plan of the kernel that would run, from types of operands; None if none would: the cotangent of sinks needs none."""
-    many, few, back = GENERATIONS[target.compute_capability[0]]
-    options = {"scale": scale, "window": params["window"], "soft_cap": params["soft_cap"]}
-    options["dropout_rate"] = params.get("dropout_rate", 0.0)
-    if primitive == "paged_attention":
-        named, _ = paged(operands)
-        if few.serves_pages(**named):
-            return few.plan_of(named, target, **options)
-        operands = types_without_pages(operands)
-    given = _given(operands)
-    if primitive == "dot_product_attention_vjp":
-        is_run = set(wanted) - {"sinks"}
-        return back.plan_of(given, wanted=wanted, deterministic=deterministic, **options) if is_run else None
-    kernel, is_stored = _kernel(target, given, options["dropout_rate"])
-    if not is_stored:
-        given = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in given.items()})
-    return kernel.plan_of(given, target, **options) if kernel is few else many.plan_of(given, **options)
-
-
-def _kernel(target, operands, dropout_rate, onto=None):
-    """The module with the kernel that runs, and whether it takes keys and values as they are stored."""
-    many, few, _ = GENERATIONS[target.compute_capability[0]]
-    kernel = few if few.serves(operands["query"].shape) and not dropout_rate and onto is None else many
-    return kernel, kernel is few and few.serves_as_stored(*(operands[name] for name in ("query", "key", "value")))
-
-
-def _of_types(given, precision):
-    """Why dtypes, or the head sizes that they allow, are not served."""
-    dtype = given["query"].dtype
+def _unserved_types(problem: AttentionProblem) -> str | None:
+    """Returns why dtypes, or the head sizes that they allow, are not served."""
+    types, dtype = problem.types, problem.dtype
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
-    if dtype == jnp.float32 and precision == "highest":
+    if dtype == jnp.float32 and problem.params["precision"] == "highest":
         return "float32 products are sums of three of bfloat16, and precision asks for more"
     most = MAX_HEAD_SIZE[dtype.name]
     for name, operand in (("head", "query"), ("value", "value")):
-        size = given[operand].shape[-1]
+        size = types[operand].shape[-1]
         if size % 8 or not 8 <= size <= most:
             return f"{name} size must be a multiple of 8 from 8 to {most}, got {size} in {dtype.name}"
     for name in ("bias", "sinks"):
-        if name in given and given[name].dtype.name not in DTYPES:
-            return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
+        if name in types and types[name].dtype.name not in DTYPES:
+            return f"{name} must be of dtype {', '.join(DTYPES)}, got {types[name].dtype.name}"
     for name in ("query_segments", "key_segments"):
-        if name in given and given[name].dtype.itemsize > 4:
-            return f"segment ids must have at most 32 bits, got {given[name].dtype.name}"
+        if name in types and types[name].dtype.itemsize > 4:
+            return f"segment ids must have at most 32 bits, got {types[name].dtype.name}"
     return None
 
 
-def _of_shapes(given):
-    """Why there are too many, or too few, queries and keys."""
-    batch, query, key = batch_of(given), given["query"].shape, given["key"].shape
+def _unserved_sizes(problem: AttentionProblem) -> str | None:
+    """Returns why numbers of queries and keys, or the scale, are not served."""
+    batch, query, key = problem.batch, problem.types["query"].shape, problem.types["key"].shape
     rows, keys = math.prod(batch) * query[-2] * query[-3], math.prod(batch) * key[-3]
     if not (rows and keys):
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     if max(rows, keys) >= _MAX_ROWS:
         return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
+    scale = problem.params["scale"]
+    if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
+        return f"scale must be positive, got {scale}"
     return None
 
 
-def dot_product_attention(
-    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, onto=None, config=None, **operands
-):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    kernel, is_stored = _kernel(target, operands, dropout_rate, onto)
-    if not is_stored:
-        operands = dequantised(operands)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "config": config}
-    options |= {"is_partial": is_partial} | ({} if onto is None else {"onto": onto})
-    return kernel.attention(_given(operands), target=target, **options)[: 2 if return_lse else 1]
-
-
-def paged_attention(*, target, precision=None, deterministic=False, return_lse=True, **given):
-    """Attention as in `xla.paged_attention`: keys and values of many queries are gathered from their pages before."""
-    del precision, deterministic
-    operands, options = paged(given)
-    _, few, _ = GENERATIONS[target.compute_capability[0]]
-    if not few.serves_pages(**operands):
-        return dot_product_attention(
-            target=target, return_lse=return_lse, dropout_rate=0.0, **without_pages(operands), **options
-        )
-    return few.attention(operands, target=target, dropout_rate=0.0, **options)[: 2 if return_lse else 1]
-
-
-def dot_product_attention_vjp(
-    *, target, wanted, scale, window, soft_cap, dropout_rate, deterministic=False, is_partial=False, onto=None, **operands
-):
-    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    *_, kernel = GENERATIONS[target.compute_capability[0]]
-    saved = [operands.get(name) for name in ("out", "lse", "d_out", "d_lse")]
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate, "wanted": wanted}
-    options |= {"deterministic": deterministic, "is_partial": is_partial, "onto": onto}
-    return kernel.attention_vjp(_given(operands), *saved, target=target, **options)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def alone(query, key, value, scale, window=(None, None), soft_cap=None, target=HOPPER):
-    """Attention on kernels in both directions, for who wants them without the primitive: `[B, T, N, Hv]` in query's dtype.
-
-    It is a plain `jax.custom_vjp` function: there is no reference to fall back on, no batching beyond what Pallas does, no
-    sharding, and no second derivative. `unsupported` says what it takes; that is not checked here.
-
-    Args:
-      query: `[B, T, N, H]`, float16 or bfloat16.
-      key: `[B, S, K, H]`, where K divides N.
-      value: `[B, S, K, Hv]`.
-      scale: of the scores.
-      window: `(left, right)`, how many keys before and after its own position a query sees, None for all; causal: `(None, 0)`.
-      soft_cap: None, or the bound of `soft_cap * tanh(score / soft_cap)`.
-      target: the GPU it is for, an H100 or H200 unless told.
-    """
-    return _alone_forward(query, key, value, scale, window, soft_cap, target)[0]
-
-
-def _alone_forward(query, key, value, *options):
-    operands = {"query": query, "key": key, "value": value}
-    out, lse = dot_product_attention(**operands, **_options(*options))
-    return out, operands | {"out": out, "lse": lse}
-
-
-def _alone_backward(scale, window, soft_cap, target, saved, d_out):
-    options = _options(scale, window, soft_cap, target)
-    return tuple(dot_product_attention_vjp(**saved, d_out=d_out, wanted=("query", "key", "value"), **options))
-
-
-def _options(scale, window, soft_cap, target):
-    return {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": 0.0, "target": target}
-
-
-alone.defvjp(_alone_forward, _alone_backward)
+def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
+    """Plans the forward kernel, for few queries that of decoding, and what XLA does to operands before it."""
+    params, options = problem.params, problem.options
+    types: Mapping[str, Any] = problem.operands
+    prepare: list[Callable[..., Any]] = []
+    if "page_table" in types and not decode.serves_pages(types):
+        prepare.append(without_pages)
+        types = problem.types
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("onto") is None
+    is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
+    if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
+        prepare.append(dequantised)
+        types = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in types.items()})
+    kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
+    n_results = 2 if params.get("return_lse", True) else 1
+    plan_type = decode.DecodePlan if is_few else ForwardPlan
+    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("onto"))

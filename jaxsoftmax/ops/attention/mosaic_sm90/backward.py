@@ -25,11 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import ptx, schedule, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import key_blocks as blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, ROWS, SLOTS, Plan, plan_of
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, Operand, laid_out
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SLOTS, BackwardKernel, plan_backward
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, ROWS, GlobalOperand, laid_out
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import (
     COL_LAYOUT,
     LAYOUT,
@@ -39,7 +41,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.scores import (
     of_own_segment,
     tanh,
 )
-from jaxsoftmax.ops.attention.operands import batch_of, cotangents_of_rows, cotangents_of_sinks
+from jaxsoftmax.ops.attention.operands import OPERANDS, cotangents_of_rows, cotangents_of_sinks
+from jaxsoftmax.ops.attention.problem import AttentionProblem
 from jaxsoftmax.ops.attention.xla import summed_to
 
 _BOTH = 8  # the named barrier at which both consumers meet; Mosaic GPU uses the first ones
@@ -47,41 +50,71 @@ _WEIGHTS = 9  # that by which one consumer tells the other that weights are in s
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 
 
-def unsupported(given, wanted, deterministic) -> str | None:
-    """Why the derivatives have no kernel where the forward pass has one, in words, or None."""
-    query, keys = given["query"], given["key"].shape[-3]
-    if query.dtype == jnp.float32:
-        return "derivatives of float32 have no kernel"
-    if {"bias", "mask"} & set(given) and keys > _MAX_MASKED:
-        return f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}"
-    if "bias" in wanted and deterministic:
-        shape, whole = given["bias"].shape, (*batch_of(given), query.shape[-2], query.shape[-3], keys)
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Cotangents of attention by the backward kernel.
+
+    Attributes:
+      kernel: how the kernel runs. None if the cotangent of the sinks alone is wanted, which needs no kernel.
+      wanted: names of the operands whose cotangents are computed.
+      window: see `AttentionKernel`.
+      is_partial: True if the cotangents, which are parts of sums, stay in float32, and the one of the queries is not multiplied
+        by the scale.
+      onto: such a part of the cotangent of the queries, from other keys, to which the kernel adds. None for 0.
+    """
+
+    kernel: BackwardKernel | None
+    wanted: tuple[str, ...]
+    window: tuple[int | None, int | None]
+    is_partial: bool = False
+    onto: Any = None
+    remark = None
+
+    def describe(self) -> str:
+        return "XLA, for the sinks alone" if self.kernel is None else self.kernel.describe()
+
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+        """Computes the cotangents that are wanted, as `xla.dot_product_attention_vjp` does."""
+        present: Any = {o.name: operands[o.name] for o in OPERANDS if operands.get(o.name) is not None}
+        out, lse, d_out, d_lse = (operands.get(name) for name in ("out", "lse", "d_out", "d_lse"))
+        d_out, delta = cotangents_of_rows(present, out, lse, d_out, d_lse, self.window)
+        cotangents = {}
+        if self.kernel is not None:
+            kernel_operands = {name: present[name] for name in present if name in self.kernel.names}
+            lines = self.kernel.lines(lse, delta)
+            cotangents = _run(self.kernel, kernel_operands, *lines, d_out, self.is_partial, self.onto)
+        if "sinks" in self.wanted:
+            cotangents["sinks"] = cotangents_of_sinks(present["sinks"], lse, delta)
+        sums = [(summed_to(cotangents[name], present[name].shape), present[name].dtype) for name in self.wanted]
+        return [total if self.is_partial else total.astype(dtype) for total, dtype in sums]
+
+
+def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
+    """Plans the cotangents that a problem wants."""
+    types, params = problem.types, problem.params
+    wanted, is_deterministic = params["wanted"], params["deterministic_gradients"]
+    keys = types["key"].shape[-3]
+    if problem.dtype == jnp.float32:
+        return Refusal("derivatives of float32 have no kernel", lacks_kernel=True)
+    if {"bias", "mask"} & set(types) and keys > _MAX_MASKED:
+        return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
+    if "bias" in wanted and is_deterministic:
+        length, heads = types["query"].shape[-3:-1]
+        shape, whole = types["bias"].shape, (*problem.batch, heads, length, keys)
         if shape != whole:
-            return f"the derivative of a bias that is broadcast, {shape} to {whole}, is summed in any order"
-    return None
-
-
-def attention_vjp(
-    given, out, lse, d_out, d_lse, *, target, wanted, deterministic, is_partial=False, onto=None, config=None, **options
-):
-    """The cotangents that are `wanted`, by name, as in `xla.attention_vjp`; the rest is as in `forward.attention`."""
-    found = {}
-    d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, options["window"])
+            return Refusal(f"the derivative of a bias that is broadcast, {shape} to {whole}, is summed in any order")
+    kernel = None
     if set(wanted) - {"sinks"}:
-        plan = plan_of(given, wanted=wanted, deterministic=deterministic, config=config, **options)
-        given_to_kernel = {name: given[name] for name in given if name in plan.names}
-        found = _run(plan, given_to_kernel, *plan.lines(lse, delta), d_out, target, is_partial, onto)
-    if "sinks" in wanted:
-        found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
-    found = [summed_to(found[name], given[name].shape) for name in wanted]
-    return [x if is_partial else x.astype(given[name].dtype) for x, name in zip(found, wanted, strict=True)]
+        kernel = plan_backward(types, target, wanted, is_deterministic, **problem.options)
+    options = {name: params[name] for name in ("is_partial", "onto") if name in params}
+    return BackwardPlan(kernel, tuple(wanted), params["window"], **options)
 
 
-def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, jax.Array]:
+def _run(plan, given, lse, delta, d_out, is_partial, onto) -> dict[str, jax.Array]:
     """Runs the kernel: the cotangents of query, key and value, and of the bias if that is wanted, of the whole batch."""
     count, (length, heads, head_size), (keys, key_heads, _) = math.prod(plan.batch), plan.query, plan.key
     value_size, itself = given["value"].shape[-1], ("query", "key", "value")
-    if plan.varying:
+    if plan.is_varying:
         seen = None
         if "mask" in given:
             seen = blocks.seen(given["mask"], plan.lengths, plan.config.block_q, plan.block_kv)
@@ -110,9 +143,8 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
-    threads = min(target.multiprocessors, plan.count)  # blocks of them
-    waves = schedule.waves(plan, threads) if is_partial else 1  # beside a step of a ring a collective may run
-    if (table := schedule.table(plan, threads)) is not None:
+    waves = schedule.waves(plan) if is_partial else 1  # beside a step of a ring a collective may run
+    if (table := schedule.table(plan)) is not None:
         refs["table"] = table
     shape = plan.batch + plan.query
     if onto is None:
@@ -120,9 +152,9 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     elif onto.shape != shape:  # queries that entries of the batch share: with the first of them
         onto = lax.pad(onto, 0.0, [(0, size - own, 0) for size, own in zip(shape, onto.shape, strict=True)])
     written = OrderedDict(dq=lax.optimization_barrier(whole(onto, plan.query)))  # in place; it may be a slice too
-    if plan.deterministic:
+    if plan.is_deterministic:
         written["turns"] = jnp.zeros((count * heads * plan.blocks_q,), jnp.int32)
-        if plan.varying:
+        if plan.is_varying:
             refs["before"] = plan.turns_before(given["spans"])
     if plan.adds_bias:
         written["dbias"] = jnp.zeros(given["bias"].shape, jnp.float32).reshape(-1, given["bias"].shape[-1])
@@ -131,13 +163,13 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
         results = {"dk_dv": jax.ShapeDtypeStruct((2 * count * shape[1], key_heads * plan.size), jnp.float32)}
     kernel = kernel_of(
-        functools.partial(_kernel, plan, operands, threads, waves),
+        functools.partial(_kernel, plan, operands, waves),
         out_type=results,
-        grid=(waves * threads,),
+        grid=(waves * plan.n_blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        scratch_types=plan.scratch(refs["query"].dtype),
+        scratch_types=plan.scratch(),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="attention_backward_mosaic",
     )
@@ -159,19 +191,21 @@ def _run(plan, given, lse, delta, d_out, target, is_partial, onto) -> dict[str, 
     return found | ({"bias": dbias.reshape(given["bias"].shape)} if plan.adds_bias else {})
 
 
-def _kernel(plan, operands, threads, waves, refs, results, **memory):
+def _kernel(plan, operands, waves, refs, results, **memory):
     """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    counter = schedule.ticket_counter() if plan.deterministic else None
-    own_tiles = schedule.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves)
+    counter = schedule.ticket_counter() if plan.is_deterministic else None
+    own_tiles = schedule.Tiles(
+        plan.n_tiles, plan.n_blocks, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves
+    )
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         plgpu.set_max_registers(less, action="decrease")
-        if not plan.deterministic:
+        if not plan.is_deterministic:
             own_tiles.each(tile.produce, lambda number: [])
             return
 
@@ -214,9 +248,9 @@ class _Place:
 class _Tile:
     """What is done for a tile. The steps of all tiles are counted through: step `i` uses stage `i % stages`."""
 
-    plan: Plan
+    plan: BackwardKernel
     refs: dict[str, Any]  # in global memory
-    operands: dict[str, Operand]  # the optional ones
+    operands: dict[str, GlobalOperand]  # the optional ones
     memory: dict[str, Any]
 
     def place(self, number) -> _Place:
@@ -505,7 +539,7 @@ class _Tile:
 
     def _await_staged(self):
         """Waits until what was staged has left shared memory."""
-        if self.plan.deterministic:
+        if self.plan.is_deterministic:
             plgpu.barrier_wait(self.memory["sums_empty"])
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -522,7 +556,7 @@ class _Tile:
                 self._await_staged()
             self.memory["sums"][consumer] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
-            if self.plan.deterministic:
+            if self.plan.is_deterministic:
                 plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
             else:
                 self._add_staged(consumer, b, head, block, piece)

@@ -1,9 +1,9 @@
-"""What is settled about a call of the backward kernel before it runs: configuration, spans of blocks, tiles, shared memory."""
+"""How the backward kernel runs a problem: tiles, the blocks of queries that they visit, their turns, and shared memory."""
 
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,32 +11,33 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks as blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, KERNEL, Arithmetic, Call, static_of
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, KERNEL, ROWS, Arithmetic, AttentionKernel, shapes_of
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
-SIZES = (64, 128, 256)  # of heads, on chip
-ROWS = 64  # keys or queries of a product
-CONSUMERS = 2  # warpgroups
-ADDERS = 2  # warps that add, if deterministic: one waits for its turn while the other's copies arrive
+SIZES = (64, 128, 256)  # head sizes on chip
+CONSUMERS = 2  # consumer warpgroups
+ADDERS = 2  # warps that add dQ in the order of turns: one waits for its turn while the other's copies arrive
 SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
 @dataclass(frozen=True)
-class Config:
-    """How a block of threads works.
+class BackwardConfig:
+    """How a block of threads of the backward kernel works.
 
     Attributes:
       block_q: queries of a step.
-      stages: blocks of queries, and of output cotangents, in shared memory.
-      roles: whether the consumers share the 64 keys and do different products; else each has 64 keys of its own.
-      pieces: in how many pieces, one after the other, a consumer's part of dQ goes through shared memory.
-      keys_first: whether dK's product is started before the consumers meet for dQ's; else behind dQ's, while dQ is added.
-      one_program: whether both consumers run one program; not with `roles`. Else each has a program of its own, in which its
-        number is a constant. That is up to 2 percent faster at head size 128, but is lowered more slowly (docs/design.md).
-      registers: of a thread of the producer, and of the consumers.
+      stages: number of blocks of queries, and of output cotangents, that shared memory has room for.
+      roles: True if the consumers share the 64 keys of a tile and compute different products. Otherwise each has 64 keys.
+      pieces: number of pieces, one after the other, in which a consumer's part of dQ goes through shared memory.
+      keys_first: True if dK's product is started before the consumers meet for dQ's. Otherwise it is started behind dQ's, and
+        runs while dQ is added.
+      one_program: True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`.
+        Otherwise each has a program of its own, in which its number is a constant.
+      registers: registers of a thread of the producer, and of a consumer.
     """
 
     block_q: int
@@ -48,62 +49,120 @@ class Config:
     registers: tuple[int, int] = (24, 240)
 
 
-# docs/design.md has their registers and shared memory.
+# Registers of a thread that hold arrays, and KiB of shared memory. There are 240 registers (two warpgroups of 240 and one of
+# 24: 64512 of 65536) and 227 KiB.
+#
+#   head size         S', dP'  P', dS'  dV, dK  dQ  at most                   K, V  Q, dO  dS'  dQ  P'  sum
+#    64, 128 queries  64, 64   32, 32   32, 32  32  192; later 160            32    80     64   32      208
+#   128,  64 queries  32, 32   16, 16   64, 64  32  192; later 192            64    80     32   32      208
+#   256,  64 queries  32       16       128     64  192; 208 with P' or dS'   64    96     16   32  8   216
+#
+# P' and dS' have 16 bits; with a bias's derivative and a soft cap there are two P'. Registers for addresses, for limits, and
+# for lse and delta (16 each for 64 queries) come on top. A sum that starts with `-lse / scale` or `-delta` needs none for it.
 _CONFIGS = {
-    64: Config(128, (3, 2), keys_first=True, one_program=True),
-    128: Config(64, (3, 2)),
-    256: Config(64, (2, 1), roles=True, pieces=2),
+    # One program takes 0.99 of the time of two.
+    64: BackwardConfig(128, (3, 2), keys_first=True, one_program=True),
+    # One program would be lowered in 1.0 s in place of 1.4, and compiled in 1.9 s in place of 2.2. But it takes 1.02 of the
+    # time at 4096 tokens and at 16384 causal ones (1.00 at 4096 causal; medians of four processes on two H200s).
+    128: BackwardConfig(64, (3, 2)),
+    # dK and dV of 64 keys take all registers of two warpgroups.
+    256: BackwardConfig(64, (2, 1), roles=True, pieces=2),
 }
 
 
-def config_for(head_size: int, value_size: int) -> tuple[int, Config]:
-    """The head size on chip, of keys and values, and the configuration for a call, as measured on an H200."""
+def backward_config(head_size: int, value_size: int) -> tuple[int, BackwardConfig]:
+    """Returns the head size on chip, of keys and values both, and the configuration, as measured on an H200."""
     size = next(size for size in SIZES if size >= max(head_size, value_size))
     return size, _CONFIGS[size]
 
 
-@dataclass
-class Plan(Call):
-    """A call, and what follows from it.
+@dataclass(frozen=True)
+class BackwardKernel(AttentionKernel):
+    """The backward kernel for one problem.
+
+    A tile is a block of keys of a key head. Its steps are the blocks of queries that see the keys, of all query heads that
+    share the key head.
 
     Attributes:
-      adds_bias: whether the derivative of the bias is wanted.
-      varying: whether operands say which queries a block of keys visits.
-      size: of heads on chip.
-      groups: query heads of a key head.
-      parts: how dQ is cut between the consumers: by queries and by columns.
+      config: a `BackwardConfig`.
+      size: head size on chip.
+      adds_bias: True if the derivative of the bias is wanted.
+      is_deterministic: True if dQ has the same bits in every run: blocks of keys add to it in the order of turns.
+      is_varying: True if operands say which queries a block of keys visits.
+      lengths: T and S: numbers of queries and keys.
+      groups: number of query heads of a key head.
+      block_kv: keys of a tile.
+      blocks_q: number of blocks of queries.
+      blocks_kv: number of blocks of keys.
+      parts: number of parts of dQ's rows and of its columns that the consumers share.
       part_size: columns of dQ that a consumer makes.
-      is_ragged: whether the last block of keys has rows that are none.
-      is_seeded: whether sums of products start with what is subtracted from them, as that is all that is done to them.
-      passes_both: whether weights pass from one consumer to the other both with the derivative of the soft cap and without.
-      by_ticket: whether blocks of threads take tickets: if deterministic, in order of arrival; else where operands decide how
-        long a tile takes, but not with `passes_both`: there is no shared memory left then.
-      count: how many tiles there are.
+      is_ragged: True if the last block of keys has rows behind the last key.
+      is_seeded: True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of
+        S' with `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is
+        less.
+      passes_both: True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
     """
 
-    adds_bias: bool
-    deterministic: bool
-    varying: bool
     size: int
+    adds_bias: bool
+    is_deterministic: bool
+    is_varying: bool
+
+    # These follow from the others.
+    lengths: tuple[int, int] = field(init=False)
+    groups: int = field(init=False)
+    block_kv: int = field(init=False)
+    blocks_q: int = field(init=False)
+    blocks_kv: int = field(init=False)
+    parts: tuple[int, int] = field(init=False)
+    part_size: int = field(init=False)
+    is_ragged: bool = field(init=False)
+    is_seeded: bool = field(init=False)
+    passes_both: bool = field(init=False)
 
     def __post_init__(self):
         (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config
-        self.lengths, self.groups = (length, keys), heads // key_heads
-        self.block_kv = ROWS if config.roles else ROWS * CONSUMERS
-        self.blocks_q, self.blocks_kv = pl.cdiv(length, config.block_q), pl.cdiv(keys, self.block_kv)
-        self.parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
-        self.part_size = self.size // self.parts[1]
-        self.is_ragged = keys % self.block_kv != 0
+        block_kv = ROWS if config.roles else ROWS * CONSUMERS
+        blocks_kv = pl.cdiv(keys, block_kv)
+        parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
-        self.is_seeded = is_plain and not config.roles and self.scale > _LEAST_SEEDED
-        self.passes_both = config.roles and self.adds_bias and self.soft_cap is not None
-        self.by_ticket = self.deterministic or (self.varying and not self.passes_both)
-        self.count = math.prod(self.batch) * key_heads * self.blocks_kv
+        passes_both = config.roles and self.adds_bias and self.soft_cap is not None
+        derived = {
+            "lengths": (length, keys),
+            "groups": heads // key_heads,
+            "block_kv": block_kv,
+            "blocks_q": pl.cdiv(length, config.block_q),
+            "blocks_kv": blocks_kv,
+            "parts": parts,
+            "part_size": self.size // parts[1],
+            "is_ragged": keys % block_kv != 0,
+            "is_seeded": is_plain and not config.roles and self.scale > _LEAST_SEEDED,
+            "passes_both": passes_both,
+            # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
+            "by_ticket": self.is_deterministic or (self.is_varying and not passes_both),
+            "n_tiles": math.prod(self.batch) * key_heads * blocks_kv,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def describe(self) -> str:
+        """Says in one line how the kernel runs."""
+        config = self.config
+        work = "one makes dV, the other dK" if config.roles else "each with half of the keys"
+        parts = [
+            f"tiles of {self.block_kv} keys by {config.block_q} queries",
+            f"{config.stages[0]} stages of queries",
+            f"{config.stages[1]} of output cotangents",
+            f"{CONSUMERS} consumer warpgroups, {work}",
+        ]
+        parts += ["dQ added in the order of turns"] if self.is_deterministic else []
+        return ", ".join(parts)
 
     def span(self, block: Any, lengths: Any, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
-        """Which blocks of queries the window and the lengths let see a key of a block, if `offset` is the position of query 0.
+        """Returns the blocks of queries that window and lengths let see a block of keys; `offset` is the position of query 0.
 
-        From and to where some query sees some key, and from and to where all see all; to may be before from.
+        The first block with a query that sees some key and the one behind the last, then the first of the blocks whose queries
+        see all keys and the one behind the last. An end may be before its start.
         """
         (left, right), (queries, keys) = self.window, lengths
         step, size = self.config.block_q, self.block_kv
@@ -120,19 +179,22 @@ class Plan(Call):
         is_key, is_whole = minimum(maximum(keys - first, 0), 1), minimum(maximum(keys - last, 0), 1)
         return low, high * is_key, whole_from, whole_to * is_whole
 
-    def spans(self, given, seen) -> jax.Array:
-        """What `span` says of all blocks of keys, of these lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`."""
+    def spans(self, operands: Mapping[str, jax.Array], seen: jax.Array | None) -> jax.Array:
+        """Computes the `span` of every block of keys from lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`.
+
+        `seen` says which blocks of queries a mask lets see a block of keys, or is None.
+        """
         lengths = [
-            jnp.clip(given[name][..., None], 0, size) if name in given else jnp.int32(size)
+            jnp.clip(operands[name][..., None], 0, size) if name in operands else jnp.int32(size)
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
         ]
-        offset = given["query_offset"][..., None] if "query_offset" in given else 0
+        offset = operands["query_offset"][..., None] if "query_offset" in operands else 0
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
-        span = self.span(block, lengths, mixed, offset)
-        low, high, whole_from, whole_to = jnp.broadcast_arrays(*span)
-        if "query_segments" in given:
-            ranges = blocks.ranges(given["key_segments"], given["query_segments"], self.block_kv, self.config.block_q)
+        low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, lengths, mixed, offset))
+        if "query_segments" in operands:
+            segments = operands["key_segments"], operands["query_segments"]
+            ranges = blocks.ranges(*segments, self.block_kv, self.config.block_q)
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if seen is not None:
@@ -142,74 +204,70 @@ class Plan(Call):
         whole_from = jnp.clip(whole_from, low, high)
         return jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
 
-    def turns_before(self, spans):
-        """How many blocks of keys have their turns at a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
+    def turns_before(self, spans: jax.Array) -> jax.Array:
+        """Counts the blocks of keys that add to a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
         block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
         visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
     def first_key_block(self, block: Any, arithmetic: Arithmetic) -> Any:
-        """The first block of keys that the window lets a block of queries see."""
+        """Returns the first block of keys that the window lets a block of queries see."""
         (left, _), (divide, _, maximum, _) = self.window, arithmetic
         return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.block_kv)
 
     def lines(self, lse, delta):
-        """The log-sum-exp and delta of queries as the kernel takes them; a score of `-inf` then has weight 0."""
+        """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
         lse = jnp.where(lse == -jnp.inf, 0, lse)
         if self.is_seeded:
             return lse * (-1 / self.scale), -delta
         return (lse if "bias" in self.names else lse * LOG2E), delta
 
     def costs(self) -> tuple[int, ...]:
-        """How many steps each block of keys takes, or 1 for all where only then tiles come in the order of turns."""
+        """Counts the steps of each block of keys, or says 1 for all where only then tiles come in the order of turns."""
         spans = (self.span(block, self.lengths, HOST) for block in range(self.blocks_kv))
         costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
-        is_other_order = self.deterministic and any(a < b for a, b in itertools.pairwise(costs))
+        is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
     def group(self, costs: tuple[int, ...]) -> int:
-        """For how many heads at a time tiles are handed out: as the forward kernel's, with queries in the place of keys.
+        """Returns the number of heads whose tiles are handed out together: as in the forward kernel, with queries for keys.
 
-        If deterministic, more, though L2 may not hold them: of one head fewer blocks of keys start together then, each of which
-        starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
+        With turns it is larger, though L2 may not hold them: fewer blocks of keys of one head start together then, each of
+        which starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
         """
         equal = len(set(costs)) == 1
-        if equal and not self.deterministic:
+        if equal and not self.is_deterministic:
             return 1
         bytes_of_head = 8 * self.query[0] * self.size * self.groups  # two of 16 bits, and one of 32
-        least, most, times = (8, 32, 2 if equal else 4) if self.deterministic else (1, 8, 1)
+        least, most, times = (8, 32, 2 if equal else 4) if self.is_deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
-    def scratch(self, dtype) -> dict[str, Any]:
-        """What is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
+    def scratch(self) -> dict[str, Any]:
+        """Describes what is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
         config, size, halves = self.config, self.size, self.block_kv // ROWS
         stages, stages_do = config.stages
-
-        def memory(*shape, dtype=dtype):
-            width = 128 // jnp.dtype(dtype).itemsize
-            return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
-
-        own = {"p": memory(ROWS, config.block_q)} if config.roles else {}
+        memory: dict[str, Any] = {"p": self._tiles(ROWS, config.block_q)} if config.roles else {}
         if self.passes_both:
-            own["p_of_bias"] = own["p"]
+            memory["p_of_bias"] = memory["p"]
         if self.by_ticket:
-            own |= schedule.ticket_memory(1, CONSUMERS + ADDERS * self.deterministic, in_order=self.deterministic)
+            listeners = CONSUMERS + ADDERS * self.is_deterministic
+            memory |= schedule.ticket_memory(1, listeners, in_order=self.is_deterministic)
         lines = {"q_lse": stages, "do_delta": stages_do}
-        if self.deterministic:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
+        if self.is_deterministic:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
             lines = {"lines": stages + stages_do}
-            own |= {
+            memory |= {
                 "sums_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=ADDERS),
                 "sums_empty": plgpu.Barrier(num_arrivals=1),
             }
-        own |= {name: plgpu.SMEM((count, config.block_q), jnp.float32) for name, count in lines.items()}
-        return own | {
-            "k": memory(halves, self.parts[1], ROWS, self.part_size),
-            "v": memory(halves, ROWS, size),
-            "q": memory(stages, config.block_q, size),
-            "do": memory(stages_do, config.block_q, size),
-            "ds": memory(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
-            "sums": memory(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
+        memory |= {name: plgpu.SMEM((count, config.block_q), jnp.float32) for name, count in lines.items()}
+        return memory | {
+            "k": self._tiles(halves, self.parts[1], ROWS, self.part_size),
+            "v": self._tiles(halves, ROWS, size),
+            "q": self._tiles(stages, config.block_q, size),
+            "do": self._tiles(stages_do, config.block_q, size),
+            "ds": self._tiles(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
+            "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
@@ -220,19 +278,28 @@ class Plan(Call):
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
         }
 
+    def _tiles(self, *shape: int, dtype: Any = None):
+        """Describes an array in tiles as the tensor cores read them, and TMA writes them."""
+        dtype = dtype or self.dtype
+        tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
-def plan_of(
-    given: Mapping[str, Any], *, wanted: Collection[str], deterministic: bool, config: Config | None = None, **options: Any
-) -> Plan:
-    """The plan of a call with these operands, or operands of these types, by name, for the cotangents that are `wanted`."""
-    size, own_config = config_for(given["query"].shape[-1], given["value"].shape[-1])
-    of_operands = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(given))
-    return Plan(
-        **static_of(given) | {"names": frozenset(given) - {"sinks"}},
+
+def plan_backward(
+    types: Mapping[str, Any], target: Target, wanted: Collection[str], is_deterministic: bool, **options: Any
+) -> BackwardKernel:
+    """Plans the kernel for operands of these types, by name, and the cotangents `wanted`.
+
+    `options` are those of `AttentionProblem`.
+    """
+    size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
+    has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
+    return BackwardKernel(
+        **shapes_of(types, target) | {"names": frozenset(types) - {"sinks"}},
         **options,
-        adds_bias="bias" in wanted,
-        deterministic=deterministic,
-        varying=of_operands or ("mask" in given and blocks.is_shared(given["mask"])),
+        config=config,
         size=size,
-        config=config or own_config,
+        adds_bias="bias" in wanted,
+        is_deterministic=is_deterministic,
+        is_varying=has_limits or ("mask" in types and blocks.is_shared(types["mask"])),
     )

@@ -17,125 +17,156 @@ arXiv:1805.02867, section 3.1.
 import functools
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention.mosaic_sm90 import forward, forward_plan
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FACTS, ROWS, Config, Plan, padded
+from jaxsoftmax.ops.attention.mosaic_sm90 import forward
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
+    FACTS,
+    ForwardConfig,
+    ForwardKernel,
+    forward_config,
+    padded,
+    with_tables,
+)
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import ROWS
+from jaxsoftmax.ops.attention.mosaic_sm90.pages import Pages
+from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 from jaxsoftmax.ops.attention.operands import batch_of
 
-PAGES = (8, 16, 32, 64, 128, 256)  # keys of a page that are read where they are: they fit a key block, or a block fits them
-REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers have the numbers of pages
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # keys of a page that is read where it is: it fits a key block, or a block fits it
+REGISTERS_WITH_PAGES = {1: (72, 232), 2: (56, 224), 3: (56, 152)}  # by consumers: producers hold the numbers of pages
 MAX_SPLITS = 64  # the program that merges them grows with their number
 _MERGE_COST = 2.0  # of another program, in key blocks
-_FILLED = 0.75  # how much of its key blocks a tile has, about, where only operands say it
+_FILLED = 0.75  # share of its key blocks that a tile has, about, where only operands say it
 
 
-def config_for(head_size: int, value_size: int, dtype, rows: int, window, is_bytes=False) -> Config:
-    """The configuration for so many rows: of 64, about 128 KiB of keys and values under way, more of which were no faster."""
-    if is_bytes:
-        sizes = padded(head_size), padded(value_size)
-        block, copied = (128, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2 if sum(sizes) <= 384 else 1)
-        own_output = sizes[0] != sizes[1]  # else it is where the queries were
-        return Config(1, block, 2, own_output, (88, 240), ping_pong=False, byte_stages=copied)
-    if rows > ROWS:
-        config = forward_plan.config_for(head_size, value_size, window, dtype)
-        return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
-    largest = max(padded(head_size), padded(value_size))
-    if jnp.dtype(dtype) == jnp.float32:
-        stages = 4 if largest <= 64 else 2
-        return Config(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
-    if largest <= 128:
-        return Config(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
-    return Config(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
+@dataclass(frozen=True)
+class DecodePlan(forward.ForwardPlan):
+    """Attention of few queries by the forward kernel: rows are folded before it, and the states of splits merged behind it."""
+
+    def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+        kernel = self.kernel
+        (length, heads), dtype, rows = operands["query"].shape[-3:-1], operands["query"].dtype, kernel.rows
+        batch, splits, (n_rows, key_heads, _), value_size = kernel.batch, kernel.splits, kernel.query, kernel.value_size
+        group = heads // key_heads
+        folded = _folded(operands, length, key_heads, group, is_strided=rows.box is not None)
+        if kernel.bytes_dtype is not None:
+            folded = _as_bits(folded)
+        # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
+        is_ordered = not (kernel.by_ticket and len(set(kernel.costs())) == 1)
+        table = schedule.table(kernel) if is_ordered else None
+        out, *numbers = forward.launch(kernel, folded, table, self.is_partial)
+        if splits > 1:
+            m, d = (array.reshape(-1, splits, n_rows) for array in numbers)
+            out, lse = _merged(
+                m,
+                d,
+                out.reshape(-1, splits, n_rows, value_size),
+                kernel.unit / LOG2E,
+                jnp.float32 if self.is_partial else dtype,
+            )
+        else:
+            (lse,) = numbers
+        if splits > 1 or self.is_partial or rows.box is None:
+            out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
+        lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
+        return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]
 
 
 def serves(query: tuple[int, ...]) -> bool:
-    """Whether queries are few, by the shape of the query: no more than a consumer warpgroup has rows."""
+    """Tells from the shape of the query whether queries are few: at most the rows of a consumer warpgroup."""
     return query[-3] <= ROWS
 
 
-def serves_pages(query, key_pages, value_pages, **others) -> bool:
-    """Whether pages are read where they are."""
-    del others
-    return serves_as_stored(query, key_pages, value_pages) and key_pages.shape[-3] in PAGES and query.dtype != jnp.float32
-
-
 def serves_as_stored(query, key, value) -> bool:
-    """Whether keys and values are read as they are, of 8 bits too; of these TMA copies rows of a multiple of 16 bytes."""
+    """Tells whether keys and values are read as they are, of 8 bits too. TMA copies rows of a multiple of 16 bytes."""
     is_wide = key.dtype == value.dtype == query.dtype
     return serves(query.shape) and (is_wide or (query.dtype != jnp.float32 and key.shape[-1] % 16 == value.shape[-1] % 16 == 0))
 
 
-def attention(given, *, target, config=None, is_partial=False, **options):
-    """`[out, lse]` as in `forward.attention`, of keys and values in pages and of 8 bits too."""
-    plan = plan_of(given, target, config=config, **options)
-    (length, heads), dtype = given["query"].shape[-3:-1], given["query"].dtype
-    batch, splits, (rows, key_heads, _), value_size = plan.batch, plan.splits, plan.query, plan.value_size
-    group = heads // key_heads
-    given = _folded(given, length, key_heads, group, plan.is_strided)
-    if plan.bytes_dtype is not None:
-        given = _as_bits(given)
-    out, *numbers = forward.run(plan, given, target, is_partial)
-    if splits > 1:
-        m, d = (array.reshape(-1, splits, rows) for array in numbers)
-        out, lse = _merged(
-            m, d, out.reshape(-1, splits, rows, value_size), plan.unit / LOG2E, jnp.float32 if is_partial else dtype
-        )
-    else:
-        (lse,) = numbers
-    if splits > 1 or is_partial or not plan.is_strided:
-        out = jnp.swapaxes(out.reshape(*batch, key_heads, length, group, value_size), -3, -4)
-    lse = jnp.swapaxes(lse.reshape(*batch, key_heads, length, group), -1, -2)
-    return [out.reshape(*batch, length, heads, value_size), lse.reshape(*batch, heads, length)]
+def serves_pages(types: Mapping[str, Any]) -> bool:
+    """Tells whether pages are read where they are."""
+    query, key, value = (types[name] for name in ("query", "key_pages", "value_pages"))
+    return serves_as_stored(query, key, value) and key.shape[-3] in PAGE_SIZES and query.dtype != jnp.float32
 
 
-def plan_of(given, target, *, config=None, **options) -> Plan:
-    """The plan of a call with these operands, or operands of these types, by name."""
-    query, pages = given["query"], given.get("key_pages")
-    (length, heads, size), batch = query.shape[-3:], batch_of(given)
-    stored = given["key"] if pages is None else pages
-    keys, key_heads, _ = key = stored.shape[-3:]
-    value_size, rows = given["value" if pages is None else "value_pages"].shape[-1], length * heads // key_heads
-    bytes_dtype = stored.dtype.name if stored.dtype.itemsize == 1 else None
-    config = config or config_for(size, value_size, query.dtype, rows, options["window"], bytes_dtype is not None)
-    if pages is not None:
-        keys *= given["page_table"].shape[-1]
-        options |= {"page": key[0], "pages": pages.shape[-4]}
+def decode_config(head_size: int, value_size: int, dtype, rows: int, window, is_bytes=False) -> ForwardConfig:
+    """Returns the configuration for a number of rows.
+
+    Of 64 rows about 128 KiB of keys and values are under way; more were no faster.
+    """
+    if is_bytes:
+        sizes = padded(head_size), padded(value_size)
+        block, copied = (128, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2 if sum(sizes) <= 384 else 1)
+        own_output = sizes[0] != sizes[1]  # else it is where the queries were
+        return ForwardConfig(1, block, 2, own_output, (88, 240), ping_pong=False, byte_stages=copied)
+    if rows > ROWS:
+        config = forward_config(head_size, value_size, window, dtype)
+        return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
+    largest = max(padded(head_size), padded(value_size))
+    if jnp.dtype(dtype) == jnp.float32:
+        stages = 4 if largest <= 64 else 2
+        return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
+    if largest <= 128:
+        return ForwardConfig(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
+    return ForwardConfig(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
+
+
+def plan_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardKernel:
+    """Plans the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
+    query, has_pages = types["query"], "page_table" in types
+    (length, heads, size), batch = query.shape[-3:], batch_of(types)
+    key, value = (types[f"{name}_pages" if has_pages else name] for name in ("key", "value"))
+    keys, key_heads, _ = key.shape[-3:]
+    value_size, n_rows = value.shape[-1], length * heads // key_heads
+    bytes_dtype = key.dtype.name if key.dtype.itemsize == 1 else None
+    config = decode_config(size, value_size, query.dtype, n_rows, options["window"], bytes_dtype is not None)
+    pages = None
+    if has_pages:
+        pages = Pages(keys, key.shape[-4])
+        keys *= types["page_table"].shape[-1]
         if bytes_dtype is None:
             config = replace(config, registers=REGISTERS_WITH_PAGES[config.consumers])
     group = heads // key_heads
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
-    has_reach = "mask" in given and (key_heads == 1 or given["mask"].shape[-3] == 1)  # the heads that share keys are folded
-    names = forward_plan.names_of(given, has_reach)
-    count = math.prod(batch) * key_heads * -(-rows // (ROWS * config.consumers))
-    splits = splits_for(count, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
-    shapes = {"batch": batch, "query": (rows, key_heads, size), "key": (keys, *key[1:]), "value_size": value_size}
-    options |= {"head_group": group, "is_strided": is_strided, "splits": splits, "bytes_dtype": bytes_dtype}
-    return Plan(**shapes, **options, names=names, config=config)
+    has_reach = "mask" in types and (key_heads == 1 or types["mask"].shape[-3] == 1)  # the heads that share keys are folded
+    names = with_tables(types, has_reach)
+    n_tiles = math.prod(batch) * key_heads * -(-n_rows // config.block_q)
+    splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
+    shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
+    shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
+    rows = FoldedRows(group, is_strided)
+    return ForwardKernel(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 
 
 def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragged: bool) -> int:
-    """Into how many parts keys are split: of all numbers that give each as many key blocks, the one that should be fastest.
+    """Returns the number of splits of the keys that should be fastest.
+
+    It minimizes a model of the time among all numbers that give each split the same number of key blocks.
 
     Args:
-      tiles_unsplit: how many tiles there are without splits.
+      tiles_unsplit: number of tiles without splits.
       blocks_kv: key blocks of a tile.
       multiprocessors: blocks of threads that run at a time.
-      is_ragged: whether tiles have different numbers of key blocks, each up to `blocks_kv`, that only operands say.
+      is_ragged: True if tiles have different numbers of key blocks, each up to `blocks_kv`, that only operands say.
     """
 
     def cost(splits):
         size = -(-blocks_kv // splits)
-        own, merge = size + schedule.TILE_COST, (_MERGE_COST if splits > 1 else 0)
+        tile, merge = size + schedule.TILE_COST, (_MERGE_COST if splits > 1 else 0)
         if is_ragged and tiles_unsplit * splits > multiprocessors:  # some come later; at the end all wait for one of them
-            return _FILLED * tiles_unsplit * splits / multiprocessors * own + size + merge
-        return -(-tiles_unsplit * splits // multiprocessors) * own + merge
+            return _FILLED * tiles_unsplit * splits / multiprocessors * tile + size + merge
+        return -(-tiles_unsplit * splits // multiprocessors) * tile + merge
 
     sizes = {-(-blocks_kv // splits) for splits in range(1, min(blocks_kv, MAX_SPLITS) + 1)}
     return min(sorted(-(-blocks_kv // size) for size in sizes), key=cost)

@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +34,11 @@ from jaxsoftmax import online
 from jaxsoftmax._gpu import ptx, schedule, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FACTS, ROWS, SWIZZLED, Plan, plan_of, tables
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, Operand, laid_out
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FACTS, ForwardKernel, tables
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, ROWS, SWIZZLED, GlobalOperand, laid_out
+from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E, dropout_keeps, of_own_segment, tanh
+from jaxsoftmax.ops.attention.operands import OPERANDS, PAGED_OPERANDS, dequantised, without_pages
 
 # By how much, in powers of two, a maximum grows before sums are rescaled, and how far it stays below the largest score: weights
 # are at most 2 to the power of their sum, which float16 holds up to 2^15, and loses bits of below 2^-14.
@@ -43,51 +46,101 @@ _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)
 _PING_PONG = 8  # the first of the named barriers for it, one for each consumer; Mosaic GPU uses the ones before
 
 
-def attention(given, *, target, config=None, is_partial=False, onto=None, **options):
-    """`[out, lse]` as in `xla.attention`; `given` are the operands that are there, by name, and `options` those of `Call`."""
-    plan = plan_of(given, config=config, **options)
-    out, lse = run(plan, given, target, is_partial, onto)
-    (length, heads, _), batch = plan.query, plan.batch
-    return [out.reshape(*batch, length, heads, plan.value_size), lse.reshape(*batch, heads, length)]
+@dataclass(frozen=True)
+class ForwardPlan:
+    """Attention by the forward kernel.
 
-
-def run(plan, given, target, is_partial=False, onto=None):
-    """Runs the kernel: the output `[entries, T, N, Hv]` and lse `[entries, N, T]`; of splits `o`, `m` and `d`: see `Plan`.
-
-    With `is_partial` the output is float32. `onto` is `(out, lse)` of other keys, from which the kernel starts.
+    Attributes:
+      kernel: how the kernel runs.
+      prepare: functions of the operands by name, which XLA computes before the kernel.
+      n_results: 1 for the output alone, 2 for the output and the log-sum-exp.
+      is_partial: True if the output, which is one of several that are merged, stays in float32.
+      onto: output and log-sum-exp of other keys, arrays, from which rows start. None if they start from nothing.
     """
-    (length, heads, _), count, config = plan.query, math.prod(plan.batch), plan.config
-    refs, operands = laid_out(plan.batch, given | tables(plan, given))
-    for name in ("key_pages", "value_pages") if plan.page else ():
-        refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
-    out_shape, dtype = (count, *refs["query"].shape[1:-1], plan.value_size), refs["query"].dtype
+
+    kernel: ForwardKernel
+    prepare: tuple[Callable[..., Any], ...] = ()
+    n_results: int = 2
+    is_partial: bool = False
+    onto: Any = None
+    remark = None
+
+    def describe(self) -> str:
+        return ", ".join([self.kernel.describe(), *(_PREPARED[function] for function in self.prepare)])
+
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+        """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does."""
+        return self.attend(self.prepared(operands))[: self.n_results]
+
+    def prepared(self, operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
+        """Returns the operands of the kernel in their order."""
+        present: Any = {name: operand for name, operand in operands.items() if operand is not None}
+        for function in self.prepare:
+            present = function(present)
+        order = PAGED_OPERANDS if "page_table" in present else OPERANDS
+        return {operand.name: present[operand.name] for operand in order if operand.name in present}
+
+    def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Computes `[output, log-sum-exp]`."""
+        kernel = self.kernel
+        # Beside a step of a ring a collective may run.
+        waves = schedule.waves(kernel) if self.is_partial else 1
+        out, lse = launch(kernel, operands, schedule.table(kernel), self.is_partial, self.onto, waves)
+        (length, heads, _), batch = kernel.query, kernel.batch
+        return [out.reshape(*batch, length, heads, kernel.value_size), lse.reshape(*batch, heads, length)]
+
+
+_PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits converted before"}
+
+
+def launch(kernel: ForwardKernel, operands, table=None, is_partial=False, onto=None, waves=1) -> list[jax.Array]:
+    """Runs the kernel.
+
+    Args:
+      kernel: how it runs.
+      operands: its operands by name.
+      table: the table of tiles, see `schedule.table`.
+      is_partial: True for an output in float32.
+      onto: output and log-sum-exp of other keys, from which rows start, or None.
+      waves: number of waves of blocks of threads.
+
+    Returns:
+      The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
+      and `d`, see `ForwardKernel`.
+    """
+    (length, heads, _), count, config = kernel.query, math.prod(kernel.batch), kernel.config
+    refs, records = laid_out(kernel.batch, {**operands, **tables(kernel, operands)})
+    if kernel.pages is not None:
+        for name in ("key_pages", "value_pages"):
+            refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
+    out_shape, dtype = (count, *refs["query"].shape[1:-1], kernel.value_size), refs["query"].dtype
+    is_folded = isinstance(kernel.rows, FoldedRows)
     if config.split:
         for name in ("query", "key", "value"):
-            refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (plan.is_folded and name == "query") :]))
+            refs[name] = refs[name].reshape(-1, math.prod(refs[name].shape[2 + (is_folded and name == "query") :]))
     if onto is not None:
-        refs["onto_out"], refs["onto_lse"] = onto[0].reshape(count * length, heads * plan.value_size), onto[1].ravel()
+        refs["onto_out"], refs["onto_lse"] = onto[0].reshape(count * length, heads * kernel.value_size), onto[1].ravel()
     if config.split or is_partial:
         dtype = jnp.dtype(jnp.float32)
-        out_shape = (count * heads * length, plan.value_size) if plan.is_folded else (count * length, heads * plan.value_size)
-    rows = jax.ShapeDtypeStruct((count * heads * plan.splits * length,), jnp.float32)
-    numbers = {"lse": rows}
-    if plan.splits > 1:
-        out_shape, dtype, numbers = (*rows.shape, plan.value_size), jnp.float32, {"m": rows, "d": rows}
-    threads = min(target.multiprocessors, plan.count)  # blocks of them
-    # Beside a step of a ring a collective may run. Steps of few queries, which are folded, are too short to matter.
-    waves = schedule.waves(plan, threads) if is_partial and not plan.is_folded else 1
-    # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
-    is_ordered = not (plan.is_folded and plan.by_ticket and len(set(plan.costs())) == 1)
-    if is_ordered and (table := schedule.table(plan, threads)) is not None:
+        out_shape = (count * heads * length, kernel.value_size) if is_folded else (count * length, heads * kernel.value_size)
+    numbers_type = jax.ShapeDtypeStruct((count * heads * kernel.splits * length,), jnp.float32)
+    numbers = {"lse": numbers_type}
+    if kernel.splits > 1:
+        out_shape, dtype, numbers = (
+            (*numbers_type.shape, kernel.value_size),
+            jnp.float32,
+            {"m": numbers_type, "d": numbers_type},
+        )
+    if table is not None:
         refs["table"] = table
     results = kernel_of(
-        functools.partial(_kernel, plan, operands, threads, waves),
+        functools.partial(_kernel, kernel, records, waves),
         out_type=OrderedDict(out=jax.ShapeDtypeStruct(out_shape, dtype), **numbers),
-        grid=(waves * threads,),
+        grid=(waves * kernel.n_blocks,),
         grid_names=("block",),
         num_threads=config.consumers + config.producers + config.converters,
         thread_name="warpgroup",
-        scratch_types=plan.scratch(refs["query"].dtype),
+        scratch_types=kernel.scratch(),
         # Reductions are along rows, which are inside of warps, and need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention_forward_mosaic",
@@ -95,14 +148,16 @@ def run(plan, given, target, is_partial=False, onto=None):
     return [results[name] for name in ("out", *numbers)]
 
 
-def _kernel(plan, operands, threads, waves, refs, results, **memory):
+def _kernel(plan, operands, waves, refs, results, **memory):
     """What the warpgroups of a block of threads do."""
     operands = {name: replace(operand, ref=refs[name]) for name, operand in operands.items()}
     onto = (refs["onto_out"], refs["onto_lse"]) if "onto_out" in refs else None
     tile = _Tile(plan, operands, results, memory, onto)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    own_tiles = schedule.Tiles(plan.count, threads, block, refs.get("table"), memory, tile.place, last_first=True, waves=waves)
+    own_tiles = schedule.Tiles(
+        plan.n_tiles, plan.n_blocks, block, refs.get("table"), memory, tile.place, last_first=True, waves=waves
+    )
     (less, more), config = plan.config.registers, plan.config
 
     producers = [functools.partial(tile.produce, letters) for letters in {1: ["kqv"], 2: ["kq", "v"]}[config.producers]]
@@ -140,8 +195,8 @@ class _Place:
 class _Tile:
     """What is done for a tile. The key blocks of all tiles are counted through: step `i` uses stage `i % stages`."""
 
-    plan: Plan
-    operands: dict[str, Operand]
+    plan: Any
+    operands: dict[str, GlobalOperand]
     results: dict[str, Any]
     memory: dict[str, Any]
     onto: Any = None  # out and lse of other keys
@@ -181,7 +236,7 @@ class _Tile:
 
     def key_blocks(self, place):
         """From and to which key block a tile goes, at least one; and whether it is of a split without any, and goes nowhere."""
-        low, high = self.seen(place, place.block * self.plan.block_q, self.plan.block_q)
+        low, high = self.seen(place, place.block * self.plan.config.block_q, self.plan.config.block_q)
         for start, end in (limits[:2] for limits in (place.ranges, place.shown) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         if self.plan.splits > 1:
@@ -194,7 +249,7 @@ class _Tile:
 
     def seen(self, place, first, rows):
         """What `Plan.seen` says for the queries of rows."""
-        limits = self.plan.seen(place.lengths, *self.plan.queries_from(first, rows, KERNEL), KERNEL, place.offset)
+        limits = self.plan.seen(place.lengths, *self.plan.rows.queries_from(first, rows, KERNEL), KERNEL, place.offset)
         return tuple(map(jnp.int32, limits))
 
     def seen_whole(self, place, first, rows):
@@ -202,7 +257,7 @@ class _Tile:
         queries, keys = place.lengths
         size = jnp.int32(self.plan.config.block_kv)
         left, right = self.plan.window
-        first, rows = self.plan.queries_from(first, rows, KERNEL)
+        first, rows = self.plan.rows.queries_from(first, rows, KERNEL)
         low, high, position = jnp.int32(0), lax.div(keys, size), first + place.offset
         if left is not None:
             low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)
@@ -272,7 +327,7 @@ class _Tile:
 
         def copy_queries():
             for consumer in range(self.plan.config.consumers):
-                copy("query", consumer, place.b, place.block * self.plan.block_q + consumer * ROWS, ROWS, place.head)
+                copy("query", consumer, place.b, place.block * self.plan.config.block_q + consumer * ROWS, ROWS, place.head)
 
         def copy_step(i, before, has_keys=True, has_queries=False, has_values=True):
             """Copies keys `i`, the queries behind the first of them, and values `i - 1`, whose pages were loaded before."""
@@ -285,9 +340,9 @@ class _Tile:
                 _when(has_values, lambda: copy_block("value", i - 1, before))
             return pages
 
-        if self.plan.page:  # the code of a copy is long: it is there once, and lowered once
+        if self.plan.pages is not None:  # the code of a copy is long: it is there once, and lowered once
             # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
-            none = [jnp.int32(0)] * self.plan.pages_of_block
+            none = [jnp.int32(0)] * self.plan.pages.of_block(self.plan.config.block_kv)
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
         copy_step(0, [], has_queries=True, has_values=False)
@@ -296,12 +351,15 @@ class _Tile:
 
     def _pages(self, place, block):
         """The numbers of the pages of a key block, behind the last key that of the last; none where there are no pages."""
-        page, table = self.plan.page, self.operands.get("page_table")
+        pages, table = self.plan.pages, self.operands.get("page_table")
         if table is None:
             return []
-        first, last = lax.div(block * self.plan.config.block_kv, jnp.int32(page)), jnp.maximum(place.lengths[1] - 1, 0)
-        places = [jnp.minimum(first + i, lax.div(last, jnp.int32(page))) for i in range(self.plan.pages_of_block)]
-        return [jnp.clip(table[place.b, at], 0, self.plan.pages - 1) for at in places]
+        first, last = lax.div(block * self.plan.config.block_kv, jnp.int32(pages.size)), jnp.maximum(place.lengths[1] - 1, 0)
+        places = [
+            jnp.minimum(first + i, lax.div(last, jnp.int32(pages.size)))
+            for i in range(pages.of_block(self.plan.config.block_kv))
+        ]
+        return [jnp.clip(table[place.b, at], 0, pages.count - 1) for at in places]
 
     def _copy(self, name, slot, b, first, rows, head):
         """Copies rows of an operand to a slot by TMA, once it is empty."""
@@ -319,9 +377,9 @@ class _Tile:
         """Copies the keys of a key block, of which `first` is the first, to a slot from their pages."""
         own, letter = self.operands[f"{name}_pages"], self.copied(name)
         plgpu.barrier_wait(self.memory[f"{letter}_empty"].at[slot])
-        full, rows = self.memory[f"{letter}_full"].at[slot], min(self.plan.page, self.plan.config.block_kv)
-        start = lax.rem(first, jnp.int32(self.plan.page)) if rows < self.plan.page else 0
-        entries = [own.index(b) * self.plan.pages + number for number in pages]
+        full, rows = self.memory[f"{letter}_full"].at[slot], min(self.plan.pages.size, self.plan.config.block_kv)
+        start = lax.rem(first, jnp.int32(self.plan.pages.size)) if rows < self.plan.pages.size else 0
+        entries = [own.index(b) * self.plan.pages.count + number for number in pages]
 
         def copy_part(cols, part):
             for i, entry in enumerate(entries):
@@ -332,19 +390,14 @@ class _Tile:
 
     def at(self, name, rows, head):
         """How rows of a head are addressed: those of all heads that share keys, or of keys."""
-        if not self.plan.is_folded or name not in ("query", "out"):
-            return rows, head
-        if not self.plan.is_strided:
-            return head, rows
-        group = self.plan.head_group or 1
-        return pl.ds(lax.div(rows.start, jnp.int32(group)), rows.size // group), pl.ds(head * group, group)
+        return self.plan.rows.at(rows, head) if name in ("query", "out") else (rows, head)
 
     def _split(self, name, slot, b, first, rows, head):
         """The same for float32, of which the terms go to shared memory by way of registers, 0 beyond the ends."""
         own, letter = self.operands[name], name[0]
         length, heads, _ = self.plan.query if name == "query" else self.plan.key
         entry, size = own.index(b), own.ref.shape[1] // heads
-        if self.plan.is_folded and name == "query":
+        if isinstance(self.plan.rows, FoldedRows) and name == "query":
             entry, head, size = entry * heads + head, 0, own.ref.shape[1]
         for row in range(0, rows, ROWS):
             for col in range(0, size, SWIZZLED):
@@ -424,7 +477,7 @@ class _Tile:
     def consume(self, consumer, place, steps):
         """Computes the rows of a consumer; gives how many steps there have been."""
         low, high, is_empty = self.key_blocks(place)
-        first = place.block * self.plan.block_q + consumer * ROWS
+        first = place.block * self.plan.config.block_q + consumer * ROWS
         if is_empty is None:
             self._consume(consumer, place, first, steps, low, high)
             return steps + high - low
@@ -487,8 +540,7 @@ class _Rows:
         self.first_key = self.last_key = None
         if self.is_banded:
             position = first + lax.iota(jnp.int32, ROWS)
-            if self.plan.is_folded:
-                position = lax.div(position, jnp.int32(self.plan.head_group))
+            position = self.plan.rows.query_of(position)
             last_key = jnp.where(position < place.lengths[0], place.lengths[1] - 1, -1)
             position += place.offset
             self.first_key = None if left is None else position - left
@@ -559,7 +611,7 @@ class _Rows:
             self._multiply_values(o_acc, weights, steps + i - 1)
             self._pass_tensor_cores()
             following = self._mask(self.high - 2 - i, i + 1 < self.count)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=self.plan.value_products), following
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=self.plan.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(self.shape, jnp.float32))
         plgpu.barrier_arrive(memory["k_empty"].at[stage(steps + i)])
@@ -629,12 +681,7 @@ class _Rows:
 
     def _sinks(self):
         """The sinks of the rows, or the one of all; that of the first split alone."""
-        own, (length, heads, _) = self.operands["sinks"], self.plan.query
-        if not self.plan.is_folded:
-            return own[self.place.b, self.place.head].astype(jnp.float32)
-        first = (own.index(self.place.b) * heads + self.place.head) * length + self.first
-        sinks = wgmma.load_product_rows(own.ref, first, length - self.first, self.shape)
-        return jnp.where(jnp.broadcast_to(self.place.split, (ROWS,)) == 0, sinks, -jnp.inf)
+        return self.plan.rows.sinks(self.operands["sinks"], self.place, self.first, self.plan)
 
     def _scores(self, s, mask, block, *, banded):
         """The scores of a key block, `-inf` for keys that are not seen; `mask` is what `_packed` gives of its."""
@@ -707,7 +754,7 @@ class _Rows:
         reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - self.plan.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if self.results["out"].dtype == jnp.float32:
-            start = (row, 0) if self.plan.is_folded else (b * length + self.first, head * size)
+            start = (row, 0) if isinstance(self.plan.rows, FoldedRows) else (b * length + self.first, head * size)
             wgmma.store_product(self.results["out"], *start, (length - self.first, size), o)
         else:
             self._copy_out(o)

@@ -1,9 +1,9 @@
-"""What kernels of attention are called with: what is static, and operands in global memory, as kernels address them."""
+"""What the kernels of attention have in common: what they compute, and how they address operands in global memory."""
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,12 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention.operands import AXES, batch_of
 
+ROWS = 64  # rows of a product of the tensor cores, which a warpgroup holds
+SWIZZLED = 64  # columns of 16 bits that a swizzled tile of shared memory has: 128 bytes
+
 
 class Arithmetic(NamedTuple):
-    """The operations by which a plan counts blocks, on integers that are not negative: Python's numbers, or arrays."""
+    """Operations that count blocks, on integers that are not negative: numbers of Python, or arrays in a kernel."""
 
     divide: Callable[..., Any]
     minimum: Callable[..., Any]
@@ -28,57 +31,90 @@ HOST = Arithmetic(operator.floordiv, min, max, lambda test, a, b: a if test else
 KERNEL = Arithmetic(lambda a, b: lax.div(jnp.int32(a), jnp.int32(b)), jnp.minimum, jnp.maximum, jnp.where)
 
 
-@dataclass
-class Call:
-    """The static part of a call. The plan of a kernel adds what follows from it, and how tiles are handed out.
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of attention for one problem: what it computes, and how its work is cut into tiles.
 
     Attributes:
-      batch: all of it.
-      query: lengths and sizes T, N and H.
-      key: the same S, K and H.
-      names: of the operands that are there.
-      config: the kernel's `Config`.
+      batch: sizes of the batch axes that the operands have together.
+      query: T, N and H: rows of scores of a head, heads, and head size.
+      key: S, K and H: keys, key heads, and head size.
+      dtype: dtype of the queries.
+      names: names of the operands that are present, and of the tables that XLA makes of them for the kernel.
+      scale: factor of the products of queries and keys.
+      window: numbers of keys before and after its own position that a query sees; None for a side without a limit.
+      soft_cap: bound of the scores, or None.
+      dropout_rate: share of the weights that dropout drops.
+      multiprocessors: number of blocks of threads that run at a time.
+      config: how a block of threads works.
+      n_tiles: number of tiles.
+      by_ticket: True if blocks of threads take tickets for tiles, because operands decide how long a tile takes.
     """
 
     batch: tuple[int, ...]
     query: tuple[int, int, int]
     key: tuple[int, int, int]
+    dtype: Any
     names: frozenset[str]
-    config: Any
     scale: float
     window: tuple[int | None, int | None]
     soft_cap: float | None
     dropout_rate: float
+    multiprocessors: int
+    config: Any
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Describes the arrays and barriers in shared memory, of a call whose queries have this dtype."""
+    # Subclasses say what follows from the others.
+    n_tiles: int = field(init=False)
+    by_ticket: bool = field(init=False)
+
+    def costs(self) -> tuple[int, ...]:
+        """Counts the steps of each of the tiles of a head."""
         raise NotImplementedError
 
-    def does_not_fit(self, dtype: Any, target: Target) -> str | None:
+    def group(self, costs: tuple[int, ...]) -> int:
+        """Returns the number of heads whose tiles are handed out together."""
+        raise NotImplementedError
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks of threads of a wave, each of which works through tiles."""
+        return min(self.multiprocessors, self.n_tiles)
+
+    def scratch(self) -> dict[str, Any]:
+        """Describes the arrays and barriers in the shared memory of a block of threads."""
+        raise NotImplementedError
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a block of threads."""
+        return schedule.bytes_of(self.scratch())
+
+    def does_not_fit(self, target: Target) -> str | None:
         """Returns why a block of threads cannot have its shared memory, in words, or None."""
-        needed = schedule.bytes_of(self.scratch(dtype))
+        needed = self.shared_memory
         if needed <= target.shared_memory:
             return None
         sizes = f"head sizes {self.query[2]} and {self.key[2]}"
         return f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
 
 
-def static_of(given) -> dict[str, Any]:
-    """What the operands that are there say of a `Call`."""
-    shapes = {name: given[name].shape[-3:] for name in ("query", "key")}
-    operands = {name: operand for name, operand in given.items() if name in AXES}
-    return shapes | {"batch": batch_of(operands), "names": frozenset(given)}
+def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Returns the attributes of an `AttentionKernel` that follow from the types of the operands and from the GPU."""
+    operands = {name: kind for name, kind in types.items() if name in AXES}
+    shapes: dict[str, Any] = {name: types[name].shape[-3:] for name in ("query", "key")}
+    shapes |= {"batch": batch_of(operands), "dtype": types["query"].dtype, "names": frozenset(types)}
+    return shapes | {"multiprocessors": target.multiprocessors}
 
 
 @dataclass(frozen=True)
-class Operand:
-    """An operand in global memory.
+class GlobalOperand:
+    """An operand in global memory, as kernels address it.
 
     Attributes:
-      index: from the number of a batch entry to that of the operand's entry.
-      heads: of a mask or bias, 1 if it is the same for all.
-      rows: the same for its queries.
-      ref: the operand, `[entries, ...]`; masks and biases are rows, `[entries * heads * rows, cols]`, segments one line.
+      index: function from the index of a batch entry to the index in the operand, which may have size 1 along batch axes.
+      heads: number of heads of a mask or bias; 1 if it is the same for all.
+      rows: number of its queries; 1 if it is the same for all.
+      ref: the operand, `[entries, ...]`. Masks and biases are rows, `[entries * heads * rows, cols]`; segments are one line.
     """
 
     index: Callable[[Any], Any]
@@ -87,38 +123,40 @@ class Operand:
     ref: Any = None
 
     def __getitem__(self, at):
-        """An element: of the entry for a batch entry, which comes first."""
+        """Loads an element. The first index is that of the batch entry."""
         b, *rest = at if isinstance(at, tuple) else (at,)
         return self.ref[(self.index(b), *rest)]
 
     @property
     def varies(self) -> tuple[bool, bool]:
-        """Whether a mask or bias varies along queries and keys."""
+        """True for each of queries and keys along which a mask or bias varies."""
         return self.rows > 1, self.ref.shape[1] > 1
 
     def row(self, b, head, query):
-        """The row of a mask or bias for a query."""
+        """Returns the row of a mask or bias that belongs to a query."""
         entry = self.index(b) * self.heads + (head if self.heads > 1 else 0)
         return entry * self.rows + (query if self.rows > 1 else 0)
 
 
-def laid_out(batch: tuple[int, ...], given) -> tuple[OrderedDict[str, jax.Array], dict[str, Operand]]:
-    """Operands as kernels address them, and how. What is made of operands, such as `ranges`, is `[*batch, blocks, numbers]`."""
-    arrays, operands = OrderedDict(), {}
-    for name, array in given.items():
+def laid_out(
+    batch: tuple[int, ...], operands: Mapping[str, jax.Array]
+) -> tuple[OrderedDict[str, jax.Array], dict[str, GlobalOperand]]:
+    """Reshapes operands as kernels address them. Tables that XLA makes of operands are `[*batch, blocks, numbers]`."""
+    arrays, records = OrderedDict(), {}
+    for name, array in operands.items():
         batch_axes = array.ndim - (len(AXES[name]) if name in AXES else 2)
-        own = array.shape[batch_axes:]
+        sizes = array.shape[batch_axes:]
         if name in ("bias", "mask"):
-            shape, heads_and_rows = (-1, own[-1]), own[:2]
+            shape, heads_and_rows = (-1, sizes[-1]), sizes[:2]
         else:
-            shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *own)), ()
+            shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *sizes)), ()
         arrays[name] = array.reshape(shape)
-        operands[name] = Operand(batch_index(batch, array.shape[:batch_axes]), *heads_and_rows)
-    return arrays, operands
+        records[name] = GlobalOperand(batch_index(batch, array.shape[:batch_axes]), *heads_and_rows)
+    return arrays, records
 
 
 def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A function from the index of a batch entry to that in an operand with size 1 along some axes of the batch."""
+    """Returns a function from the index of a batch entry to the index in an operand whose batch axes have `shape`."""
     shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
     if shape == batch:
         return lambda b: b
