@@ -138,9 +138,8 @@ def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[A
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("across_devices", "mosaic_sm90"))
     is_one, reason = WAYS[way]
     always = mock.patch.object(devices, "unprofitable", return_value=reason)
-    name, value = ("_least_shared", 0) if is_one else ("merges", False)
-    merges = mock.patch.object(mosaic, name, return_value=value)
-    with context(), merges, always:
+    refused = None if is_one else f"the way {way!r} is measured"
+    with context(), mock.patch.object(mosaic, "_refused_devices", return_value=refused), always:
         yield
 
 

@@ -25,7 +25,8 @@ def _slow_rungs(measured: Measured) -> Iterator[str]:
         if (first := measured.first_timed(rung)) is None:
             yield f"{rung.name}: no time"
             continue
-        for shape in dict.fromkeys((first, *([VECTOR] if rung.name in OF_VECTORS else []))):
+        is_of_vectors = rung.name in OF_VECTORS and takes(rung, VECTOR)
+        for shape in dict.fromkeys((first, *([VECTOR] if is_of_vectors else []))):
             if not rung.slow and (share := measured.share(rung, shape) or 0) < AT_LEAST:
                 yield f"{rung.name} {text(shape)}: {share:.3f} of its roofline, less than {AT_LEAST}"
 

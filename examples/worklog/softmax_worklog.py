@@ -462,8 +462,8 @@ def online_blocks(x: jax.Array) -> jax.Array:
 def on_chip(x: jax.Array) -> jax.Array:
     """The library: the row stays in registers or shared memory from its one read to its one write.
 
-    One block holds a short row, those of a cluster a longer one, and then all that run. What fills more than two thirds of
-    these is read twice.
+    One block holds a short row, those of a cluster a longer one, and then all that run. A row that fills more than two thirds
+    of these is left to XLA.
     """
     return jaxsoftmax.softmax(x)
 
@@ -617,7 +617,8 @@ class Rung:
       unsupported: of rows, columns and dtype: why it cannot run, in words, or None.
       slow: why it does not reach the speed that its passes allow, where that is what it shows.
       wide: of its passes, how many are over exponentials in float32, whatever the dtype of the array.
-      holds: by bytes of an element, the columns of the longest rows for which `reads` is right; it reads longer ones once more.
+      holds: by bytes of an element, the columns of the longest rows that a kernel holds. The kernel that was measured at longer
+        rows read them once more; there is none today.
     """
 
     name: str

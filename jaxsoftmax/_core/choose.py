@@ -81,6 +81,7 @@ class Explanation(Sequence[Decision]):
       >>> print(explanation)
       on cuda, H100 (compute capability 9.0, 132 multiprocessors):
         softmax  float32[8,128]  -> mosaic
+            mosaic: 8 rows a block, 32 lanes a row, in registers
     """
 
     platform: str
@@ -155,6 +156,7 @@ def explain(
       >>> print(jaxsoftmax.explain(jaxsoftmax.softmax, x, gpu="h100"))
       on cuda, H100 (compute capability 9.0, 132 multiprocessors):
         softmax  float32[8,128]  -> mosaic
+            mosaic: 8 rows a block, 32 lanes a row, in registers
 
       Gradients are ops of their own:
 

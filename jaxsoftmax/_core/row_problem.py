@@ -1,28 +1,31 @@
-"""Describes the rows that a kernel reduces, from shapes and dtypes alone."""
+"""Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
-
-# True if there is a mask along the columns, "end" if the kernel must know what is beyond the end of a row.
-Masked = Literal[False, True, "end"]
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`. A row runs along `cols`.
+    """Rows of arrays of one shape, which kernels see as `[outer, cols, inner]`, with rows along `cols`.
 
-    Axes of size 1 do not count: for rows along axes 1 and 3, an array of `[4, 65536, 8, 1]` is `[4, 65536, 8]`.
+    Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
 
     Attributes:
       shape: shape of the arrays.
       axes: axes of a row.
-      read: bytes of one element, for each operand that is as large as the rows.
-      written: bytes of one element, for each result that is as large as the rows.
+      read: bytes of an element of each operand that is as large as the rows.
+      written: bytes of an element of each result that is as large as the rows.
       has_mask: True if there is a mask along the columns.
-      needs_end: True if the kernel must know what is beyond the end of a row.
+      needs_end: True if the kernel must know which elements lie beyond the end of a row.
+      reduces: what a result needs of its whole row: a state, a sum, or nothing.
+      n_exchanges: number of times that the kernel merges or sums over the warps of a row.
+      exponentiates_twice: True if the results need a second exponential of each element, or the first one held.
+      members: axes of the arrays that form `outer`, `cols` and `inner`.
+      outer, cols, inner: sizes of the three axes that kernels see.
+      widest: bytes of the widest element.
+      masked: True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
     """
 
     shape: tuple[int, ...]
@@ -31,25 +34,31 @@ class RowProblem:
     written: tuple[int, ...] = ()
     has_mask: bool = False
     needs_end: bool = False
+    reduces: Literal["state", "sum", "nothing"] = "state"
+    n_exchanges: int = 1
+    exponentiates_twice: bool = False
 
-    @functools.cached_property
-    def members(self) -> tuple[range, range, range]:
-        """The axes of the arrays that make up `outer`, `cols` and `inner`."""
-        long_axes = [axis for axis in self.axes if self.shape[axis] != 1]
-        first, end = (min(long_axes), max(long_axes) + 1) if long_axes else (len(self.shape), len(self.shape))
-        return range(first), range(first, end), range(end, len(self.shape))
+    members: tuple[range, range, range] = field(init=False)
+    outer: int = field(init=False)
+    cols: int = field(init=False)
+    inner: int = field(init=False)
+    widest: int = field(init=False)
+    masked: Literal[False, True, "end"] = field(init=False)
 
-    @functools.cached_property
-    def outer(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[0])
-
-    @functools.cached_property
-    def cols(self) -> int:
-        return entries(self.shape, self.axes)
-
-    @functools.cached_property
-    def inner(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.members[2])
+    def __post_init__(self):
+        shape, ndim = self.shape, len(self.shape)
+        along = [axis for axis in self.axes if shape[axis] != 1]
+        first, end = (min(along), max(along) + 1) if along else (ndim, ndim)
+        derived = {
+            "members": (range(first), range(first, end), range(end, ndim)),
+            "outer": math.prod(shape[:first]),
+            "cols": entries(shape, self.axes),
+            "inner": math.prod(shape[end:]),
+            "widest": max((*self.read, *self.written), default=0),
+            "masked": True if self.has_mask else "end" if self.needs_end else False,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rows(self) -> int:
@@ -57,30 +66,21 @@ class RowProblem:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one entry for each row."""
+        """Shape of an array with one entry for each row."""
         return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))
 
-    @property
-    def widest(self) -> int:
-        """Bytes of the widest element."""
-        return max((*self.read, *self.written))
-
-    @property
-    def masked(self) -> Masked:
-        return True if self.has_mask else "end" if self.needs_end else False
-
     def indexed(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the triples of the function `indexed` for each of `outer`, `cols` and `inner`."""
+        """Calls `indexed` for each of `outer`, `cols` and `inner`."""
         return tuple(indexed(shape, self.shape, members) for members in self.members)
 
     def unsupported(self, most_rows: int) -> str | None:
-        """Returns the reason, in words, why kernels cannot see these rows as `[outer, cols, inner]`, or None."""
+        """Says why no kernel sees these rows as `[outer, cols, inner]`, or returns None if one can."""
         if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
             return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"
         if not 1 <= self.cols < 2**30:
             return f"a row must have from 1 to {2**30 - 1} entries, got {self.cols}"
-        if not 1 <= self.rows <= most_rows:
-            return f"there must be from 1 to {most_rows} rows, got {self.rows}"
+        if not 1 <= self.outer * self.inner <= most_rows:
+            return f"there must be from 1 to {most_rows} rows, got {self.outer * self.inner}"
         return None
 
 

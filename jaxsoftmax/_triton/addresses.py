@@ -1,4 +1,4 @@
-"""Where Triton kernels find operands that may have size 1 where others have more; `problem.indexed` says how."""
+"""Addresses of operands that may have size 1 along axes along which other operands have more; see `row_problem.indexed`."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def offset(index, DIMS: tl.constexpr, AXIS: tl.constexpr):
-    """Where a broadcast operand has what belongs to an index of an axis, of triples of divisor, size or 0, and stride."""
+    """Computes the place of an index of an axis in a broadcast operand, from triples of divisor, size or 0, and stride.
+
+    Divisors and sizes are constants: a GPU divides by them with a product and a shift.
+    """
     total = index * 0
     for k in tl.static_range(0, len(DIMS[AXIS]), 3):
         part = index // DIMS[AXIS][k]

@@ -10,7 +10,7 @@ LOG2E = online.LOG2E
 
 @triton.jit
 def tanh(x):
-    """`tanh` to float32's rounding, which the hardware's is not.
+    """Computes `tanh` to the rounding of float32. The instruction of the hardware is less exact.
 
     Source: the polynomial for small arguments is that of S. Moshier's Cephes library, `tanhf`.
     """

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import ContextParallel, explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.attention import across_devices
+from jaxsoftmax.ops.attention.context_parallel import choose, loop, merge, visible
+from jaxsoftmax.ops.attention.context_parallel.shard import shard_of
 
 from ..support import cases, kernels, oracle, xla_cuda
 from ..support.attention import gradients as backward
@@ -335,7 +336,7 @@ def test_replicated_queries_merge_states_in_one_collective(kind, n):
 @X64
 @pytest.mark.parametrize("kind", ["checked", slow("unchecked"), slow("explicit")])
 def test_many_replicated_queries_are_summed_up(kind, monkeypatch):
-    monkeypatch.setattr(across_devices, "_MOST_MERGED", 0)
+    monkeypatch.setattr(merge, "MOST_GATHERED_NUMBERS", 0)
     check(kind, ("sinks", "lengths"), replicated_queries=True)
 
 
@@ -464,7 +465,7 @@ COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XL
 )
 def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
-    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 2)
+    monkeypatch.setattr(loop, "MOST_UNROLLED", 2)
     text = check(kind, features, n=n, more={"strategy": "ring"}, over={"shape": (8,)}, length=32, keys=32)
     assert " while(" in text
     of_keys = 2 if "segments" in features else 1  # packed arrays, of each dtype one
@@ -474,8 +475,8 @@ def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
 @pytest.mark.parametrize("n", [None, 1024])
 def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monkeypatch):
     """A model of each pair of devices would take a minute."""
-    asked, seen = [], across_devices._Work._seen
-    monkeypatch.setattr(across_devices._Work, "_seen", lambda *args: asked.append(args) or seen(*args))
+    asked, sees = [], visible.sees
+    monkeypatch.setattr(visible, "sees", lambda *args: asked.append(args) or sees(*args))
     mesh = AbstractMesh((1024,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2**21, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
@@ -488,7 +489,7 @@ def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monk
 
 @X64
 def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
-    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 2)
+    monkeypatch.setattr(loop, "MOST_UNROLLED", 2)
     assert " while(" in check(
         "explicit", ("lengths", "sinks"), replicated_queries=True, over={"shape": (6,)}, length=24, keys=24
     )
@@ -528,8 +529,8 @@ def test_a_window_ends_the_ring_early(window, steps, monkeypatch):
 
 
 def test_devices_that_see_nothing_of_keys_get_none():
-    work = work_of(is_causal=True)
-    assert [work._pairs(shift) for shift in range(4)] == [
+    sequences = shard_of_four(is_causal=True).sequences
+    assert [visible.key_routes(sequences, step.shift, step.parts) for step in sequences.ring.steps] == [
         [(0, 0), (1, 1), (2, 2), (3, 3)],
         [(0, 1), (1, 2), (2, 3)],
         [(0, 2), (1, 3)],
@@ -537,22 +538,41 @@ def test_devices_that_see_nothing_of_keys_get_none():
     ]
 
 
-def work_of(length=32, heads=8, size=64, key_heads=None, n=None, **options):
-    """What a device of four would do; nothing is computed."""
-    found = []
-    window = (None, 0) if options.get("is_causal") else (None, None)
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"window": (8, 0)}, [1, 1]),
+        ({"window": (None, 0), "n": 4}, [1, 1, 1, 1]),  # others' keys are seen by halves
+        ({"window": (None, 0), "n": 4, "length": 64, "n_keys": 128}, [2, 2, 2, 2]),
+        ({"window": (8, 0), "n": 4}, [2, 2, 1, 2]),
+    ],
+    ids=str,
+)
+def test_the_steps_of_a_ring(options, parts):
+    schedule = shard_of_four(**options).sequences.ring
+    is_halved = parts == [1, 1, 1, 1] and "n" in options
+    assert [len(step.parts) for step in schedule.steps] == parts
+    assert all(part.is_halved == (is_halved and step.shift > 0) for step in schedule.steps for part in step.parts)
+    assert schedule.steps[0].parts[0].queries == slice(None)  # as sums start there
+    assert schedule.sequences.queries.n_pieces == (2 if "n" in options and not is_halved else 1)
+
+
+def shard_of_four(length=32, heads=8, size=64, key_heads=None, n=None, n_keys=None, is_causal=False, window=(None, None)):
+    """The record of a shard on four devices; nothing is computed."""
+    shards, window = [], (None, 0) if is_causal else window
 
     def local(query, key, value):
         over = {"queries": Cut(("x",), 0), "keys": Cut(("x",), 0)}
-        given = {"query": query, "key": key, "value": value, "over": over, "window": window, "zigzag": n, "scale": 1.0}
-        found.append(across_devices._Work(None, across_devices.primitive.ATTENTION, given))
+        operands = {"query": query, "key": key, "value": value}
+        shards.append(shard_of(None, operands, over=over, window=window, zigzag=n, scale=1.0))
         return query
 
     query = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((1, length, key_heads or heads, size), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, n_keys or length, key_heads or heads, size), jnp.bfloat16)
     mapped = jax.shard_map(local, mesh=mesh_of("checked"), in_specs=P(None, "x"), out_specs=P(None, "x"), check_vma=False)
     jax.eval_shape(mapped, query, key, key)
-    return found[0]
+    return shards[0]
 
 
 @pytest.mark.parametrize(
@@ -563,13 +583,14 @@ def work_of(length=32, heads=8, size=64, key_heads=None, n=None, **options):
         ({"length": 65536, "heads": 16, "size": 128, "is_causal": True}, "all_to_all"),
         ({"length": 65536, "heads": 16, "key_heads": 2, "size": 128}, "ring"),
         ({"length": 512, "heads": 16, "key_heads": 2, "size": 128}, "all_gather"),
+        ({"length": 4096, "heads": 16, "size": 128}, "all_to_all"),
         ({"length": 65536, "heads": 16, "size": 128, "is_causal": True, "n": 2}, "all_to_all"),
         ({"length": 65536, "heads": 6, "size": 128, "is_causal": True, "n": 2}, "all_gather"),
     ],
     ids=str,
 )
 def test_the_way_is_that_of_a_model_of_the_time(shape, way):
-    assert work_of(**shape).way == way
+    assert choose.strategy_of(shard_of_four(**shape), None) == way
 
 
 # Kernels run on shards.
@@ -667,6 +688,19 @@ def test_keys_and_values_are_packed_unless_xla_sends_them_together(flags, tokens
         text = kernels.lowered_for_cuda(lambda x: attend(x, x, x, strategy="ring"), x)
     assert text.count("stablehlo.collective_permute") == (1 if is_packed else 2) * (DEVICES - 1)
     assert ("stablehlo.concatenate" in text) is is_packed
+
+
+@pytest.mark.parametrize("features", [(), ("mask",)], ids=str)
+def test_export_of_an_unknown_batch_chooses_a_strategy(features):
+    mesh = mesh_of("explicit")
+    (batch,) = jax.export.symbolic_shape("b")
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P(None, "x"))
+        x = jax.ShapeDtypeStruct((batch, 64, 4, 8), jnp.float32, sharding=sharding)
+        mask = jax.ShapeDtypeStruct((batch, 1, 1, 64), bool, sharding=NamedSharding(mesh, P())) if features else None
+        f = jax.jit(lambda q, k, v, mask: attend(q, k, v, mask=mask))
+        text = jax.export.export(f, platforms=["cuda"])(x, x, x, mask).mlir_module()
+    assert text.count("stablehlo.all_gather") == 2
 
 
 def test_export_of_a_ring_of_an_unknown_batch():
@@ -798,7 +832,7 @@ def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
 @pytest.mark.parametrize("feature", ["causal", "deterministic", "dropout", "segments"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_native_rings_that_are_loops(in_order, feature, monkeypatch):
-    monkeypatch.setattr(across_devices, "_MOST_UNROLLED", 1)
+    monkeypatch.setattr(loop, "MOST_UNROLLED", 1)
     test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", in_order, feature, 64)
 
 
@@ -923,3 +957,14 @@ def test_a_strategy_is_refused_where_types_say_that_sequences_are_whole():
             jax.jit(f)(x)
     one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])  # the same program where there is one device
     jax.jit(lambda x: ring(x, x, x))(jax.device_put(np.zeros((4, 16, 4, 4), np.float32), NamedSharding(one, P(None, "x"))))
+
+
+@X64
+def test_a_strategy_is_taken_where_it_is_not_known_how_sequences_are_sharded():
+    """On automatic axes the rule runs to undo the order, also where XLA leaves sequences whole."""
+    given, options = case(("causal",))
+    mesh = mesh_of("auto")
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in ordered(given, 2).items()}
+        out = jax.jit(of_arrays(attend, **options, strategy="all_gather", zigzag=2))(placed)
+    oracle.assert_same_in_float64(reordered(out, 2, 1, is_undone=True), attend(**given, **options))

@@ -23,7 +23,7 @@ import jaxsoftmax
 from jaxsoftmax import explain, online
 from jaxsoftmax._core.target import HOPPER, Target, lowering_for
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax._triton import call as triton_call
+from jaxsoftmax._triton import availability
 from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import operands, primitive
@@ -1097,7 +1097,7 @@ def test_a_vmap_makes_a_bias_whole():
 @CHOICES
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_other_gpus_are_refused(capability, monkeypatch):
-    monkeypatch.setattr(triton_call, "missing", lambda: "it needs jax-triton")
+    monkeypatch.setattr(availability, "missing", lambda: "it needs jax-triton")
     words = f"it needs compute capability 9.x, got cuda {capability}"
     with lowering_for(Target("cuda", capability)):
         assert decisions(lowering.operands()) == (["xla", "xla"], words)

@@ -36,12 +36,16 @@ import jaxsoftmax
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.ptx import WARP
-from jaxsoftmax._gpu.rows.layout import RowLayout
+from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax.ops.attention import mosaic_sm90 as attention
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
 from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_VJP, PAGED
-from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as cross_entropy
+from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
+from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
+from jaxsoftmax.ops.softmax import primitive as softmax_primitive
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import mosaic_sm90 as top_k
 
 from ..support import xla_cuda
@@ -244,11 +248,13 @@ OF_ROWS = {
     "logsumexp_jvp": {"scale_tangent": True},
     "logsumexp_vjp": {"scale_tangent": True},
 }
-OF_LOSSES = {
+OF_SOFTMAX = {name: getattr(softmax_primitive, name.upper()) for name in OF_ROWS}
+OF_LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {"return_total": False, "return_state": True},
     "cross_entropy_vjp": {},
     "cross_entropy_gradient": {"label_smoothing": 0.0, "z_loss": 0.1},
 }
+OF_CROSS_ENTROPY = {name: getattr(cross_entropy_primitive, name.upper()) for name in OF_LOSSES}
 
 
 def widths() -> list[int]:
@@ -287,32 +293,30 @@ def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
         given["where"] = shaped(*whole, dtype=bool) if masked is True else None
     given["scale"] = shaped(*row) if masked == "end" else None
     options = options | {"axes": (1,), "dtype": jnp.dtype("float32" if primitive == "logsumexp_jvp" else dtype)}
-    if softmax.unsupported(primitive, HOPPER, given, axes=(1,), dtype=options["dtype"]):
+    plan = softmax.plan(SoftmaxProblem(OF_SOFTMAX[primitive], _there(given), options), HOPPER)
+    if isinstance(plan, Refusal) and plan.plan is None:
         return
-    problem = softmax.problem_of(primitive, given, (1,), options["dtype"])
-    config = softmax.config_of(HOPPER, softmax.kernel_of(primitive), problem)
-    run = functools.partial(_run_rows, getattr(softmax, primitive), options, given)
+    plan = plan.plan if isinstance(plan, Refusal) else plan
     name = f"softmax {primitive} {dtype} {cols}{f'x{inner}' if inner > 1 else ''} {masked or ''}"
-    yield Case(name, (primitive, dtype, masked, *_of_layout(cols, inner, config)), run, _there(given))
+    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.rows)), functools.partial(_run_plan, plan), _there(given))
 
 
-def _run_rows(function, options, names, given):
-    return function(**TARGET, **options, **dict.fromkeys(names) | given)
+def _run_plan(plan, given):
+    return plan.run(**given)
 
 
 def _there(given):
     return {name: kind for name, kind in given.items() if kind is not None}
 
 
-def _of_layout(cols, inner, config) -> tuple[Any, ...]:
-    """What a layout says of the code of rows: steps count where each has code of its own, and blocks of the grid do not."""
-    blocks = config.blocks if config.blocks <= 16 and not config.grid else 17
-    counted = replace(config, blocks=blocks, grid=min(config.grid, 1))
-    if inner > 1:
-        return (counted, inner % config.vector)
-    layout = RowLayout(cols, config)
-    steps = 0 if config.unroll or layout.threads <= WARP else layout.steps
-    return (counted, layout.shifted, layout.whole_vectors, layout.is_exact, layout.joined, steps)
+def _of_layout(plan) -> tuple[Any, ...]:
+    """What a plan says of the code of rows: steps count if each has code of its own, and blocks of the grid do not."""
+    blocks = plan.blocks if not plan.persistent_blocks else 17
+    counted = replace(plan, cols=0, blocks=blocks, persistent_blocks=min(plan.persistent_blocks, 1))
+    if isinstance(plan, ColumnPlan):
+        return (replace(counted, inner=0), plan.inner % plan.vector)
+    steps = 0 if plan.unroll or plan.threads <= WARP else plan.steps
+    return (counted, plan.is_shifted, plan.has_whole_vectors, plan.is_exact, plan.is_joined, steps)
 
 
 def cross_entropy_cases() -> Iterator[Case]:
@@ -334,13 +338,13 @@ def cross_entropy_cases() -> Iterator[Case]:
             elif primitive == "cross_entropy_gradient":
                 given["t"] = shaped(_ROWS, 1)
             given |= {"t": shaped(_ROWS, 1)} if primitive == "cross_entropy_gradient" else {}
-            if cross_entropy.unsupported(primitive, HOPPER, given, **of):
+            plan = losses.plan(CrossEntropyProblem(OF_CROSS_ENTROPY[primitive], _there(given), of), HOPPER)
+            if isinstance(plan, Refusal) and plan.plan is None:
                 continue
-            problem = cross_entropy._problem(primitive, given, **of)
-            config = softmax.config_of(HOPPER, cross_entropy._LIKE[primitive], problem)
-            run = functools.partial(_run_rows, getattr(cross_entropy, primitive), of, given)
-            key = (primitive, dtype, masked, *_of_layout(cols, 1, config))
-            yield Case(f"cross_entropy {primitive} {dtype} {cols} {masked or ''}", key, run, _there(given))
+            plan = plan.plan if isinstance(plan, Refusal) else plan
+            key = (primitive, dtype, masked, *_of_layout(plan.rows))
+            name = f"cross_entropy {primitive} {dtype} {cols} {masked or ''}"
+            yield Case(name, key, functools.partial(_run_plan, plan), _there(given))
     for dtype, class_axis, cap, sizes in itertools.product(
         ("bfloat16", "float16"), (0, 1), (None, 30.0), ((256, 1024), (256, 1000), (250, 1000))
     ):
@@ -382,8 +386,12 @@ def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
     itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
     plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
     is_short = top_k.short_rows.serves(cols, x.dtype.itemsize, k)
-    of_plan = (cols, rows > 1) if is_short else (plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined)
-    key = (kind, dtype, k, is_short, rows == 1, plan.layout.whole_vectors, *of_plan)
+    of_plan = (
+        (cols, rows > 1)
+        if is_short
+        else (replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined)
+    )
+    key = (kind, dtype, k, is_short, rows == 1, plan.layout.has_whole_vectors, *of_plan)
     operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
     function: Callable[..., Any] = jaxsoftmax.top_k
     if kind == "where":
@@ -411,7 +419,7 @@ def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
     parts = 2 if kind == "log_prob" else int("top_p" in kind)
     plans = top_k.sampling._drawing_plan(HOPPER, x, parts), top_k.sampling._reading_plan(HOPPER, x)
-    of_plans = [(plan.layout.config, plan.blocks, plan.slices, plan.copied, plan.layout.joined) for plan in plans]
+    of_plans = [(replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined) for plan in plans]
     key = ("categorical", kind, dtype, rows == 1, *of_plans)
     options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}
     operands = {"key": shaped(2, dtype="uint32"), "logits": x} | of

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from jaxsoftmax import online
-from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax._triton import call
+from jaxsoftmax._triton import availability
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
 
@@ -121,7 +120,7 @@ def programs():
         f = functools.partial(attend, attention=attention, **DROPOUT, fully_masked_rows="mean")
         yield name, with_gradient(f), qkv | {"mask": MASK, "bias": BIAS}, CPU
     yield from programs_of_losses_and_samples()
-    if call.unsupported(HOPPER) is None:
+    if availability.missing() is None:
         yield from programs_of_triton(qkv)
 
 

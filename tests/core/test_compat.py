@@ -259,7 +259,7 @@ def broken(*args, **kwargs):
 
 
 def test_a_kernel_that_does_not_lower_on_a_newer_jax_leaves_the_reference_and_a_reason(monkeypatch):
-    monkeypatch.setattr(mosaic, "softmax", broken)
+    monkeypatch.setattr(mosaic.SoftmaxPlan, "run", broken)
     with pytest.raises(TypeError, match="takes no layouts"):  # on a tested one it is a defect of ours
         explain(jaxsoftmax.softmax, X, platform="cuda")
     monkeypatch.setattr(jax, "__version_info__", (99, 0, 1))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax._gpu.rows import columns, memory
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
 
 ITEMSIZE = 2
 
@@ -49,33 +49,35 @@ def numbers(monkeypatch):
     return compute
 
 
-# Rows, columns, and the configuration.
+# Rows, and the plan.
+SHARED, NOWHERE = {"storage": Storage.SHARED, "unroll": 2}, {"storage": Storage.NOWHERE, "unroll": 4}
 ROWS = [
-    (16, 128, Config(4, 32)),
-    (9, 128, Config(4, 32)),  # rows behind the last
-    (70, 24, Config(8, 4, 2)),
-    (5, 100, Config(4, 32)),  # the last step is not whole
-    (3, 2048, Config(8, 128)),
-    (3, 2056, Config(8, 128)),  # vectors are whole, lines are not
-    (5, 1001, Config(8, 128)),
-    (3, 5003, Config(8, 256, unroll=2)),
-    (2, 9001, Config(8, 128, blocks=2, parked=True, unroll=2)),
-    (2, 9001, Config(8, 128, blocks=4)),
-    (3, 40002, Config(8, 128, blocks=8, unroll=4)),
-    (2, 16384, Config(8, 256, blocks=4)),
-    (1, 100, Config(8, 128, blocks=4)),  # blocks without a line
+    (16, RowPlan(128, 4, 32)),
+    (9, RowPlan(128, 4, 32)),  # rows behind the last
+    (70, RowPlan(24, 8, 4, 2)),
+    (5, RowPlan(100, 4, 32)),  # the last step is not whole
+    (3, RowPlan(2048, 8, 128)),
+    (3, RowPlan(2056, 8, 128)),  # vectors are whole, lines are not
+    (5, RowPlan(1001, 8, 128)),
+    (3, RowPlan(5003, 8, 256, **NOWHERE)),
+    (2, RowPlan(9001, 8, 128, blocks=2, **SHARED)),
+    (2, RowPlan(9001, 8, 128, blocks=4)),
+    (3, RowPlan(40002, 8, 128, blocks=8, **NOWHERE)),
+    (2, RowPlan(16384, 8, 256, blocks=4)),
+    (1, RowPlan(100, 8, 128, blocks=4)),  # blocks without a line
+    (3, RowPlan(9001, 8, 128, blocks=5, persistent_blocks=7, **SHARED)),
 ]
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is(rows, numbers):
-    count, cols, config = rows
-    layout, touched = RowLayout(cols, config), np.zeros(count * cols, int)
-    numbers(max(config.threads, 128))
-    for first in range(0, count, layout.rows):
-        for rank in range(layout.blocks):
-            held = memory.Memory(layout, np.int64(first), count, False, np.int64(rank))
-            for step in range(layout.steps):
+@pytest.mark.parametrize(("count", "plan"), ROWS, ids=str)
+def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is(count, plan, numbers):
+    cols = plan.cols
+    touched = np.zeros(count * cols, int)
+    numbers(max(plan.threads, 128))
+    for first in range(0, count, plan.rows):
+        for rank in range(plan.blocks):
+            held = memory.RowMemory(plan, np.int64(first), count, False, np.int64(rank))
+            for step in range(plan.steps):
                 at_once = list(vectors(held, step))
                 for place, again in zip(at_once, vectors(held, np.int64(step)), strict=True):  # as in a loop
                     np.testing.assert_array_equal(place, again)
@@ -93,25 +95,25 @@ def touch(touched, place, of_elements, column_of):
         np.testing.assert_array_equal(np.broadcast_to(start + more, own.shape)[inside], column_of(own[inside]))
 
 
-# Of rows along another axis: the shape `[outer, cols, inner]`, and the configuration.
+# Rows along another axis: `outer`, and the plan.
 COLUMNS = [
-    ((2, 100, 64), Config(8, 128, lanes=8, parked=True, unroll=1)),
-    ((3, 33, 72), Config(8, 128, lanes=4, parked=True, unroll=1)),  # tiles of 32 rows, the last one ragged
-    ((2, 1000, 24), Config(8, 128, blocks=4, lanes=2, parked=True, unroll=1)),
-    ((1, 515, 6), Config(2, 256, blocks=2, lanes=4, unroll=4)),
-    ((2, 700, 16), Config(8, 128, blocks=3, lanes=2, grid=9, parked=True, unroll=2)),
+    (2, ColumnPlan(100, 64, 8, 128, lanes=8)),
+    (3, ColumnPlan(33, 72, 8, 128, lanes=4)),  # tiles of 32 rows, the last one ragged
+    (2, ColumnPlan(1000, 24, 8, 128, lanes=2, blocks=4)),
+    (1, ColumnPlan(515, 6, 2, 256, lanes=4, blocks=2, **NOWHERE)),
+    (2, ColumnPlan(700, 16, 8, 128, lanes=2, blocks=3, persistent_blocks=9, **SHARED)),
 ]
 
 
-@pytest.mark.parametrize("rows", COLUMNS, ids=str)
-def test_each_element_of_rows_side_by_side_is_touched_by_one_thread_and_nothing_else_is(rows, numbers):
-    (outer, cols, inner), config = rows
-    layout, touched = columns.ColumnLayout(cols, inner, config), np.zeros(outer * cols * inner, int)
-    numbers(config.threads)
-    for row in range(outer * layout.tiles):
-        for rank in range(layout.blocks):
-            held = columns.ColumnMemory(layout, np.int64(row), outer * layout.tiles, False, np.int64(rank))
-            for step in range(layout.steps):
+@pytest.mark.parametrize(("outer", "plan"), COLUMNS, ids=str)
+def test_each_element_of_rows_side_by_side_is_touched_by_one_thread_and_nothing_else_is(outer, plan, numbers):
+    cols, inner = plan.cols, plan.inner
+    touched = np.zeros(outer * cols * inner, int)
+    numbers(plan.threads)
+    for row in range(outer * plan.tiles):
+        for rank in range(plan.blocks):
+            held = columns.ColumnMemory(plan, np.int64(row), outer * plan.tiles, False, np.int64(rank))
+            for step in range(plan.steps):
                 (place,), (again,) = vectors(held, step), vectors(held, np.int64(step))
                 np.testing.assert_array_equal(place, again)
                 (of_elements,) = held.places(held.place, np.int64(step))
@@ -121,18 +123,18 @@ def test_each_element_of_rows_side_by_side_is_touched_by_one_thread_and_nothing_
 
 def vectors(held, step):
     """For each row of each thread the elements of the array that it touches in a step, -1 for what it does not."""
-    layout = held.layout
+    plan = held.plan
     for start in held._starts(None, held.place, ITEMSIZE):
-        whole = not isinstance(step, int) and step in layout.whole_steps  # a loop goes over those, or asks
+        whole = not isinstance(step, int) and step in plan.whole_steps  # a loop goes over those, or asks
         vector = held._vector(step, start, ITEMSIZE, whole)
         (threads,) = np.shape(vector.address)
-        elements = (vector.address + vector.offset)[:, None] // ITEMSIZE + np.arange(layout.vector)
+        elements = (vector.address + vector.offset)[:, None] // ITEMSIZE + np.arange(plan.vector)
         is_there = np.broadcast_to(True if vector.inside is None else vector.inside, threads)
-        inside = np.repeat(is_there[:, None], layout.vector, 1)
+        inside = np.repeat(is_there[:, None], plan.vector, 1)
         if vector.partial is not None:
             assert not np.any(vector.partial & is_there)
             own = np.stack([np.broadcast_to(part, threads) for part in vector.own()], 1)
             inside = inside | (vector.partial[:, None] & own)
         if inside.any():
-            assert np.all((vector.address + vector.offset)[is_there] % (layout.vector * ITEMSIZE) == 0)
+            assert np.all((vector.address + vector.offset)[is_there] % (plan.vector * ITEMSIZE) == 0)
         yield np.where(inside, elements, -1)

@@ -10,7 +10,7 @@ from ..support.cross_entropy.oracle import cross_entropy as truth
 from ..support.emulator import emulated, emulating
 
 FORWARD, BACKWARD, TOGETHER = (f"cross_entropy_{name}_mosaic" for name in ("forward", "vjp", "gradient"))
-# Inside a warp, through shared memory, by a block, parked, by a cluster.
+# Inside a warp, staged, by a block, in shared memory, by a cluster.
 WIDTHS = [37, 100, 1024, 5001, 12501, 50257]
 
 

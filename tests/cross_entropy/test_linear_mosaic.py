@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.cross_entropy.loss import LossHead
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss as linear
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, kernels, oracle
 from ..support.cross_entropy import oracle as losses_oracle
+from ..support.cross_entropy import plans
 from ..support.meshes import COLLECTIVE, make_mesh
 
 NAME = "linear_cross_entropy_mosaic"
@@ -223,14 +223,28 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
     assert is_mapped or "only inside a shard_map over all mesh axes" in decision.refusals[0][1]
 
 
+def numbers_by_kernel(head, hidden, weight, labels):
+    """The numbers of rows that `head` asks for, by a kernel of two blocks."""
+    operands = {"hidden": hidden, "weight": weight, "labels": labels}
+    return plans.run(functools.partial(plans.linear_problem_of, head), operands, replace(HOPPER, multiprocessors=2))
+
+
+def test_a_plan_has_a_block_for_each_multiprocessor():
+    head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None)
+    operands = dict(zip(("hidden", "weight", "labels"), types(128, 64, 256, 1, "bfloat16"), strict=True))
+    plan = plans.plan_of(plans.linear_problem_of(head, operands), replace(HOPPER, multiprocessors=78))
+    assert plan.blocks == 78
+    assert plan.describe() == "tiles of 128 rows by 256 classes, 4 stages, 2 consumer warpgroups"
+
+
 @pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float16"]))
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_losses_are_right(shape, dtype):
-    arrays, target = given(*shape, dtype, factor=16), replace(HOPPER, multiprocessors=2)
+    arrays = given(*shape, dtype, factor=16)
     head = LossHead(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
 
     def f(hidden, weight, labels):
-        return head.losses(linear.numbers(head, target, hidden, weight, labels), labels, shape[2])
+        return head.losses(numbers_by_kernel(head, hidden, weight, labels), labels, shape[2])
 
     ignored = range(7, 80) if shape[0] > 128 else range(0)  # rows that do not count may hold anything
     hidden, weight, labels = np.array(arrays[0]), arrays[1], np.array(arrays[2])
@@ -244,9 +258,9 @@ def test_interpreted_losses_are_right(shape, dtype):
 
 def test_interpreted_states_of_a_part_of_the_classes_are_right():
     shape = (130, 128, 320, 1)
-    (hidden, weight, labels), target = given(*shape, "bfloat16"), replace(HOPPER, multiprocessors=2)
+    hidden, weight, labels = given(*shape, "bfloat16")
     head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
-    f = functools.partial(linear.numbers, head, target)
+    f = functools.partial(numbers_by_kernel, head)
     m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
     scores = np.float64(hidden) @ np.float64(weight)
     np.testing.assert_allclose(m, scores.max(1), rtol=1e-5)

@@ -12,18 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as ours
+from jaxsoftmax._gpu.rows.tile import RowTile
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 
 from ..support import cases, kernels, oracle
+from ..support.cross_entropy import plans
 from ..support.cross_entropy.cases import OPTIONS, labelled, together, with_gradient, without_ignored
 from ..support.cross_entropy.oracle import cross_entropy as truth
 
-# Columns by how a row is held: inside a warp, through shared memory, by a block, by clusters, by the grid, in two passes.
+# Columns by how a row is held: inside a warp, through shared memory, by a block, by clusters, by the grid.
 WIDTHS = [1, 37, 100, 1000, 1024, 2049, 5001, 8192, 12500, 32768, 50257, 128256, 128003, 200019, 400003, 2**20 + 1]
 LONGEST = 2**23 + 3
+LONGEST_TOGETHER = 2**22 + 3  # the grid holds no more than two thirds of what fits
 NAMES = ["cross_entropy_forward_mosaic", "cross_entropy_vjp_mosaic"]
 
 
@@ -57,7 +58,9 @@ def test_interpreted_states_of_masked_rows_are_those_of_the_reference(return_tot
     x, labels = rng.standard_normal((16, 128), np.float32), rng.integers(0, 128, (16, 1), np.int32)
     params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": None, "return_total": return_total, "return_state": True}
     where = np.arange(16)[:, None] % 3 > 0
-    found = kernels.interpreted(lambda *given: ours.cross_entropy(*given, **params, target=HOPPER), x, labels, where)
+    problem_of = functools.partial(plans.problem_of, "cross_entropy", return_total=return_total, return_state=True)
+    operands = {"x": x, "labels": labels, "where": where}
+    found = kernels.interpreted(functools.partial(plans.run, problem_of), operands)
     for actual, expected in zip(found, xla.cross_entropy(x, labels, where, **params), strict=True):
         np.testing.assert_allclose(actual[where], expected[where], rtol=1e-5, atol=1e-5)
     assert np.all(np.isneginf(found[1][~where]))
@@ -101,7 +104,9 @@ def test_the_kernel_of_losses_and_gradients_is_lowered_along_other_axes(shape, a
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(
-    "shape", cases.every_other([(64, 37), (8, 1024), (3, 50257), (3, 128256), (2, 400003), (2, 2**25)], 1), ids=cases.ident
+    "shape",
+    cases.every_other([(64, 37), (8, 1024), (3, 50257), (3, 128256), (2, 400003), (2, LONGEST_TOGETHER)], 1),
+    ids=cases.ident,
 )
 def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
     x, labels = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
@@ -114,6 +119,12 @@ def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
     text = kernels.lowered_for_cuda(f, x, labels, c)
     assert set(kernels.kernel_names(text)) == {"cross_entropy_gradient_mosaic"}
     assert "output_operand_aliases = [#stablehlo.output_operand_alias" in text
+
+
+def test_losses_and_gradients_of_rows_that_the_grid_does_not_hold_have_no_kernel():
+    x, labels = jax.ShapeDtypeStruct((2, 2**25), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    with pytest.raises(NotImplementedError, match="rows of 33554432 entries are 2731 slices, more than two thirds of"):
+        kernels.lowered_for_cuda(together("mosaic"), x, labels, jax.ShapeDtypeStruct((2,), jnp.float32))
 
 
 def in_place(x, labels, numbers, replaces):
@@ -197,9 +208,9 @@ def test_native_losses_and_gradients(cols, dtype, options):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("cols", [*WIDTHS, LONGEST])
+@pytest.mark.parametrize("cols", [*WIDTHS, LONGEST_TOGETHER])
 def test_native_losses_together_with_gradients(cols, dtype, options):
-    kinds = ("normal", "wide", "outliers", "offset of 1e4", "equal") if cols < LONGEST else ("wide",)
+    kinds = ("normal", "wide", "outliers", "offset of 1e4", "equal") if cols < LONGEST_TOGETHER else ("wide",)
     x = jnp.concatenate([cases.inputs((2, cols), dtype)[kind] for kind in kinds])
     labels, c = labelled(x.shape), np.random.default_rng(2).standard_normal(len(x)).astype(np.float32)
     c[-1] = 0
@@ -289,6 +300,32 @@ def test_native_classes_that_gpus_share_are_within_the_budget(kind, dtype, cols,
     assert oracle.error(np.asarray(found[1]), expected.gradient(c)) <= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("cross_entropy", {}),
+        ("cross_entropy", {"return_total": True}),
+        ("cross_entropy_vjp", {}),
+        ("cross_entropy_gradient", {}),
+        ("cross_entropy_gradient", {"label_smoothing": 0.1}),
+    ],
+)
+def test_problems_know_how_often_kernels_exchange(name, params, monkeypatch):
+    """A kernel that exchanges nothing waits by itself for the other blocks of its cluster."""
+    numbers, exchange = [], RowTile._exchange
+
+    def noted(tile, number, *parts):
+        numbers.append(number)
+        return exchange(tile, number, *parts)
+
+    monkeypatch.setattr(RowTile, "_exchange", noted)
+    operands = plans.operands_of(name, (3, 2**19 if name == "cross_entropy" else 32768), "float32")
+    problem = plans.problem_of(name, operands, **params)
+    assert plans.plan_of(problem).rows.cluster > 1
+    kernels.lowered_for_cuda(functools.partial(plans.run, lambda _: problem), operands)
+    assert numbers == list(range(problem.rows.n_exchanges))
+
+
 def operations(jaxpr):
     """How many operations a jaxpr has, with those of what its operations run."""
     inner = [leaf for equation in jaxpr.eqns for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)]
@@ -302,15 +339,10 @@ def is_jaxpr(value):
 @pytest.mark.parametrize("cols", [8192, 400003])
 def test_kernels_have_few_operations(cols):
     """Each takes about a millisecond to lower, for an inference of its layout among others: a soft cap is one, in each step."""
-    x = jax.ShapeDtypeStruct((8, cols), jnp.bfloat16)
-    labels, row = (jax.ShapeDtypeStruct((8, 1), dtype) for dtype in (jnp.int32, jnp.float32))
-    params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": 30.0, "target": HOPPER}
-
-    def forward(x, labels):
-        return ours.cross_entropy(x, labels, None, return_total=True, return_state=True, **params)
-
-    def backward(x, labels, *of_row):
-        return ours.cross_entropy_vjp(x, *of_row, labels, None, **params)
-
-    assert operations(jax.make_jaxpr(forward)(x, labels).jaxpr) < 450
-    assert operations(jax.make_jaxpr(backward)(x, labels, *[row] * 5).jaxpr) < 300
+    for name, params, most in (
+        ("cross_entropy", {"return_total": True, "return_state": True}, 450),
+        ("cross_entropy_vjp", {}, 300),
+    ):
+        operands = plans.operands_of(name, (8, cols), "bfloat16")
+        run = functools.partial(plans.run, functools.partial(plans.problem_of, name, soft_cap=30.0, **params))
+        assert operations(jax.make_jaxpr(run)(operands).jaxpr) < most

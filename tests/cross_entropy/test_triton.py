@@ -12,6 +12,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
+from jaxsoftmax.ops.cross_entropy import primitive as primitives
 from jaxsoftmax.ops.cross_entropy import triton as ours
 
 from ..support import cases
@@ -23,8 +24,10 @@ from ..support.triton_kernels import (
     SPILLED_OF_LARGE_TILES,
     assert_passes_interpreted,
     compiled,
+    forced,
     lowering_without,
     needs_triton,
+    operations,
     target_of,
 )
 
@@ -68,6 +71,26 @@ def test_tangents_run_on_the_reference(on):
     cases.assert_all_run_on("triton", explanation, without=["cross_entropy_jvp"])
 
 
+def test_plans_say_what_is_computed_of_rows(on):
+    on((8, 0))
+    every, target = operations(primitives), target_of((8, 0))
+    row = jax.ShapeDtypeStruct((64, 1), "float32")
+    saved = dict.fromkeys("mdab", row) | {"x": X, "labels": jax.ShapeDtypeStruct((64, 1), "int32")}
+    params = {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 5.0}
+    plan = forced(ours, every["cross_entropy"], saved, target, return_total=True, return_state=False, **params)
+    assert (plan.rows.launch.formula.result, plan.rows.launch.formula.has_total) == ("m, d", True)
+    assert [result.shape for result in plan.rows.results] == [(64, 1)] * 3
+    for replaces, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
+        options = params | {"dtype": jnp.dtype(dtype), "replaces": replaces}
+        plan = forced(ours, every["cross_entropy_vjp"], saved, target, **options)
+        assert plan.rows.replaces == (replaces and dtype == "float32")
+        assert not plan.rows.runs_twice
+    plan = forced(ours, every["cross_entropy_gradient"], saved | {"t": row}, target, label_smoothing=0.0, z_loss=0.5, **params)
+    formula = plan.rows.launch.formula
+    assert (formula.reduces, formula.z_loss, formula.has_total, plan.rows.replaces) == ("state", 0.5, False, True)
+    assert plan.describe() == plan.rows.describe() == "tiles of 2 x 1024, 4 warps"
+
+
 def test_it_is_chosen_where_it_is_compiled_for(on):
     on((8, 0))
     (decision,) = explain(loss, X, LABELS, platform="cuda")
@@ -92,18 +115,20 @@ def test_every_configuration_compiles_and_fits(monkeypatch, primitive, has_all, 
 
 
 def call_of(primitive, shape, dtype, has_all, target):
-    """A primitive of zeros along axis 1, with all options or with none."""
+    """Runs a primitive of zeros along axis 1, with all options or with none."""
     row = (shape[0], 1, *shape[2:])
-    x, labels, number = jnp.zeros(shape, dtype), jnp.zeros(row, jnp.int32), jnp.zeros(row, jnp.float32)
-    params = {"axes": (1,), "dtype": jnp.float32, "soft_cap": 5.0 if has_all else None, "target": target}
-    where = jnp.zeros(shape, bool) if has_all else None
-    if primitive == "cross_entropy":
-        return ours.cross_entropy(x, labels, where, return_total=has_all, return_state=True, **params)
-    if primitive == "cross_entropy_vjp":
-        numbers = [number, number, number, number, number if has_all else None]
-        return ours.cross_entropy_vjp(x, *numbers, labels, where, **params)
-    options = {"label_smoothing": 0.1, "z_loss": 1e-4} if has_all else {"label_smoothing": 0.0, "z_loss": 0.0}
-    return ours.cross_entropy_gradient(x, labels, number, **options, **params)
+    number = jnp.zeros(row, jnp.float32)
+    arrays = {"x": jnp.zeros(shape, dtype), "labels": jnp.zeros(row, jnp.int32), **dict.fromkeys("mdabt", number)}
+    arrays |= {"where": jnp.zeros(shape, bool), "c": number} if has_all else {}
+    operation = operations(primitives)[primitive]
+    operands = {name: arrays[name] for name in operation.by_name if name in arrays}
+    options = {
+        "cross_entropy": {"return_total": has_all, "return_state": True},
+        "cross_entropy_vjp": {},
+        "cross_entropy_gradient": {"label_smoothing": 0.1 if has_all else 0.0, "z_loss": 1e-4 if has_all else 0.0},
+    }
+    params = {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 5.0 if has_all else None, **options[primitive]}
+    return forced(ours, operation, operands, target, **params).run(**operands)
 
 
 @needs_triton

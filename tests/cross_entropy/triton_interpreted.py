@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsoftmax.ops.cross_entropy import primitive
 from jaxsoftmax.ops.cross_entropy import triton as ours
 from jaxsoftmax.ops.cross_entropy.loss import LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
@@ -28,6 +29,14 @@ def interpreted(monkeypatch):
 @pytest.fixture(params=ROWS)
 def target(request, monkeypatch):
     return spreading(request.param, monkeypatch)
+
+
+OPERATIONS = triton_kernels.operations(primitive)
+
+
+def computed(name, operands, target, **params):
+    """Returns the results of a plan for NumPy arrays by name."""
+    return triton_kernels.forced(ours, OPERATIONS[name], operands, target, **params).run(**operands)
 
 
 def params_of(options, axis):
@@ -62,15 +71,16 @@ def test_losses_and_gradients(target, shape, axis, dtype, options):
         assert oracle.error(gradient, expected.gradient(c)) <= 1
 
     has_total = options.get("label_smoothing", 0) > 0
-    *found, m, d = ours.cross_entropy(x, row_labels, None, return_total=has_total, return_state=True, target=target, **params)
+    operands = {"x": x, "labels": row_labels}
+    *found, m, d = computed("cross_entropy", operands, target, return_total=has_total, return_state=True, **params)
     numbers = jax.vjp(lambda *found: head.combined([jnp.squeeze(f, axis) for f in found], classes), *found)[1](c)
     b, a, *total = (-np.asarray(numbers[0]), np.asarray(numbers[0] + numbers[1]), *map(np.asarray, numbers[2:]))
-    given = {"m": m, "d": d, "a": a, "b": b, "c": total[0] if total else None, "labels": row_labels, "where": None}
-    gradient = ours.cross_entropy_vjp(x, **given, target=target, **(params | {"dtype": x.dtype}))
+    saved = operands | {"m": m, "d": d, "a": a, "b": b, "c": total[0] if total else None}
+    (gradient,) = computed("cross_entropy_vjp", saved, target, **(params | {"dtype": x.dtype}))
     check(found, gradient)
 
     before = x.copy()
     own = {"label_smoothing": options.get("label_smoothing", 0.0), "z_loss": options.get("z_loss", 0.0)}
-    gradient, *found = ours.cross_entropy_gradient(x, row_labels, row_c, target=target, **own, **params)
+    gradient, *found = computed("cross_entropy_gradient", operands | {"t": row_c}, target, **own, **params)
     check(found, np.asarray(gradient))
     assert x.tobytes() == before.tobytes()

@@ -3,6 +3,7 @@
 What the kernels compute is tested in `triton_interpreted.py`, which needs a process of its own.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
@@ -20,8 +21,11 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import target as targets
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
-from jaxsoftmax._triton import call
+from jaxsoftmax._triton import availability, row_launch
+from jaxsoftmax.ops.softmax import primitive as primitives
+from jaxsoftmax.ops.softmax import profit
 from jaxsoftmax.ops.softmax import triton as ours
 
 from ..support import cases, kernels, triton_kernels
@@ -125,17 +129,17 @@ INSTALLED = {
 def test_what_is_installed_in_part_is_refused_with_a_remedy(monkeypatch, kind):
     jax_triton, triton, has_plugin, reason = INSTALLED[kind]
     versions = {"jax-triton": jax_triton, "triton": triton, "jax": "0.11.2"}
-    monkeypatch.setattr(call, "_is_there", lambda module: versions[module.replace("_", "-")] is not None)
+    monkeypatch.setattr(availability, "_is_installed", lambda module: versions[module.replace("_", "-")] is not None)
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(
         importlib.metadata, "requires", lambda package: ["absl-py>=1.4.0", "triton>=3.7", "pytest; extra == 'tests'"]
     )
     plugin = types.SimpleNamespace(TritonKernel=None) if has_plugin else types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "jaxlib.gpu_triton", plugin)
-    monkeypatch.setattr(call, "missing", call.missing.__wrapped__)  # whose answer is kept
+    monkeypatch.setattr(availability, "missing", availability.missing.__wrapped__)  # its answer is kept
     forced = functools.partial(jaxsoftmax.softmax, implementation="triton")
     if reason is None:
-        assert call.unsupported(target_of((8, 0))) is None
+        assert availability.missing() is None
     else:
         (decision,) = explain(jaxsoftmax.softmax, X, gpu="a100")
         assert dict(decision.refusals)["triton"].startswith(reason)
@@ -146,14 +150,14 @@ def test_what_is_installed_in_part_is_refused_with_a_remedy(monkeypatch, kind):
 def test_a_folder_that_an_uninstalled_package_left_is_no_package(monkeypatch, tmp_path):
     (tmp_path / "left_behind" / "backends").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    assert not call._is_there("left_behind")
-    assert call._is_there("jaxsoftmax")
+    assert not availability._is_installed("left_behind")
+    assert availability._is_installed("jaxsoftmax")
 
 
 OF_COMPLEX = jax.ShapeDtypeStruct((3, 4), jnp.complex64)
 NO_ROWS = jax.ShapeDtypeStruct((0, 4), jnp.float32)
 REFUSALS = {
-    "an old GPU": ((7, 5), jaxsoftmax.softmax, X, r"compute capability among 8.x, 9.x, 10.x, 12.x, got cuda \(7, 5\)"),
+    "an old GPU": ((7, 5), jaxsoftmax.softmax, X, r"compute capability 8.x or 9.x or 10.x or 12.x, got cuda \(7, 5\)"),
     "dtype": (
         (8, 0),
         jaxsoftmax.softmax,
@@ -181,14 +185,15 @@ def test_it_says_why_it_does_not_run(on, kind):
 
 
 def test_a_scale_of_each_row_is_served_and_no_other(monkeypatch):
-    monkeypatch.setattr(call, "unsupported", lambda target: None)
+    monkeypatch.setattr(availability, "missing", lambda: None)
     for shape, reason in (
         ((4, 1), None),
         ((1, 1), None),
         ((1, 8), "scale must be one number for each row, got shape (1, 8) for axes (1,)"),
     ):
-        given = {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32), "scale": jax.ShapeDtypeStruct(shape, jnp.float32)}
-        assert ours.unsupported("softmax", targets.HOPPER, given, axes=(1,), dtype=jnp.float32) == reason
+        operands = {"x": jax.ShapeDtypeStruct((4, 8), jnp.float32), "scale": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        plan = ours.plan(problem_of("softmax", operands, axes=(1,), dtype=jnp.float32), target_of((8, 0)))
+        assert (plan.reason if isinstance(plan, Refusal) else None) == reason
 
 
 def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
@@ -209,23 +214,85 @@ assert not {"triton", "jax_triton"} & set(sys.modules)
 # How rows are spread over programs.
 
 
-@pytest.mark.parametrize(
-    "primitive", ["softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp", "logsumexp_vjp"]
-)
+OPERATIONS = triton_kernels.operations(primitives)
+
+
+def problem_of(name, operands, **params):
+    return triton_kernels.problem_of(OPERATIONS[name], operands, **params)
+
+
+# Plans for rows of a shape along an axis: the tile, warps, slices of a row, and programs in all.
+PLANS = {
+    ("softmax", (64, 127), 1, "float32"): ((8, 128, 1), 1, 8),
+    ("softmax", (64, 127), 1, "bfloat16"): ((16, 128, 1), 1, 4),
+    ("softmax", (64, 1024), 1, "float32"): ((2, 1024, 4), 1, 32),
+    ("softmax", (64, 32768), 1, "float32"): ((1, 32768, 32), 1, 64),
+    ("softmax", (64, 32768), 1, "bfloat16"): ((1, 16384, 16), 1, 64),
+    ("softmax", (4, 50257), 1, "float32"): ((1, 8192, 8), 7, 28),
+    ("logsumexp", (4, 50257), 1, "float32"): ((1, 4096, 4), 4, 16),
+    ("softmax", (8, 4096, 64), 1, "float32"): ((32, 256, 8), 16, 256),
+    ("softmax", (8, 100, 5), 1, "float32"): ((16, 128, 4), 1, 3),
+}
+
+
+@pytest.mark.parametrize("case", PLANS, ids=cases.ident)
+def test_plans_spread_rows_as_the_table_says(on, case):
+    name, shape, axis, dtype = case
+    on((8, 0))
+    params = {"axes": (axis,), "dtype": jnp.dtype(dtype)} | ({"return_state": False} if name == "logsumexp" else {})
+    operands = {"x": jax.ShapeDtypeStruct(shape, dtype)}
+    plan = triton_kernels.forced(ours, OPERATIONS[name], operands, target_of((8, 0)), **params)
+    launch, tiling = plan.launch, plan.launch.tiling
+    programs = launch.blocks * launch.n_slices
+    assert ((tiling.rows, tiling.cols, tiling.warps), launch.n_slices, programs) == PLANS[case]
+    assert plan.describe()
+    assert plan.runs_twice == (launch.n_slices > 1)
+
+
+def test_a_plan_says_in_words_how_it_runs(on):
+    on((8, 0))
+    for shape, words in (
+        ((64, 127), "tiles of 8 x 128, 1 warp"),
+        ((64, 40000), "1 row in tiles of 8192 columns, 8 warps, 5 programs a row, two runs"),
+        ((64, 32769), "1 row in tiles of 8192 columns, 8 warps, 5 programs a row, two runs"),
+    ):
+        (decision,) = explain(jaxsoftmax.softmax, jax.ShapeDtypeStruct(shape, "float32"), platform="cuda")
+        assert decision.plan == words
+    (decision,) = explain(jaxsoftmax.softmax, jax.ShapeDtypeStruct((64, 20000), "bfloat16"), platform="cuda")
+    assert decision.plan == "1 row in tiles of 16384 columns, 16 warps, which are read twice"
+
+
+def test_on_hopper_the_refusal_has_a_plan(on):
+    on((9, 0))
+    problem = problem_of("softmax", {"x": X}, axes=(1,), dtype=jnp.float32)
+    refusal = ours.plan(problem, targets.HOPPER)
+    assert isinstance(refusal, Refusal)
+    assert not refusal.lacks_kernel
+    assert refusal.plan == dataclasses.replace(ours.plan(problem, target_of((8, 0))), target=targets.HOPPER)
+
+
+def test_a_kernel_that_would_merge_over_devices_is_refused(on):
+    on((8, 0))
+    problem = problem_of("softmax", {"x": X}, axes=(1,), dtype=jnp.float32)
+    refusal = ours.plan(dataclasses.replace(problem, devices=(("x", 4),)), target_of((8, 0)))
+    assert refusal == Refusal("it does not merge over devices")
+
+
+@pytest.mark.parametrize("formula", ours._FORMULAS.values(), ids=lambda formula: formula.name)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("inner", [1, 3, 16, 33, 4096])
-def test_configurations_fit(primitive, itemsize, inner):
+def test_tilings_fit(formula, itemsize, inner):
     lengths = (1, 2, 3, 127, 1024, 1025, 4097, 16384, 16385, 50257, 131072, 262144, 2**24 + 1, 2**30 - 1)
     for cols, masked in itertools.product(lengths, (False, True)):
-        config = ours.config_for(primitive, cols, inner, itemsize, masked)
-        assert config.rows & (config.rows - 1) == config.cols & (config.cols - 1) == 0
-        most = 64 if ours._REDUCES.get(primitive) != "sum" and itemsize == 2 else 32  # a thread's
-        assert config.rows * config.cols // (32 * config.warps) <= most, (cols, config)
-        assert config.slice % config.cols == 0
-        if config.cols < cols:
-            assert -(-cols // config.slice) <= (512 if inner == 1 else 64), (cols, config)
+        tiling = row_launch.tiling_for(formula, cols, inner, itemsize, masked)
+        assert tiling.rows & (tiling.rows - 1) == tiling.cols & (tiling.cols - 1) == 0
+        most = 64 if formula.reduces != "sum" and itemsize == 2 else 32  # a thread's
+        assert tiling.rows * tiling.cols // (32 * tiling.warps) <= most, (cols, tiling)
+        assert tiling.slice % tiling.cols == 0
+        if tiling.cols < cols:
+            assert -(-cols // tiling.slice) <= (512 if inner == 1 else 64), (cols, tiling)
         else:
-            assert config.slice >= cols
+            assert tiling.slice >= cols
 
 
 @pytest.mark.parametrize(
@@ -268,24 +335,24 @@ def test_every_configuration_compiles_and_fits(monkeypatch, primitive, masked, d
 
 
 def call_of(primitive, shape, axis, dtype, masked, target):
-    """A primitive of zeros, with a mask and a scale or neither."""
+    """Runs a primitive of zeros, with a mask and a scale or neither."""
     x, row = jnp.zeros(shape, dtype), jnp.zeros((*shape[:axis], 1, *shape[axis + 1 :]), jnp.float32)
-    params = {"axes": (axis,), "dtype": jnp.dtype(dtype), "target": target}
-    given = {"where": jnp.zeros(shape, bool) if masked else None, "scale": jnp.ones((1,) * len(shape)) if masked else None}
-    if primitive == "softmax_jacobian":
-        return ours.softmax_jacobian(x, x, given["scale"], **params)
-    if primitive == "softmax":
-        return ours.softmax(x, **given, **params)
-    if primitive in cases.OPS:
-        return getattr(ours, primitive)(x, **given, return_state=True, **params)
-    t = row.astype(dtype) if primitive == "logsumexp_vjp" else x
-    return getattr(ours, primitive)(x, row, row, t, **given, scale_tangent=masked, **params)
+    arrays = {"x": x, "y": x, "t": row.astype(dtype) if primitive == "logsumexp_vjp" else x, "m": row, "d": row}
+    arrays |= {"where": jnp.zeros(shape, bool), "scale": jnp.ones((1,) * len(shape))} if masked else {}
+    operands = {name: arrays[name] for name in OPERATIONS[primitive].by_name if name in arrays}
+    params = {"axes": (axis,), "dtype": jnp.dtype(dtype)}
+    if primitive in ("log_softmax", "logsumexp"):
+        params["return_state"] = True
+    elif primitive not in ("softmax", "softmax_jacobian"):
+        params["scale_tangent"] = masked
+    return triton_kernels.forced(ours, OPERATIONS[primitive], operands, target, **params).run(**operands)
 
 
 @needs_triton
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda"), ("cuda", "cpu")], ids=str)
 def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
-    monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
+    for name in ("shape_favours_xla", "fusion_favours_xla", "cast_favours_xla"):  # a forced one does not lower for the CPU
+        monkeypatch.setattr(profit, name, lambda *args, **options: None)
     f = jax.jit(lambda x, c: jax.vjp(jaxsoftmax.softmax, x)[1](c))
     with kernels.target(target_of((8, 0))), kernels.anew():
         module = jax.export.export(f, platforms=platforms, disabled_checks=triton_kernels.UNCHECKED)(X, X).mlir_module()

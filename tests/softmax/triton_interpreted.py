@@ -1,7 +1,7 @@
 """What Triton's kernels compute, in its interpreter on the CPU; `test_triton.py` runs this file in a process of its own.
 
-The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported. There is no JAX around the kernels: the functions
-of the implementation get NumPy arrays, and where they would make a custom call the kernel runs.
+The interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported. There is no JAX around the kernels: plans get NumPy
+arrays, and where they would make a custom call the kernel runs.
 """
 
 import functools
@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from jaxsoftmax import online
+from jaxsoftmax._triton import custom_call, row_launch
 from jaxsoftmax._triton import online as twin
+from jaxsoftmax.ops.softmax import primitive, xla
 from jaxsoftmax.ops.softmax import triton as ours
-from jaxsoftmax.ops.softmax import xla
 
 from ..support import cases, oracle, triton_kernels
 from ..support.softmax.spread import ROWS, spreading, stacked
@@ -40,16 +41,24 @@ WIDTHS = [(shape, 1, "float32") for shape in WIDTHS] + [((3, 5, 30), (1, 2), "fl
 WIDTHS += [((3, 127), 1, dtype) for dtype in cases.DTYPES] + [((1, 40, 17), 1, "float16")]
 
 
+OPERATIONS = triton_kernels.operations(primitive)
+
+
+def computed(name, operands, target, **params):
+    """Returns the results of a plan for NumPy arrays by name."""
+    return triton_kernels.forced(ours, OPERATIONS[name], operands, target, **params).run(**operands)
+
+
 def axes_of(axis, ndim):
     return tuple([a % ndim for a in np.atleast_1d(axis)])
 
 
 def forward(name, x, axis, dtype, target, where=None, scale=None):
     """A result, and the state."""
-    params = {"axes": axes_of(axis, x.ndim), "dtype": jnp.dtype(dtype), "target": target}
-    if name == "softmax":
-        return ours.softmax(x, where, scale, **params), None, None
-    return getattr(ours, name)(x, where, scale, return_state=True, **params)
+    params = {"axes": axes_of(axis, x.ndim), "dtype": jnp.dtype(dtype)}
+    params |= {} if name == "softmax" else {"return_state": True}
+    y, *state = computed(name, {"x": x, "where": where, "scale": scale}, target, **params)
+    return y, *(state or (None, None))
 
 
 TRUTH = {
@@ -149,7 +158,7 @@ def test_derivatives(target, name, dtype, shape, axis, masked):
         truth = oracle.softmax_derivative(x, t, axis, where, scale, saved=dtype)
         y = np.array(xla.softmax(x, where, factor, **params))
         t = np.where(y == 0, np.nan, t).astype(t.dtype)
-        actual = ours.softmax_jacobian(y, t, factor, target=target, **params)
+        (actual,) = computed(name, {"y": y, "t": t, "scale": factor}, target, **params)
     else:
         if name == "logsumexp_vjp":
             t = np.take(t, [0], axis)
@@ -159,10 +168,26 @@ def test_derivatives(target, name, dtype, shape, axis, masked):
             x = np.where(where, x, np.asarray(np.nan, x.dtype))
             t = t if name == "logsumexp_vjp" else np.where(where, t, np.asarray(np.nan, t.dtype))
         _, m, d = xla.log_softmax(x, where, factor, return_state=True, **params)
-        actual = getattr(ours, name)(x, m, d, t, where, factor, scale_tangent=True, target=target, **params)
+        operands = {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": factor}
+        (actual,) = computed(name, operands, target, scale_tangent=True, **params)
         actual = np.squeeze(actual, axis) if name == "logsumexp_jvp" else actual
     assert actual.dtype == t.dtype
     assert oracle.error(actual, truth) <= 1
+
+
+@pytest.mark.parametrize("name", ["logsumexp_jvp", "logsumexp_vjp"])
+@pytest.mark.parametrize("scale_tangent", [False, True])
+def test_derivatives_of_logsumexp_multiply_with_a_scale_if_asked(target, name, scale_tangent):
+    """Second derivatives of log_softmax need them."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 157)).astype(np.float32)
+    scale, params = np.full((1, 1), -0.3, np.float32), {"axes": (1,), "dtype": jnp.dtype("float32")}
+    _, m, d = xla.log_softmax(x, None, scale, return_state=True, **params)
+    t = rng.standard_normal((3, 1) if name == "logsumexp_vjp" else x.shape).astype(np.float32)
+    operands = {"x": x, "m": np.array(m), "d": np.array(d), "t": t, "scale": scale}
+    (actual,) = computed(name, operands, target, scale_tangent=scale_tangent, **params)
+    expected = getattr(xla, name)(**operands, where=None, scale_tangent=scale_tangent, **params)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", cases.OPS)
@@ -184,7 +209,7 @@ def test_the_bits_of_a_row_depend_on_no_other_row(target, name, shape):
     def of(x):
         if name == "softmax":
             return forward(name, x, 1, "float32", target)[0]
-        return ours.softmax_jacobian(x, x[..., ::-1].copy(), None, axes=(1,), dtype=jnp.float32, target=target)
+        return computed(name, {"y": x, "t": x[..., ::-1].copy()}, target, axes=(1,), dtype=jnp.float32)[0]
 
     alone = of(rows[:1])
     for place in (1, 5):
@@ -210,16 +235,18 @@ ONE, TWICE, SLICES_OF_ROWS = [("all", 1, False)], [("all", 1, True)], [("states"
     ],
 )
 def test_rows_are_spread_as_the_ways_say(name, way, cols, expected, monkeypatch):
-    calls = []
-    monkeypatch.setattr(ours.call, "call", lambda *args, CALL, **more: calls.append(CALL) or [None] * 4)
+    launches = []
+    monkeypatch.setattr(custom_call, "launch", lambda *args, LAUNCH, **more: launches.append(LAUNCH) or [None] * 4)
     x = np.zeros((3, cols), np.float32)
-    ours.run(name, (1,), spreading(way, monkeypatch), [jax.ShapeDtypeStruct(x.shape, x.dtype)], x)
-    assert [(call.step, call.count, call.block_cols < call.cols) for call in calls] == expected
+    operands = {operand.name: x for operand in OPERATIONS[name].operands if operand.name not in ("where", "scale")}
+    params = {"logsumexp": {"return_state": False}, "logsumexp_vjp": {"scale_tangent": True}}.get(name, {})
+    computed(name, operands, spreading(way, monkeypatch), axes=(1,), dtype=jnp.float32, **params)
+    assert [(launch.step, launch.n_slices, not launch.is_one_tile) for launch in launches] == expected
 
 
 @pytest.mark.parametrize("shape", [(3, 130), (1, 40, 17)], ids=cases.ident)
 def test_offsets_of_64_bits(target, shape, monkeypatch):
-    monkeypatch.setattr(ours, "_WIDE", 0)
+    monkeypatch.setattr(row_launch, "_WIDE", 0)
     x = cases.inputs(shape, "float32")["wide"]
     where = np.random.default_rng(0).random(shape) < 0.5
     assert oracle.error(forward("softmax", x, 1, "float32", target, where)[0], oracle.softmax(x, 1, where)) <= 1

@@ -26,7 +26,7 @@ from jaxsoftmax._core import choose, compat, lower, primitive
 from jaxsoftmax._core import target as targets
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.operation import Kernels
-from jaxsoftmax._triton import call as triton_call
+from jaxsoftmax._triton import availability, custom_call
 from jaxsoftmax.ops import OPS
 from jaxsoftmax.ops.softmax import across_devices
 
@@ -257,7 +257,8 @@ def without_triton() -> Iterator[None]:
     for kernel in ("forward", "backward_keys", "backward_queries"):
         setattr(modules["attention"], f"attention_{kernel}", None)
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.multiple(triton_call, call=something, missing=lambda: None))
+        patches.enter_context(mock.patch.object(custom_call, "launch", something))
+        patches.enter_context(mock.patch.object(availability, "missing", return_value=None))
         for name, module in modules.items():
             patches.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
             patches.enter_context(mock.patch.object(_triton, name, module, create=True))

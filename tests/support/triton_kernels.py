@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,14 @@ import numpy as np
 import pytest
 
 from jaxsoftmax._core import target as targets
-from jaxsoftmax._triton import call
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._triton import availability, custom_call
 
 from . import kernels
 
-MISSING = call.unsupported(targets.HOPPER)
+MISSING = availability.missing()
 needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
@@ -42,6 +45,28 @@ def target_of(capability: tuple[int, int]) -> targets.Target:
     return targets.Target("cuda", capability, 108, shared)
 
 
+# Plans without a lowering, and what they compute.
+
+
+def problem_of(operation: Operation, operands: Mapping[str, Any], **params: Any) -> Problem:
+    """Returns the problem of an operation for arrays, or types, by name; None is absent."""
+    types = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in operands.items() if a is not None}
+    return operation.problem(operation, types, params)
+
+
+def forced(module: Any, operation: Operation, operands: Mapping[str, Any], target: targets.Target, **params: Any) -> Any:
+    """Returns the plan of an implementation, though the reference may be faster; fails if there is none."""
+    plan = module.plan(problem_of(operation, operands, **params), target)
+    plan = plan.plan if isinstance(plan, Refusal) and plan.plan is not None else plan
+    assert not isinstance(plan, Refusal), plan
+    return plan
+
+
+def operations(module: Any) -> dict[str, Operation]:
+    """Returns the operations that a module of primitives defines, by name."""
+    return {value.name: value for value in vars(module).values() if isinstance(value, Operation)}
+
+
 # The choice of kernels.
 
 
@@ -51,14 +76,14 @@ def lowering_without(interpreted: bool = False) -> Iterator[Callable[..., None]]
 
     `interpreted` is that of `kernels.target`.
     """
-    missing = call.missing
+    missing = availability.missing
     with kernels.without_triton(), pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as contexts:
 
         def lower_for(capability, is_installed=True):
             contexts.close()
             contexts.enter_context(kernels.target(target_of(capability), interpreted))
             lacks = None if is_installed else missing((("no_such_module", "jax-triton"),))
-            patch.setattr(call, "missing", lambda: lacks)
+            patch.setattr(availability, "missing", lambda: lacks)
             contexts.enter_context(kernels.anew())
 
         yield lower_for
@@ -101,7 +126,7 @@ def compiled(f: Callable[[], Any], monkeypatch: Any) -> list[Compiled]:
         found.append(Compiled(binary.metadata.name, *_registers(binary.asm["ptx"]), binary.metadata.shared))
         return [jnp.zeros(result.shape, result.dtype) for result in results]
 
-    monkeypatch.setattr(call, "call", compile_kernel)
+    monkeypatch.setattr(custom_call, "launch", compile_kernel)
     if not os.environ.get("TRITON_CACHE_DIR"):  # jax-triton 0.3 takes it away when it is imported
         monkeypatch.setenv("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     jax.eval_shape(f)
@@ -137,7 +162,7 @@ def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) ->
     """Runs kernels where they are called, on NumPy arrays. They round to bfloat16 as on GPUs, and do not truncate."""
     from triton.runtime import interpreter
 
-    monkeypatch.setattr(call, "call", run_kernel or run)
+    monkeypatch.setattr(custom_call, "launch", run_kernel or run)
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda self, *args: None)
     monkeypatch.setattr(interpreter, "_convert_float", _rounded)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax._triton import call
+from jaxsoftmax._triton import availability
 
 from ..support import documents
 
@@ -237,7 +237,7 @@ def test_dependencies_are_updated_for_actions_and_for_the_lock():
 
 def test_install_commands_in_messages_and_documents_have_the_bounds_of_the_extras():
     extras = PROJECT["optional-dependencies"]
-    first, end = map(call._dotted, call._SERVED)
+    first, end = map(availability._dotted, availability._SERVED)
     assert extras["triton"] == [f"jax-triton>={first},<{end}"]
     paths = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "jaxsoftmax").rglob("*.py")]
     written = {

@@ -22,8 +22,6 @@ from examples.worklog import __main__ as command
 from examples.worklog import cells, claims, common, counters, figures, published, serial, softmax_worklog, tables
 from examples.worklog.counters import Counted
 from examples.worklog.measured import Measured
-from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.softmax import xla
 
 from ..support import kernels, oracle
 
@@ -146,12 +144,10 @@ def test_rungs_that_are_named_here_are_rungs():
     assert set(common.NUMBERS_COUNTED) <= {rung.number for rung in REAL.values()}
 
 
-def test_cells_have_names_of_their_own_and_sizes_of_the_figure(monkeypatch):
-    # What a kernel does is not looked at: the reference lowers faster.
-    monkeypatch.setattr(mosaic, "softmax", lambda target, **given: xla.softmax(**given))
+@pytest.mark.usefixtures("hollow_kernels")
+def test_cells_have_names_of_their_own_and_sizes_of_the_figure():
     softmax_worklog.unsupported_on_chip.cache_clear()
-    with kernels.anew():
-        made = cells.cells()
+    made = cells.cells()
     assert len({cell.name for cell in made}) == len(made)
     assert made[0].op == "copy"
     shapes = {cell.shape for cell in made if (cell.op, cell.dtype) == ("softmax", "float32")}
@@ -159,7 +155,8 @@ def test_cells_have_names_of_their_own_and_sizes_of_the_figure(monkeypatch):
     assert {shape[1] for shape in shapes if shape[0] == 1} == set(common.SIZES)
     assert (min(common.SIZES), max(common.SIZES)) == (2**10, 2**28)
     of_the_library = {cell.shape for cell in made if "on_chip" in [contender.name for contender in cell.contenders]}
-    assert of_the_library >= shapes
+    assert of_the_library >= {shape for shape in shapes if shape[1] <= softmax_worklog.ON_CHIP[4]}
+    assert not any(shape[1] > softmax_worklog.ON_CHIP[4] for shape in of_the_library)
     assert {cell.shape for cell in made if cell.dtype == "float16"} == set(common.HALVES)
     of_top_k = {cell.shape: [c.name for c in cell.contenders] for cell in made if cell.op == "softmax_top_k"}
     assert of_top_k.pop(common.MEDIUM) == [*WITH_TOP_K, *common.OF_TOP_K, *common.PEERS]
@@ -382,7 +379,7 @@ def test_cases_are_predicted_by_their_rungs():
     cases = {(case.op, case.shape, case.implementation): case.predicted for case in counters.cases()}
     assert cases["softmax", common.HUGE, "fused"] == 4 * 4 * 2**27
     assert cases["softmax", common.MEDIUM, "on_chip"] == 2 * 4 * 2**27
-    assert cases["softmax", common.HUGE, "on_chip"] == 3 * 4 * 2**27
+    assert ("softmax", common.HUGE, "on_chip") not in cases  # the library has no kernel for it
     assert cases["softmax_top_k", common.MEDIUM, "fused"] == 5 * 4 * 2**27
     for shape in (common.MEDIUM, *common.TOP_K_SHAPES):
         found = [cases["softmax_top_k", shape, name] for name in ("safe_then_top_k", "safe_top_k", "online_top_k")]
@@ -547,9 +544,9 @@ LONG = common.text(common.LONG)
         (("online_thread", LONG), {"us": 10.0}, None),
         (("fused", LONG), None, None),  # the next ladder counts
         (("fused", "8x16777216"), None, "fused 8x16777216: no bytes counted"),
-        (("on_chip", "8x16777216"), {"dram_read": 1.3}, "on_chip 8x16777216: 1.150 of the predicted bytes of memory"),
+        (("on_chip", "8x16777216"), {"dram_read": 1.3}, None),  # of which the library has no kernel any more
         (("on_chip", LONG), {"us": 0.8}, "naive / on_chip 1024x131072: times 1.875, bytes 1.500"),
-        (("on_chip", "1x16777216"), {"us": 1.2}, "on_chip 1x16777216: 0.750 of its roofline"),
+        (("on_chip", "1x16777216"), {"us": 1.2}, None),
         (("fused", "8x16777216"), {"dram_read": 1.3}, "fused 8x16777216: 1.150 of the predicted bytes of memory"),
         (("on_chip", "4096x32768"), {"dram_write": 0.7}, "on_chip 4096x32768: 0.850 of the predicted"),
         (("on_chip", "131072x1024"), {"dram_write": 0.7}, None),

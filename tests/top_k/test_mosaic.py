@@ -342,7 +342,7 @@ def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
                 assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= count), 1) if is_lifted else 8)
                 assert plan.slices % plan.blocks == 0
                 assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
-                assert plan.layout.joined == (is_lifted and cols % plan.layout.line != 0)
+                assert plan.layout.is_joined == (is_lifted and cols % plan.layout.line != 0)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,19 @@
-"""Rows along an axis that is not the last: of an array `[outer, cols, inner]` a block has some rows that are neighbours.
+"""Rows along an axis that is not the last: of an array `[outer, cols, inner]` a block has some neighbouring rows, a tile.
 
-They are as many as a line of the cache holds, so that a warp reads whole lines of several elements of its rows. Each thread has
-the states of its vector's rows. They merge over the lanes of a warp by shuffles, over warps through shared memory, and over the
-blocks of a cluster, or of the grid, as those of rows along the last axis do. Nothing is transposed.
+A tile is as wide as a line of the cache, so that a warp reads whole lines of several elements of its rows. Nothing is
+transposed.
+
+1. Every thread loads its vectors, of neighbouring rows, at its places along the rows: by asynchronous copies into shared
+   memory, or when a step needs them.
+2. Each thread has the states of its vector's rows. They merge over the lanes of a warp by shuffles, over warps through shared
+   memory, over the blocks of a cluster by stores to each other's shared memory.
+3. Every thread computes the results of its vectors, and stores them.
+
+Each element is read once and written once.
 """
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,97 +29,70 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
-from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax._gpu.rows.memory import Elements, Memory, filled, placed
+from jaxsoftmax._gpu.ptx import WARP, Vector, both, compare, constant, i64, utils
+from jaxsoftmax._gpu.rows.kernel import RowKernel, scratch_of
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, Steps, filled, placed
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, Storage
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
-_AT_ONCE = 8  # the most turns of `Columns._over` that are no loop
+_AT_ONCE = 8  # the most turns of `ColumnTile._over` that are no loop
 
 
-class ColumnLayout:
-    """How the threads of a block, or of a cluster of blocks, hold rows along `cols` of an array `[outer, cols, inner]`.
+def launch(kernel: RowKernel, plan: ColumnPlan) -> list[jax.Array]:
+    """Runs a kernel on tiles of rows along another axis, each in a block or a cluster."""
+    problem = kernel.problem
+    n_tiles = problem.outer * plan.tiles
 
-    In a step a thread has a vector of `inner` in one of `height` places along the rows, which all threads share. Blocks of the
-    grid share them in slices, one below another, as what they hold at a time should be close together.
+    def run(*refs):
+        operands, results, scratch = kernel.split(refs)
+        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        rank = lax.axis_index("rank") if plan.cluster > 1 else jnp.int32(0)
+        memory = ColumnMemory(plan, lax.axis_index("block") * jnp.int32(1), n_tiles, rank=rank)
+        tile = ColumnTile(memory, scratch.exchange, scratch.pushed)
+        if plan.cluster > 1:
+            ptx.prepare_pushes(scratch.pushed)
+        if slots:
+            memory.copy_in([operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots)))
+            ptx.await_copies()
+        kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
+        if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
+            ptx.cluster_wait()
 
-    Attributes:
-      cols, inner, config, vector, threads, blocks, cluster, warpgroups: as the array and the `Config` say.
-      width: rows of a block.
-      tiles: blocks, or clusters, for all of `inner`.
-      warps: of a block.
-      apart: places along the rows between those of a block and of the next one.
-      group, groups: blocks of the grid whose states are merged first, a power of two, and such groups of a tile.
-      steps, whole_steps, looped_steps, stages, slot_elements, exchange_shape, scratch_size: see `RowLayout`.
-      shape: what a warpgroup holds in a step: `width` rows for each of its warps, by places.
-      layout, row_layout: where the elements of `shape`, and a value for each of its rows, are.
-    """
-
-    whole_block = True  # its warps share rows
-    whole_vectors = True
-    branches = False
-    is_exact = False
-    shifted = False
-    joined = False
-    order_shape = None
-    is_read_twice = False
-    rows = 1  # tiles of a block
-
-    def __init__(self, cols: int, inner: int, config: Config):
-        self.cols, self.inner, self.config = cols, inner, config
-        self.vector, self.threads, self.blocks = config.vector, config.threads, config.blocks
-        self.cluster = 1 if config.grid else self.blocks
-        self.lanes = config.lanes
-        self.warpgroups = self.threads // (WARP * WARPS)
-        self.width = self.lanes * self.vector
-        self.tiles = -(-inner // self.width)
-        self.warps = WARPS * self.warpgroups
-        self.exchange_shape = (4, (self.warps + (self.cluster if self.cluster > 1 else 0)) * self.width)
-        self.scratch_size = 4 * math.prod(self.exchange_shape)
-        height = self.threads // self.lanes
-        self.steps = -(-cols // (height * self.blocks))
-        self.height, self.apart = (height, height * self.steps) if config.grid else (height * self.blocks, height)
-        whole = cols // (height * self.blocks)
-        self.whole_steps = range(whole) if cols == whole * height * self.blocks or not config.grid else range(0)
-        self.looped_steps = range(self.steps)
-        self.stages = 2 if config.grid else 1
-        self.slot_elements = self.stages * self.steps * self.threads * self.vector
-        self.group = 1 << max(4, self.blocks.bit_length() // 2)
-        self.groups = -(-self.blocks // self.group)
-        self.shape = (WARPS * self.width, WARP // self.lanes)
-        tiles = (self.shape, (self.width, self.shape[1]), (self.vector, 1))
-        self.layout = ptx.tiled(tiles, (-6,), (-3, -4), -2)
-        self.row_layout = self.layout.reduce(1)
+    in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]
+    view = (problem.outer * plan.cols, plan.inner)
+    return kernel.call(run, plan, view, scratch_of(plan, in_slots), blocks=n_tiles)
 
 
 @dataclass(frozen=True)
 class ColumnMemory(Memory):
-    """The rows of a block in memory, one tile of them: `row` is its number among all of `[outer, tiles]`."""
+    """A tile of rows along another axis; `row` is the number of the tile among all of `[outer, tiles]`."""
 
-    def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
-        layout, itemsize = self.layout, ref.dtype.itemsize
-        held = functools.partial(Elements, of=ref.dtype, dtype=dtype, layout=layout)
+    plan: ColumnPlan
+
+    def hold(self, ref, fill, slot, dtype) -> Steps:
+        plan, itemsize = self.plan, ref.dtype.itemsize
+        held = functools.partial(Elements, of=ref.dtype, dtype=dtype, plan=plan)
         if slot is None:
             return held(lambda step: self._load(ref, ref.dtype, fill, step=step)[0])
 
         def load(slot, step):
-            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
-            place = arith.addi(utils.thread_idx(), arith.muli(step, constant(layout.threads)))
-            address = ptx.shared_address(slot, arith.muli(place, constant(layout.vector * itemsize)))
+            register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
+            place = arith.addi(utils.thread_idx(), arith.muli(step, constant(plan.threads)))
+            address = ptx.shared_address(slot, arith.muli(place, constant(plan.vector * itemsize)))
             return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
 
-        kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        return held(lambda step: ptx.emit(load, slot, [self.stage * layout.steps + step], results=kind))
+        kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
+        return held(lambda step: ptx.emit(load, slot, [self.stage * plan.steps + step], results=kind))
 
     def load_row(self, ref) -> jax.Array:
-        layout = self.layout
+        plan = self.plan
 
         def load(ref, *place):
-            register = layout.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
+            register = plan.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
             return [self._of_row(ref, place)[0].load(register)]
 
-        kind = plgpu.ShapeDtypeStruct(layout.shape[:1], ref.dtype, layout=layout.row_layout)
+        kind = plgpu.ShapeDtypeStruct(plan.shape[:1], ref.dtype, layout=plan.row_layout)
         return ptx.emit(load, ref, self.place, results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
@@ -121,79 +100,80 @@ class ColumnMemory(Memory):
             entry, first = self._of_row(ref, (row, rank))
             Vector(entry.address, 0, entry.itemsize, both(entry.inside, first)).store(values.registers.flat[0])
 
-        ptx.emit(store, ref, self.place, [(values, self.layout.row_layout)])
+        ptx.emit(store, ref, self.place, [(values, self.plan.row_layout)])
 
     def _of_row(self, ref, place):
-        """A value for each of a thread's rows, in `ref`, `[outer * inner]`, and whether no thread before has them."""
-        layout, itemsize = self.layout, utils.bytewidth(ref.type.element_type)
+        """Returns the vector of a thread's rows in `ref`, `[outer * inner]`, and whether the thread is their first one."""
+        plan, itemsize = self.plan, utils.bytewidth(ref.type.element_type)
         outer, col, place_along, inside = self._own(place)
-        start = arith.addi(arith.muli(i64(outer), i64(layout.inner)), i64(col))
+        start = arith.addi(arith.muli(i64(outer), i64(plan.inner)), i64(col))
         address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
         return Vector(address, 0, itemsize, inside), compare("eq", place_along, constant(0))
 
     def places(self, place, step):
         _, _, along, _ = self._own(place)
-        along = arith.addi(along, arith.muli(step, constant(self.layout.height)))
-        yield [(along, 0)] * self.layout.vector
+        along = arith.addi(along, arith.muli(step, constant(self.plan.height)))
+        yield [(along, 0)] * self.plan.vector
 
     def _own(self, place):
-        """Of this thread: the entry of `outer`, the first of `inner`, the place along the rows, whether it is there at all."""
-        layout, (row, rank) = self.layout, place
+        """Returns this thread's index of `outer`, its first of `inner`, its place along its rows, and whether these exist."""
+        plan, (row, rank) = self.plan, place
         lane = arith.remui(utils.thread_idx(), constant(WARP))
-        along = arith.divui(utils.thread_idx(), constant(layout.lanes))
-        along = arith.addi(along, arith.muli(rank, constant(layout.apart)))
+        along = arith.divui(utils.thread_idx(), constant(plan.lanes))
+        along = arith.addi(along, arith.muli(rank, constant(plan.apart)))
         col = arith.addi(
-            arith.muli(arith.remui(row, constant(layout.tiles)), constant(layout.width)),
-            arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector)),
+            arith.muli(arith.remui(row, constant(plan.tiles)), constant(plan.width)),
+            arith.muli(arith.remui(lane, constant(plan.lanes)), constant(plan.vector)),
         )
-        inside = None if layout.inner % layout.width == 0 else compare("ult", col, constant(layout.inner))
-        return arith.divui(row, constant(layout.tiles)), col, along, inside
+        inside = None if plan.inner % plan.width == 0 else compare("ult", col, constant(plan.inner))
+        return arith.divui(row, constant(plan.tiles)), col, along, inside
 
     def _starts(self, ref, place, itemsize, source=None):
-        """Returns where the vectors of a thread start in the first step.
+        """Yields where the vectors of a thread start in the first step.
 
-        The address, the place along the rows, whether the rows are there at all, elements between neighbours along the rows,
-        and of a mask that repeats within a vector, from that address, the places of its elements or the one of all.
+        That is an address, the place along the rows, whether the rows exist, and the elements between neighbours along the
+        rows. For a mask that repeats within a vector, it is also the places of its elements from that address, or the one of
+        all.
         """
-        layout = self.layout
+        plan = self.plan
         outer, col, along, inside = self._own(place)
-        apart, places = layout.inner, None
+        apart, places = plan.inner, None
         if source is not None:
             (_, _, apart), across = source[1:]  # whole along the rows
-            outer = placed(source[0], outer, layout.cols * apart)
-            count = places_of_vector(across, layout.vector)
+            outer = placed(source[0], outer, plan.cols * apart)
+            count = places_of_vector(across, plan.vector)
             if count is not None:
                 places = [placed(across, arith.addi(col, constant(q))) for q in range(count)]
             col = placed(across, col) if count is None else constant(0)
-        entry = arith.addi(arith.muli(i64(outer), i64(layout.cols)), i64(along))
+        entry = arith.addi(arith.muli(i64(outer), i64(plan.cols)), i64(along))
         start = arith.addi(arith.muli(entry, i64(apart)), i64(col))
         base = i64(0) if ref is None else ptx.address_of(ref)
         yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside, apart, places
 
     def _vector(self, step, start, itemsize, whole=False, singly=False):
-        layout = self.layout
+        plan = self.plan
         address, along, inside, apart, places = start
-        further, offset = layout.height * apart * itemsize, 0  # bytes of a step
+        further, offset = plan.height * apart * itemsize, 0  # bytes of a step
         if isinstance(step, int) and step * further < 2**31:  # then it is a part of the instruction
             offset = step * further
         else:
             address = arith.addi(address, arith.muli(i64(constant(step) if isinstance(step, int) else step), i64(further)))
         if isinstance(step, int):
-            whole = whole or step in layout.whole_steps
+            whole = whole or step in plan.whole_steps
             step = constant(step)
         if not whole:
-            along = arith.addi(along, arith.muli(step, constant(layout.height)))
-            inside = both(inside, compare("slt", along, constant(layout.cols)))
+            along = arith.addi(along, arith.muli(step, constant(plan.height)))
+            inside = both(inside, compare("slt", along, constant(plan.cols)))
         if places is not None:
             return _Repeated(address, offset, itemsize, inside, places=places)
         return Vector(address, offset, itemsize, inside)
 
 
 def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
-    """Counts the places in a mask that repeats, for a vector of rows side by side: see `problem.indexed`.
+    """Counts the places in a mask that repeats, for a vector of neighbouring rows: see `row_problem.indexed`.
 
     Returns:
-      None where they are neighbours, 1 where all have the same place, else `vector`.
+      None if the places are neighbours, 1 if all rows have the same place, else `vector`.
     """
     if all(divisor % vector == 0 for divisor in triples[::3]):
         return 1
@@ -204,16 +184,16 @@ def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Repeated(Vector):
-    """Bytes in global memory, those of a register, that are not neighbours.
+    """The bytes of a register, which are not neighbours in global memory.
 
     Attributes:
-      places: where they are from `address` on, int32 MLIR values, one for each byte or one for all of them.
+      places: places of the bytes from `address` on, int32 MLIR values, one for each byte or one for all of them.
     """
 
     places: Sequence[ir.Value] = ()
 
     def load(self, register, bits=0, policy=None):
-        """A register of type `register`, with `bits` in each word where nothing is to be touched."""
+        """Loads a register of type `register`, with `bits` in each word that is not to be touched."""
         count = len(self.places)
         kind = ir.VectorType.get((count,), register.element_type)
         addresses = [arith.addi(self.address, i64(place)) for place in self.places]
@@ -224,110 +204,117 @@ class _Repeated(Vector):
 
 
 @dataclass(frozen=True)
-class Columns(Tile):
-    """The rows of a block: `merge` and `sum` give a value for each of them, once for each warp of a warpgroup."""
+class ColumnTile(Tile):
+    """A tile of rows along another axis: `merge` and `sum` give a value for each row, once for each warp of a warpgroup."""
 
-    def column(self, step) -> jax.Array:
-        return self.memory.columns(step)
+    memory: ColumnMemory
 
-    def merge(self, state: State, scale=None) -> State:
-        return State(*self._together(functools.partial(self._merged, scale), state.m, state.d))
+    def merge(self, state: State, scale=None, exchange: int = 0) -> State:
+        return State(*self._exchange(exchange, functools.partial(self._merge_states, scale), state.m, state.d))
 
-    def sum(self, values) -> jax.Array:
-        return self._together(self._added, self._sum(values) if callable(values) else values)[0]
+    def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
+        sums = self._sum(values) if callable(values) else values
+        return self._exchange(exchange, self._add_sums, sums)[0]
 
-    def _merged(self, scale, count, maxima, sums):
-        maxima, sums = self._loaded(count, maxima, -jnp.inf), self._loaded(count, sums, 0)
-        m = jnp.max(self._over(count, jnp.maximum, maxima, -jnp.inf), 1)
+    def _exchange(self, number: int, function, *parts):
+        """Merges a value, or two, of each row over all warps of the block, and then over all blocks of the cluster.
+
+        `function` is `_merge_states` or `_add_sums`. Exchanges take turns with two buffers, as those of `RowTile`.
+        """
+        plan = self.memory.plan
+        slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
+        width = ptx.WARPS * plan.width
+        for slot, part in zip(slots, parts, strict=True):
+            compat.store(slot.at[pl.ds(self.memory.group() * width, width)], part)
+        ptx.block_barrier()
+        parts = function(plan.warps, *(functools.partial(self._load_kth, slot, 0, plan.warps) for slot in slots))
+        if plan.cluster == 1:
+            return parts
+        if number == 0:
+            ptx.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
+        for slot, part in zip(slots, parts, strict=True):
+            ptx.push_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.pushed, number)
+        ptx.await_pushes(self.pushed, number, 4 * len(parts) * plan.blocks * plan.width)
+        return function(plan.blocks, *(functools.partial(self._load_kth, slot, plan.warps, plan.blocks) for slot in slots))
+
+    # Merges of `count` values of each row, those of warps or of blocks. A place along the rows takes several of them, the k-th
+    # by a function of k and of a fill if there is none, and then the places of a warp merge by shuffles.
+
+    def _merge_states(self, scale, count, maxima, sums):
+        maxima, sums = self._by_turn(count, maxima, -jnp.inf), self._by_turn(count, sums, 0)
+        m = jnp.max(self._fold_turns(count, jnp.maximum, maxima, -jnp.inf), 1)
 
         def rescaled(k):
             return online.rescale(State(maxima(k), sums(k)), m, axis=1, scale=scale).d
 
-        return m, jnp.sum(self._over(count, jnp.add, rescaled, 0), 1)
+        return m, jnp.sum(self._fold_turns(count, jnp.add, rescaled, 0), 1)
 
-    def _added(self, count, sums, _=None):
-        return [jnp.sum(self._over(count, jnp.add, self._loaded(count, sums, 0), 0), 1)]
+    def _add_sums(self, count, sums, _=None):
+        return [jnp.sum(self._fold_turns(count, jnp.add, self._by_turn(count, sums, 0), 0), 1)]
 
-    def _iterations(self, count) -> int:
-        """In how many turns each place along the rows takes one of what `count` warps, or blocks, have."""
-        return -(-count * self.memory.layout.lanes // WARP)
+    def _turns(self, count) -> int:
+        """Returns the number of turns in which the places of a warp take one value each, for all `count` values."""
+        return -(-count * self.memory.plan.lanes // WARP)
 
-    def _loaded(self, count, of, fill) -> Callable[[Any], jax.Array]:
-        """What a place takes in each turn, as a function of the turn. Of few turns it is loaded here, at once."""
-        iterations = self._iterations(count)
-        if iterations > _AT_ONCE:
-            return lambda k: of(k, fill)
-        return [of(k, fill) for k in range(iterations)].__getitem__
+    def _by_turn(self, count, load, fill) -> Callable[[Any], jax.Array]:
+        """Returns the values that places take as a function of the turn. If turns are few, they are loaded here, at once."""
+        turns = self._turns(count)
+        if turns > _AT_ONCE:
+            return lambda k: load(k, fill)
+        return [load(k, fill) for k in range(turns)].__getitem__
 
-    def _over(self, count, function, of, start) -> jax.Array:
-        """Folds what `count` warps, or blocks, have: each place along the rows takes the k-th of its own, one after another."""
-        iterations = self._iterations(count)
-        if iterations <= _AT_ONCE:
-            return functools.reduce(function, map(of, range(iterations)), self.accumulator(start))
-        return lax.fori_loop(0, ptx.unknown(iterations), lambda k, total: function(total, of(k)), self.accumulator(start))
+    def _fold_turns(self, count, function, values, start) -> jax.Array:
+        """Folds the values of all turns at each place."""
+        turns = self._turns(count)
+        if turns <= _AT_ONCE:
+            return functools.reduce(function, map(values, range(turns)), self.accumulator(start))
+        return lax.fori_loop(0, ptx.unknown(turns), lambda k, total: function(total, values(k)), self.accumulator(start))
 
-    def _together(self, function, *parts):
-        """`function` of what all warps of the block have, and then of what it gives in all blocks of the cluster.
-
-        It gets how many there are, and functions: what the k-th one of each place has, or a fill if there is none.
-        """
-        layout = self.memory.layout
-        round_ = next(self.rounds)
-        slots = [self.exchange.at[round_ % 2 * 2 + i] for i in range(len(parts))]
-        own = ptx.WARPS * layout.width
-        for slot, part in zip(slots, parts, strict=True):
-            compat.store(slot.at[pl.ds(self.memory.group() * own, own)], part)
-        ptx.block_barrier()
-        parts = function(layout.warps, *(functools.partial(self._of, slot, 0, layout.warps) for slot in slots))
-        if layout.cluster == 1:
-            return parts
-        if round_ == 0:
-            ptx.cluster_wait()
-        for slot, part in zip(slots, parts, strict=True):
-            ptx.push_rows_to_cluster(slot, layout.warps + self.memory.rank, part, layout, self.pushed, round_)
-        ptx.await_pushes(self.pushed, round_, 4 * len(parts) * layout.blocks * layout.width)
-        return function(layout.blocks, *(functools.partial(self._of, slot, layout.warps, layout.blocks) for slot in slots))
-
-    def _of(self, slot, start, count, k, fill, space="shared"):
-        """What the k-th of each place has, of `count` in `slot` from the `start`-th on; it may be in global memory."""
-        layout = self.memory.layout
+    def _load_kth(self, slot, start, count, k, fill, space="shared"):
+        """Loads the values that places take in turn k, of `count` in `slot` from the `start`-th on; `space` may be global."""
+        plan = self.memory.plan
 
         def load(slot, start, count, k):
             lane = arith.remui(utils.thread_idx(), constant(WARP))
-            index = arith.addi(arith.muli(k, constant(WARP // layout.lanes)), arith.divui(lane, constant(layout.lanes)))
-            own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
+            index = arith.addi(arith.muli(k, constant(WARP // plan.lanes)), arith.divui(lane, constant(plan.lanes)))
+            first = arith.muli(arith.remui(lane, constant(plan.lanes)), constant(plan.vector))
             inside, bits = compare("ult", index, count), filled(fill, jnp.dtype(jnp.float32))
             index = arith.addi(start, index)
             if space == "shared":
-                place = arith.addi(arith.muli(index, constant(layout.width)), own)
+                place = arith.addi(arith.muli(index, constant(plan.width)), first)
                 address = ptx.shared_address(slot, arith.muli(place, constant(4)))
             else:
-                address = self._address_of_state(slot, index, own)
-            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
+                address = self._address_of_state(slot, index, first)
+            register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
             words = ptx.words_of(register)
             return [vector.bitcast(register, ptx.load_words(address, 0, inside, words, bits, space=space))]
 
-        kind = plgpu.ShapeDtypeStruct(layout.shape, jnp.float32, layout=layout.layout)
+        kind = plgpu.ShapeDtypeStruct(plan.shape, jnp.float32, layout=plan.layout)
         return ptx.emit(load, slot, [start, count, k], results=kind)
 
-    def of_states(self, function, states, first, count, most):
-        """`function`, as `_together` takes it, of so many states in global memory from the `first` on; `count` is an int32."""
-        return function(most, *(functools.partial(self._of, part, first, count, space="global") for part in _parts(states)))
+    # States in global memory, for tiles that the grid shares.
+
+    def merge_states(self, function, states, first, count, most):
+        """Merges `count` states in global memory, an int32 of at most `most`, from the `first` on."""
+        return function(
+            most, *(functools.partial(self._load_kth, part, first, count, space="global") for part in _parts(states))
+        )
 
     def store_state(self, states, number, values) -> None:
-        """Stores `values` for the rows of the block, those of a state, to global memory."""
+        """Stores values of the tile's rows, those of a state, to global memory."""
 
-        def store(*given):
-            *refs, number = given[: len(values) + 1]
-            own = arith.muli(utils.thread_idx(), constant(self.memory.layout.vector))
-            first = compare("ult", utils.thread_idx(), constant(self.memory.layout.lanes))
-            for ref, value in zip(refs, given[len(refs) + 1 :], strict=True):
-                Vector(self._address_of_state(ref, number, own), 0, 4, first).store(value.registers.flat[0])
+        def store(*operands):
+            *refs, number = operands[: len(values) + 1]
+            first = arith.muli(utils.thread_idx(), constant(self.memory.plan.vector))
+            is_first = compare("ult", utils.thread_idx(), constant(self.memory.plan.lanes))
+            for ref, value in zip(refs, operands[len(refs) + 1 :], strict=True):
+                Vector(self._address_of_state(ref, number, first), 0, 4, is_first).store(value.registers.flat[0])
 
-        ptx.emit(store, tuple(_parts(states)[: len(values)]), [number], [(v, self.memory.layout.row_layout) for v in values])
+        rows = [(value, self.memory.plan.row_layout) for value in values]
+        ptx.emit(store, tuple(_parts(states)[: len(values)]), [number], rows)
 
-    def _address_of_state(self, ref, number, own):
-        place = arith.addi(arith.muli(i64(number), i64(self.memory.layout.width)), i64(own))
+    def _address_of_state(self, ref, number, first):
+        place = arith.addi(arith.muli(i64(number), i64(self.memory.plan.width)), i64(first))
         return arith.addi(ptx.address_of(ref), arith.muli(place, i64(4)))
 
 

@@ -1,4 +1,4 @@
-"""Rows too long for a cluster: any blocks of the grid share them, through global memory, and never hang.
+"""Rows too long for a cluster: blocks of the grid share them, through global memory, and never hang.
 
 A row is cut into slices, a ticket each, in the order of rows. A block
 
@@ -30,16 +30,14 @@ without waiting. On one where tickets of it are left, blocks wait for no later r
 those that are left. XLA starts the kernel on no device before all devices have come to it: the memory that others store to is
 there then, and 0.
 
-A row that fills more than two thirds of what the blocks can hold is read twice, by two kernels: the first one leaves states.
-Tiles that they cannot hold are refused.
+Rows and tiles that the blocks of the grid cannot hold are refused.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -48,115 +46,147 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.columns import ColumnLayout, ColumnMemory, Columns
-from jaxsoftmax._gpu.rows.layout import RowLayout
-from jaxsoftmax._gpu.rows.memory import Memory
-from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax._gpu.rows.columns import ColumnMemory, ColumnTile
+from jaxsoftmax._gpu.rows.kernel import RowKernel, scratch_of
+from jaxsoftmax._gpu.rows.memory import Memory, RowMemory, Steps
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
+from jaxsoftmax._gpu.rows.tile import RowTile, Tile
 from jaxsoftmax.online import State
 
-_PARTS = 2  # float32 numbers of a state
-_PATIENCE = 20_000  # nanoseconds, longer than a row takes where all blocks run
+_PATIENCE = 20_000  # nanoseconds, longer than a row takes if all blocks run
 
 
-def states(layout: RowLayout | ColumnLayout, count: int) -> jax.ShapeDtypeStruct:
-    """The states of all slices, in global memory, and those of groups of them where rows lie along another axis."""
-    if isinstance(layout, RowLayout):
-        return jax.ShapeDtypeStruct((_PARTS * count * layout.blocks,), jnp.int32)
-    return jax.ShapeDtypeStruct((_PARTS, count * (layout.blocks + layout.groups) * layout.width), jnp.float32)
+def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
+    """Runs a kernel on rows, or on tiles of rows along another axis, that the blocks of the grid share."""
+    problem = kernel.problem
+    is_columns = isinstance(plan, ColumnPlan)
+    count = problem.outer * plan.tiles if is_columns else problem.outer
+    view = (problem.outer * plan.cols, plan.inner) if is_columns else (count, plan.cols)
+    states = []
+    if isinstance(plan, ColumnPlan):  # of all slices, and of groups of them
+        states = [jax.ShapeDtypeStruct((2, count * (plan.blocks + plan.groups) * plan.width), jnp.float32)]
+
+    def run(*refs):
+        operands, results, scratch = kernel.split(refs)
+        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
+        if is_columns:
+            slices: Slices = ColumnSlices(plan, count, scratch.exchange, None, scratch.answer, states=results.pop())
+        else:
+            slices = Slices(plan, count, scratch.exchange, scratch.order, scratch.answer, Devices(kernel.devices))
+        slices.work(
+            lambda memory: memory.copy_in(*copies),
+            lambda memory: memory.fill_around(*copies),
+            lambda tile: kernel.body(tile, **kernel.load(tile, operands, slots)),
+            lambda tile, made: kernel.store(tile, results, made),
+        )
+
+    in_slots = [array.dtype for array in kernel.rows.values()]
+    scratch = scratch_of(plan, in_slots, None if is_columns else plan.order_shape, has_answer=True)
+    blocks = min(plan.persistent_blocks, count * plan.blocks)
+    # The examples of a vmap would share tickets.
+    return kernel.call(run, plan, view, scratch, blocks=blocks, is_sequential=True, states=states)
+
+
+# A body runs twice on a slice: first for what the slice tells the others, then, when the row is complete, for the results.
 
 
 @dataclass(frozen=True)
-class First(Tile):
-    """A slice whose state is not published yet: what a body computes of the row with it does not matter.
+class UnpublishedSlice(RowTile):
+    """A slice whose state is not published yet: it notes the state, or sum, of the slice, and the body's results do not matter.
 
-    Two zeros would stand for a state that is not there yet. No state is that: its sum is 0 only where its maximum is -inf.
+    Two zeros would stand for a state that does not exist yet. No state is that: its sum is 0 only if its maximum is -inf.
     """
 
-    found: list[jax.Array] = field(default_factory=list)
+    published: list[jax.Array] = field(default_factory=list)
 
-    def merge(self, state: State, scale=None) -> State:
-        return State(*self._publish(*super().merge(state, scale)[:2]))
+    def merge(self, state: State, scale=None, exchange: int = 0) -> State:
+        return State(*self._note(*super().merge(state, scale, exchange)[:2]))
 
-    def sum(self, values) -> jax.Array:
-        return self._publish(super().sum(values), jnp.float32(1))[0]  # 1, as a sum may be 0
+    def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
+        return self._note(super().sum(values, exchange), jnp.float32(1))[0]  # 1, because a sum may be 0
 
-    def _publish(self, *parts):
-        _once(self.found)
-        self.found.extend(parts)
+    def _note(self, *parts):
+        _check_once(self.published)
+        self.published.extend(parts)
         return parts
 
+    @property
+    def pair(self) -> list[jax.Array]:
+        """The pair that the slice publishes; of a body that neither merges nor sums, only that the slice is there."""
+        return self.published or [jnp.float32(1)] * 2
+
 
 @dataclass(frozen=True)
-class Second(Tile):
-    """A slice of a row that is complete: `states` are those of all slices, of which each thread of the block has some."""
+class CompleteSlice(RowTile):
+    """A slice of a complete row: `lift` and `sum` give the state and the sum of the row, from those of all slices.
+
+    Attributes:
+      states: states of all slices; each thread of the block has some.
+    """
 
     states: State = field(kw_only=True)
-    rounds: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # after that of a `First`
 
     def lift(self, scores, scale=None) -> State:
-        return super().merge(self.merge_along(self.states, scale), scale)
+        return super().merge(self.merge_along(self.states, scale), scale, exchange=1)  # 0 was that of the unpublished slice
 
-    def merge(self, state: State, scale=None) -> State:
+    def merge(self, state: State, scale=None, exchange: int = 0) -> State:
         return state
 
-    def sum(self, values) -> jax.Array:
+    def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
         sums = jnp.sum(jnp.where(self.states.d != 0, self.states.m, 0), 1)
-        return jnp.sum(self._exchanged(sums)[0])
-
-    def store(self, results, backwards=True) -> None:
-        """Backwards: the cache holds what a block has read last, where rows are read twice. Else no order matters."""
-        super().store(results, backwards)
-
-
-def _found(tile: First) -> list[jax.Array]:
-    """The pair that a slice publishes: of a body that merges and sums nothing, that it is there."""
-    return tile.found or [jnp.float32(1)] * 2
-
-
-def _once(found):
-    if found:
-        raise NotImplementedError("split: a body may merge or sum once, as what follows would wait for other blocks")
+        return jnp.sum(self._exchange(1, sums)[0])
 
 
 @dataclass(frozen=True)
-class FirstOfColumns(Columns):
-    """`First` of rows along another axis: it finds a function that merges states, and the state."""
+class UnpublishedColumns(ColumnTile):
+    """An `UnpublishedSlice` of a tile: it notes the function that merges, and the state."""
 
-    found: list[Any] = field(default_factory=list)
+    published: list[Any] = field(default_factory=list)
 
-    def _together(self, function, *parts):
-        _once(self.found)
-        self.found.extend([function, super()._together(function, *parts)])
-        return self.found[1]
+    def _exchange(self, number: int, function, *parts):
+        _check_once(self.published)
+        self.published.extend([function, super()._exchange(number, function, *parts)])
+        return self.published[1]
 
 
 @dataclass(frozen=True)
-class SecondOfColumns(Columns):
-    """`Second` of rows along another axis: `states` of all groups, from the `first` on."""
+class CompleteColumns(ColumnTile):
+    """A `CompleteSlice` of a tile.
+
+    Attributes:
+      states: states of slices and of groups of them, in global memory.
+      first: number of the state of the tile's first group.
+    """
 
     states: Any = field(kw_only=True)
     first: Any = field(kw_only=True)
 
     def lift(self, scores, scale=None) -> State:
-        return State(*self._of_groups(functools.partial(self._merged, scale)))
+        return State(*self._merge_groups(functools.partial(self._merge_states, scale)))
 
-    def merge(self, state: State, scale=None) -> State:
+    def merge(self, state: State, scale=None, exchange: int = 0) -> State:
         return state
 
-    def sum(self, values) -> jax.Array:
-        return self._of_groups(self._added)[0]
+    def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
+        return self._merge_groups(self._add_sums)[0]
 
-    def _of_groups(self, function):
-        groups = self.memory.layout.groups
-        return self.of_states(function, self.states, self.first, jnp.int32(groups), groups)
+    def _merge_groups(self, function):
+        groups = self.memory.plan.groups
+        return self.merge_states(function, self.states, self.first, jnp.int32(groups), groups)
+
+
+def _check_once(published):
+    if published:
+        raise NotImplementedError("grid: a body may merge or sum once, because what follows would wait for other blocks")
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that share rows: those along axes of the mesh.
+    """The devices that share rows.
 
     Attributes:
-      axes: the names of the axes, and how many devices there are along each; none where rows are whole.
+      axes: names of the mesh axes, and the number of devices along each; empty if rows are whole.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -166,235 +196,281 @@ class Devices:
         return math.prod(size for _, size in self.axes)
 
     def rank(self):
-        """The number of this device, in a kernel."""
+        """Returns the number of this device, in a kernel."""
         rank = jnp.int32(0)
         for axis, size in self.axes:
             rank = rank * size + lax.axis_index(axis)
         return rank
 
     def others(self, ref) -> list[Any]:
-        """`ref`, an operand of a kernel, of each other device."""
-        rank, found = self.rank(), []
+        """Lists `ref`, an operand of a kernel, on each other device."""
+        rank, refs = self.rank(), []
         for distance in range(1, self.count):
             place: Any = {}
             number = lax.rem(rank + distance, jnp.int32(self.count))
             for axis, size in reversed(self.axes):
                 place[axis], number = lax.rem(number, jnp.int32(size)), lax.div(number, jnp.int32(size))
-            found.append(plgpu.remote_ref(ref, place))
-        return found
+            refs.append(plgpu.remote_ref(ref, place))
+        return refs
+
+
+class Turn(NamedTuple):
+    """A block's state between two turns of its loop, scalars of int32 and bool.
+
+    Attributes:
+      ticket: the ticket at hand, published, in stage `1 - stage`; -1 if there is none.
+      following: the following ticket, in stage `stage`.
+      is_published: True if the following ticket is published.
+      is_late: True if the row of the ticket at hand was not complete in time.
+      last: the ticket that was put back last, -1 if there is none.
+      stage: stage of the following ticket.
+    """
+
+    ticket: Any
+    following: Any
+    is_published: Any
+    is_late: Any
+    last: Any
+    stage: Any
+
+
+_NONE, _NO, _YES = -1, False, True
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of arrays, as the blocks of the grid share them.
+class Slices:
+    """The slices of rows along the last axis, which blocks of the grid take by tickets.
 
     Attributes:
-      layout: of a slice, and how many share a row.
-      count: of rows.
-      states: of `Tiles`, what `states` describes, in global memory; else None.
-      exchange, order: see `Tile`.
-      told: an int32 in shared memory, an answer that one thread got.
-      devices: that share each row.
+      plan: plan of a slice.
+      count: number of rows.
+      exchange, order: see `RowTile`.
+      answer: an int32 in shared memory for an answer that one thread got.
+      devices: devices that share each row.
     """
 
-    layout: Any
+    plan: Any
     count: int
-    states: Any
     exchange: Any
     order: Any
-    told: Any
+    answer: Any
     devices: Devices = Devices()
 
     def work(self, copy_in, fill_around, body, store) -> None:
-        """Does tickets until none is left, with `copy_in(memory)` and `fill_around(memory)` of `Memory` for all operands.
+        """Does tickets until none is left.
 
-        `body(tile)` gives results, and `store(tile, results)` stores them.
+        Args:
+          copy_in: `copy_in(memory)` starts the copies of all operands to shared memory.
+          fill_around: `fill_around(memory)` fills what copies brought along.
+          body: `body(tile)` returns the results.
+          store: `store(tile, results)` stores them.
         """
-        tickets = jnp.int32(self.count * self.layout.blocks)
-        links = self._counters  # of each ticket that is put back, to the one that was before
-        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((links + self.count * self.layout.blocks,)))
-
-        def publish(ticket, stage):
-            tile = self._first(self._memory(ticket, stage))
-            ptx.await_copies()
-            fill_around(tile.memory)  # not needed again where results are computed
-            body(tile)
-            self._announce(counters, ticket, tile)
-
-        def finish(ticket, stage, states):
-            tile = self._second(self._memory(ticket, stage), states)
-            ptx.await_copies(but=1)  # those of the following ticket
-            store(tile, body(tile))
-
-        def taken():
-            return ptx.tell(ptx.take_ticket(counters, of_block=True), self.told)
-
-        def start(ticket, stage):
-            pl.when(ticket < tickets)(lambda: copy_in(self._memory(ticket, stage)))
-            ptx.end_copies()  # where no ticket is left, too, as they are counted
-
-        def put_back(ticket, following, last, stage):
-            """Puts back the ticket at hand, if there is another to take.
-
-            Both are published. No copy to its stage is under way: where tickets of its row are left, a new one was published
-            since, which waits for all copies.
-            """
-            new = taken()
-            start(new, 1 - stage)
-
-            def replaced():
-                ptx.store_by_first_thread(counters, links + ticket, last)
-                return following, new, no, no, ticket, 1 - stage
-
-            return lax.cond(new < tickets, replaced, lambda: (ticket, following, yes, no, last, stage))
-
-        def go_on(ticket, following, is_published, last, stage):
-            """Publishes the following ticket, and finishes the one at hand if its row is complete."""
-            pl.when(jnp.logical_not(is_published))(lambda: publish(following, stage))
-            is_complete, states = self._look(counters, ticket)
-            # A new ticket is taken before results are stored, as an answer takes a while.
-            takes = jnp.logical_and(is_complete, last < 0)
-            taken_ahead = lax.cond(takes, lambda: ptx.take_ticket(counters, of_block=True), lambda: jnp.int32(0))
-            pl.when(jnp.logical_and(ticket >= 0, is_complete))(lambda: finish(ticket, 1 - stage, states))
-
-            def finished():
-                def again():
-                    return last, yes, ptx.load_int(counters, links + last)
-
-                def fresh():
-                    ticket = ptx.tell(taken_ahead, self.told)
-                    return ticket, ticket >= tickets, none
-
-                ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
-                start(ticket, 1 - stage)
-                return following, ticket, is_published, no, rest, 1 - stage
-
-            return lax.cond(is_complete, finished, lambda: (ticket, following, yes, yes, last, stage))
-
-        def one(carry):
-            # The ticket at hand, published, in stage `1 - stage`, or -1; the following one, in `stage`, and whether that is
-            # published; whether the row of the one at hand is late; the ticket that was put back last, or -1.
-            ticket, following, is_published, is_late, last, stage = carry
-            late = functools.partial(put_back, ticket, following, last, stage)
-            return lax.cond(is_late, late, lambda: go_on(ticket, following, is_published, last, stage))
-
-        none, no, yes = jnp.int32(-1), jnp.bool_(False), jnp.bool_(True)
-        first, stage = taken(), jnp.int32(0)
-        start(first, stage)
-        lax.while_loop(lambda carry: carry[0] < tickets, one, (none, first, first >= tickets, no, none, stage))
-
-    def _memory(self, ticket, stage) -> Memory:
-        return _slice(self.layout, self.count, ticket, stage)
-
-    # How blocks tell each other the states: of a row at once, in pairs that are 0 before, or of groups of slices first.
+        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((self._n_counters + self.n_tickets,)))
+        worker = _Worker(self, counters, copy_in, fill_around, body, store)
+        none, no = jnp.int32(_NONE), jnp.bool_(_NO)
+        first, stage = worker.take(), jnp.int32(0)
+        worker.start(first, stage)
+        start = Turn(none, first, first >= jnp.int32(self.n_tickets), no, none, stage)
+        lax.while_loop(lambda turn: turn[0] < jnp.int32(self.n_tickets), worker.turn, start)
 
     @property
-    def _counters(self):
-        return 2 + 2 * self.count * self._slices
+    def n_tickets(self) -> int:
+        return self.count * self.plan.blocks
+
+    def memory(self, ticket, stage) -> Memory:
+        """Returns the slice of a ticket."""
+        blocks = jnp.int32(self.plan.blocks)
+        return RowMemory(self.plan, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), stage)
+
+    # Blocks tell each other the states of a row at once, in pairs of numbers that are 0 before.
 
     @property
-    def _slices(self):
-        """Of a row, on all devices."""
-        return self.layout.blocks * self.devices.count
+    def _n_counters(self) -> int:
+        """Number of counters and pairs: the next ticket, a spare one, and two numbers for each slice."""
+        return 2 + 2 * self.count * self._n_slices
 
     @property
-    def _scope(self):
+    def _n_slices(self) -> int:
+        """Number of slices of a row, on all devices."""
+        return self.plan.blocks * self.devices.count
+
+    @property
+    def _scope(self) -> str:
         return "gpu" if self.devices.count == 1 else "sys"
 
-    def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
-        """Waits for the row of a ticket. Whether it is complete, or there is no ticket yet, and its states if it is."""
-        blocks, slices = self.layout.blocks, self._slices
+    def look(self, counters, ticket) -> tuple[jax.Array, Any]:
+        """Waits for the row of a ticket.
+
+        Returns:
+          True if the row is complete or there is no ticket yet; and the states of its slices, if it is.
+        """
+        blocks, slices = self.plan.blocks, self._n_slices
         row = lax.div(ticket, jnp.int32(blocks))
         count = jnp.where(ticket < 0, 0, slices)
         end, index = (row + 1) * blocks, 2 + 2 * row * slices
-        complete, *found = ptx.await_pairs(counters, index, count, slices, self.layout.threads, end, _PATIENCE, self._scope)
-        return complete == 1, State(*found)
+        complete, *parts = ptx.await_pairs(counters, index, count, slices, self.plan.threads, end, _PATIENCE, self._scope)
+        return complete == 1, State(*parts)
 
-    def _first(self, memory) -> Any:
-        return First(memory, self.exchange, None, self.order)
+    def unpublished(self, memory) -> Any:
+        """Returns a slice for the body's first run."""
+        return UnpublishedSlice(memory, self.exchange, None, self.order)
 
-    def _second(self, memory, states) -> Any:
-        return Second(memory, self.exchange, None, self.order, states=states)
+    def complete(self, memory, states) -> Tile:
+        """Returns a slice for the body's second run."""
+        return CompleteSlice(memory, self.exchange, None, self.order, states=states)
 
-    def _announce(self, counters, ticket, tile) -> None:
-        blocks, found, place = jnp.int32(self.layout.blocks), _found(tile), ticket
+    def publish(self, counters, ticket, tile) -> None:
+        """Tells all blocks, on all devices, the pair of a slice."""
+        blocks, pair, place = jnp.int32(self.plan.blocks), tile.pair, ticket
         if self.devices.count > 1:
-            place = lax.div(ticket, blocks) * self._slices + self.devices.rank() * blocks + lax.rem(ticket, blocks)
-        for there in [*self.devices.others(counters), counters]:
-            ptx.publish_pair(there, 2 + 2 * place, found, self._scope)
+            place = lax.div(ticket, blocks) * self._n_slices + self.devices.rank() * blocks + lax.rem(ticket, blocks)
+        for ref in [*self.devices.others(counters), counters]:
+            ptx.publish_pair(ref, 2 + 2 * place, pair, self._scope)
 
 
 @dataclass(frozen=True)
-class Tiles(Rows):
-    """`Rows` along another axis: a tile of neighbours takes the place of a row, and groups of slices arrive."""
+class ColumnSlices(Slices):
+    """The slices of tiles of rows along another axis; they arrive in groups.
+
+    Attributes:
+      states: states of slices, and of groups of them, in global memory.
+    """
+
+    states: Any = None
+
+    def memory(self, ticket, stage) -> Memory:
+        blocks = jnp.int32(self.plan.blocks)
+        return ColumnMemory(self.plan, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), stage)
 
     @property
-    def _counters(self):
-        return 1 + self.count * (1 + self.layout.groups)
+    def _n_counters(self) -> int:
+        """Number of counters: the next ticket, groups that arrived of each tile, slices that arrived of each group."""
+        return 1 + self.count * (1 + self.plan.groups)
 
-    def _look(self, counters, ticket) -> tuple[jax.Array, Any]:
-        layout = self.layout
-        row = lax.div(ticket, jnp.int32(layout.blocks))
+    def look(self, counters, ticket) -> tuple[jax.Array, Any]:
+        plan = self.plan
+        row = lax.div(ticket, jnp.int32(plan.blocks))
 
         def look():
-            return ptx.await_row(counters, row, layout.groups, layout.blocks, _PATIENCE, self.told)
+            return ptx.await_row(counters, row, plan.groups, plan.blocks, _PATIENCE, self.answer)
 
         return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, None
 
-    def _first(self, memory) -> FirstOfColumns:
-        return FirstOfColumns(memory, self.exchange, None, None)
+    def unpublished(self, memory) -> UnpublishedColumns:
+        return UnpublishedColumns(memory, self.exchange, None)
 
-    def _second(self, memory, states) -> SecondOfColumns:
+    def complete(self, memory, states) -> CompleteColumns:
         first = self._group_of(memory.row, jnp.int32(0))
-        return SecondOfColumns(memory, self.exchange, None, None, states=self.states, first=first)
+        return CompleteColumns(memory, self.exchange, None, states=self.states, first=first)
 
-    def _group_of(self, row, group):
-        """The place of the state of a group: after those of all slices."""
-        return self.count * self.layout.blocks + row * self.layout.groups + group
-
-    def _announce(self, counters, ticket, tile) -> None:
-        layout, row, rank = self.layout, tile.memory.row, tile.memory.rank
-        function, found = tile.found or (None, [])
-        tile.store_state(self.states, ticket, found)
-        group = lax.div(rank, jnp.int32(layout.group))
-        start = group * layout.group
-        size = jnp.minimum(layout.group, layout.blocks - start)
-        place = 1 + self.count + row * layout.groups + group
-        arrived = ptx.add_one_of_block(counters, place, self.told)
+    def publish(self, counters, ticket, tile) -> None:
+        plan, row, rank = self.plan, tile.memory.row, tile.memory.rank
+        function, state = tile.published or (None, [])
+        tile.store_state(self.states, ticket, state)
+        group = lax.div(rank, jnp.int32(plan.group))
+        start = group * plan.group
+        size = jnp.minimum(plan.group, plan.blocks - start)
+        place = 1 + self.count + row * plan.groups + group
+        arrived = ptx.add_one_of_block(counters, place, self.answer)
 
         @pl.when(arrived == size - 1)
         def _():
-            if found:
-                merged = tile.of_states(function, self.states, ticket - rank + start, size, layout.group)
+            if state:
+                merged = tile.merge_states(function, self.states, ticket - rank + start, size, plan.group)
                 tile.store_state(self.states, self._group_of(row, group), merged)
-            ptx.add_one_of_block(counters, 1 + row, self.told)
+            ptx.add_one_of_block(counters, 1 + row, self.answer)
+
+    def _group_of(self, row, group):
+        """Returns the number of the state of a group: after those of all slices."""
+        return self.count * self.plan.blocks + row * self.plan.groups + group
 
 
-def unheld(layout: RowLayout) -> RowLayout:
-    """That of slices that are held nowhere. With `grid` they are read once for the maximum, and then for the sum.
+@dataclass(frozen=True)
+class _Worker:
+    """The loop of a block: see the head of this file.
 
-    So no bit of the sum depends on where in a line a row starts, which decides what a thread reads first.
+    Attributes:
+      slices: the slices.
+      counters: counters and pairs in global memory, and behind them the links of tickets that were put back, each to the ticket
+        that was put back before.
+      copy_in, fill_around, body, store: see `Slices.work`.
     """
-    return RowLayout(layout.cols, replace(layout.config, unroll=1, grid=1))
 
+    slices: Slices
+    counters: Any
+    copy_in: Callable[..., Any]
+    fill_around: Callable[..., Any]
+    body: Callable[..., Any]
+    store: Callable[..., Any]
 
-def _slice(layout, count, number, stage=0) -> Memory:
-    blocks, kind = jnp.int32(layout.blocks), Memory if isinstance(layout, RowLayout) else ColumnMemory
-    return kind(layout, lax.div(number, blocks), count, False, lax.rem(number, blocks), stage)
+    def turn(self, turn) -> Turn:
+        """Takes a new ticket in place of the one at hand if that is late, else goes on."""
+        turn = Turn(*turn)
+        return lax.cond(turn.is_late, lambda: self.put_back(turn), lambda: self.go_on(turn))
 
+    def take(self):
+        """Takes the next ticket."""
+        return ptx.tell(ptx.take_ticket(self.counters, of_block=True), self.slices.answer)
 
-def first_pass(layout, count, states, exchange, order, body) -> None:
-    """Of rows that the grid cannot hold, each block stores the state of a slice; `body(tile)`."""
-    number = lax.axis_index("block")
-    tile = First(_slice(layout, count, number), exchange, None, order)
-    body(tile)
-    ptx.publish_pair(states, 2 * number, _found(tile))
+    def start(self, ticket, stage):
+        """Starts the copies of a ticket's slice to a stage of shared memory."""
+        is_left = ticket < jnp.int32(self.slices.n_tickets)
+        pl.when(is_left)(lambda: self.copy_in(self.slices.memory(ticket, stage)))
+        ptx.end_copies()  # also if no ticket is left, because groups of copies are counted
 
+    def publish(self, ticket, stage):
+        """Publishes the state of a ticket's slice."""
+        tile = self.slices.unpublished(self.slices.memory(ticket, stage))
+        ptx.await_copies()
+        self.fill_around(tile.memory)  # not needed again where results are computed
+        self.body(tile)
+        self.slices.publish(self.counters, ticket, tile)
 
-def second_pass(layout, count, states, exchange, order, body, store) -> None:
-    """Each block computes the results of a slice, from the last one on, as the cache still holds what was read last."""
-    memory = _slice(layout, count, jnp.int32(count * layout.blocks - 1) - lax.axis_index("block"))
-    index, blocks = 2 * memory.row * jnp.int32(layout.blocks), layout.blocks
-    _, *parts = ptx.await_pairs(states, index, blocks, blocks, layout.threads, 0, 0)  # they are all there
-    tile = Second(memory, exchange, None, order, states=State(*parts))
-    store(tile, body(tile))
+    def finish(self, ticket, stage, states):
+        """Computes and stores the results of a ticket's slice."""
+        tile = self.slices.complete(self.slices.memory(ticket, stage), states)
+        ptx.await_copies(but=1)  # those of the following ticket
+        self.store(tile, self.body(tile))
+
+    def put_back(self, turn: Turn) -> Turn:
+        """Puts back the ticket at hand, if there is another to take.
+
+        Both tickets are published. No copy to the stage of the one at hand is under way: if tickets of its row are left, a new
+        one was published since, which waits for all copies.
+        """
+        ticket, following, _, _, last, stage = turn
+        no, yes = jnp.bool_(_NO), jnp.bool_(_YES)
+        new = self.take()
+        self.start(new, 1 - stage)
+
+        def replaced():
+            ptx.store_by_first_thread(self.counters, self.slices._n_counters + ticket, last)
+            return Turn(following, new, no, no, ticket, 1 - stage)
+
+        is_left = new < jnp.int32(self.slices.n_tickets)
+        return lax.cond(is_left, replaced, lambda: Turn(ticket, following, yes, no, last, stage))
+
+    def go_on(self, turn: Turn) -> Turn:
+        """Publishes the following ticket, and finishes the one at hand if its row is complete."""
+        ticket, following, is_published, _, last, stage = turn
+        no, yes, tickets = jnp.bool_(_NO), jnp.bool_(_YES), jnp.int32(self.slices.n_tickets)
+        pl.when(jnp.logical_not(is_published))(lambda: self.publish(following, stage))
+        is_complete, states = self.slices.look(self.counters, ticket)
+        # A new ticket is asked for before results are stored, because an answer takes a while.
+        takes = jnp.logical_and(is_complete, last < 0)
+        asked = lax.cond(takes, lambda: ptx.take_ticket(self.counters, of_block=True), lambda: jnp.int32(0))
+        pl.when(jnp.logical_and(ticket >= 0, is_complete))(lambda: self.finish(ticket, 1 - stage, states))
+
+        def finished():
+            def again():
+                return last, yes, ptx.load_int(self.counters, self.slices._n_counters + last)
+
+            def fresh():
+                ticket = ptx.tell(asked, self.slices.answer)
+                return ticket, ticket >= tickets, jnp.int32(_NONE)
+
+            ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
+            self.start(ticket, 1 - stage)
+            return Turn(following, ticket, is_published, no, rest, 1 - stage)
+
+        return lax.cond(is_complete, finished, lambda: Turn(ticket, following, yes, yes, last, stage))

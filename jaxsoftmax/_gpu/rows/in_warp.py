@@ -1,77 +1,139 @@
-"""Short rows through shared memory: those of a block are neighbours, and so one piece of the array.
+"""Short rows through shared memory: the rows of a block are neighbours, and so one piece of the array.
 
-The piece is copied to shared memory by vectors of 16 bytes, wherever in a row they start, so that rows of any length are read
-and written as fast as long ones. From there each thread takes the elements of its rows into registers, by words of up to 4
-bytes: one by one if need be. Results go to shared memory too, over an operand of their dtype if they can, and are copied out.
+1. The piece is copied to shared memory by vectors of 16 bytes, wherever in a row they start, so that rows of any length are
+   read and written as fast as long ones.
+2. Each thread takes the elements of its rows into registers, by words of up to 4 bytes: one by one if need be.
+3. The rows are reduced inside warps, as those that are loaded to registers directly (`block`).
+4. Results go to shared memory, over an operand of their dtype if there is one, and are copied out by vectors.
+
+Each element is read and written once.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, integer, utils
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax._gpu.rows.memory import Memory, filled
-from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax._gpu.rows.kernel import RowKernel, Scratch
+from jaxsoftmax._gpu.rows.memory import RowMemory, Steps, filled
+from jaxsoftmax._gpu.rows.plan import RowPlan
+from jaxsoftmax._gpu.rows.tile import RowTile
 
-_COPIED = 16  # bytes at once
+_COPIED = 16  # bytes of a vector that is copied
 _THREADS = WARPS * WARP
 _AT_ONCE = 4  # vectors that a thread takes out of shared memory before it stores them
 
 
-class FlatLayout(RowLayout):
-    """How the threads of a block hold the rows of a piece: as any rows inside a warp, but for which elements and rows they are.
+@dataclass(frozen=True)
+class StagedPlan(RowPlan):
+    """Distributes short rows over the threads of a block, through shared memory.
 
-    A row is cut into words, and lane p has the words p, p + `lanes`, and so on. What it has of them in a step is one vector, so
-    that a body is written out for few steps. Lanes that do not share a row touch different rows at once. Where those start in
-    the same banks of shared memory, lanes wait for each other, which rows that are further apart may not.
+    Rows are in registers, as in any `RowPlan` inside a warp, but other elements of other rows. A row is cut into words, and
+    lane p has the words p, p + `lanes`, and so on. Its words of one step form one vector, so that a body is written out for few
+    steps. Groups of lanes touch different rows at once. If those start in the same banks of shared memory, lanes wait for each
+    other; rows that are further apart may not, and so the rows of neighbouring groups are `apart`.
 
     Attributes:
       itemsize: bytes of the widest element.
-      word: elements of a word, a divisor of the columns.
-      words: of a vector.
-      groups: of the lanes of a warp that share a row.
-      apart: rows from that of a group of lanes to that of the next group.
-      piece: elements of the rows of a block.
-      slot_elements: of what holds a piece, which may start a vector before it and end a vector behind it.
     """
 
-    def __init__(self, cols: int, config: Config, itemsize: int):
-        super().__init__(cols, config)
-        self.itemsize = itemsize
-        self.word = math.gcd(cols, self.vector, 4 // itemsize)
-        self.words = self.vector // self.word
-        self.groups = WARP // self.lanes
-        each = self.rows // self.groups
-        self.apart = min((k for k in range(1, each + 1) if each % k == 0), key=self.wavefronts)
-        self.piece = self.rows * cols
-        self.slot_elements = self.piece + _COPIED
+    itemsize: int = 4
+
+    def describe(self) -> str:
+        return f"{self.rows} rows a block, {self.threads} lanes a row, in registers through shared memory"
+
+    @property
+    def word(self) -> int:
+        """Elements of a word, a divisor of the columns."""
+        return math.gcd(self.cols, self.vector, 4 // self.itemsize)
+
+    @property
+    def words(self) -> int:
+        """Words of a vector."""
+        return self.vector // self.word
+
+    @property
+    def groups(self) -> int:
+        """Groups of lanes in a warp; the lanes of a group share a row."""
+        return WARP // self.lanes
+
+    @functools.cached_property
+    def apart(self) -> int:
+        """Rows from the row of one group of lanes to that of the next group."""
+        rows = self.rows // self.groups
+        return min((k for k in range(1, rows + 1) if rows % k == 0), key=self.wavefronts)
+
+    @property
+    def piece(self) -> int:
+        """Elements of the rows of a block."""
+        return self.rows * self.cols
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        return (self.slot_elements,)
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of the shared memory for a piece, which may start a vector before it and end a vector behind it."""
+        return self.piece + _COPIED
 
     def wavefronts(self, apart: int) -> int:
-        """How often a warp must touch shared memory for a word of each lane, where its rows are so many `apart`."""
+        """Counts the accesses to shared memory by which a warp touches a word of each lane, if its rows are this far apart."""
         lanes = range(WARP)
         elements = [lane // self.lanes * apart * self.cols + lane % self.lanes * self.word for lane in lanes]
         return max(Counter(word % 32 for word in {element * self.itemsize // 4 for element in elements}).values())
 
 
+def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
+    """Runs a kernel on short rows, a piece of them in each block."""
+    n_rows, dtypes = kernel.problem.outer, [jnp.dtype(dtype) for dtype in kernel.whole]
+    view = (n_rows, plan.cols)
+    # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
+    shared = next((name for name, array in kernel.rows.items() if dtypes == [array.dtype]), None)
+
+    def run(*refs):
+        operands, results, scratch = kernel.split(refs)
+        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows)
+        memory.copy_in([operands[name] for name in slots], list(slots.values()), [])
+        targets = [slots[shared]] if shared else scratch.slots[len(slots) :]
+        tile = StagedTile(memory, scratch.exchange, scratch.pushed, scratch.order)
+        values = kernel.load(tile, operands, slots, rows_last=True)  # last, because copies are waited for then
+        kernel.store(tile, [*targets, *results[len(dtypes) :]], kernel.body(tile, **values))
+        if dtypes:
+            memory.copy_out(targets, results[: len(dtypes)])
+
+    in_slots = [array.dtype for array in kernel.rows.values()] + ([] if shared else dtypes)
+    scratch = Scratch([plgpu.SMEM(plan.slot_shape, dtype) for dtype in in_slots])
+    return kernel.call(
+        run, plan, view, scratch, blocks=pl.cdiv(n_rows, plan.rows), is_sequential=kernel.may_start_inside_a_vector
+    )
+
+
 @dataclass(frozen=True)
-class FlatMemory(Memory):
-    """The rows of a block in memory: what is as large as they are is in slots in shared memory."""
+class StagedMemory(RowMemory):
+    """Short rows of a block: operands and results as large as the rows are in slots in shared memory."""
+
+    plan: StagedPlan
 
     def copy_in(self, refs, slots, fills) -> None:
         del fills  # rows end where others start: `hold` fills
 
-        def copy(*given):
-            *given, row = given
-            for ref, slot in zip(given[: len(refs)], given[len(refs) :], strict=True):
+        def copy(*operands):
+            *operands, row = operands
+            for ref, slot in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
                 _Piece(self, ref, slot, row).copy_in()
 
         ptx.emit(copy, (*refs, *slots), [self.row])
@@ -80,150 +142,143 @@ class FlatMemory(Memory):
         """Copies results from `slots` to where they belong, once all threads have stored theirs."""
         ptx.block_barrier()
 
-        def copy(*given):
-            *given, row = given
-            for slot, ref in zip(given[: len(refs)], given[len(refs) :], strict=True):
+        def copy(*operands):
+            *operands, row = operands
+            for slot, ref in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
                 _Piece(self, ref, slot, row).copy_out()
 
         ptx.emit(copy, (*slots, *refs), [self.row])
 
-    def hold(self, ref, fill, slot, dtype) -> Callable[[Any], jax.Array]:
-        layout, bits = self.layout, filled(fill, ref.dtype)
+    def hold(self, ref, fill, slot, dtype) -> Steps:
+        plan, bits = self.plan, filled(fill, ref.dtype)
         ptx.await_copies()
         ptx.block_barrier()  # threads read what others have copied
 
-        def load(slot, row, *step):
-            register = layout.layout.to_mgpu().registers_element_type(slot.type.element_type)
-            size = layout.word * utils.bytewidth(slot.type.element_type)
+        def load(slot, row):
+            register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
+            size = plan.word * utils.bytewidth(slot.type.element_type)
 
             def at(address, offsets, inside):
-                return ptx.gather(register, size, [address] * layout.words, offsets, inside, bits, space="shared")
+                return ptx.gather(register, size, [address] * plan.words, offsets, inside, bits, space="shared")
 
-            return [[at(*place) for place in self._places(slot, row, i)] for i in step or range(layout.steps)]
+            return [[at(*place) for place in self._places(slot, row, i)] for i in range(plan.steps)]
 
-        kind = plgpu.ShapeDtypeStruct(layout.shape, ref.dtype, layout=layout.layout)
-        if layout.config.unroll:
-            return lambda step: ptx.emit(load, slot, [self.row, step], results=[kind])[0].astype(dtype)
-        held = ptx.emit(load, slot, [self.row], results=[kind] * layout.steps)
+        kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
+        held = ptx.emit(load, slot, [self.row], results=[kind] * plan.steps)
         return lambda step: held[step].astype(dtype)
 
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores what is computed in a step, to `ref` in shared memory."""
-        layout = self.layout
+        plan = self.plan
 
-        def store(slot, row, *given):
-            *at, values = given
-            kind = integer(8 * layout.word * utils.bytewidth(slot.type.element_type))
+        def store(slot, row, values):
+            kind = integer(8 * plan.word * utils.bytewidth(slot.type.element_type))
             word = ir.VectorType.get((1,), kind)
-            places = self._places(slot, row, at[0] if at else step)
+            places = self._places(slot, row, step)
             for register, (address, offsets, inside) in zip(values.registers.flat, places, strict=True):
-                words = vector.bitcast(ir.VectorType.get((layout.words,), kind), register)
+                words = vector.bitcast(ir.VectorType.get((plan.words,), kind), register)
                 for k, (offset, own) in enumerate(zip(offsets, inside, strict=True)):
                     value = vector.broadcast(word, llvm.extractelement(words, constant(k)))
                     ptx.store_words(address, offset, own, value, "shared")
 
-        scalars = [self.row] if isinstance(step, int) else [self.row, step]
-        ptx.emit(store, ref, scalars, [(values, layout.layout)])
+        ptx.emit(store, ref, [self.row], [(values, plan.layout)])
 
-    # `config_for` does not choose this layout for masks along the columns, nor for scales, which ask for `inside`.
+    # No plan for masks along the columns, or for scales, which ask for `inside`, has such rows.
 
     def load_mask(self, ref, source):
-        raise NotImplementedError("flat: masks along the columns are not read this way yet")
+        raise NotImplementedError("in_warp: masks along the columns are not read this way")
 
     def inside(self):
-        raise NotImplementedError("flat: what is beyond the end of a row is not told yet")
+        raise NotImplementedError("in_warp: elements beyond the end of a row are not told")
 
     def _places(self, slot, row, step):
-        """For each row of this thread its words in a step: an address, offsets from there, and whether each is of the row."""
-        layout, itemsize = self.layout, utils.bytewidth(slot.type.element_type)
-        own = arith.muli(arith.remui(utils.thread_idx(), constant(layout.lanes)), constant(layout.word))
-        before, apart = self.before(row, itemsize), layout.lanes * layout.word
-        first = 0
-        if isinstance(step, int):
-            first = step * layout.words * apart
-        else:
-            own = arith.addi(own, arith.muli(step, constant(layout.words * apart)))
-        offsets = [first + k * apart for k in range(layout.words)]
-        whole = [isinstance(step, int) and offset + apart <= layout.cols for offset in offsets]
-        ends = [constant(max(0, layout.cols - offset)) for offset in offsets]
+        """Yields for each row of this thread its words in a step: an address, offsets from it, whether each is in the row."""
+        plan, itemsize = self.plan, utils.bytewidth(slot.type.element_type)
+        own = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
+        before, apart = self.before(row, itemsize), plan.lanes * plan.word
+        offsets = [(step * plan.words + k) * apart for k in range(plan.words)]
+        whole = [offset + apart <= plan.cols for offset in offsets]
+        ends = [constant(max(0, plan.cols - offset)) for offset in offsets]
         inside = [None if every else compare("ult", own, end) for every, end in zip(whole, ends, strict=True)]
         for local in self._local_rows():
-            start = arith.addi(arith.addi(arith.muli(local, constant(layout.cols)), own), before)
+            start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), own), before)
             address = ptx.shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 
     def places(self, place, step):
-        layout = self.layout
-        lane = arith.remui(utils.thread_idx(), constant(layout.lanes))
-        word = arith.addi(lane, arith.muli(step, constant(layout.words * layout.lanes)))
-        first = arith.muli(word, constant(layout.word))
-        for _ in range(layout.repeats):
-            yield [(first, q // layout.word * layout.lanes * layout.word + q % layout.word) for q in range(layout.vector)]
+        plan = self.plan
+        lane = arith.remui(utils.thread_idx(), constant(plan.lanes))
+        word = arith.addi(lane, arith.muli(step, constant(plan.words * plan.lanes)))
+        first = arith.muli(word, constant(plan.word))
+        for _ in range(plan.rows_per_lanes):
+            yield [(first, q // plan.word * plan.lanes * plan.word + q % plan.word) for q in range(plan.vector)]
 
     def before(self, row, itemsize):
-        """Elements between the vector that is copied first and the first row."""
+        """Returns the number of elements between the start of the vector that is copied first and the first row."""
         width = _COPIED // itemsize
-        if self.layout.piece % width == 0:
+        if self.plan.piece % width == 0:
             return constant(0)
-        first = arith.muli(row, constant(self.layout.cols))  # what overflows does not matter to the remainder
+        first = arith.muli(row, constant(self.plan.cols))  # what overflows does not matter to the remainder
         return arith.andi(first, constant(width - 1))
 
     def _local_rows(self):
-        """The rows of this thread, from the first of the block."""
-        layout, each = self.layout, constant(self.layout.apart)
-        group = arith.divui(arith.remui(utils.thread_idx(), constant(WARP)), constant(layout.lanes))
-        for i in range(layout.repeats):
+        """Yields the rows of this thread, counted from the first row of the block."""
+        plan, each = self.plan, constant(self.plan.apart)
+        group = arith.divui(arith.remui(utils.thread_idx(), constant(WARP)), constant(plan.lanes))
+        for i in range(plan.rows_per_lanes):
             number = arith.addi(arith.divui(utils.thread_idx(), constant(WARP)), constant(i * WARPS))
-            group_here = arith.addi(group, arith.muli(arith.divui(number, each), constant(layout.groups)))
+            group_here = arith.addi(group, arith.muli(arith.divui(number, each), constant(plan.groups)))
             yield arith.addi(arith.remui(number, each), arith.muli(group_here, each))
 
     def _own_rows(self, row):
         for local in self._local_rows():
             here = arith.addi(row, local)
-            yield here, (None if self.count % self.layout.rows == 0 else compare("ult", here, constant(self.count)))
+            yield here, (None if self.count % self.plan.rows == 0 else compare("ult", here, constant(self.count)))
 
 
 @dataclass(frozen=True)
-class Flat(Tile):
-    """The rows of a block."""
+class StagedTile(RowTile):
+    """Short rows of a block, whose lanes have other columns than those of a `RowTile`."""
 
     def column(self, step) -> jax.Array:
         return self.memory.columns(step)
 
 
 class _Piece:
-    """The rows of a block in an array, and in a slot, by vectors that start where those of the array do.
+    """The rows of a block in an array and in a slot, by vectors that start where vectors of the array do.
 
     Attributes:
       kind, itemsize: the type of an element, and its bytes.
       width: elements of a vector.
-      ragged: whether a piece may start or end inside a vector where the array does not end.
-      whole: whether the array consists of whole vectors.
-      before: elements of the first vector that are not of the piece.
-      end: where it ends, from the start of the first vector.
-      left: where the array ends, or whole vectors that the piece touches.
-      address, target: of this thread's first vector in the array, and of the slot.
+      ragged: True if a piece may start or end inside a vector where the array does not end.
+      whole: True if the array consists of whole vectors.
+      exact: True if every piece is whole and consists of whole vectors.
+      vectors: most vectors that a piece touches.
+      before: elements of the first vector that lie before the piece.
+      end: end of the piece, from the start of the first vector.
+      left: end of the array, or a number beyond the whole vectors that the piece touches.
+      address, target: address of the first vector in the array, and of the slot.
     """
 
     def __init__(self, memory, ref, slot, row):
-        layout, self.kind = memory.layout, ref.type.element_type
+        plan, self.kind = memory.plan, ref.type.element_type
         self.itemsize = utils.bytewidth(self.kind)
         self.width = _COPIED // self.itemsize
-        self.ragged, self.whole = layout.piece % self.width != 0, memory.count * layout.cols % self.width == 0
-        self.exact = memory.count % layout.rows == 0 and not self.ragged
-        self.vectors = -(-(layout.piece + (self.width - 1) * self.ragged) // self.width)
+        self.ragged, self.whole = plan.piece % self.width != 0, memory.count * plan.cols % self.width == 0
+        self.exact = memory.count % plan.rows == 0 and not self.ragged
+        self.vectors = -(-(plan.piece + (self.width - 1) * self.ragged) // self.width)
         self.before = memory.before(row, self.itemsize)
-        start = arith.muli(i64(row), i64(layout.cols))
-        left = arith.minui(arith.subi(i64(memory.count * layout.cols), start), i64(layout.piece + self.width))
+        start = arith.muli(i64(row), i64(plan.cols))
+        left = arith.minui(arith.subi(i64(memory.count * plan.cols), start), i64(plan.piece + self.width))
         left = arith.trunci(integer(32), left)
-        self.end = arith.addi(self.before, arith.minui(left, constant(layout.piece)))
+        self.end = arith.addi(self.before, arith.minui(left, constant(plan.piece)))
         self.left = arith.addi(self.before, left)
         start = arith.subi(start, i64(self.before))
         self.address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(self.itemsize)))
         self.target = ptx.shared_address(slot, constant(0))
 
     def copy_in(self):
-        """Starts copies of all that the piece touches: neighbours' elements too, but nothing outside of the array."""
+        """Starts copies of all vectors that the piece touches, with neighbours' elements, but nothing outside the array."""
         last = arith.ceildivui(self.end, constant(self.width))
         if not self.whole:
             last = arith.minui(last, arith.divui(self.left, constant(self.width)))
@@ -243,8 +298,8 @@ class _Piece:
         vectors = list(self._inside(first, last))
         for k in range(0, len(vectors), _AT_ONCE):
             some = vectors[k : k + _AT_ONCE]
-            found = [ptx.load_words(target, offset, inside, words, space="shared") for offset, inside in some]
-            for (offset, inside), value in zip(some, found, strict=True):
+            loaded = [ptx.load_words(target, offset, inside, words, space="shared") for offset, inside in some]
+            for (offset, inside), value in zip(some, loaded, strict=True):
                 ptx.store_words(address, offset, inside, value)
         if self.ragged:
             self._copy_elements(constant(0), "shared")
@@ -252,7 +307,7 @@ class _Piece:
             self._copy_elements(last, "shared")
 
     def _inside(self, first, last) -> Iterator[tuple[int, Any]]:
-        """This thread's vectors: their offsets, and whether they are among those from `first` to before `last`."""
+        """Yields the offsets of this thread's vectors, and whether each is one from `first` to before `last`."""
         for k in range(0, self.vectors, _THREADS):
             number, inside = arith.addi(utils.thread_idx(), constant(k)), None
             if not self.exact or k + _THREADS > self.vectors:
@@ -262,12 +317,12 @@ class _Piece:
             yield k * _COPIED, inside
 
     def _of_thread(self, size):
-        """Where this thread's first vector is, or with the size of an element its first element."""
+        """Returns the addresses of this thread's first vector, or with the size of an element of its first element."""
         offset = arith.muli(utils.thread_idx(), size)
         return arith.addi(self.address, i64(offset)), arith.addi(self.target, offset)
 
     def _copy_elements(self, number, source):
-        """Copies what of a vector, by its number, is of the piece, from global memory, or from shared memory to there."""
+        """Copies the elements of the vector `number` that are of the piece, from global to shared memory or back."""
         start = arith.muli(number, constant(self.width))
         place = arith.addi(start, utils.thread_idx())
         inside = both(compare("ult", utils.thread_idx(), constant(self.width)), compare("ult", place, self.end))

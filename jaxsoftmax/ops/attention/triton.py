@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._core.row_problem import indexed
-from jaxsoftmax._triton import call
+from jaxsoftmax._triton import availability, custom_call
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention.operands import (
@@ -41,7 +41,7 @@ _LOG2E = math.log2(math.e)
 def unsupported(primitive, target, operands, *, precision, deterministic_gradients, wanted=(), **params) -> str | None:
     """Why it cannot run, in words, or None."""
     del params
-    if (reason := call.unsupported(target)) is not None:
+    if (reason := availability.missing()) is not None:
         return reason
     given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
     is_forward = primitive != "dot_product_attention_vjp"
@@ -96,10 +96,10 @@ def unprofitable(primitive, target, operands, fused, cast, **params) -> str | No
     query, key = operands["query"], operands.get("key") or operands["key_pages"]
     if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
         return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
-    return call.not_preferred(target)
+    return availability.unless_forced(target)
 
 
-remark = call.remark
+remark = availability.remark
 
 
 # How work is spread over programs.
@@ -431,7 +431,7 @@ def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropo
         dims=tuple([(name, dims(name, array.shape, batch, sizes)) for name, array in there.items()]),
     )
     absent: dict[str, Any] = {"d_bias": None} if kernel == "backward_queries" and "d_bias" not in results else {}
-    return call.call(
+    return custom_call.launch(
         getattr(kernels, f"attention_{kernel}"),
         [given["query"] if array is None else array for array in arrays.values()],  # what is absent is not read
         list(results.values()),

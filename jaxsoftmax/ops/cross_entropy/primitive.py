@@ -41,6 +41,7 @@ from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
@@ -63,9 +64,18 @@ def _of_rows_and_whole(operands, *, label_smoothing, **params):
     return [jax.ShapeDtypeStruct(x.shape, x.dtype), *_of_rows(operands, return_total=label_smoothing > 0, **params)]
 
 
-CROSS_ENTROPY = define(Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE), _of_rows))
+CROSS_ENTROPY = define(
+    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE), _of_rows, problem=CrossEntropyProblem)
+)
 CROSS_ENTROPY_JVP = define(
-    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy_jvp", (_X, _M, _D, _X.called("t"), _LABELS, _WHERE), _of_rows, linear=("t",))
+    Operation(
+        CROSS_ENTROPY_FAMILY,
+        "cross_entropy_jvp",
+        (_X, _M, _D, _X.called("t"), _LABELS, _WHERE),
+        _of_rows,
+        linear=("t",),
+        problem=CrossEntropyProblem,
+    )
 )
 CROSS_ENTROPY_VJP = define(
     Operation(
@@ -74,10 +84,17 @@ CROSS_ENTROPY_VJP = define(
         (_X, _M, _D, *map(_M.called, "abc"), _LABELS, _WHERE),
         _whole,
         linear=("a", "b", "c"),
+        problem=CrossEntropyProblem,
     )
 )
 CROSS_ENTROPY_GRADIENT = define(
-    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy_gradient", (_REPLACED, _LABELS, _M.called("t")), _of_rows_and_whole)
+    Operation(
+        CROSS_ENTROPY_FAMILY,
+        "cross_entropy_gradient",
+        (_REPLACED, _LABELS, _M.called("t")),
+        _of_rows_and_whole,
+        problem=CrossEntropyProblem,
+    )
 )
 
 

@@ -1,61 +1,119 @@
-"""Cross-entropy for NVIDIA GPUs since Ampere, in Triton: softmax's kernel with labels (see `_triton/rows.py`).
+"""Cross-entropy for NVIDIA GPUs since Ampere, in Triton: softmax's kernel (`_triton/rows.py`) with labels.
 
-It was run on an H200. For other generations it is compiled, and what it computes is tested in Triton's interpreter.
+Forward, the kernel computes the state of each row. XLA computes the losses from the states, together with what reads them.
+Backward, the kernel computes the gradient from the state that was saved. If the cotangents are known with the logits, it
+computes state and gradient together, and the gradient takes the place of the logits.
+
+On Hopper Mosaic's kernels are preferred. The kernel was run on an H200. For other generations it is compiled, and tests compute
+its values in Triton's interpreter.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._triton import call
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import Target
+from jaxsoftmax._triton import availability
+from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.cross_entropy import xla
-from jaxsoftmax.ops.softmax import triton as of_softmax
-from jaxsoftmax.ops.softmax.triton import of_rows, run
+from jaxsoftmax.ops.softmax import profit
+from jaxsoftmax.ops.softmax.triton import refused, slower
+
+_GRADIENT = "a * p + b * onehot + c"
 
 
-def unsupported(primitive, target, operands, *, axes, dtype, **params) -> str | None:
-    """Why it cannot run, in words, or None."""
+@dataclass(frozen=True)
+class TritonLossPlan:
+    """Runs a problem of cross-entropy by one kernel over rows.
+
+    Attributes:
+      problem: the problem.
+      rows: plan of the kernel.
+    """
+
+    problem: Problem
+    rows: TritonRowPlan
+
+    @property
+    def remark(self) -> str | None:
+        return self.rows.remark
+
+    def describe(self) -> str:
+        return self.rows.describe()
+
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+        compute = _COMPUTE[self.problem.operation.name]
+        return compute(self.rows, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
+
+
+def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
+    """Plans a problem of cross-entropy."""
+    name, params = problem.operation.name, problem.params
+    if name not in _COMPUTE:
+        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
+    if (reason := refused(problem, [x.dtype, dtype])) is not None:
+        return Refusal(reason)
+    row_problem = profit.rows_of(problem)
+    numbers = [jax.ShapeDtypeStruct(row_problem.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
+    replaces = False
+    if name == "cross_entropy":
+        formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=params["return_total"])
+        results = numbers[: 2 + formula.has_total]
+    elif name == "cross_entropy_vjp":
+        formula = RowFormula(name, _GRADIENT, "nothing", cap=params["soft_cap"])
+        results, replaces = [jax.ShapeDtypeStruct(x.shape, dtype)], params.get("replaces", False) and x.dtype == dtype
+    else:
+        smoothing, z_loss = params["label_smoothing"], params["z_loss"]
+        options = {"has_total": smoothing > 0, "smoothing": smoothing, "z_loss": z_loss}
+        formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
+        results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
+    loss = TritonLossPlan(problem, plan_rows(formula, row_problem, problem.operands, results, target, replaces))
+    reason = availability.unless_forced(target) or slower(problem)
+    return loss if reason is None else Refusal(reason, loss)
+
+
+def _losses(rows: TritonRowPlan, params: Mapping[str, Any], operands) -> list[jax.Array]:
+    """Computes `nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
+    x, labels = operands["x"], operands["labels"]
+    m, d, *total = rows.run(x=x, where=operands["where"])
+    chosen = xla.chosen_score(x, labels, params["axes"], params["soft_cap"], m.dtype)
+    return xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"], return_state=params["return_state"])
+
+
+def _gradient(rows: TritonRowPlan, params: Mapping[str, Any], operands) -> list[jax.Array]:
+    """Computes `(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if the plan replaces it."""
     del params
-    given = {"x": operands["x"], "where": operands.get("where")}
-    return of_softmax.unsupported(primitive, target, given, axes=axes, dtype=dtype)
+    zeros = jnp.zeros(operands["labels"].shape, jnp.float32)
+    operands = operands | {name: zeros for name in "abc" if operands[name] is None}
+    if not rows.replaces:
+        return rows.run(**operands)
+    # In a loop XLA must not fuse the kernel with slices that it reads or writes: it would forget that one operand is written in
+    # place.
+    names = ("x", "m", "d", "a", "b", "c", "labels")
+    barred = lax.optimization_barrier(tuple([operands[name] for name in names]))
+    (gradient,) = rows.run(**operands | dict(zip(names, barred, strict=True)))
+    return [lax.optimization_barrier(gradient)]
 
 
-def unprofitable(primitive, target, operands, fused, cast, *, axes, dtype, **params) -> str | None:
-    """Why the reference should be faster although the kernel could run, in words, or None."""
-    del params
-    return of_softmax.unprofitable(primitive, target, operands, fused, cast, axes=axes, dtype=dtype)
-
-
-remark = call.remark
-
-
-def cross_entropy(x, labels, where, *, axes, dtype, soft_cap, return_total, return_state, target):
-    """`nll`, `lse`, the sum of the scores if asked for, and the state `(m, d)` if asked for."""
-    results = [of_rows(x, axes, jnp.float32)] * (2 + return_total)
-    m, d, *total = run("cross_entropy", axes, target, results, x, where=where, cap=soft_cap)
-    chosen = xla.chosen_score(x, labels, axes, soft_cap, m.dtype)
-    return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
-
-
-def cross_entropy_vjp(x, m, d, a, b, c, labels, where, *, axes, dtype, soft_cap, target, replaces=False):
-    """`(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if it `replaces` that."""
-    zeros, replaces = jnp.zeros(labels.shape, jnp.float32), replaces and x.dtype == dtype
-    a, b, c = (zeros if number is None else number for number in (a, b, c))
-    if replaces:  # see `mosaic.py`
-        x, m, d, a, b, c, labels = lax.optimization_barrier((x, m, d, a, b, c, labels))
-    given = {"x": x, "m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels, "where": where, "replaces": replaces}
-    (found,) = run("cross_entropy_vjp", axes, target, [jax.ShapeDtypeStruct(x.shape, dtype)], cap=soft_cap, **given)
-    return lax.optimization_barrier(found) if replaces else found
-
-
-def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothing, z_loss, target):
-    """`t` times the derivative of the losses, `nll`, `lse` and with smoothing the sum of the scores."""
-    # The label's score is read before the gradient takes its place, see `mosaic.py`.
+def _losses_and_gradient(rows: TritonRowPlan, params: Mapping[str, Any], operands) -> list[jax.Array]:
+    """Computes `t` times the derivative of the losses, `nll`, `lse`, and with smoothing the sum of the scores."""
+    x, labels, axes, soft_cap = operands["x"], operands["labels"], params["axes"], params["soft_cap"]
+    # The label's score is read before the gradient takes its place. The barriers keep XLA from fusing, as in `_gradient`.
     chosen = xla.chosen_score(x, labels, axes, soft_cap, jnp.float32)
-    x, t, labels, chosen = lax.optimization_barrier((x, t, labels, chosen))
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype), *[of_rows(x, axes, jnp.float32)] * (2 + (label_smoothing > 0))]
-    options = {"cap": soft_cap, "smoothing": label_smoothing, "z_loss": z_loss, "replaces": True}
-    found = run("cross_entropy_gradient", axes, target, results, x, labels=labels, t=t, **options)
-    gradient, *found = lax.optimization_barrier(tuple(found))
-    m, d, *total = found
-    return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=dtype)]
+    x, t, labels, chosen = lax.optimization_barrier((x, operands["t"], labels, chosen))
+    gradient, m, d, *total = lax.optimization_barrier(tuple(rows.run(x=x, labels=labels, t=t)))
+    return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"])]
+
+
+_COMPUTE = {
+    "cross_entropy": _losses,
+    "cross_entropy_vjp": _gradient,
+    "cross_entropy_gradient": _losses_and_gradient,
+}

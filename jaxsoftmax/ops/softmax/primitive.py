@@ -26,6 +26,7 @@ from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import xla
 from jaxsoftmax.ops.softmax.implementations import SOFTMAX_FAMILY
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D = (Operand(name, may_be_one=False) for name in "md")
@@ -54,7 +55,7 @@ def _with_state(types, operands, *, return_state, dtype, **params):
 
 
 def _map(name, operands, types, **options) -> Operation:
-    return define(Operation(SOFTMAX_FAMILY, name, operands, types, **options))
+    return define(Operation(SOFTMAX_FAMILY, name, operands, types, problem=SoftmaxProblem, **options))
 
 
 SOFTMAX = _map("softmax", (_X, _WHERE, _SCALE), _whole)

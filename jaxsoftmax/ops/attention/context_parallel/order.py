@@ -78,24 +78,31 @@ def unzigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
 
 
 def reordered(x: Any, n: int, axis: int) -> Any:
-    """`zigzag` of an array as it is."""
+    """Reorders an array as `zigzag` does, without checks."""
     early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * n, -1, *x.shape[axis + 1 :]), 2, axis)
     return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
 
 
 def ordered(x: Any, n: int, axis: int) -> Any:
-    """`unzigzag` of an array as it is."""
+    """Restores the order of an array as `unzigzag` does, without checks."""
     early, late = jnp.split(x.reshape(*x.shape[:axis], n, 2, -1, *x.shape[axis + 1 :]), 2, axis + 1)
     return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
 
 
-def granules(devices: int, n: int | None) -> int:
-    """Into how many equal parts a sequence is cut so that no part is on two devices or in two blocks."""
+def n_granules(devices: int, n: int | None) -> int:
+    """Counts the fewest equal parts of a sequence such that no part is on two devices, or in two blocks of the zigzag order."""
     return devices if n is None else math.lcm(devices, 2 * n)
 
 
 def start_of(granule: Any, count: int, n: int | None, where: Any) -> Any:
-    """The number, in the sequence's own order, of one of `count` such parts: an integer or an array of them."""
+    """Computes which granule of the usual order stands at a granule of the zigzag order.
+
+    Args:
+      granule: number of the granule, an integer or an array of them.
+      count: number of granules of the sequence.
+      n: the `n` of `zigzag`, or None for the usual order.
+      where: `where` of the library that `granule` is an array of.
+    """
     if n is None:
         return granule
     of_block = count // (2 * n)
@@ -104,12 +111,12 @@ def start_of(granule: Any, count: int, n: int | None, where: Any) -> Any:
 
 
 def position_of(place: Any, length: int, n: int) -> Any:
-    """The position of what is at a place of a sequence of this length that is in zigzag order."""
+    """Computes the position, in the usual order, of the token at a place of a sequence of this length in zigzag order."""
     return start_of(place, length, n, jnp.where)
 
 
 def check(function: str, name: str, n: Any) -> int:
-    """`n` as an integer above 0; raises in the name of a public function and its argument otherwise."""
+    """Returns `n` as an integer above 0; raises in the name of a public function and its argument otherwise."""
     if (number := arguments.integer(function, name, n, "an int")) < 1:
         raise ValueError(f"{function}: {name} must be at least 1, got {number}")
     return number

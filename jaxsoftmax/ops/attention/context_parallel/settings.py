@@ -1,4 +1,4 @@
-"""How devices share the sequence that attention runs over."""
+"""`ContextParallel`: the settings by which a user says how devices share the sequence of attention."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -7,6 +7,8 @@ label if it is there. XLA merges the states. Scores are sums in float32, which a
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,46 +17,65 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.cross_entropy import linear, xla
 
 _CONSUMERS = 2
-_ROWS, _CLASSES = 64, 256  # of a tile of each consumer
-_DEPTH, _STAGES = 64, 4  # of what is in shared memory
+_ROWS, _CLASSES = 64, 256  # a tile of each consumer
+_DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
 _LAYOUT = plgpu.Layout.WGMMA
 _LOG2E = math.log2(math.e)
 
 
-def unsupported(target, operands, class_axis) -> str | None:
-    """Why it cannot run, in words, or None."""
-    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability[0] != 9:
-        return f"it needs compute capability 9.x, got {target.platform} {target.compute_capability}"
-    hidden, weight = operands["hidden"], operands["weight"]
+@dataclass(frozen=True)
+class LinearLossPlan:
+    """Runs linear_cross_entropy without writing the logits.
+
+    Attributes:
+      problem: the problem.
+      blocks: number of blocks, one for each multiprocessor.
+    """
+
+    problem: Problem
+    blocks: int
+    remark = None
+
+    def describe(self) -> str:
+        return f"tiles of {_CONSUMERS * _ROWS} rows by {_CLASSES} classes, {_STAGES} stages, {_CONSUMERS} consumer warpgroups"
+
+    def run(self, **operands: Any) -> list[jax.Array]:
+        """Computes `head.numbers` from `hidden` `[*batch, H]`, a weight with `H` and the classes, and labels `[*batch]`."""
+        compute = functools.partial(_numbers, self.problem.params["head"], self.blocks)
+        return linear.of_batch(compute, operands["hidden"], operands["weight"], operands["labels"])
+
+
+def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
+    """Plans a problem of linear_cross_entropy."""
+    if problem.devices:
+        return Refusal("it does not merge over devices")
+    hidden, weight, units = problem.operands["hidden"], problem.operands["weight"], _units(problem.params["head"].class_axis)
     if hidden.dtype.name not in ("bfloat16", "float16"):
-        return f"hidden must be bfloat16 or float16, got {hidden.dtype}"
+        return Refusal(f"hidden must be bfloat16 or float16, got {hidden.dtype}")
     if not math.prod(hidden.shape[:-1]):
-        return "there are no rows"
+        return Refusal("there are no rows")
     if math.prod(weight.shape[:-2]) != 1:
-        return f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights"
+        return Refusal(f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights")
     if not math.prod(weight.shape[-2:]):
-        return f"weight must have entries, got shape {weight.shape}"
-    return None
-
-
-def unprofitable(operands, class_axis) -> str | None:
-    """Why the reference should do better although the kernel could run, in words, or None."""
-    hidden, weight = operands["hidden"], operands["weight"]
-    units, size = _units(class_axis), math.prod(weight.shape) * weight.dtype.itemsize
+        return Refusal(f"weight must have entries, got shape {weight.shape}")
+    plan, size = LinearLossPlan(problem, target.multiprocessors), math.prod(weight.shape) * weight.dtype.itemsize
     is_copied = any(length % unit for length, unit in zip(weight.shape[-2:], units, strict=True))
     if is_copied and weight.dtype == hidden.dtype and size > linear.MOST:  # another dtype is cast there, too
-        return f"a copy of the weight would take {size} bytes, and parts of the logits {linear.MOST}"
-    return None
+        return Refusal(f"a copy of the weight would take {size} bytes, and parts of the logits {linear.MOST}", plan)
+    return plan
 
 
-def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
-    """`head.numbers`, of `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`; see `linear`."""
+def _numbers(head, blocks, hidden, weight, labels) -> list[jax.Array]:
+    """Computes `head.numbers` from `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
     hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)
@@ -66,7 +87,7 @@ def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
     found = kernel_of(
         functools.partial(_kernel, class_axis=head.class_axis, classes=classes),
         out_type=[jax.ShapeDtypeStruct((tiles, len(labels)), jnp.float32)] * 3,
-        grid=(target.multiprocessors,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -89,12 +110,12 @@ def numbers(head, target, hidden, weight, labels) -> list[jax.Array]:
 
 
 def _units(class_axis) -> tuple[int, int]:
-    """What sizes of the weight must be multiples of."""
+    """Returns the units that sizes of the weight must be multiples of."""
     return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
 
 
 def _padded(array, *units):
-    """With zeros to whole units along each axis, as copies to shared memory have them."""
+    """Pads an array with zeros to whole units along each axis, as copies to shared memory need it."""
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
 

@@ -19,11 +19,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
 from jaxsoftmax.ops.softmax import mosaic_sm90 as of_softmax
 from jaxsoftmax.ops.softmax.mosaic_sm90 import select
+from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP, LOGSUMEXP_VJP
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import xla
 from jaxsoftmax.ops.top_k.mosaic_sm90 import sampling, short_gradient, short_rows, staged
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import HEAD, Candidates, Places
@@ -59,7 +62,7 @@ def unsupported(primitive, target, operands, **params) -> str | None:
         return f"k must be from 1 to {MOST}, got {params['k']}"
     if where is not None and needs_state:  # which another kernel gives
         given = {"x": x, "where": where, "scale": operands.get("scale")}
-        return of_softmax.unsupported("logsumexp", target, given, axes=(x.ndim - 1,), dtype=jnp.float32)
+        return _reason(_softmax_plan(LOGSUMEXP, target, given, axes=(x.ndim - 1,), dtype=jnp.float32), False)
     return None
 
 
@@ -75,7 +78,7 @@ def _unsupported_vjp(target, operands, *, size, dtype, **params) -> str | None:
     if _has_short_gradient(operands, size, dtype) or _is_of_selected(operands, params["normalize"]):
         return None
     given = {name: operands[name] for name in ("x", "where", "scale")}
-    return of_softmax.unsupported("logsumexp_vjp", target, given, axes=(operands["x"].ndim - 1,), dtype=dtype)
+    return _reason(_softmax_plan(LOGSUMEXP_VJP, target, given, axes=(operands["x"].ndim - 1,), dtype=dtype), False)
 
 
 def _has_short_gradient(operands, size, dtype) -> bool:
@@ -124,7 +127,7 @@ def _unprofitable_vjp(target, operands, fused, cast, *, size, dtype, normalize, 
         rows = f"rows of up to {staged.MOST_COLS} columns that are whole vectors"
         return f"its kernel is for {rows}, k up to {staged.MOST}, no where and no scale, got {size} columns and k {k}"
     given = {name: operands[name] for name in ("x", "where", "scale")}
-    return of_softmax.unprofitable("logsumexp_vjp", target, given, fused, cast, axes=(x.ndim - 1,), dtype=dtype)
+    return _reason(_softmax_plan(LOGSUMEXP_VJP, target, given, fused, axes=(x.ndim - 1,), dtype=dtype), True)
 
 
 # How rows are spread over blocks.
@@ -141,7 +144,7 @@ def plan_for(target, rows: int, cols: int, itemsize: int, is_lifted: bool) -> Pl
         vector, threads, unroll = 4, 128, 16 // itemsize
     elif cols <= 8192:
         threads, unroll = 128, 4
-    layout = RowLayout(cols, Config(vector, threads, unroll=unroll), stored=not is_lifted)
+    layout = RowPlan(cols, vector, threads, storage=Storage.NOWHERE, unroll=unroll, is_stored=not is_lifted)
     return plan_of(target, layout, rows, is_lifted, 0 if is_lifted else copied_of(layout, itemsize))
 
 
@@ -159,7 +162,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     kind = jnp.dtype(jnp.float32) if is_float else x.dtype
     is_plain = scale is None and where is None
     of = x.dtype if is_plain else kind  # what is turned round, or masked, is so in `kind`
-    sweep = layout.threads * layout.vector * layout.config.unroll
+    sweep = layout.threads * layout.vector * layout.unroll
     limit = max(256, 2 * k)
     fill = -jnp.inf if is_float else jnp.iinfo(dtype).min
     given, source = {}, None
@@ -238,7 +241,7 @@ def top_k(x, where, scale, *, k, return_state, dtype, target):
     values, indices, *state = [a.reshape(*batch, -1) for a in call(x.reshape(rows, cols), *given.values())]
     if return_state and not is_lifted:
         options = {"axes": (x.ndim - 1,), "dtype": jnp.float32, "return_state": True, "target": target}
-        state = of_softmax.logsumexp(x, where, scale, **options)[1:]
+        state = _run_softmax(LOGSUMEXP, {"x": x, "where": where, "scale": scale}, **options)[1:]
     return [values.astype(dtype), indices, *state]
 
 
@@ -278,7 +281,8 @@ def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, no
         return [short_gradient.gradient(*rows, cols=size, dtype=dtype).reshape(*indices.shape[:-1], size)]
     found, common = xla.parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
     params = {"axes": (x.ndim - 1,), "dtype": dtype, "scale_tangent": scale_tangent, "target": target}
-    total = of_softmax.logsumexp_vjp(x, m, d, common, where, scale, **params)
+    given = {"x": x, "m": m, "d": d, "t": common, "where": where, "scale": scale}
+    (total,) = _run_softmax(LOGSUMEXP_VJP, given, **params)
     if found is None:
         return [total]
     found = found + xla.common_of_found(indices, common, x, m, d, where, scale)
@@ -298,14 +302,31 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
     return [a.reshape(row.shape) for a in found]
 
 
+def _softmax_plan(operation, target, operands, fused=frozenset(), **params):
+    """Plans a problem of the softmax family."""
+    types = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in operands.items() if a is not None}
+    return of_softmax.plan(SoftmaxProblem(operation, types, params, fused=fused), target)
+
+
+def _run_softmax(operation, operands, *, target, **params):
+    plan = _softmax_plan(operation, target, operands, **params)
+    plan = plan.plan if isinstance(plan, Refusal) else plan
+    return plan.run(**operands)
+
+
+def _reason(plan, is_slower):
+    """Returns the reason of a refusal, if it is one of speed as `is_slower` says."""
+    return plan.reason if isinstance(plan, Refusal) and (plan.plan is not None) == is_slower else None
+
+
 def _columns(memory, row, *steps):
     """The column of a thread's first element in each of the steps, and how many of its elements are of the next step.
 
     They are MLIR values. A column is negative before the row.
     """
-    layout, firsts = memory.layout, []
+    layout, firsts = memory.plan, []
     for step in steps:
         (((first, _), *_),) = memory.places((row, 0), step)
         firsts.append(first)
     width = layout.threads * layout.vector
-    return firsts, ptx.before_row(firsts[0], steps[0], width) if layout.joined else ptx.constant(0)
+    return firsts, ptx.before_row(firsts[0], steps[0], width) if layout.is_joined else ptx.constant(0)

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import SPLAT, WARP, Vector, compare, constant, i64, integer, utils
-from jaxsoftmax._gpu.rows.layout import RowLayout
+from jaxsoftmax._gpu.rows.plan import RowPlan
 
 # A scalar int32 of a kernel.
 FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
@@ -70,7 +70,7 @@ class Candidates:
     head: Any
     k: int
     limit: int
-    layout: RowLayout
+    layout: RowPlan
     dtype: Any
     of: Any
 

@@ -25,11 +25,14 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.fused import fused, product
 from jaxsoftmax._gpu.ptx import utils
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
-from jaxsoftmax.ops.softmax.mosaic_sm90 import logsumexp
+from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
+from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax_mosaic
+from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import noise
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import FLAG, start_of
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import Plan, Row, States, blocks_for, copied_of, launched, meet, plan_of, start
@@ -57,7 +60,12 @@ def sample(target, x, of_rows, return_state):
     state = []
     if "min_p" in of_rows:  # with the maximum it is known what is kept
         inverse = jnp.broadcast_to(of_rows["inverse"], x.shape[:1])[:, None] if "inverse" in of_rows else None
-        _, *state = logsumexp(x, None, inverse, axes=(1,), dtype=jnp.float32, return_state=True, target=target)
+        given = {"x": x} if inverse is None else {"x": x, "scale": inverse}
+        types = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in given.items()}
+        params = {"axes": (1,), "dtype": jnp.float32, "return_state": True}
+        plan = softmax_mosaic.plan(SoftmaxProblem(LOGSUMEXP, types, params), target)
+        plan = plan.plan if isinstance(plan, Refusal) else plan
+        _, *state = plan.run(**given)
         state = [part[:, 0] for part in state]
         of_rows = of_rows | {"m": state[0]}
     parts = 2 if return_state and not state else 0
@@ -65,12 +73,12 @@ def sample(target, x, of_rows, return_state):
     return found + state if return_state else found
 
 
-def _drawing_layout(cols: int, vector: int) -> RowLayout:
+def _drawing_layout(cols: int, vector: int) -> RowPlan:
     """A sweep has steps of `noise.STRIDE` elements, of which a thread has those that share random words.
 
     Where rows start inside of a line, threads join vectors of two steps.
     """
-    return RowLayout(cols, Config(vector, noise.STRIDE // vector, unroll=noise.HALVES), stored=False)
+    return RowPlan(cols, vector, noise.STRIDE // vector, storage=Storage.NOWHERE, unroll=noise.HALVES, is_stored=False)
 
 
 def _drawing_plan(target, x, parts: int) -> Plan:
@@ -80,7 +88,7 @@ def _drawing_plan(target, x, parts: int) -> Plan:
     """
     rows, cols = x.shape
     layout = _drawing_layout(cols, 2)
-    if parts > 1 or (parts and layout.joined):
+    if parts > 1 or (parts and layout.is_joined):
         layout = _drawing_layout(cols, 4)
     return plan_of(target, layout, rows, parts > 1)
 
@@ -88,7 +96,7 @@ def _drawing_plan(target, x, parts: int) -> Plan:
 def _reading_plan(target, x) -> Plan:
     """A thread has few places, as it has two sums for each."""
     rows, cols = x.shape
-    layout = RowLayout(cols, Config(4, 128, unroll=16 // x.dtype.itemsize), stored=False)
+    layout = RowPlan(cols, 4, 128, storage=Storage.NOWHERE, unroll=16 // x.dtype.itemsize, is_stored=False)
     return plan_of(target, layout, rows, True, copied_of(layout, x.dtype.itemsize))
 
 

@@ -19,9 +19,9 @@ from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.rows.layout import RowLayout
-from jaxsoftmax._gpu.rows.memory import Elements, Memory, Ring
-from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax._gpu.rows.memory import Elements, Ring, RowMemory
+from jaxsoftmax._gpu.rows.plan import RowPlan
+from jaxsoftmax._gpu.rows.tile import RowTile
 from jaxsoftmax.online import State
 
 MOST_BLOCKS = 8  # that share a row
@@ -40,7 +40,7 @@ class Plan:
       copied: sweeps that are on their way to shared memory at a time; 0 where they are loaded to registers.
     """
 
-    layout: RowLayout
+    layout: RowPlan
     blocks: int
     rows: int
     slices: int
@@ -49,20 +49,20 @@ class Plan:
     @property
     def ring(self) -> int:
         """Steps in shared memory, if any are copied: threads that join vectors need one of the next sweep, too."""
-        return self.copied * self.layout.config.unroll + self.layout.joined
+        return self.copied * self.layout.unroll + self.layout.is_joined
 
 
-def sweeps_of(layout: RowLayout) -> int:
+def sweeps_of(layout: RowPlan) -> int:
     """How many sweeps the loop over a row has."""
-    return len(layout.looped_steps) // layout.config.unroll
+    return len(layout.looped_steps) // layout.unroll
 
 
-def copied_of(layout: RowLayout, itemsize: int) -> int:
+def copied_of(layout: RowPlan, itemsize: int) -> int:
     """How many sweeps to copy at a time: of elements of 16 bits registers hold too few bytes that are on their way."""
     return min(2, sweeps_of(layout)) if itemsize == 2 else 0
 
 
-def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool, copied: int = 0) -> Plan:
+def plan_of(target, layout: RowPlan, rows: int, is_lifted: bool, copied: int = 0) -> Plan:
     """That of rows in such a layout; `is_lifted` says whether each slice has a state."""
     slices, sweeps = MOST_BLOCKS, sweeps_of(layout)
     while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
@@ -70,7 +70,7 @@ def plan_of(target, layout: RowLayout, rows: int, is_lifted: bool, copied: int =
     return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, copied)
 
 
-def blocks_for(target, layout: RowLayout, rows: int, most: int) -> int:
+def blocks_for(target, layout: RowPlan, rows: int, most: int) -> int:
     """Of a cluster for each row: more where rows are too few for all multiprocessors, as far as each has a sweep."""
     blocks, sweeps = 1, sweeps_of(layout)
     while blocks < most and 2 * blocks * rows <= 4 * target.multiprocessors and 2 * blocks <= sweeps:
@@ -130,8 +130,8 @@ class Row:
         row = lax.axis_index("block") if row is None else row
         slots, order, _ = scratch
         rank = lax.axis_index("rank") if plan.blocks > 1 else jnp.int32(0)
-        memory = Memory(plan.layout, row, plan.rows, False, rank)
-        self.tile, self.slots = Tile(memory, None, None, order), slots
+        memory = RowMemory(plan.layout, row, plan.rows, False, rank)
+        self.tile, self.slots = RowTile(memory, None, None, order), slots
 
     def weights(self, scores, m, size):
         """Of an array of scores in the row, whose maximum is `m`; `size` is their scale, or None."""
@@ -155,7 +155,7 @@ class Row:
             shared memory. Else other warps have to have enough to do meanwhile, and threads need fewer registers.
         """
         layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
-        unroll, looped = layout.config.unroll, layout.looped_steps
+        unroll, looped = layout.unroll, layout.looped_steps
         count, copied = sweeps_of(layout), self.plan.copied
         ring: Any = Ring(self.tile.memory, ref, self.slots, self.plan.ring) if copied else None
         rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
@@ -186,7 +186,7 @@ class Row:
             swept = stop - first
 
             def copy(i, more: int = 0):
-                ring.copy(first_of(i) + (layout.joined - more), unroll + more, stop - i)
+                ring.copy(first_of(i) + (layout.is_joined - more), unroll + more, stop - i)
 
             def sweep(i, carry):
                 (following, carry), steps = carry, steps_of(i)
@@ -207,7 +207,7 @@ class Row:
                 return following, carry
 
             for k in range(copied):
-                copy(first + k, more=layout.joined if k == 0 else 0)
+                copy(first + k, more=layout.is_joined if k == 0 else 0)
             initial = loaded(steps_of(jnp.minimum(first, count - 1))) if ahead and ring is None else []
             _, carry = lax.fori_loop(first, stop, sweep, (initial, carry))
             if states is not None and not states.has_sums:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu.rows import in_warp
-from jaxsoftmax._gpu.rows.layout import Config
-from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
+from jaxsoftmax._gpu.rows.in_warp import StagedPlan
+from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 
 THREADS = np.arange(128)
 COMPARED = {"ult": operator.lt, "uge": operator.ge}
@@ -75,44 +76,44 @@ class Machine:
         return SimpleNamespace(copy=copy)
 
 
-# Rows, columns, bytes of an element, and the configuration.
+# Rows, and the plan.
 PIECES = [
-    (130, 69, 2, Config(4, 8, 2)),
-    (37, 69, 2, Config(2, 32)),  # pieces start inside a vector
-    (9, 5, 2, Config(1, 32)),  # and end in the one where they start
-    (300, 7, 2, Config(8, 1)),
-    (11, 1, 2, Config(1, 32)),  # many blocks in the last vector of the array
-    (200, 12, 2, Config(4, 4, 3)),
-    (64, 136, 2, Config(2, 4)),
-    (64, 138, 2, Config(8, 4, 2)),
-    (29, 1001, 2, Config(8, 32, 3)),
-    (9, 101, 4, Config(1, 32)),
-    (5, 3, 4, Config(1, 16)),
-    (33, 322, 4, Config(8, 8, 2)),
+    (130, StagedPlan(69, 4, 8, 2, itemsize=2)),
+    (37, StagedPlan(69, 2, 32, itemsize=2)),  # pieces start inside a vector
+    (9, StagedPlan(5, 1, 32, itemsize=2)),  # and end in the one where they start
+    (300, StagedPlan(7, 8, 1, itemsize=2)),
+    (11, StagedPlan(1, 1, 32, itemsize=2)),  # many blocks in the last vector of the array
+    (200, StagedPlan(12, 4, 4, 3, itemsize=2)),
+    (64, StagedPlan(136, 2, 4, itemsize=2)),
+    (64, StagedPlan(138, 8, 4, 2, itemsize=2)),
+    (29, StagedPlan(1001, 8, 32, 3, itemsize=2)),
+    (9, StagedPlan(101, 1, 32)),
+    (5, StagedPlan(3, 1, 16)),
+    (33, StagedPlan(322, 8, 8, 2)),
 ]
 
 
-@pytest.mark.parametrize("piece", PIECES, ids=str)
-def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stored(piece, monkeypatch):
-    count, cols, itemsize, config = piece
-    layout = in_warp.FlatLayout(cols, config, itemsize)
-    machine = Machine(itemsize, monkeypatch)
+@pytest.mark.parametrize(("count", "plan"), PIECES, ids=str)
+def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stored(count, plan, monkeypatch):
+    cols = plan.cols
+    machine = Machine(plan.itemsize, monkeypatch)
     array, results = np.arange(count * cols), np.full(count * cols, -1)
-    for first in range(0, count, layout.rows):
-        memory = in_warp.FlatMemory(layout, np.int64(first), count, False)
-        block = array[first * cols : (first + layout.rows) * cols]
-        slot = np.full(layout.slot_elements, -1)
+    for first in range(0, count, plan.rows):
+        memory = in_warp.StagedMemory(plan, np.int64(first), count, False)
+        block = array[first * cols : (first + plan.rows) * cols]
+        slot = np.full(plan.slot_elements, -1)
         machine.spaces = {"global": array, "shared": slot}
         in_warp._Piece(memory, machine.ref, slot, memory.row).copy_in()
         computed, touched = np.full_like(slot, -2), []
-        for step, k in itertools.product(range(layout.steps), range(layout.words)):
-            word = (step * layout.words + k) * layout.lanes
+        for step, k in itertools.product(range(plan.steps), range(plan.words)):
+            word = (step * plan.words + k) * plan.lanes
             places = memory._places(machine.ref, memory.row, step)
-            again = memory._places(machine.ref, memory.row, np.int64(step))  # as in a loop
-            for place, other, (row, there) in zip(places, again, memory._own_rows(memory.row), strict=True):
-                threads, found = machine.word(place, k, layout.word)
-                np.testing.assert_array_equal(found, machine.word(other, k, layout.word)[1])
-                column = (threads % layout.lanes + word)[:, None] * layout.word + np.arange(layout.word)
+            own_columns = memory.places(memory.place, np.int64(step))
+            for place, columns, (row, there) in zip(places, own_columns, memory._own_rows(memory.row), strict=True):
+                threads, found = machine.word(place, k, plan.word)
+                column = (threads % plan.lanes + word)[:, None] * plan.word + np.arange(plan.word)
+                told = [columns[k * plan.word + q] for q in range(plan.word)]
+                np.testing.assert_array_equal(np.stack([start + more for start, more in told], 1)[threads], column)
                 own = np.broadcast_to(there is None or there, THREADS.shape)[threads]
                 np.testing.assert_array_equal(slot[found][own], (row[threads, None] * cols + column)[own])
                 computed[found] = 2 * slot[found]
@@ -120,13 +121,14 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
         np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
         machine.spaces = {"global": results, "shared": computed}
         in_warp._Piece(memory, machine.ref, slot, memory.row).copy_out()
-        expected = np.where(array < (first + layout.rows) * cols, 2 * array, -1)
+        expected = np.where(array < (first + plan.rows) * cols, 2 * array, -1)
         np.testing.assert_array_equal(results, expected)
 
 
 def test_lanes_that_touch_shared_memory_wait_for_few_others():
     for itemsize, cols in [(2, 69), (2, 151), (2, 371), (2, 172), (2, 1001), (4, 151), (4, 270)]:
-        config = mosaic.config_for(HOPPER, "softmax_forward", cols, itemsize, False)
-        layout = in_warp.FlatLayout(cols, config, itemsize)
-        assert layout.wavefronts(layout.apart) == 1
-    assert in_warp.FlatLayout(172, Config(2, 8, parked=True), 2).wavefronts(1) == 2
+        written = (itemsize,) if itemsize == 2 else ()  # rows of float32 are staged if they are read once
+        plan = plan_rows(RowProblem((8, cols), (1,), read=(itemsize,), written=written), HOPPER)
+        assert isinstance(plan, StagedPlan)
+        assert plan.wavefronts(plan.apart) == 1
+    assert StagedPlan(172, 2, 8, itemsize=2).wavefronts(1) == 2

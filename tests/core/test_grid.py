@@ -1,4 +1,4 @@
-"""Blocks that share long rows, in any interleaving: the loop of `grid.Rows` itself, on memory of Python's.
+"""Blocks that share long rows, in any interleaving: the loop of `grid.Slices` itself, on memory of Python's.
 
 Each block is a thread, of which one runs at a time. All that blocks do to memory that others see, or that takes a while, hands
 over to another one at random: tickets, states, copies to shared memory. Only so many run at a time, as on a GPU that has other
@@ -16,8 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxsoftmax._gpu.rows import grid
-from jaxsoftmax._gpu.rows.columns import ColumnLayout
-from jaxsoftmax._gpu.rows.layout import Config, RowLayout
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
 
 brute_force = settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.generate])
 
@@ -80,7 +79,7 @@ class Run:
         block.turn.acquire()
         self.local.block = block
         try:
-            self.rows().work(self.copy_in, self.fill_around, self.body, self.store)
+            self.slices_of_rows().work(self.copy_in, self.fill_around, self.body, self.store)
         except BaseException as failure:
             self.failure = failure
         block.ended = True
@@ -98,16 +97,14 @@ class Run:
             self.main.release()
             block.turn.acquire()
 
-    # What `split` is used with.
+    # What `grid` is used with.
 
-    def rows(self):
-        vector = 4
+    def slices_of_rows(self):
+        options = {"blocks": self.slices, "storage": Storage.SHARED, "unroll": 2, "persistent_blocks": len(self.blocks)}
         if self.along:
-            config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, lanes=8, grid=len(self.blocks))
-            return grid.Tiles(ColumnLayout(64 * self.slices, 32, config), self.count, None, None, None, None)
-        config = Config(vector, 128, blocks=self.slices, parked=True, unroll=2, grid=len(self.blocks))
-        devices = Devices(self, self.local.block.device)
-        return grid.Rows(RowLayout(1024 * self.slices, config), self.count, None, None, None, None, devices)
+            return grid.ColumnSlices(ColumnPlan(64 * self.slices, 32, 4, 128, 8, **options), self.count, None, None, None)
+        plan, devices = RowPlan(1024 * self.slices, 4, 128, **options), Devices(self, self.local.block.device)
+        return grid.Slices(plan, self.count, None, None, None, devices)
 
     def ticket(self, memory):
         """The number of a slice, of those of all devices."""
@@ -129,16 +126,16 @@ class Run:
     def body(self, tile):
         """The state of a slice tells its ticket."""
         block, ticket = self.local.block, self.ticket(tile.memory)
-        if isinstance(tile, (grid.First, grid.FirstOfColumns)):
+        if isinstance(tile, (grid.UnpublishedSlice, grid.UnpublishedColumns)):
             assert block.stages[int(tile.memory.stage)] == ticket
             assert (self.local.block.device, ticket) not in self.states
-            tile.found.extend([merge, [ticket]] if self.along else [np.float32(1 + ticket), np.float32(1)])
+            tile.published.extend([merge, [ticket]] if self.along else [np.float32(1 + ticket), np.float32(1)])
             self.others()
             return None
         slices = self.slices * self.devices
         row = range(int(tile.memory.row) * slices, (int(tile.memory.row) + 1) * slices)
         if self.along:
-            groups = tile.memory.layout.groups
+            groups = tile.memory.plan.groups
             found = [ticket for k in range(groups) for ticket in self.groups[int(tile.first) + k]]
         else:
             found = [int(value) - 1 for value in tile.states.m]
@@ -171,7 +168,7 @@ def merge(*_):
 
 
 def fakes(run):
-    """The modules that `split` calls, in terms of a run."""
+    """The modules that `grid` calls, in terms of a run."""
 
     def entry(counters, index):
         run.others()
@@ -256,7 +253,7 @@ def while_loop(goes_on, step, carry):
     return carry
 
 
-class FirstOfColumns(grid.FirstOfColumns):
+class UnpublishedColumns(grid.UnpublishedColumns):
     """With states that are the tickets of slices."""
 
     run = None
@@ -270,7 +267,7 @@ class FirstOfColumns(grid.FirstOfColumns):
             assert number not in self.run.groups
             self.run.groups[number] = values
 
-    def of_states(self, function, states, first, count, most):
+    def merge_states(self, function, states, first, count, most):
         assert function is merge
         assert int(count) <= most
         self.run.others()
@@ -283,8 +280,8 @@ def run(monkeypatch):
         found = Run(*args)
         for name, fake in fakes(found).items():
             monkeypatch.setattr(grid, name, fake)
-        monkeypatch.setattr(FirstOfColumns, "run", found)
-        monkeypatch.setattr(grid, "FirstOfColumns", FirstOfColumns)
+        monkeypatch.setattr(UnpublishedColumns, "run", found)
+        monkeypatch.setattr(grid, "UnpublishedColumns", UnpublishedColumns)
         found.go()
         return found
 
@@ -323,7 +320,7 @@ def test_devices_that_share_rows_tell_each_other_the_states_of_all_slices(run, d
 
 
 def test_a_slice_that_nobody_publishes_is_noticed(run, monkeypatch):
-    monkeypatch.setattr(grid, "_found", lambda tile: [np.float32(0)] * 2)
+    monkeypatch.setattr(grid.UnpublishedSlice, "pair", [np.float32(0)] * 2)
     with pytest.raises(HangError):
         run(0, 2, 3, 2, 2, False)
 

@@ -1,0 +1,53 @@
+"""Rows along the last axis in warps, a block, or a cluster of blocks.
+
+1. Every thread loads its vectors of the block's rows, its one row or its slice of one: into registers, or by asynchronous
+   copies into shared memory. Rows that are read once only are loaded when a step needs them.
+2. The body reduces them: over the elements of a thread, the lanes of a warp (shuffles), the warps of a block (shared memory),
+   the blocks of a cluster (stores to each other's shared memory).
+3. Every thread computes the results of its vectors from what it kept, and stores them.
+
+Each element is read once and written once.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.rows.kernel import RowKernel, Scratch, scratch_of
+from jaxsoftmax._gpu.rows.memory import RowMemory
+from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
+from jaxsoftmax._gpu.rows.tile import RowTile
+
+
+def launch(kernel: RowKernel, plan: RowPlan) -> list[jax.Array]:
+    """Runs a kernel on rows that a warp, a block or a cluster shares."""
+    n_rows = kernel.problem.outer
+    exact = plan.is_exact and n_rows % plan.rows == 0
+    entries = plan.steps * plan.blocks * plan.warpgroups  # of a row: what a warpgroup holds in one step
+    view = (n_rows * entries, *plan.shape) if exact and plan.takes_block else (n_rows, plan.cols)
+
+    def run(*refs):
+        operands, results, scratch = kernel.split(refs)
+        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        rank = lax.axis_index("rank") if plan.cluster > 1 else jnp.int32(0)
+        memory = RowMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows, exact, rank)
+        tile = RowTile(memory, scratch.exchange, scratch.pushed, scratch.order)
+        if plan.cluster > 1:
+            ptx.prepare_pushes(scratch.pushed)
+        if slots:
+            copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
+            memory.copy_in(*copies)
+            ptx.await_copies()
+            memory.fill_around(*copies)
+        kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
+        if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
+            ptx.cluster_wait()
+
+    scratch = Scratch()
+    if plan.takes_block:
+        in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]
+        scratch = scratch_of(plan, in_slots, plan.order_shape)
+    is_sequential = plan.is_shifted and kernel.may_start_inside_a_vector
+    return kernel.call(run, plan, view, scratch, blocks=pl.cdiv(n_rows, plan.rows), is_sequential=is_sequential)

@@ -1,0 +1,41 @@
+"""Problems of cross-entropy: rows of logits, and their gradient."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.row_problem import RowProblem, is_along
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropyProblem(Problem):
+    """A problem of cross_entropy, or of a primitive that its gradient needs."""
+
+    @property
+    def has_total(self) -> bool:
+        """True if the sum of the scores of each row is a result, as smoothing needs it."""
+        return self.params.get("return_total", False) or self.params.get("label_smoothing", 0) > 0
+
+    @functools.cached_property
+    def written(self) -> list[Any]:
+        """Dtypes of the results that are as large as the logits."""
+        dtypes = {"cross_entropy_vjp": self.params["dtype"], "cross_entropy_gradient": self.operands["x"].dtype}
+        return [jnp.dtype(dtypes[self.operation.name])] if self.operation.name in dtypes else []
+
+    @functools.cached_property
+    def rows(self) -> RowProblem:
+        """The rows, and what a kernel reads and writes of them."""
+        x, axes, needs_nothing = self.operands["x"], self.params["axes"], self.operation.name == "cross_entropy_vjp"
+        return RowProblem(
+            x.shape,
+            tuple(axes),
+            read=(x.dtype.itemsize,),
+            written=tuple(dtype.itemsize for dtype in self.written),
+            has_mask=is_along(self.operands.get("where"), axes),
+            needs_end=self.params["soft_cap"] is not None or self.has_total,
+            reduces="nothing" if needs_nothing else "state",
+            n_exchanges=0 if needs_nothing else 1 + self.has_total,
+        )
