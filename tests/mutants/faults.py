@@ -682,7 +682,7 @@ FAULTS = (
     Fault(
         "flax: equal weights of a row without a key are dropped",
         "jaxsoftmax/flax.py",
-        "weights = dropped if equal is None else jnp.where(equal, weights, dropped)",
+        "weights = dropped if sees_no_key is None else jnp.where(sees_no_key, weights, dropped)",
         "weights = dropped",
         "tests/flax/test_attention_fn.py -k 'equal_weights or einsums'",
     ),
@@ -907,8 +907,8 @@ FAULTS = (
     Fault(
         "attention: means are those of queries behind the last",
         f"{_ATTENTION}/api.py",
-        "empty &= positions < query_lengths[..., None, None, None]",
-        "empty &= positions <= query_lengths[..., None, None, None]",
+        "is_empty &= positions < query_lengths[..., None, None, None]",
+        "is_empty &= positions <= query_lengths[..., None, None, None]",
         "tests/attention/test_values.py -k 'means'",
     ),
     Fault(
@@ -1056,8 +1056,8 @@ FAULTS = (
     Fault(
         "attention: a batch of cotangents is not summed up",
         f"{_ATTENTION}/primitive.py",
-        "summed_to(found[name], kind.shape) for",
-        "found[name] for",
+        "summed_to(results[name], kind.shape) for",
+        "results[name] for",
         "tests/attention/test_values.py -k 'vmap_of_a_linear_map'",
     ),
     Fault(
@@ -1091,15 +1091,15 @@ FAULTS = (
     Fault(
         "attention: the tile before the last counts twice",
         f"{_ATTENTION}/xla.py",
-        "None if whole else places >= self.index[axis] * size",
+        "None if is_divided else places >= self.index[axis] * size",
         "None",
         "tests/attention/test_values.py -k 'values_and_lse'",
     ),
     Fault(
         "attention: dropout does not divide by what it keeps",
         f"{_ATTENTION}/xla.py",
-        "return kept.astype(self.problem.dtype) / (1 - self.problem.dropout_rate)",
-        "return kept.astype(self.problem.dtype)",
+        "return kept.astype(self.attention.dtype) / (1 - self.attention.dropout_rate)",
+        "return kept.astype(self.attention.dtype)",
         "tests/attention/test_values.py -k 'every_feature and dropout'",
     ),
     Fault(
