@@ -208,7 +208,7 @@ def _add_cotangents(is_of_weights, sums, tile):
 class _TiledAttention:
     """Operands of attention whose query heads are grouped by their key head, and how the scores are cut into tiles.
 
-    Operands have five axes behind the batch, each of which may have size 1: key heads K, query heads of each key head G, then
+    Operands have five axes behind the batch, and any of them may have size 1: key heads K, query heads of each key head G, then
     rows and columns: queries, keys or the head size. So the query is `[*batch, K, G, T, H]`, the key `[*batch, K, 1, S, H]`,
     the bias `[*batch, K, G, T, S]`, and a number of each query `[*batch, K, G, T, 1]`.
 
