@@ -360,4 +360,4 @@ def _checked_table(function: str, value: ArrayLike, batch: tuple[int, ...], **sh
         )
     if table.shape[:-1] != batch:
         raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
-    return checks.of_32_bits(table)
+    return checks.to_int32(table)

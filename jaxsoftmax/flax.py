@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.ops.attention.api import dot_product_attention, of_every_head
+from jaxsoftmax.ops.attention.api import dot_product_attention, repeat_heads
 from jaxsoftmax.ops.attention.checks import DTYPES, dropout_seeds, scores_like
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.softmax.api import softmax
@@ -158,7 +158,9 @@ def attention_fn(
     promoted = promote_dtype or (lambda arrays, dtype: dtypes.promote_dtype(*arrays, dtype=dtype))
     query, key, value = promoted((query, key, value), dtype=dtype)
     if mask is not None and (mask := arguments.array(_NAME, "mask", mask)).dtype != np.bool_:
-        mask = mask != 0  # Flax makes masks of float32
+        # Flax makes masks of float32. They stay masks: whether one is causal, or where a cache ends, is not known while
+        # tracing. The kernels find the blocks that a mask hides when they run.
+        mask = mask != 0
     result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
     attend = functools.partial(
         dot_product_attention,
@@ -193,7 +195,7 @@ def attention_fn(
     if dropout_rate and not deterministic:
         dropped = _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
         weights = dropped if sees_no_key is None else jnp.where(sees_no_key, weights, dropped)
-    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, of_every_head(value, query.shape[-2]))
+    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, repeat_heads(value, query.shape[-2]))
 
 
 def attention_fn_with_rope(
@@ -313,7 +315,7 @@ def _check_functions(einsums, promote_dtype, precision):
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
     """Returns the weights before dropout, `[*batch, N, T, S]`, and a mask of the keys that queries see; None for all."""
-    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
+    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), repeat_heads(key, query.shape[-2]))
     masks = [] if mask is None else [scores_like(_NAME, "mask", mask, scores.shape)]
     if bias is not None:
         bias = scores_like(_NAME, "bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))

@@ -312,8 +312,8 @@ def _segments(queries, keys, batch, length, keys_length) -> dict[str, jax.Array]
             f" got {length} queries and {keys_length} keys"
         )
     keys = queries if keys is None else keys
-    queries = checks.of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
-    keys = checks.of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
+    queries = checks.array_of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
+    keys = checks.array_of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
     if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
         queries, keys = queries.astype(np.int32), keys.astype(np.int32)
     if queries.dtype != keys.dtype:
@@ -368,10 +368,10 @@ def _with_means(out, lse, operands, axes, parallel):
     means = jnp.mean(value, -3, dtype=lse.dtype, keepdims=True)
     means = lax.pmean(means, axes) if axes else means
     means = (means * scale[0][..., None, :, None] if scale else means).astype(out.dtype)
-    return jnp.where(is_empty, of_every_head(means, out.shape[-2]), out)
+    return jnp.where(is_empty, repeat_heads(means, out.shape[-2]), out)
 
 
-def of_every_head(array: jax.Array, heads: int) -> jax.Array:
+def repeat_heads(array: jax.Array, heads: int) -> jax.Array:
     """Repeats keys or values for each query head that they serve."""
     *batch, length, key_heads, size = array.shape
     groups = heads // key_heads

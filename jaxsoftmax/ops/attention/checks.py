@@ -52,7 +52,7 @@ def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
     return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
 
 
-def of_32_bits(array):
+def to_int32(array):
     """Casts integers to int32, clipped to its range."""
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         limits = np.iinfo(np.int32)
@@ -69,7 +69,7 @@ def operands_of_scores(function, bias, mask, sinks, shape, axes="[*batch, N, T, 
         mask = arguments.array(function, "mask", mask, "boolean", "; what is added to the scores goes into bias")
         operands["mask"] = scores_like(function, "mask", mask, shape, axes)
     if sinks is not None:
-        sinks = of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
+        sinks = array_of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
         operands["sinks"] = lax.expand_dims(sinks, range(len(batch)))
     return operands
 
@@ -85,7 +85,7 @@ def scores_like(function, name, array, shape, axes="[*batch, N, T, S]"):
     return lax.expand_dims(array, range(len(shape) - array.ndim))
 
 
-def of_shape(function, name, value, kind, shape, axes):
+def array_of_shape(function, name, value, kind, shape, axes):
     """Returns `value` as an array of this kind of dtype and of this shape."""
     array = arguments.array(function, name, value, kind)
     if array.shape == (1,) and shape == ():  # `jax.nn` takes one axis without a batch too
@@ -97,7 +97,7 @@ def of_shape(function, name, value, kind, shape, axes):
 
 def sequence_lengths(function, name, value, batch):
     """Returns lengths as int32."""
-    return of_32_bits(of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
+    return to_int32(array_of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
 
 
 def offset(function, value, batch):
@@ -185,7 +185,10 @@ def dropout_seeds(
 
 
 def xla_is_deterministic() -> bool:
-    """Returns True if XLA_FLAGS asks for GPU programs that give the same bits in every run."""
+    """Returns True if XLA_FLAGS asks for GPU programs that give the same bits in every run.
+
+    It is read while tracing, which does not know the `compiler_options` of `jax.jit`.
+    """
     flags = compat.xla_flags()
     names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
     return any(flags.get(name, "").lower() in ("true", "1") for name in names)

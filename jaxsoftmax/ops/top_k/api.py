@@ -399,7 +399,7 @@ def _sample(operands, most, is_enough, return_state, implementation):
 
 
 def _sample_sorted(operands, most, return_state, implementation):
-    """Computes `_sample` for rows that keep up to `most` entries, which are selected and sorted first."""
+    """Computes `_sample` for rows that keep up to `most` entries: `top_k` sorts them, XLA does the rest on `[rows, most]`."""
     x, inverse = operands["x"], operands["inverse"]
     has_state = return_state and (inverse is None or inverse.size == 1)
     top_k_operands = {"x": x, "where": operands["where"], "scale": inverse if has_state else None}
