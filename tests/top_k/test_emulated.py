@@ -38,7 +38,7 @@ def assert_the_largest(found, x, k, where=None):
 
 
 def in_turn(dtypes, others):
-    """Cases of a dtype and of something else, of which each has its turn by default."""
+    """Returns cases of a dtype and something else. By default each dtype has its turn."""
     return [
         pytest.param(dtype, *other, marks=cases.slow_unless(i == j % len(dtypes)))
         for i, dtype in enumerate(dtypes)
@@ -101,7 +101,7 @@ WEIGHED = ("normal", "wide", "outliers", "offset of 1e4", "ties", "some -inf", "
     ("case", "scale", "normalize"), in_turn([(3000, "float32"), (33001, "bfloat16")], [(-0.5, "selected"), (None, "all")])
 )
 def test_the_largest_weights(case, scale, normalize):
-    """With the state of rows that have one slice or several, in one block or two."""
+    """The state comes along, of rows that have one slice or several, in one block or two."""
     cols, dtype = case
     x = hurtful(cols, dtype, rows=1, kinds=WEIGHED if cols == 3000 else WEIGHED[:3])
     f = functools.partial(jaxsoftmax.softmax_top_k, k=8, scale=scale, normalize=normalize, return_lse=True)
@@ -254,7 +254,7 @@ def drawn(x, names, seed=3, multiprocessors=132, **options):
 
 
 def rows_that_hurt(cols):
-    """Rows of which nothing is to be seen, or that overflow at the temperature: nothing may be looked for without end."""
+    """Returns rows with nothing to see, or that overflow at the temperature: no search may go on without end."""
     normal = np.random.default_rng(0).standard_normal(cols).astype(np.float32)
     rows = [np.full(cols, -np.inf), np.full(cols, 0.5), -3.4e38 + 1e37 * np.abs(normal), 3e38 * np.sign(normal), 1e-3 * normal]
     rows += [np.where(np.arange(cols) == cols - 1, 0.0, -np.inf), np.where(np.arange(cols) % 2, 0.0, -0.0)]

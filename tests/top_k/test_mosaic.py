@@ -66,7 +66,7 @@ SHORT_CASES = [
 
 
 def kernel_for(cols, dtype):
-    """Which one finds the largest entries of rows: that for short ones, if they are whole vectors."""
+    """Returns the name of the kernel that finds the largest entries: the one for short rows if they are whole vectors."""
     return SHORT if cols * jnp.dtype(dtype).itemsize % 16 == 0 else "top_k_mosaic"
 
 
@@ -414,7 +414,7 @@ def test_a_limit_that_no_kernel_has_is_refused_where_one_is_forced():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [3, 70, 50257])
 def test_samples_of_rows_that_hurt_are_those_of_the_reference(cols):
-    """Rows of which nothing is to be seen, or that overflow at the temperature: nothing may be looked for without end."""
+    """Rows have nothing to see, or overflow at the temperature: no search may go on without end."""
     normal = np.random.default_rng(0).standard_normal(cols).astype(np.float32)
     rows = [np.full(cols, -np.inf), np.full(cols, 0.5), -3.4e38 + 1e37 * np.abs(normal), 3e38 * np.sign(normal), 1e-3 * normal]
     rows.append(np.where(np.arange(cols) == cols - 1, 0.0, -np.inf))
@@ -447,14 +447,14 @@ def test_rows_that_are_drawn_again_are_those_of_the_reference(dtype, rows, cols)
     x = jnp.asarray(2 * np.random.default_rng(0).standard_normal((rows, cols)), dtype)
     key, f = jax.random.key(5), functools.partial(jaxsoftmax.categorical, top_p=0.2)
     found, expected = (jax.jit(functools.partial(f, implementation=name))(key, x) for name in ("mosaic", "xla"))
-    assert np.mean(found != expected) < 1 / 1000  # but for what comes as close as rounding
+    assert np.mean(found != expected) < 1 / 1000  # except where scores come as close as rounding
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cols", [300, 5000, 50257, 50260])
 def test_sums_of_rows_that_start_inside_of_a_line(cols, dtype):
-    """Of two sums, which go through the same shared memory, neither has a part of the other."""
+    """Two sums go through the same shared memory, and neither has a part of the other."""
     x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((600, cols)), dtype)
     options = {"top_p": 0.9, "return_log_prob": True}
     f = jax.jit(functools.partial(jaxsoftmax.categorical, jax.random.key(1), implementation="mosaic", **options))
@@ -537,7 +537,7 @@ def keys_of(x):
 @pytest.mark.parametrize(("cols", "k"), [(8, 2), (64, 8), (64, 16), (264, 8), (512, 5), (40, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_short_rows_that_hurt(dtype, cols, k, kind):
-    """What a lane cannot order by the bits that it keeps, and pairs whose order is not that of their columns."""
+    """A lane cannot order some entries by the bits that it keeps, and some pairs are not in the order of their columns."""
     rng, shape = np.random.default_rng(1), (5003, cols)
     normal = rng.standard_normal(shape).astype(np.float32)
     signs = np.where(rng.random(shape) < 0.5, np.float32(np.nan), -np.float32(np.nan))

@@ -105,7 +105,7 @@ def logits_of(n, dtype="float32", seed=1):
 
 
 def p_value(counts, probabilities):
-    """How likely such counts, or ones that fit less, are in a chi-squared test; 0 where what is impossible was drawn.
+    """Returns the probability of such counts, or ones that fit less, by a chi-squared test; 0 if the impossible was drawn.
 
     Entries that are expected less than 10 times are taken together, with the rarest of the others.
     """
@@ -155,7 +155,7 @@ def test_samples_have_the_distribution(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.usefixtures("optimised")  # runs in a fifth of the time
 def test_samples_of_a_vocabulary_have_the_distribution(implementation, options):
-    """In 50 bins of about the same mass, over columns that follow each other."""
+    """Samples fall in 50 bins of about the same mass, over columns that follow each other."""
     n, draws, options = 50257, 1 << (9 if implementation == "xla" else 10), {**OPTIONS[options]}
     options |= {"top_k": 1000} if "top_k" in options else {}
     x = logits_of(n)
@@ -194,7 +194,7 @@ def test_options_of_rows(implementation):
 
 
 def test_samples_are_independent_of_their_neighbours():
-    """Of pairs of samples each pair of classes comes as often as it should: along rows, of two keys, of two rows."""
+    """Each pair of classes comes as often as it should in pairs of samples: along rows, of two keys, of two rows."""
     x = logits_of(8)
     expected = np.outer(*2 * [probabilities(x)]).ravel()
     draw = jax.jit(functools.partial(jaxsoftmax.categorical, shape=(DRAWS // 2,)))
@@ -277,7 +277,7 @@ LAWS = settings(max_examples=40, deadline=None)
 
 @functools.cache
 def compiled(*names):
-    """Samples of one row, of whose options all are traced."""
+    """Samples of one row are drawn with options that are all traced."""
     return jax.jit(lambda key, x, *values: jaxsoftmax.categorical(key, x, shape=(32,), **dict(zip(names, values, strict=True))))
 
 

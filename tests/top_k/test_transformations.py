@@ -56,7 +56,7 @@ def plain_alone(x, **options):
 
 
 def of_rows(x, **options):
-    """What depends on the weights' state alone, beside indices that have no derivative."""
+    """Returns what depends on the state of the weights alone, beside indices that have no derivative."""
     return jaxsoftmax.softmax_top_k(x, 3, return_lse=True, **options)[2]
 
 
@@ -145,7 +145,7 @@ def test_the_scale_may_be_differentiated_twice(normalize):
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("normalize", ["all", "selected"])
 def test_derivatives_of_the_derivatives_are_transposes(normalize, return_lse):
-    """Of the tangent's map and of the cotangent's, also where `x` is not linear in them: both modes, in any order."""
+    """Both derivatives have derivatives in both modes, in any order, also where they are not linear in `x`."""
     x, t, c = array(), array(seed=1), (array((4, 3), 2), *([array((4,), 3)] * return_lse))
 
     def of(f):
@@ -173,7 +173,7 @@ def test_derivatives_of_the_derivatives_are_transposes(normalize, return_lse):
 
 
 def test_only_what_is_needed_is_saved():
-    """Of whole rows the logits and the state, and of the selected their weights alone."""
+    """Whole rows save the logits and the state; the selected save their weights alone."""
     x = jax.ShapeDtypeStruct((1000, 64), jnp.bfloat16)
     for normalize, expected in (
         ("all", {((1000, 64), "bfloat16"): 1, ((1000, 1), "float32"): 2, ((1000, 8), "int32"): 1}),
@@ -245,7 +245,7 @@ def test_vmap_of_operands_and_masks(in_axes):
 
 @jax.jit
 def of_masked(x, where):
-    """The results of all functions for logits of which only some take part, with a gradient."""
+    """Returns the results of all functions for logits that a mask hides in part, with a gradient."""
     found = jaxsoftmax.top_k(x, 3, where=where), jaxsoftmax.softmax_top_k(x, 3, where=where, scale=0.5)
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jaxsoftmax.softmax_top_k(x, 3, where=where)[0])))(x)
     options = ({"shape": (3, 4)}, {"top_p": 0.8}, {"top_k": 2, "temperature": 0.5})

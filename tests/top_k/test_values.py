@@ -25,7 +25,7 @@ FINITE = ("normal", "wide", "outliers", "offset of 1e4", "equal", "ties")
 
 
 def assert_same(actual, expected, message=None):
-    """Fails unless values have the same bits, but for NaN, of which the sign alone counts, and indices are the same."""
+    """Fails unless values have the same bits, except NaN, whose sign alone counts, and indices are the same."""
     for one, other in zip(actual, expected, strict=True):
         one, other = np.asarray(one), np.asarray(other)
         assert (one.dtype, one.shape) == (other.dtype, other.shape)

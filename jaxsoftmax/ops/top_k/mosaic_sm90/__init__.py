@@ -38,8 +38,8 @@ def plan(problem: TopKProblem, target: Target) -> Plan | Refusal:
 
 def _plan_largest(problem: TopKProblem, target: Target) -> Plan | Refusal:
     """Plans `top_k` or `softmax_top_k`."""
-    names = ["x"], DTYPES if problem.name == "top_k" else FLOATS
-    if (reason := _refused_dtypes(problem, *names) or _refused_rows(problem)) is not None:
+    served = DTYPES if problem.name == "top_k" else FLOATS
+    if (reason := _refused_dtypes(problem, ["x"], served) or _refused_rows(problem)) is not None:
         return Refusal(reason)
     if not 1 <= problem.k <= MAX_K:
         return Refusal(f"k must be from 1 to {MAX_K}, got {problem.k}")
