@@ -1,4 +1,4 @@
-"""Attention whose sequence is sharded: what one device gives, in float64, and what devices exchange for it."""
+"""Attention whose sequence is sharded: it equals attention on one device in float64, and exchanges no more than it needs."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ from ..support.attention import oracle as attention_oracle
 from ..support.attention import values as forward
 
 
-def attend(*arrays, **given):
-    """Attention; the fields of a `ContextParallel` may stand among the arguments."""
-    fields = {field.name: given.pop(field.name) for field in dataclasses.fields(ContextParallel) if field.name in given}
-    return jaxsoftmax.dot_product_attention(*arrays, **given, **({"parallel": ContextParallel(**fields)} if fields else {}))
+def attend(*arrays, **arguments):
+    """Calls attention; the fields of a `ContextParallel` may stand among the arguments."""
+    fields = {field.name: arguments.pop(field.name) for field in dataclasses.fields(ContextParallel) if field.name in arguments}
+    return jaxsoftmax.dot_product_attention(*arrays, **arguments, **({"parallel": ContextParallel(**fields)} if fields else {}))
 
 
 pytestmark = [pytest.mark.usefixtures("hollow_kernels"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
@@ -37,7 +37,7 @@ X64 = pytest.mark.usefixtures("x64")
 
 DEVICES = 4
 MOVING = ("query", "key", "value", "bias", "sinks")
-# How mesh axes are over which a sequence is sharded: automatic, explicit, or those of a shard_map that checks what varies.
+# Kinds of the mesh axes that a sequence is sharded over: automatic, explicit, or of a shard_map that checks what varies or not.
 KINDS = ("auto", "explicit", "checked", "unchecked")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
 
@@ -46,7 +46,7 @@ def slow(*args):
     return pytest.param(*args, marks=pytest.mark.slow)
 
 
-# What is computed.
+# Values.
 
 
 def numbers(rng, *shape):
@@ -57,7 +57,7 @@ def some(rng, size):
     return rng.integers(size // 3, size + 1, 2).astype(np.int32)
 
 
-# Of each feature, more operands and options.
+# Functions that return more operands and options, by the name of a feature.
 FEATURES = {
     "plain": lambda rng, length, keys, heads: ({}, {}),
     "causal": lambda rng, length, keys, heads: ({}, {"is_causal": True}),
@@ -92,14 +92,14 @@ FEATURES = {
 
 
 def case(features, seed=0, length=16, keys=16, heads=4, key_heads=4):
-    """Operands by name, and options."""
+    """Makes operands by name, and options."""
     rng, options = np.random.default_rng(seed), {}
-    given = {"query": numbers(rng, 2, length, heads, 4)}
-    given |= {name: numbers(rng, 2, keys, key_heads, size) for name, size in (("key", 4), ("value", 5))}
+    operands = {"query": numbers(rng, 2, length, heads, 4)}
+    operands |= {name: numbers(rng, 2, keys, key_heads, size) for name, size in (("key", 4), ("value", 5))}
     for feature in features:
         more, own = FEATURES[feature](rng, length, keys, heads)
-        given, options = given | more, options | own
-    return given, options
+        operands, options = operands | more, options | own
+    return operands, options
 
 
 def loss(out, lse):
@@ -107,23 +107,23 @@ def loss(out, lse):
 
 
 def with_gradients(f):
-    """Of `f(operands)`, what it gives, and the derivatives of its loss."""
+    """Returns a function that computes `f(operands)`, and the derivatives of its loss."""
 
-    def both(given):
-        moving = {name: array for name, array in given.items() if name in MOVING}
+    def both(operands):
+        moving = {name: array for name, array in operands.items() if name in MOVING}
 
         def total(moving):
-            results = f(given | moving)
+            results = f(operands | moving)
             return loss(*results), results
 
-        (_, results), found = jax.value_and_grad(total, has_aux=True)(moving)
-        return results, found
+        (_, results), derivatives = jax.value_and_grad(total, has_aux=True)(moving)
+        return results, derivatives
 
     return both
 
 
 def sequence_axes(name, array, replicated_queries=False):
-    """The axes of an operand that are those of the sequence, in its own order, and those that are cut."""
+    """Returns the axes of an operand that tokens lie along, and those of them that are sharded."""
     if name in ("query", "query_segment_ids"):
         return [1], [] if replicated_queries else [1]
     if name in ("key", "value", "key_value_segment_ids"):
@@ -135,22 +135,22 @@ def sequence_axes(name, array, replicated_queries=False):
 
 
 def reordered(array, n, axis, is_undone=False):
-    """An array in zigzag order, or one of that order as it was."""
+    """Puts an array into zigzag order, or restores its order."""
     blocks = np.split(np.asarray(array), 2 * n, axis)
     order = [block for device in range(n) for block in (device, 2 * n - 1 - device)]
     return np.concatenate([blocks[i] for i in (np.argsort(order) if is_undone else order)], axis)
 
 
-def ordered(given, n, is_undone=False):
-    """Operands, or their derivatives, in zigzag order."""
+def ordered(operands, n, is_undone=False):
+    """Puts operands, or their derivatives, into zigzag order, or restores their order."""
     if n is None:
-        return given
-    found = {}
-    for name, array in given.items():
+        return operands
+    result = {}
+    for name, array in operands.items():
         for axis in sequence_axes(name, array)[0]:
             array = reordered(array, n, axis, is_undone)
-        found[name] = array
-    return found
+        result[name] = array
+    return result
 
 
 def spec_of(name, array, over, replicated_queries=False):
@@ -159,8 +159,8 @@ def spec_of(name, array, over, replicated_queries=False):
 
 
 def of_arrays(f, **options):
-    """A function of a dict of arrays, of one that takes them by name."""
-    return lambda given: f(**given, **options)
+    """Returns a function of a dict of arrays, from one that takes them by name."""
+    return lambda operands: f(**operands, **options)
 
 
 def mesh_of(kind, shape=(DEVICES,), names=("x",)):
@@ -168,41 +168,44 @@ def mesh_of(kind, shape=(DEVICES,), names=("x",)):
     return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices("cpu")[: int(np.prod(shape))])
 
 
-def sharded(kind, given, options, *, n=None, replicated_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
-    """What attention gives if the sequence is sharded, its derivatives, both in its own order, and the text of the program."""
-    mesh, given = mesh_of(kind, shape, names), ordered(given, n)
+def sharded(kind, operands, options, *, n=None, replicated_queries=False, gradients=True, shape=(DEVICES,), names=("x",)):
+    """Computes attention of a sharded sequence and its derivatives in the usual order; returns the program's text too."""
+    mesh, operands = mesh_of(kind, shape, names), ordered(operands, n)
     options = options | {"return_residual": True, "zigzag": n}
-    specs = {name: spec_of(name, array, names, replicated_queries) for name, array in given.items()}
+    specs = {name: spec_of(name, array, names, replicated_queries) for name, array in operands.items()}
     f = of_arrays(attend, **options)
     if kind in ("checked", "unchecked"):
         out = P() if replicated_queries else P(None, names)
         local = functools.partial(attend, axis_name=names, replicated_queries=replicated_queries, **options)
         f = jax.shard_map(
-            lambda given: local(**given), mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "checked"
+            lambda operands: local(**operands), mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "checked"
         )
     with jax.set_mesh(mesh):
-        given = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in given.items()}
-        compiled = jax.jit(with_gradients(f) if gradients else f).lower(given).compile()
-        results = compiled(given)
-    results, found = jax.tree.map(np.asarray, results if gradients else (results, {}))
+        operands = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in operands.items()}
+        compiled = jax.jit(with_gradients(f) if gradients else f).lower(operands).compile()
+        results = compiled(operands)
+    results, derivatives = jax.tree.map(np.asarray, results if gradients else (results, {}))
     if n is not None:
-        results, found = [reordered(result, n, 1, is_undone=True) for result in results], ordered(found, n, is_undone=True)
-    return tuple(results), found, compiled.as_text()
+        results, derivatives = (
+            [reordered(result, n, 1, is_undone=True) for result in results],
+            ordered(derivatives, n, is_undone=True),
+        )
+    return tuple(results), derivatives, compiled.as_text()
 
 
 @functools.cache
 def expected_of(features, **shapes):
-    """What one device gives, and its derivatives."""
-    given, options = case(features, **shapes)
+    """Computes attention on one device, and its derivatives."""
+    operands, options = case(features, **shapes)
     with kernels.anew():  # on no mesh
-        found = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(given)
-    return jax.tree.map(np.asarray, found)
+        results = jax.jit(with_gradients(lambda operands: attend(**operands, **options, return_residual=True)))(operands)
+    return jax.tree.map(np.asarray, results)
 
 
 def check(kind, features, *, n=None, replicated_queries=False, more=None, over=None, **shapes):
-    given, options = case(features, **shapes)
+    operands, options = case(features, **shapes)
     expected = expected_of(tuple(features), **shapes)
-    *actual, text = sharded(kind, given, options | (more or {}), n=n, replicated_queries=replicated_queries, **over or {})
+    *actual, text = sharded(kind, operands, options | (more or {}), n=n, replicated_queries=replicated_queries, **over or {})
     oracle.assert_same_in_float64(tuple(actual), expected)
     return text
 
@@ -211,13 +214,13 @@ def counted(text):
     return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
 
 
-# What one device gives, all devices give.
+# All devices give the values of one device.
 
 SETS = [("causal",), ("window", "sinks", "soft cap"), ("mask", "dropout"), ("lengths", "segments"), ("bias", "offset")]
 MORE = [("plain", "dropout"), ("right", "bias of keys"), ("mask of keys", "sinks"), ("means",), ("bias of queries",)]
 
 
-# By default on three devices, which have a first, a middle and a last step of a ring, or on two, and the slow ones on four.
+# Quick cases have three devices, for a first, a middle and a last step of a ring, or two. Slow ones have four.
 QUICK = [
     ("auto", "ring", None, SETS[1], 3),
     ("explicit", "ring", 2, SETS[2], 2),
@@ -259,12 +262,14 @@ def test_of_more_keys_than_queries_heads_that_share_keys_and_two_axes_of_the_mes
 
 @X64
 def test_a_length_that_devices_cannot_share_evenly():
-    given, options = case(("causal",))
-    f = with_gradients(lambda given: attend(**{name: x[:, :14] for name, x in given.items()}, **options, return_residual=True))
+    operands, options = case(("causal",))
+    f = with_gradients(
+        lambda operands: attend(**{name: x[:, :14] for name, x in operands.items()}, **options, return_residual=True)
+    )
     with jax.set_mesh(mesh_of("auto")):
-        placed = {name: jax.device_put(x, NamedSharding(mesh_of("auto"), P(None, "x"))) for name, x in given.items()}
+        placed = {name: jax.device_put(x, NamedSharding(mesh_of("auto"), P(None, "x"))) for name, x in operands.items()}
         actual = jax.jit(f)(placed)
-    oracle.assert_same_in_float64(actual, jax.jit(f)(given))
+    oracle.assert_same_in_float64(actual, jax.jit(f)(operands))
 
 
 @X64
@@ -277,17 +282,17 @@ def test_one_device_has_whole_sequences(kind):
 @X64
 @pytest.mark.parametrize("kind", ["auto", slow("explicit")])
 def test_a_shard_map_around_may_leave_other_axes(kind):
-    """The batch is sharded over an axis that is not that of the map."""
-    given, options = case(("causal", "sinks"))
+    """The batch is sharded over a mesh axis that the shard_map leaves alone."""
+    operands, options = case(("causal", "sinks"))
     f = of_arrays(attend, **options, return_residual=True)
-    expected, mesh = jax.jit(with_gradients(f))(given), mesh_of(kind, (2, 2), ("b", "x"))
-    specs = {name: spec_of(name, array, "x") for name, array in given.items()}
+    expected, mesh = jax.jit(with_gradients(f))(operands), mesh_of(kind, (2, 2), ("b", "x"))
+    specs = {name: spec_of(name, array, "x") for name, array in operands.items()}
     with jax.set_mesh(mesh):
-        placed = {n: P(*("b" if n != "sinks" else None, *specs[n][1:])) for n in given}
-        shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in given.items()}
+        placed = {n: P(*("b" if n != "sinks" else None, *specs[n][1:])) for n in operands}
+        shards = {name: jax.device_put(array, NamedSharding(mesh, placed[name])) for name, array in operands.items()}
         local = functools.partial(attend, axis_name="x", strategy="ring", return_residual=True, **options)
         over = {"in_specs": (specs,), "out_specs": P(None, "x"), "axis_names": {"x"}}
-        compiled = jax.jit(with_gradients(jax.shard_map(lambda given: local(**given), **over))).lower(shards).compile()
+        compiled = jax.jit(with_gradients(jax.shard_map(lambda operands: local(**operands), **over))).lower(shards).compile()
         actual = compiled(shards)
     assert not counted(compiled.as_text())["all-gather"]
     oracle.assert_same_in_float64(actual, expected)
@@ -296,17 +301,17 @@ def test_a_shard_map_around_may_leave_other_axes(kind):
 @X64
 @pytest.mark.parametrize("constrained", [False, True])
 def test_operands_may_be_on_no_mesh_where_one_is_set(constrained):
-    given, options = case(("causal",))
+    operands, options = case(("causal",))
 
-    def f(given):
+    def f(operands):
         if constrained:
-            given = {name: jax.lax.with_sharding_constraint(array, P(None, "x")) for name, array in given.items()}
-        return attend(**given, **options, strategy="ring" if constrained else None)
+            operands = {name: jax.lax.with_sharding_constraint(array, P(None, "x")) for name, array in operands.items()}
+        return attend(**operands, **options, strategy="ring" if constrained else None)
 
-    expected = attend(**given, **options)
+    expected = attend(**operands, **options)
     with jax.set_mesh(mesh_of("auto")):
-        compiled = jax.jit(f).lower(given).compile()
-        oracle.assert_same_in_float64(compiled(given), expected)
+        compiled = jax.jit(f).lower(operands).compile()
+        oracle.assert_same_in_float64(compiled(operands), expected)
     assert bool(counted(compiled.as_text())["collective-permute"]) == constrained
 
 
@@ -314,12 +319,15 @@ def test_operands_may_be_on_no_mesh_where_one_is_set(constrained):
 @pytest.mark.parametrize("n", [slow(None), slow(1), 2, slow(4), slow(8)])
 def test_zigzag_order_is_undone_on_one_device(n):
     features = ("window", "mask", "dropout", "sinks", "lengths")
-    (given, options), expected = case(features), expected_of(features)
-    f = with_gradients(lambda given: attend(**given, **options, return_residual=True, zigzag=n))
-    results, found = jax.jit(f)(ordered(given, n))
+    (operands, options), expected = case(features), expected_of(features)
+    f = with_gradients(lambda operands: attend(**operands, **options, return_residual=True, zigzag=n))
+    results, derivatives = jax.jit(f)(ordered(operands, n))
     if n is not None:
-        results, found = tuple(reordered(result, n, 1, is_undone=True) for result in results), ordered(found, n, is_undone=True)
-    oracle.assert_same_in_float64((tuple(results), found), expected)
+        results, derivatives = (
+            tuple(reordered(result, n, 1, is_undone=True) for result in results),
+            ordered(derivatives, n, is_undone=True),
+        )
+    oracle.assert_same_in_float64((tuple(results), derivatives), expected)
 
 
 @X64
@@ -343,12 +351,12 @@ def test_many_replicated_queries_are_summed_up(kind, monkeypatch):
 @X64
 @pytest.mark.parametrize("kind", ["auto", slow("explicit")])
 def test_queries_alone_are_sharded_and_nothing_is_sent(kind):
-    given, options = case(("window", "sinks", "dropout", "bias"))
+    operands, options = case(("window", "sinks", "dropout", "bias"))
     expected = expected_of(("window", "sinks", "dropout", "bias"))
     mesh = mesh_of(kind, (2,))
     with jax.set_mesh(mesh):
         specs = {"query": P(None, "x")}
-        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in given.items()}
+        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in operands.items()}
         f = of_arrays(attend, **options, return_residual=True)
         forward = jax.jit(f).lower(shards).compile()
         assert not any(counted(forward.as_text()).values())
@@ -360,22 +368,22 @@ def test_queries_alone_are_sharded_and_nothing_is_sent(kind):
 @X64
 @pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_queries_and_keys_over_axes_of_their_own(kind):
-    given, options = case(("window", "sinks", "dropout", "bias"))
+    operands, options = case(("window", "sinks", "dropout", "bias"))
     expected = expected_of(("window", "sinks", "dropout", "bias"))
     mesh = mesh_of(kind, (2, 2), ("a", "b"))
     with jax.set_mesh(mesh):
         specs = {"query": P(None, "a"), "key": P(None, "b"), "value": P(None, "b")}
-        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in given.items()}
-        actual = jax.jit(with_gradients(lambda given: attend(**given, **options, return_residual=True)))(shards)
+        shards = {n: jax.device_put(array, NamedSharding(mesh, specs.get(n, P()))) for n, array in operands.items()}
+        actual = jax.jit(with_gradients(lambda operands: attend(**operands, **options, return_residual=True)))(shards)
         oracle.assert_same_in_float64(actual, expected)
 
 
 @X64
 @pytest.mark.parametrize("kind", [slow("auto"), "explicit", *map(slow, ("checked", "unchecked"))])
 def test_second_derivatives_tangents_and_vmap(kind):
-    given, _ = case(("causal", "sinks"), length=12, keys=12)
+    operands, _ = case(("causal", "sinks"), length=12, keys=12)
     mesh = mesh_of(kind, (3,))
-    moving = {name: given[name] for name in MOVING if name in given}
+    moving = {name: operands[name] for name in MOVING if name in operands}
     specs = {name: spec_of(name, array, "x") for name, array in moving.items()}
     f = functools.partial(attend, is_causal=True, return_residual=True)
     g = of_arrays(f)
@@ -383,7 +391,7 @@ def test_second_derivatives_tangents_and_vmap(kind):
     on_mesh = of_arrays(ring)
     if kind in ("checked", "unchecked"):
         over = {"mesh": mesh, "in_specs": (specs,), "out_specs": P(None, "x"), "check_vma": kind == "checked"}
-        on_mesh = jax.shard_map(lambda given: ring(**given, axis_name="x"), **over)
+        on_mesh = jax.shard_map(lambda operands: ring(**operands, axis_name="x"), **over)
 
     def transformed(f):
         def both(moving):
@@ -419,7 +427,7 @@ def test_any_features_together(kind, way, n, features, heads):
     check(kind, features, n=n, heads=heads, more={"strategy": way})
 
 
-# What devices exchange.
+# Collectives.
 
 
 def shapes_in(text):
@@ -429,25 +437,25 @@ def shapes_in(text):
 @X64
 @pytest.mark.parametrize("which", ["ring", "keys"])
 def test_a_batch_of_sinks_alone(which):
-    """Steps behind the first have no sinks, and so would not know of their batch."""
-    given, options = case(("sinks",))
-    sinks, mesh = np.stack([given.pop("sinks")] * 2) + np.arange(2)[:, None], mesh_of("explicit", (2,))
-    specs = {name: P() if which == "keys" and name == "query" else P(None, "x") for name in given}
+    """Only the first step has the sinks, and the other steps have their batch all the same."""
+    operands, options = case(("sinks",))
+    sinks, mesh = np.stack([operands.pop("sinks")] * 2) + np.arange(2)[:, None], mesh_of("explicit", (2,))
+    specs = {name: P() if which == "keys" and name == "query" else P(None, "x") for name in operands}
 
-    def f(given, way=None):
+    def f(operands, way=None):
         def one(sinks):
-            return attend(**given, **options, sinks=sinks, strategy=way, return_residual=True)
+            return attend(**operands, **options, sinks=sinks, strategy=way, return_residual=True)
 
         return with_gradients(lambda moving: jax.vmap(one)(moving["sinks"]))({"sinks": sinks})
 
-    expected = jax.jit(f)(given)
+    expected = jax.jit(f)(operands)
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in operands.items()}
         actual = jax.jit(functools.partial(f, way="ring" if which == "ring" else None))(placed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), actual, expected)
 
 
-COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # of which XLA makes one collective, if they are no more
+COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # up to this number of bytes XLA makes one collective
 
 
 @X64
@@ -468,13 +476,13 @@ def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
     monkeypatch.setattr(loop, "MOST_UNROLLED", 2)
     text = check(kind, features, n=n, more={"strategy": "ring"}, over={"shape": (8,)}, length=32, keys=32)
     assert " while(" in text
-    of_keys = 2 if "segments" in features else 1  # packed arrays, of each dtype one
-    assert counted(text)["collective-permute"] < (2 * of_keys + 1) * 7 + of_keys  # where all steps are written out
+    of_keys = 2 if "segments" in features else 1  # packed arrays: one of each dtype
+    assert counted(text)["collective-permute"] < (2 * of_keys + 1) * 7 + of_keys  # if all steps were written out
 
 
 @pytest.mark.parametrize("n", [None, 1024])
 def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monkeypatch):
-    """A model of each pair of devices would take a minute."""
+    """NumPy models all devices at a time; a model of each pair of devices would take a minute."""
     asked, sees = [], visible.sees
     monkeypatch.setattr(visible, "sees", lambda *args: asked.append(args) or sees(*args))
     mesh = AbstractMesh((1024,), ("x",), axis_types=(AxisType.Explicit,))
@@ -499,20 +507,24 @@ def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
 @pytest.mark.parametrize("n", [slow(None), 3])
 def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
-    given, options = case(("causal",), length=6 * 7, keys=6 * 11)
+    operands, options = case(("causal",), length=6 * 7, keys=6 * 11)
     local = functools.partial(attend, axis_name="x", strategy="ring", zigzag=n, return_residual=True, **options)
-    specs = {name: P(None, "x") for name in given}
+    specs = {name: P(None, "x") for name in operands}
     f = jax.shard_map(
-        lambda given: local(**given), mesh=mesh_of("checked", (3,)), in_specs=(specs,), out_specs=P(None, "x"), check_vma=False
+        lambda operands: local(**operands),
+        mesh=mesh_of("checked", (3,)),
+        in_specs=(specs,),
+        out_specs=P(None, "x"),
+        check_vma=False,
     )
-    forward = jax.jit(f).lower(given).compile().as_text()
+    forward = jax.jit(f).lower(operands).compile().as_text()
     assert {name: count for name, count in counted(forward).items() if count} == {"collective-permute": 2}
-    text = jax.jit(with_gradients(f)).lower(given).compile().as_text()
-    found = counted(text)
-    # Keys with values twice, and their derivatives; those that the first step backward waits for are sent as they are.
-    assert found["collective-permute"] == 3 * 2 + 1
-    assert not found["all-gather"]
-    assert not found["all-to-all"]
+    text = jax.jit(with_gradients(f)).lower(operands).compile().as_text()
+    counts = counted(text)
+    # Keys with values twice, and their derivatives. The first step backward waits for keys and values that are not packed.
+    assert counts["collective-permute"] == 3 * 2 + 1
+    assert not counts["all-gather"]
+    assert not counts["all-to-all"]
     assert not any({6 * 7, 6 * 11} & set(shape) for shape in shapes_in(text))
 
 
@@ -521,10 +533,10 @@ def test_a_ring_sends_keys_step_by_step_and_no_device_has_all(n, monkeypatch):
 def test_a_window_ends_the_ring_early(window, steps, monkeypatch):
     """Four devices have four tokens each: a query sees four keys before its own shard only if it sees five before itself."""
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
-    given, _ = case(())
+    operands, _ = case(())
     local = functools.partial(attend, axis_name="x", local_window_size=window, strategy="ring")
     over = {"mesh": mesh_of("checked"), "in_specs": P(None, "x"), "out_specs": P(None, "x")}
-    text = jax.jit(jax.shard_map(lambda given: local(**given), **over)).lower(given).as_text()
+    text = jax.jit(jax.shard_map(lambda operands: local(**operands), **over)).lower(operands).as_text()
     assert text.count("stablehlo.collective_permute") == steps
 
 
@@ -554,12 +566,12 @@ def test_the_steps_of_a_ring(options, parts):
     is_halved = parts == [1, 1, 1, 1] and "n" in options
     assert [len(step.parts) for step in schedule.steps] == parts
     assert all(part.is_halved == (is_halved and step.shift > 0) for step in schedule.steps for part in step.parts)
-    assert schedule.steps[0].parts[0].queries == slice(None)  # as sums start there
+    assert schedule.steps[0].parts[0].queries == slice(None)  # sums start there
     assert schedule.sequences.queries.n_pieces == (2 if "n" in options and not is_halved else 1)
 
 
 def shard_of_four(length=32, heads=8, size=64, key_heads=None, n=None, n_keys=None, is_causal=False, window=(None, None)):
-    """The record of a shard on four devices; nothing is computed."""
+    """Makes the record of a shard on four devices; computes nothing."""
     shards, window = [], (None, 0) if is_causal else window
 
     def local(query, key, value):
@@ -627,7 +639,7 @@ def test_replicated_queries_of_a_shard_map_run_the_kernels(is_differentiated):
     f = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "x"), P(None, "x")), out_specs=P())
     types = [jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for length, heads in ((8, 8), (4096, 2), (4096, 2))]
     if is_differentiated:
-        f = jax.grad(lambda *given, f=f: jnp.sum(f(*given).astype(jnp.float32) ** 2), (0, 1, 2))
+        f = jax.grad(lambda *operands, f=f: jnp.sum(f(*operands).astype(jnp.float32) ** 2), (0, 1, 2))
     text = kernels.lowered_for_cuda(f, *types)
     kernels.assert_ran(text, "mosaic")
 
@@ -680,7 +692,7 @@ def test_derivatives_that_are_written_in_place_are_not_fused_with_slices():
     [("", 3840, False), ("", 3841, True), (f"{COMBINED}={2**25}", 3841, False), (f"{COMBINED}=0", 64, True)],
 )
 def test_keys_and_values_are_packed_unless_xla_sends_them_together(flags, tokens, is_packed, monkeypatch):
-    """Of 3840 tokens, those of a device, keys and values have 30 MiB together."""
+    """Keys and values of the 3840 tokens of a device have 30 MiB."""
     monkeypatch.setenv("XLA_FLAGS", flags)
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh):
@@ -729,12 +741,14 @@ def test_explain_shows_shards():
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x")))
-        found = explain(lambda x: attend(x, x, x, strategy="ring"), x, platform="cuda")
-    assert [decision.implementation for decision in found] == ["mosaic"] * 3  # of the first, the middle and the last steps
-    assert {decision.operands[0] for decision in found} == {"bfloat16[1,1,512,4,64]"}
+        explanation = explain(lambda x: attend(x, x, x, strategy="ring"), x, platform="cuda")
+    assert [decision.implementation for decision in explanation] == [
+        "mosaic"
+    ] * 3  # for the first, the middle and the last steps
+    assert {decision.operands[0] for decision in explanation} == {"bfloat16[1,1,512,4,64]"}
 
 
-# Natively, on as many GPUs as there are, up to four: within the budget of one device. The reference runs the same checks.
+# Native checks, on up to four GPUs: errors are within the budget of one device. The reference runs the same checks.
 
 NATIVE = {
     "causal": ({}, {"is_causal": True}),
@@ -756,15 +770,15 @@ NATIVE = {
 def native_case(feature, size):
     more, options = NATIVE[feature]
     batch, heads = (1,) if feature == "window, one entry" else (2,), 8 if feature == "grouped heads" else 4
-    given = forward.arrays(batch, length=512, keys=512, heads=heads, key_heads=4, size=size, dtype="bfloat16")
+    operands = forward.arrays(batch, length=512, keys=512, heads=heads, key_heads=4, size=size, dtype="bfloat16")
     for name, value in more.items():
         if name in ("sinks", "bias", "mask"):
-            given[name] = forward.random(value, "mask" if name == "mask" else "bias")
+            operands[name] = forward.random(value, "mask" if name == "mask" else "bias")
         else:
-            given[name] = forward.segments(512, 1) if value is None else np.array(value, np.int32)
-    if "query_segment_ids" in given:
-        given["key_value_segment_ids"] = given["query_segment_ids"]
-    return given, options
+            operands[name] = forward.segments(512, 1) if value is None else np.array(value, np.int32)
+    if "query_segment_ids" in operands:
+        operands["key_value_segment_ids"] = operands["query_segment_ids"]
+    return operands, options
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -783,15 +797,18 @@ def native_case(feature, size):
 )
 def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature, size):
     devices = cases.several("cpu" if name == "xla" else "gpu")[:4]
-    given, options = native_case(feature, size)
+    operands, options = native_case(feature, size)
     n = None if in_order else len(devices)
     types = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(types,), devices=devices)
-    own = ordered(given, n)
+    own = ordered(operands, n)
     specs = {k: spec_of(k, a, "x") for k, a in own.items()}
     parallel = ContextParallel(way, zigzag=n, axis_name="x" if kind == "shard_map" else None)
     dout, dlse = backward.cotangents_like(
-        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct(given["query"].shape[:-1], jnp.float32))
+        (
+            jax.ShapeDtypeStruct(operands["query"].shape, jnp.bfloat16),
+            jax.ShapeDtypeStruct(operands["query"].shape[:-1], jnp.float32),
+        )
     )
     with jax.set_mesh(mesh):
         shards = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in own.items()}
@@ -802,21 +819,21 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
         both = tuple(reordered(a, n, 1) if n else a for a in (dout, dlse))
         both = tuple(jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in both)
         pull = jax.jit(backward.pull_of(lambda moving: f(moving | fixed)))
-        (out, lse), found = pull(moving, both)
+        (out, lse), derivatives = pull(moving, both)
         again = pull(moving, both)
-    out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
+    out, lse, derivatives = jax.tree.map(np.asarray, (out, lse, derivatives))
     if options.get("deterministic_gradients") or name == "xla":
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), ((out, lse), found))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), ((out, lse), derivatives))
     if n is not None:
-        out, lse, found = (
+        out, lse, derivatives = (
             reordered(out, n, 1, is_undone=True),
             reordered(lse, n, 1, is_undone=True),
-            ordered(found, n, is_undone=True),
+            ordered(derivatives, n, is_undone=True),
         )
-    truths = forward.truth_of(attention_oracle.attention, name, given, options)
+    truths = forward.truth_of(attention_oracle.attention, name, operands, options)
     for actual, truth in zip((out, lse), truths, strict=True):
         assert oracle.error(actual, truth) <= 1
-    backward.assert_right(name, found, given, options, dout, dlse, lse)
+    backward.assert_right(name, derivatives, operands, options, dout, dlse, lse)
 
 
 @pytest.mark.gpu
@@ -847,36 +864,36 @@ def test_native_rings_that_are_loops(in_order, feature, monkeypatch):
 )
 def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(name, keys, is_mapped):
     devices = cases.several("cpu" if name == "xla" else "gpu")[:4]
-    given = forward.arrays(batch=(3,), length=1, keys=keys, heads=8, key_heads=2, size=128, dtype="bfloat16")
-    lengths = np.array([keys, keys // 2 + 3, 5], np.int32)  # of one, only the first device has keys
-    given |= {"key_value_seq_lengths": lengths, "query_offset": lengths - 1}
+    operands = forward.arrays(batch=(3,), length=1, keys=keys, heads=8, key_heads=2, size=128, dtype="bfloat16")
+    lengths = np.array([keys, keys // 2 + 3, 5], np.int32)  # only the first device has keys of the last entry
+    operands |= {"key_value_seq_lengths": lengths, "query_offset": lengths - 1}
     options = {"is_causal": True}
     mesh = jax.make_mesh(
         (len(devices),), ("x",), axis_types=(AxisType.Auto if is_mapped else AxisType.Explicit,), devices=devices
     )
-    specs = {operand: spec_of(operand, array, "x", replicated_queries=True) for operand, array in given.items()}
+    specs = {operand: spec_of(operand, array, "x", replicated_queries=True) for operand, array in operands.items()}
     f = of_arrays(attend, **options, implementation=name, return_residual=True)
     if is_mapped:
         local = of_arrays(attend, **options, implementation=name, return_residual=True, axis_name="x", replicated_queries=True)
         f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(), P()))
     dout, dlse = backward.cotangents_like(
-        (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((3, 1, 8), jnp.float32))
+        (jax.ShapeDtypeStruct(operands["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct((3, 1, 8), jnp.float32))
     )
     with jax.set_mesh(mesh):
-        shards = {operand: jax.device_put(array, NamedSharding(mesh, specs[operand])) for operand, array in given.items()}
+        shards = {operand: jax.device_put(array, NamedSharding(mesh, specs[operand])) for operand, array in operands.items()}
         moving, fixed = forward.split(shards)
         text = jax.jit(f).lower(shards).compile().as_text()
-        (out, lse), found = jax.jit(backward.pull_of(lambda moving: f(moving | fixed)))(moving, (dout, dlse))
+        (out, lse), derivatives = jax.jit(backward.pull_of(lambda moving: f(moving | fixed)))(moving, (dout, dlse))
     assert sum(counted(text).values()) == 1
-    out, lse, found = jax.tree.map(np.asarray, (out, lse, found))
-    truths = forward.truth_of(attention_oracle.attention, name, given, options)
+    out, lse, derivatives = jax.tree.map(np.asarray, (out, lse, derivatives))
+    truths = forward.truth_of(attention_oracle.attention, name, operands, options)
     for actual, truth in zip((out, lse), truths, strict=True):
         assert oracle.error(actual, truth) <= 1
     if not is_mapped:
-        backward.assert_right(name, found, given, options, dout, dlse, lse)
+        backward.assert_right(name, derivatives, operands, options, dout, dlse, lse)
         return
-    truths = forward.truth_of(backward.tight, name, given, options, dout, dlse)
-    for operand, actual in found.items():  # rounded twice, as the cotangent of a device's part has 16 bits too
+    truths = forward.truth_of(backward.tight, name, operands, options, dout, dlse)
+    for operand, actual in derivatives.items():  # rounded twice, as the cotangent of a device's part has 16 bits too
         assert oracle.error(actual, truths[operand]) <= 2, operand
 
 
@@ -886,12 +903,12 @@ def test_decoding_over_a_cache_that_devices_share_is_within_the_budget_of_one(na
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_zigzag_pairs_early_and_late_blocks_and_unzigzag_is_its_inverse(n):
     x = np.arange(2 * n * 5 * 3).reshape(3, 2 * n * 5)
-    found = np.asarray(zigzag(x, n, axis=1))
-    blocks = found.reshape(3, n, 2, 5) // 5 % (2 * n)
+    in_zigzag = np.asarray(zigzag(x, n, axis=1))
+    blocks = in_zigzag.reshape(3, n, 2, 5) // 5 % (2 * n)
     for device in range(n):
         assert set(blocks[0, device, 0]) == {device}
         assert set(blocks[0, device, 1]) == {2 * n - 1 - device}
-    np.testing.assert_array_equal(unzigzag(found, n, axis=-1), x)
+    np.testing.assert_array_equal(unzigzag(in_zigzag, n, axis=-1), x)
 
 
 ERRORS = {
@@ -963,9 +980,9 @@ def test_a_strategy_is_refused_where_types_say_that_sequences_are_whole():
 @X64
 def test_a_strategy_is_taken_where_it_is_not_known_how_sequences_are_sharded():
     """On automatic axes the rule runs to undo the order, also where XLA leaves sequences whole."""
-    given, options = case(("causal",))
+    operands, options = case(("causal",))
     mesh = mesh_of("auto")
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in ordered(given, 2).items()}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in ordered(operands, 2).items()}
         out = jax.jit(of_arrays(attend, **options, strategy="all_gather", zigzag=2))(placed)
-    oracle.assert_same_in_float64(reordered(out, 2, 1, is_undone=True), attend(**given, **options))
+    oracle.assert_same_in_float64(reordered(out, 2, 1, is_undone=True), attend(**operands, **options))
