@@ -15,6 +15,7 @@ import numpy as np
 # Odd numbers, so that multiplication permutes 32 bits: the golden ratio, and two numbers with other bits.
 _ROW, _SECOND_ROW, _COL = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77), np.uint32(0xC2B2AE3D)
 _FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+MULTIPLIERS = tuple(map(int, (_ROW, _SECOND_ROW, _COL, _FIRST, _SECOND)))  # for kernels that take them as constants
 
 
 def keep(seed0: jax.Array, seed1: jax.Array, row: jax.Array, col: jax.Array, rate: float) -> jax.Array:

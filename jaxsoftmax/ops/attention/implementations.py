@@ -3,7 +3,6 @@
 A module loads while the first program that it may run is lowered.
 """
 
-from jaxsoftmax._core.legacy import Legacy
 from jaxsoftmax._core.operation import Kernels, Op
 
 
@@ -16,7 +15,7 @@ def _mosaic_sm90():
 def _triton():
     from jaxsoftmax.ops.attention import triton
 
-    return Legacy(triton)
+    return triton
 
 
 def _reference():

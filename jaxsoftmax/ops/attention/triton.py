@@ -1,20 +1,31 @@
 """Attention for NVIDIA GPUs since Ampere, in Triton; `_triton/attention.py` has the kernels, and says how they work.
 
-They were run on an H200. For other generations they are compiled, and what they compute is tested in Triton's interpreter.
+On Hopper Mosaic's kernels are preferred. These were run on an H200. For other generations they are compiled, and tests compute
+their values in Triton's interpreter.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxsoftmax._core.row_problem import indexed
-from jaxsoftmax._triton import availability, custom_call
-from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.target import Target
+from jaxsoftmax._triton import attention_launch, availability
+from jaxsoftmax._triton.attention_launch import (
+    LOG2E,
+    AttentionLaunch,
+    AttentionSizes,
+    AttentionTiling,
+    KernelName,
+    ScoreScale,
+    WeightDropout,
+)
+from jaxsoftmax.ops.attention import dropout, key_blocks
 from jaxsoftmax.ops.attention.operands import (
     AXES,
     OPERANDS,
@@ -23,7 +34,6 @@ from jaxsoftmax.ops.attention.operands import (
     cotangents_of_sinks,
     dequantised,
     merged,
-    paged,
     types_without_pages,
     without_pages,
 )
@@ -32,50 +42,152 @@ from jaxsoftmax.ops.attention.xla import summed_to
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
 MAX_HEAD_SIZE_BACKWARD = {"float16": 256, "bfloat16": 256, "float32": 128}
 DTYPES = tuple(MAX_HEAD_SIZE)
-_LOG2E = math.log2(math.e)
+
+# The kernels that compute cotangents, with the operands of those: a kernel runs if something that it makes is wanted.
+_BACKWARD: dict[KernelName, tuple[str, ...]] = {"backward_keys": ("key", "value"), "backward_queries": ("query", "bias")}
 
 
-# What is served.
+# Plans.
 
 
-def unsupported(primitive, target, operands, *, precision, deterministic_gradients, wanted=(), **params) -> str | None:
-    """Why it cannot run, in words, or None."""
-    del params
+@dataclass(frozen=True)
+class TritonForwardPlan:
+    """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened.
+
+    Attributes:
+      problem: the problem.
+      target: the GPU.
+      tiling: tiles of a program.
+    """
+
+    problem: Problem
+    target: Target
+    tiling: AttentionTiling
+
+    @property
+    def remark(self) -> str | None:
+        return availability.remark(self.target)
+
+    def describe(self) -> str:
+        return self.tiling.describe()
+
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+        params = self.problem.params
+        present = {name: array for name, array in operands.items() if array is not None}
+        arrays = _in_order(dequantised(without_pages(present) if "page_table" in present else present))
+        batch, sizes, dtype = batch_of(arrays), _sizes(arrays), arrays["query"].dtype
+        is_partial, earlier = params.get("is_partial", False), params.get("onto")
+        results = {
+            "out": jax.ShapeDtypeStruct(
+                (*batch, sizes.queries, sizes.heads, sizes.value_size),
+                jnp.float32 if is_partial or earlier is not None else dtype,
+            ),
+            "lse": jax.ShapeDtypeStruct((*batch, sizes.heads, sizes.queries), jnp.float32),
+        }
+        out, lse = _launch("forward", self.tiling, self.target, params, arrays, results)
+        if earlier is not None:  # out and lse of the keys before
+            out, lse = merged(earlier, [out, lse])
+            out = out if is_partial else out.astype(dtype)
+        return [out, lse][: 2 if params.get("return_lse", True) else 1]
+
+
+@dataclass(frozen=True)
+class TritonBackwardPlan:
+    """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another.
+
+    Attributes:
+      problem: the problem.
+      target: the GPU.
+      tilings: the kernels that run, by name, and the tiles of their programs.
+    """
+
+    problem: Problem
+    target: Target
+    tilings: tuple[tuple[KernelName, AttentionTiling], ...]
+
+    @property
+    def remark(self) -> str | None:
+        return availability.remark(self.target)
+
+    def describe(self) -> str:
+        said = [f"{kernel.removeprefix('backward_')}: {tiling.describe()}" for kernel, tiling in self.tilings]
+        return "; ".join(said) or "no kernel: cotangents of sinks follow from the results"
+
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+        params, arrays = self.problem.params, _in_order(operands)
+        wanted, is_partial = params["wanted"], params.get("is_partial", False)
+        out: Any = operands["out"]
+        lse: Any = operands["lse"]
+        d_out, delta = cotangents_of_rows(arrays, out, lse, operands.get("d_out"), operands.get("d_lse"), params["window"])
+        cotangents = {}
+        if "sinks" in wanted:
+            cotangents["sinks"] = cotangents_of_sinks(arrays["sinks"], lse, delta)
+        # A query that sees nothing has weights of 0: exp(score - inf).
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / _score_scale(params, arrays).unit))
+        rows = {"d_out": d_out, "lse": lse, "delta": delta}
+        for kernel, tiling in self.tilings:
+            results = _cotangent_types(kernel, arrays, wanted, is_partial)
+            computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
+            cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
+        cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
+        if (earlier := params.get("onto")) is not None:  # the sum for queries so far
+            cotangents["query"] += earlier
+        return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
+
+
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    """Plans a problem of attention."""
+    name, params = problem.operation.name, problem.params
+    if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
+        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    if problem.devices:
+        return Refusal("it does not merge over devices")
     if (reason := availability.missing()) is not None:
-        return reason
-    given = _given(types_without_pages(operands) if primitive == "paged_attention" else operands)
-    is_forward = primitive != "dot_product_attention_vjp"
-    reason = _of_types(given, precision, MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD) or _of_shapes(given)
-    if reason is None and "bias" in wanted and deterministic_gradients and not _is_whole(given):
-        return f"the derivative of a bias that is broadcast, of shape {given['bias'].shape}, is summed in any order"
-    return reason
+        return Refusal(reason)
+    types = _in_order(types_without_pages(problem.operands) if name == "paged_attention" else problem.operands)
+    is_forward = name != "dot_product_attention_vjp"
+    reason = _refused_types(types, params["precision"], MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD)
+    reason = reason or _refused_shapes(types) or (None if is_forward else _refused_gradients(types, params))
+    if reason is not None:
+        return Refusal(reason)
+    backward = [kernel for kernel, names in _BACKWARD.items() if not set(names).isdisjoint(params.get("wanted", ()))]
+    kernels: list[KernelName] = ["forward"] if is_forward else backward
+    tilings: list[tuple[KernelName, AttentionTiling]] = []
+    for kernel in kernels:
+        if (tiling := _tiling(kernel, types, target)) is None:
+            return Refusal(f"its smallest tiles need more than {target.shared_memory} bytes of shared memory for a program")
+        tilings.append((kernel, tiling))
+    if is_forward:
+        attention = TritonForwardPlan(problem, target, tilings[0][1])
+    else:
+        attention = TritonBackwardPlan(problem, target, tuple(tilings))
+    reason = _slower(types) or availability.unless_forced(target)
+    return attention if reason is None else Refusal(reason, attention)
 
 
-def _given(named):
-    """The operands that are there."""
-    return {operand.name: named[operand.name] for operand in OPERANDS if named.get(operand.name) is not None}
+# Refusals.
 
 
-def _of_types(given, precision, most):
-    """Says why dtypes, or the head sizes that they allow, are not served."""
-    dtype = given["query"].dtype
+def _refused_types(types: Mapping[str, Any], precision: Any, max_head_size: Mapping[str, int]) -> str | None:
+    """Says why no kernel serves these dtypes, or the head sizes that they allow, or returns None."""
+    dtype = types["query"].dtype
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
     if dtype == jnp.float32 and precision == "highest":
         return "float32 products are sums of three of TF32, and precision asks for more"
     for name, operand in (("head", "query"), ("value", "value")):
-        size = given[operand].shape[-1]
-        if size > most[dtype.name]:
-            return f"{name} size must be at most {most[dtype.name]}, got {size} in {dtype.name}"
+        size = types[operand].shape[-1]
+        if size > max_head_size[dtype.name]:
+            return f"{name} size must be at most {max_head_size[dtype.name]}, got {size} in {dtype.name}"
     for name in ("bias", "sinks"):
-        if name in given and given[name].dtype.name not in DTYPES:
-            return f"{name} must be of dtype {', '.join(DTYPES)}, got {given[name].dtype.name}"
+        if name in types and types[name].dtype.name not in DTYPES:
+            return f"{name} must be of dtype {', '.join(DTYPES)}, got {types[name].dtype.name}"
     return None
 
 
-def _of_shapes(given):
-    """Why there are too many, or too few, queries and keys."""
-    batch, query, key = batch_of(given), given["query"].shape, given["key"].shape
+def _refused_shapes(types: Mapping[str, Any]) -> str | None:
+    """Says why there are too many, or too few, queries and keys, or returns None."""
+    batch, query, key = batch_of(types), types["query"].shape, types["key"].shape
     if not all((*batch, query[-3], key[-3])):
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     programs = math.prod(batch) * max(query[-2] * query[-3], key[-2] * key[-3])
@@ -84,362 +196,100 @@ def _of_shapes(given):
     return None
 
 
-def _is_whole(given) -> bool:
-    """Returns True where each score has a bias of its own."""
-    (*_, length, heads, _), keys = given["query"].shape, given["key"].shape[-3]
-    return given["bias"].shape == (*batch_of(given), heads, length, keys)
+def _refused_gradients(types: Mapping[str, Any], params: Mapping[str, Any]) -> str | None:
+    """Says why the gradients would not have the same bits run after run, if they must, or returns None."""
+    if "bias" in params["wanted"] and params["deterministic_gradients"] and not _bias_is_whole(types):
+        return f"the derivative of a bias that is broadcast, of shape {types['bias'].shape}, is summed in any order"
+    return None
 
 
-def unprofitable(primitive, target, operands, fused, cast, **params) -> str | None:
-    """Why the reference should be faster although the kernels could run, in words, or None."""
-    del primitive, fused, cast, params
-    query, key = operands["query"], operands.get("key") or operands["key_pages"]
+def _slower(types: Mapping[str, Any]) -> str | None:
+    """Says why the reference should be faster although the kernels could run, or returns None."""
+    query, key = types["query"], types["key"]
     if query.dtype == jnp.float32 and query.shape[-3] <= query.shape[-2] // key.shape[-2]:
         return "XLA reads float32 keys once for all query heads that share them, and there are few queries"
-    return availability.unless_forced(target)
+    return None
 
 
-remark = availability.remark
+# Launches.
 
 
-# How work is spread over programs.
+def _in_order(operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the operands of attention that are present, in the order of `OPERANDS`."""
+    return {operand.name: operands[operand.name] for operand in OPERANDS if operands.get(operand.name) is not None}
 
 
-@dataclass(frozen=True)
-class Config:
-    """The tiles of a program, and its threads.
-
-    Attributes:
-      block_q: queries of a tile, a power of two.
-      block_kv: keys of a tile, a power of two.
-      warps: of 32 threads.
-      stages: tiles of what passes by that are in shared memory at once.
-    """
-
-    block_q: int
-    block_kv: int
-    warps: int
-    stages: int
+def _sizes(arrays: Mapping[str, Any]) -> AttentionSizes:
+    """Returns the sizes of operands, or of their types."""
+    (*_, queries, heads, size), (*_, keys, key_heads, _) = arrays["query"].shape, arrays["key"].shape
+    value_size, itemsize = arrays["value"].shape[-1], arrays["query"].dtype.itemsize
+    entries = math.prod(batch_of(_in_order(arrays)))
+    return AttentionSizes(entries, queries, keys, heads, key_heads, size, value_size, itemsize)
 
 
-# By kernel and bytes of an element, for each head size of a tile: where tensor cores read shared memory (Hopper, and Blackwell
-# for servers), and where they read registers, which then have to hold more. ptxas says that these spill little or nothing.
-_CONFIGS = {
-    ("forward", 2): {
-        64: (Config(64, 64, 4, 3), Config(128, 64, 4, 3)),
-        128: (Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
-        256: (Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
-        512: (Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    },
-    ("forward", 4): {
-        64: (Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
-        128: (Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    },
-    ("backward_keys", 2): {
-        64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-        128: (Config(64, 64, 4, 2), Config(64, 64, 8, 2)),
-        256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
-    },
-    ("backward_keys", 4): {
-        64: (Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-        128: (Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
-    },
-    ("backward_queries", 2): {
-        64: (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-        128: (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-        256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
-    },
-    ("backward_queries", 4): {
-        64: (Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-        128: (Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
-    },
-}
-_LEAST = 16  # keys of a tile that tensor cores take
-_READ_SHARED_MEMORY = (9, 10)  # major compute capabilities of the former
+def _bias_is_whole(arrays: Mapping[str, Any]) -> bool:
+    """Returns True if each score has a bias of its own."""
+    sizes, batch = _sizes(arrays), batch_of(_in_order(arrays))
+    return "bias" in arrays and arrays["bias"].shape == (*batch, sizes.heads, sizes.queries, sizes.keys)
 
 
-def config_for(kernel: str, itemsize: int, widths: tuple[int, int], target, of_scores: int = 0) -> Config:
-    """The configuration of a kernel for tiles of these head sizes: of fewer stages or keys where memory is short.
-
-    A bias and a mask, `of_scores` bytes for each score, have tiles too, in shared memory and registers: others shrink then.
-    """
-    table = _CONFIGS[kernel, itemsize]
-    from_shared, from_registers = table[min(size for size in table if size >= max(widths))]
-    config = from_shared if target.compute_capability[0] in _READ_SHARED_MEMORY else from_registers
-    if of_scores:
-        most = (64, 32) if kernel != "backward_keys" else (32, 64)
-        config = replace(config, block_q=min(config.block_q, most[0]), block_kv=min(config.block_kv, most[1]))
-    while shared_bytes(kernel, config, itemsize, widths, of_scores) > target.shared_memory:
-        if config.stages > 1:
-            config = replace(config, stages=config.stages - 1)
-        elif config.block_kv > _LEAST:
-            config = replace(config, block_kv=config.block_kv // 2)
-        else:
-            raise AssertionError(f"no configuration of {kernel} for head sizes {widths} fits {target}")
-    return config
+def _tiling(kernel: KernelName, types: Mapping[str, Any], target: Target) -> AttentionTiling | None:
+    sizes = _sizes(types)
+    score_bytes = sum(types[name].dtype.itemsize for name in ("bias", "mask") if name in types)
+    return attention_launch.tiling_for(kernel, sizes.itemsize, sizes.widths, target, score_bytes)
 
 
-def shared_bytes(kernel: str, config: Config, itemsize: int, widths: tuple[int, int], of_scores: int = 0) -> int:
-    """About how much shared memory a program needs: its own tiles, those that pass by, and some that change their layout."""
-    own, other, both = config.block_q, config.block_kv, sum(widths)
-    own_bytes, extra = itemsize * both * own, 3 if itemsize == 4 else 0
-    if kernel == "forward":
-        own_bytes, extra = itemsize * widths[0] * own, 0
-    elif kernel == "backward_keys":
-        own, other, own_bytes, extra = other, own, itemsize * both * other, max(extra, 1)
-    passing = config.stages * other * (itemsize * both + own * of_scores)
-    return own_bytes + passing + itemsize * extra * max(widths) * other
-
-
-@dataclass(frozen=True)
-class Call:
-    """The static parameters of a call of a kernel.
-
-    Attributes:
-      kernel: its name.
-      queries, keys: the lengths.
-      groups: query heads that share a key head.
-      size, value_size: of heads; in tiles `width` and `value_width`.
-      block_q, block_kv: queries and keys of a tile.
-      by_keys: whether a program has a block of keys, of which there are `blocks`, of `own_block` rows; else of queries.
-      other_block: rows of a tile that passes by.
-      pairs: batch entries times heads, of which each entry has `own_heads`.
-      together: of how many of them blocks run at the same time; with `last_first` from the last block on.
-      left, right: the window.
-      before, after: the window as rows of a program see it.
-      scale, soft_cap: those of the scores.
-      query_scale: what the derivative of queries is multiplied with.
-      factor: of what the tensor cores or the soft cap give, where `unit` is not 1.
-      scale_log2, headroom, unit: as `online.push_log2` takes them.
-      dropped: how many weights of 2^32 dropout drops, or None; `kept` is what it multiplies the others with.
-      some_whole: whether there may be blocks that all rows see whole.
-      some_masked: whether there may be others.
-      own_vary: whether an operand says how many rows of their own side there are.
-      hides: whether an operand may hide keys between others that are seen.
-      bias_is_whole: whether each score has a bias of its own.
-      dims: names of operands and results, and for each of their four axes what `addresses.offset` takes.
-    """
-
-    kernel: str
-    queries: int
-    keys: int
-    groups: int
-    size: int
-    value_size: int
-    width: int
-    value_width: int
-    block_q: int
-    block_kv: int
-    by_keys: bool
-    blocks: int
-    own_block: int
-    other_block: int
-    pairs: int
-    own_heads: int
-    together: int
-    last_first: bool
-    left: int | None
-    right: int | None
-    before: int | None
-    after: int | None
-    scale: float
-    query_scale: float
-    soft_cap: float | None
-    factor: float
-    scale_log2: float
-    headroom: float
-    unit: float
-    dropped: int | None
-    kept: float
-    some_whole: bool
-    some_masked: bool
-    own_vary: bool
-    hides: bool
-    bias_is_whole: bool
-    dims: tuple[tuple[str, Any], ...]
-
-
-def dims(name: str, shape, batch: tuple[int, ...], sizes: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the index of an operand or result by batch entry, head, row and column: see `problem.indexed`."""
-    # Spans belong to blocks: of keys there may be several where there is one query.
-    axes = (AXES | {"spans": "B4", "delta": AXES["lse"]})[name]
-    own = shape[len(shape) - len(axes) :]
-    whole = (*batch, *(sizes.get(letter, size) for letter, size in zip(axes, own, strict=True)))
-    shape = (1,) * (len(whole) - len(shape)) + tuple(shape)
-    at = len(batch)
-    heads = [at + i for i, letter in enumerate(axes) if letter in "NK"]
-    lines = [at + i for i, letter in enumerate(axes) if letter in "BTS"]
-    return tuple([indexed(shape, whole, members) for members in (range(at), heads, lines[:1], lines[1:])])
-
-
-# The primitives.
-
-
-def dot_product_attention(
-    *, target, scale, window, soft_cap, dropout_rate, return_lse=True, is_partial=False, onto=None, **operands
-):
-    """Attention as in `xla.dot_product_attention`: `[out, lse]`, or `[out]`; deterministic and as precise as said anyway."""
-    given = _given(dequantised(operands))
-    batch, (*_, length, heads, _) = batch_of(given), given["query"].shape
-    dtype = jnp.float32 if is_partial or onto is not None else given["query"].dtype
-    results = {
-        "out": jax.ShapeDtypeStruct((*batch, length, heads, given["value"].shape[-1]), dtype),
-        "lse": jax.ShapeDtypeStruct((*batch, heads, length), jnp.float32),
-    }
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
-    found = _run("forward", given, {"sinks": given.get("sinks")}, results, target, **options)
-    if onto is not None:
-        out, lse = merged(onto, found)
-        found = [out if is_partial else out.astype(given["query"].dtype), lse]
-    return found[: 2 if return_lse else 1]
-
-
-def paged_attention(*, target, precision=None, deterministic_gradients=False, **given):
-    """Attention as in `xla.paged_attention`, of keys and values that are gathered from their pages before."""
-    del precision, deterministic_gradients
-    operands, options = paged(given)
-    return dot_product_attention(target=target, dropout_rate=0.0, **without_pages(operands), **options)
-
-
-def dot_product_attention_vjp(
-    *,
-    target,
-    wanted,
-    scale,
-    window,
-    soft_cap,
-    dropout_rate,
-    out,
-    lse,
-    d_out=None,
-    d_lse=None,
-    precision=None,
-    is_partial=False,
-    onto=None,
-    **operands,
-):
-    """The cotangents of attention that are `wanted`, as in `xla.dot_product_attention_vjp`."""
-    del precision  # `unsupported` has looked at the precision
-    given, found = _given(operands), {}
-    batch = batch_of(given)
-    d_out, delta = cotangents_of_rows(given, out, lse, d_out, d_lse, window)
-    if "sinks" in wanted:
-        found["sinks"] = cotangents_of_sinks(given["sinks"], lse, delta)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (_LOG2E / _unit(given, scale if soft_cap is None else soft_cap)))
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "dropout_rate": dropout_rate}
-    for kernel, names in (("backward_keys", ("key", "value")), ("backward_queries", ("query", "bias"))):
-        if not set(names) & set(wanted):
-            continue
-        results = {}
-        for name in names:
-            if name != "bias":
-                dtype = jnp.float32 if is_partial else given[name].dtype
-                results[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *given[name].shape[-3:]), dtype)
-            elif name in wanted:  # one that is broadcast is added up
-                dtype = given[name].dtype if _is_whole(given) else jnp.float32
-                results[f"d_{name}"] = jax.ShapeDtypeStruct(given[name].shape, dtype)
-        more = {"d_out": d_out, "lse": lse, "delta": delta}
-        made = _run(kernel, given, more, results, target, is_partial=is_partial, **options)
-        found |= dict(zip(names, made, strict=False))
-    found = {name: summed_to(found[name], given[name].shape) for name in wanted}
-    if onto is not None:
-        found["query"] += onto
-    return [found[name] if is_partial else found[name].astype(given[name].dtype) for name in wanted]
-
-
-# What they have in common.
-
-_COMMON = [operand.name for operand in OPERANDS if operand.name not in ("sinks", "key_scale", "value_scale")]
-_L2 = 24 << 20  # bytes of what passes by that programs may share at a time
 _HEADROOM = {"float16": 13.0, "bfloat16": 0.0, "float32": 0.0}  # see `online.push_log2`: float16 holds weights up to 2^15
 
 
-def _unit(given, factor) -> float:
-    """That of `online.push_log2`. Scores with a bias may be as large as `finfo.min`, and are not to be rounded with a scale."""
-    return 1.0 if "bias" not in given and factor > np.finfo(np.float32).tiny else _LOG2E
+def _score_scale(params: Mapping[str, Any], arrays: Mapping[str, Any]) -> ScoreScale:
+    return ScoreScale(params["scale"], params["soft_cap"], "bias" in arrays, _HEADROOM[arrays["query"].dtype.name])
 
 
-def _width(size: int) -> int:
-    """A head size in tiles."""
-    return max(16, 1 << (size - 1).bit_length())
+def _cotangent_types(kernel: KernelName, arrays: Mapping[str, Any], wanted, is_partial: bool) -> dict[str, Any]:
+    """Returns the types of the results of a kernel: cotangents, of all of the batch, before they are summed."""
+    batch, types = batch_of(_in_order(arrays)), {}
+    for name in _BACKWARD[kernel]:
+        if name != "bias":
+            dtype = jnp.float32 if is_partial else arrays[name].dtype
+            types[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *arrays[name].shape[-3:]), dtype)
+        elif name in wanted:  # the cotangents of a bias that is broadcast are added up in the result
+            dtype = arrays[name].dtype if _bias_is_whole(arrays) else jnp.float32
+            types[f"d_{name}"] = jax.ShapeDtypeStruct(arrays[name].shape, dtype)
+    return types
 
 
-def _run(kernel, given, more, results, target, *, scale, window, soft_cap, dropout_rate, is_partial=False):
-    """Runs a kernel: `results`, by name, of operands that all kernels take, and more."""
-    from jaxsoftmax._triton import attention as kernels
-
-    batch, by_keys = batch_of(given), kernel == "backward_keys"
-    (*_, length, heads, size), (*_, keys, key_heads, _) = given["query"].shape, given["key"].shape
-    dtype, value_size = given["query"].dtype, given["value"].shape[-1]
-    widths = _width(size), _width(value_size)
-    of_scores = sum(given[name].dtype.itemsize for name in ("bias", "mask") if name in given)
-    config = config_for(kernel, dtype.itemsize, widths, target, of_scores)
-    spans = blocks.spans(given, (length, keys), config.block_q, config.block_kv, by_keys=by_keys)
-    (own, own_block, before), (other, other_block, after) = sides = [
-        (length, config.block_q, window[0]),
-        (keys, config.block_kv, window[1]),
+def _launch(
+    kernel: KernelName,
+    tiling: AttentionTiling,
+    target: Target,
+    params: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    results: Mapping[str, Any],
+) -> list[jax.Array]:
+    """Launches a kernel on operands, and on rows of a gradient, that are present, by name; `results` are types by name."""
+    batch, sizes, blocks = batch_of(_in_order(arrays)), _sizes(arrays), (tiling.block_q, tiling.block_kv)
+    # What segments and masks leave to visit is a table that XLA computes before the kernel runs.
+    spans = key_blocks.spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
+    arrays = {**arrays, **({} if spans is None else {"spans": spans})}
+    letters = {"N": sizes.heads, "K": sizes.key_heads, "T": sizes.queries, "S": sizes.keys}
+    # Spans belong to blocks: there may be several blocks of keys where there is one query.
+    axes = AXES | {"spans": "B4", "delta": AXES["lse"]}
+    dims = [
+        (name, attention_launch.index_dims(axes[name], array.shape, batch, letters))
+        for name, array in {**arrays, **results}.items()
     ]
-    own_heads = heads
-    if by_keys:
-        (own, own_block, before), (other, other_block, after) = reversed(sides)
-        own_heads = key_heads
-    always_masked = "mask" in given or "bias" in given
-    is_banded = window != (None, None) or other % other_block or {"query_lengths", "key_lengths", "query_segments"} & set(given)
-    bytes_of_head = dtype.itemsize * other * (size + value_size) * (heads if by_keys else key_heads) // own_heads
-    factor = scale if soft_cap is None else soft_cap
-    unit = _unit(given, factor)
-    sizes = {"N": heads, "K": key_heads, "T": length, "S": keys}
-    arrays = {name: given.get(name) for name in _COMMON} | {"spans": spans} | more
-    there = {name: array for name, array in (arrays | results).items() if array is not None}
-    static = Call(
+    rate = params.get("dropout_rate", 0.0)
+    launch = AttentionLaunch(
         kernel=kernel,
-        queries=length,
-        keys=keys,
-        groups=heads // key_heads,
-        size=size,
-        value_size=value_size,
-        width=widths[0],
-        value_width=widths[1],
-        block_q=config.block_q,
-        block_kv=config.block_kv,
-        by_keys=by_keys,
-        blocks=-(-own // own_block),
-        own_block=own_block,
-        other_block=other_block,
-        pairs=math.prod(batch) * own_heads,
-        own_heads=own_heads,
-        together=1 if window == (None, None) else max(1, min(8, _L2 // bytes_of_head)),
-        last_first=after is not None,
-        left=window[0],
-        right=window[1],
-        before=before,
-        after=after,
-        scale=scale,
-        query_scale=1.0 if is_partial else scale,
-        soft_cap=soft_cap,
-        factor=factor,
-        scale_log2=factor * _LOG2E if unit == 1 else 1.0,
-        headroom=_HEADROOM[dtype.name],
-        unit=unit,
-        dropped=dropout.dropped(dropout_rate) if "seeds" in given else None,
-        kept=1 / (1 - dropout_rate),
-        some_whole=not always_masked,
-        some_masked=always_masked or bool(is_banded),
-        own_vary=("key_lengths" if by_keys else "query_lengths") in given,
-        hides=always_masked or "query_segments" in given,
-        bias_is_whole="bias" in given and _is_whole(given),
-        dims=tuple([(name, dims(name, array.shape, batch, sizes)) for name, array in there.items()]),
+        tiling=tiling,
+        sizes=sizes,
+        window=params["window"],
+        scores=_score_scale(params, arrays),
+        dropout=WeightDropout(dropout.dropped(rate), dropout.MULTIPLIERS) if "seeds" in arrays else None,
+        kept=1 / (1 - rate),
+        is_partial=kernel == "backward_queries" and params.get("is_partial", False),
+        bias_is_whole=_bias_is_whole(arrays),
+        dims=tuple(dims),
     )
-    absent: dict[str, Any] = {"d_bias": None} if kernel == "backward_queries" and "d_bias" not in results else {}
-    return custom_call.launch(
-        getattr(kernels, f"attention_{kernel}"),
-        [given["query"] if array is None else array for array in arrays.values()],  # what is absent is not read
-        list(results.values()),
-        programs=static.pairs * static.blocks,
-        warps=config.warps,
-        stages=config.stages,
-        zeroed=(1,) if "d_bias" in results else (),
-        target=target,
-        CALL=static,
-        **absent,
-    )
+    return attention_launch.launch_attention(launch, arrays, results, target)

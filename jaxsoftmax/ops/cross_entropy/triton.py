@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.cross_entropy import xla
-from jaxsoftmax.ops.softmax import profit
+from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax.triton import refused, slower
 
 _GRADIENT = "a * p + b * onehot + c"
@@ -37,7 +36,7 @@ class TritonLossPlan:
       rows: plan of the kernel.
     """
 
-    problem: Problem
+    problem: CrossEntropyProblem
     rows: TritonRowPlan
 
     @property
@@ -52,7 +51,7 @@ class TritonLossPlan:
         return compute(self.rows, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
 
 
-def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
+def plan(problem: CrossEntropyProblem, target: Target) -> TritonLossPlan | Refusal:
     """Plans a problem of cross-entropy."""
     name, params = problem.operation.name, problem.params
     if name not in _COMPUTE:
@@ -60,7 +59,7 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
     if (reason := refused(problem, [x.dtype, dtype])) is not None:
         return Refusal(reason)
-    row_problem = profit.rows_of(problem)
+    row_problem = problem.rows
     numbers = [jax.ShapeDtypeStruct(row_problem.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
     replaces = False
     if name == "cross_entropy":
