@@ -340,7 +340,7 @@ def _some_rows(count: int) -> np.ndarray:
 
 
 def _of_rows(key, n_bytes: int, truths, contenders, more=None) -> Cell:
-    """Cell of an op of rows, of which a few rows are checked.
+    """Cell of an op of rows. A few of its rows are checked.
 
     Args:
       key: op, pass, dtype, shape and options, as in `Row`.

@@ -75,8 +75,8 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **arg
     def state_and_out(tile):  # by the operations of the derivatives, so that XLA computes common ones once
         m, weights, sums = tile.exponentials
         (weights, share), kept = tile.normalized(m, weights, sums), tile.dropout_factors()
-        value = tile.seen_part("value").astype(attention.dtype)
-        product = _product(weights if kept is None else kept * weights, value, attention)
+        weights = weights if kept is None else kept * weights
+        product = _product(weights, tile.seen_part("value").astype(attention.dtype), attention)
         return online.State(m[..., 0], sums[..., 0]), product * share
 
     if attention.is_one_tile:

@@ -54,18 +54,18 @@ def _with_state(types, operands, *, return_state, dtype, **params):
     return types(operands, dtype=dtype, **params) + (2 * state if return_state else [])
 
 
-def _map(name, operands, types, **options) -> Operation:
+def _operation(name, operands, types, **options) -> Operation:
     return define(Operation(SOFTMAX_FAMILY, name, operands, types, problem=SoftmaxProblem, **options))
 
 
-SOFTMAX = _map("softmax", (_X, _WHERE, _SCALE), _whole)
-LOG_SOFTMAX = _map("log_softmax", (_X, _WHERE, _SCALE), functools.partial(_with_state, _whole))
-LOGSUMEXP = _map("logsumexp", (_X, _WHERE, _SCALE), functools.partial(_with_state, _of_rows))
-SOFTMAX_JACOBIAN = _map("softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_machine=True)
-LOG_SOFTMAX_JVP = _map("log_softmax_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
-LOG_SOFTMAX_VJP = _map("log_softmax_vjp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
-LOGSUMEXP_JVP = _map("logsumexp_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _of_rows, linear=("t",))
-LOGSUMEXP_VJP = _map("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), _whole, linear=("t",))
+SOFTMAX = _operation("softmax", (_X, _WHERE, _SCALE), _whole)
+LOG_SOFTMAX = _operation("log_softmax", (_X, _WHERE, _SCALE), functools.partial(_with_state, _whole))
+LOGSUMEXP = _operation("logsumexp", (_X, _WHERE, _SCALE), functools.partial(_with_state, _of_rows))
+SOFTMAX_JACOBIAN = _operation("softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_machine=True)
+LOG_SOFTMAX_JVP = _operation("log_softmax_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
+LOG_SOFTMAX_VJP = _operation("log_softmax_vjp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
+LOGSUMEXP_JVP = _operation("logsumexp_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _of_rows, linear=("t",))
+LOGSUMEXP_VJP = _operation("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), _whole, linear=("t",))
 
 
 def scores_tangent(operands, tangents) -> tuple[Any, bool]:
@@ -111,11 +111,11 @@ def _transpose(transposed, cotangents, operands, types, *, dtype, **params):
 set_jvp(SOFTMAX, _softmax_jvp)
 set_jvp(LOG_SOFTMAX, functools.partial(_log_jvp, LOG_SOFTMAX, LOG_SOFTMAX_JVP))
 set_jvp(LOGSUMEXP, functools.partial(_log_jvp, LOGSUMEXP, LOGSUMEXP_JVP))
-for _operation, _transposed in (
+for _linear, _transposed in (
     (SOFTMAX_JACOBIAN, SOFTMAX_JACOBIAN),
     (LOG_SOFTMAX_JVP, LOG_SOFTMAX_VJP),
     (LOG_SOFTMAX_VJP, LOG_SOFTMAX_JVP),
     (LOGSUMEXP_JVP, LOGSUMEXP_VJP),
     (LOGSUMEXP_VJP, LOGSUMEXP_JVP),
 ):
-    set_transpose(_operation, functools.partial(_transpose, _transposed))
+    set_transpose(_linear, functools.partial(_transpose, _transposed))
