@@ -22,7 +22,7 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.cross_entropy import xla
-from jaxsoftmax.ops.softmax import profit
+from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax.triton import refused, slower
 
 _GRADIENT = "a * p + b * onehot + c"
@@ -37,7 +37,7 @@ class TritonLossPlan:
       rows: plan of the kernel.
     """
 
-    problem: Problem
+    problem: CrossEntropyProblem
     rows: TritonRowPlan
 
     @property
@@ -55,13 +55,12 @@ class TritonLossPlan:
 def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     """Plans a problem of cross-entropy."""
     name, params = problem.operation.name, problem.params
-    if name not in _COMPUTE:
+    if not isinstance(problem, CrossEntropyProblem) or name not in _COMPUTE:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
     if (reason := refused(problem, [x.dtype, dtype])) is not None:
         return Refusal(reason)
-    row_problem = profit.rows_of(problem)
-    numbers = [jax.ShapeDtypeStruct(row_problem.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
+    numbers = [jax.ShapeDtypeStruct(problem.rows.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
     replaces = False
     if name == "cross_entropy":
         formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=params["return_total"])
@@ -74,7 +73,7 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
         options = {"has_total": smoothing > 0, "smoothing": smoothing, "z_loss": z_loss}
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
-    loss = TritonLossPlan(problem, plan_rows(formula, row_problem, problem.operands, results, target, replaces))
+    loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))
     reason = availability.unless_forced(target) or slower(problem)
     return loss if reason is None else Refusal(reason, loss)
 

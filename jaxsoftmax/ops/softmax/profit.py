@@ -1,14 +1,14 @@
 """Reasons why XLA should compute rows faster than a kernel, whichever kernel it is. All figures are from an H200.
 
-A problem of the softmax family or of cross-entropy has scores `x` or weights `y`, and the parameters `axes` and `dtype`. Each
-function returns a reason in words, or None.
+Each function returns a reason in words, or None.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from jaxsoftmax._core.problem import Problem
+from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.row_problem import RowProblem
 
 # Columns of the longest rows at which XLA's fused forward is faster, by the bytes of an element. XLA computes longer rows more
@@ -17,14 +17,24 @@ from jaxsoftmax._core.row_problem import RowProblem
 FUSED_COLS = {4: 16384, 2: 8192}
 
 
-def rows_of(problem: Problem) -> RowProblem:
-    """Returns the shape of the rows of a problem."""
-    return RowProblem(_elements(problem).shape, tuple(problem.params["axes"]))
+class ScoreProblem(Protocol):
+    """A problem of the softmax family or of cross-entropy: the attributes of `Problem` that matter here, and its rows."""
+
+    @property
+    def operation(self) -> Operation: ...
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+    @property
+    def fused(self) -> frozenset[str]: ...
+    @property
+    def is_cast(self) -> bool: ...
+    @property
+    def rows(self) -> RowProblem: ...
 
 
-def shape_favours_xla(problem: Problem) -> str | None:
+def shape_favours_xla(problem: ScoreProblem) -> str | None:
     """Checks for rows of one entry, and for short rows with few others beside them."""
-    rows = rows_of(problem)
+    rows = problem.rows
     if rows.cols == 1:
         return "XLA computes rows of one entry element by element"
     # Kernels take 1774 us for [2^20, 16, 8] in float32 and 3795 us in bfloat16, and XLA 579 and 368 us.
@@ -33,7 +43,7 @@ def shape_favours_xla(problem: Problem) -> str | None:
     return None
 
 
-def fusion_favours_xla(problem: Problem, *, wins_if_wide: bool) -> str | None:
+def fusion_favours_xla(problem: ScoreProblem, *, wins_if_wide: bool) -> str | None:
     """Checks for an operand that XLA computes together with the reference, and then does not write to memory.
 
     With 2^26 elements in 4096 columns softmax(x * c + b) takes 150 us with XLA in float32, and 257 us if the operand is written
@@ -49,7 +59,7 @@ def fusion_favours_xla(problem: Problem, *, wins_if_wide: bool) -> str | None:
     return None
 
 
-def cast_favours_xla(problem: Problem) -> str | None:
+def cast_favours_xla(problem: ScoreProblem) -> str | None:
     """Checks for a cast to float32 before softmax, which mostly has one back behind it.
 
     What reads a result is not known while lowering, and XLA may fuse that too. Other readers, such as dropout or a product, are
@@ -60,12 +70,6 @@ def cast_favours_xla(problem: Problem) -> str | None:
     return None
 
 
-def is_wide(problem: Problem) -> bool:
+def is_wide(problem: ScoreProblem) -> bool:
     """Tells whether rows are so long that XLA's fused forward is no faster than a kernel that reads its operand."""
-    itemsize = max(_elements(problem).dtype.itemsize, jnp.dtype(problem.params["dtype"]).itemsize)
-    return rows_of(problem).cols > FUSED_COLS[itemsize]
-
-
-def _elements(problem: Problem) -> Any:
-    """Returns the type of the scores or weights."""
-    return problem.operands["x" if "x" in problem.operands else "y"]
+    return problem.rows.cols > FUSED_COLS[max(problem.rows.read[0], jnp.dtype(problem.params["dtype"]).itemsize)]

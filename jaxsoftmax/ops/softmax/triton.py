@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.row_problem import is_along
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import MOST_ROWS, RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.softmax import profit
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -33,22 +31,22 @@ _FORMULAS = {
 }
 
 
-def plan(problem: Problem, target: Target) -> TritonRowPlan | Refusal:
+def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     """Plans a problem of the softmax family."""
     name, operands, params = problem.operation.name, problem.operands, problem.params
-    dtypes = [operand.dtype for operand in operands.values()] + [jnp.dtype(params["dtype"])]
+    dtypes = [operand.dtype for operand in operands.values()] + [problem.dtype]
     if (reason := refused(problem, dtypes, operands.get("scale"))) is not None:
         return Refusal(reason)
     formula = replace(_FORMULAS[name], rescales=params.get("scale_tangent", _FORMULAS[name].rescales))
     results = problem.operation.types(operands, **params)
-    rows = plan_rows(formula, profit.rows_of(problem), operands, results, target)
+    rows = plan_rows(formula, problem.rows, operands, results, target)
     reason = availability.unless_forced(target) or slower(problem, wins_if_wide=name in ("softmax", "log_softmax"))
     if reason is None and name == "softmax":
         reason = profit.cast_favours_xla(problem)
     return rows if reason is None else Refusal(reason, rows)
 
 
-def refused(problem: Problem, dtypes: Iterable[Any], scale: Any = None) -> str | None:
+def refused(problem: Any, dtypes: Iterable[Any], scale: Any = None) -> str | None:
     """Says why the kernel cannot run on rows with operands and results of these dtypes, or returns None."""
     if problem.devices:
         return "it does not merge over devices"
@@ -57,7 +55,7 @@ def refused(problem: Problem, dtypes: Iterable[Any], scale: Any = None) -> str |
     for name in [dtype.name for dtype in dtypes if dtype.name != "bool"]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    if (reason := profit.rows_of(problem).unsupported(MOST_ROWS)) is not None:
+    if (reason := problem.rows.unsupported(MOST_ROWS)) is not None:
         return reason
     axes = problem.params["axes"]
     if is_along(scale, axes):
@@ -65,6 +63,6 @@ def refused(problem: Problem, dtypes: Iterable[Any], scale: Any = None) -> str |
     return None
 
 
-def slower(problem: Problem, *, wins_if_wide: bool = False) -> str | None:
+def slower(problem: profit.ScoreProblem, *, wins_if_wide: bool = False) -> str | None:
     """Says why the reference should be faster although the kernel could run, or returns None."""
     return profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=wins_if_wide)
