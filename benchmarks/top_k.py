@@ -203,7 +203,11 @@ def weights_cell(dtype: str, shape: tuple[int, int], k: int, normalize: str = "a
 
 
 def _gradient(dtype: str, shape: tuple[int, int], k: int, normalize: str) -> Cell:
-    """The gradient alone, from what the forward pass saved."""
+    """The gradient alone, from what the forward pass saved.
+
+    "scatter" is the reference: XLA's scatter into the part of the gradient that all elements of a row have. The kernel for the
+    gradient of a router stays as long as it is faster than that.
+    """
     size, found = _size(shape, dtype), _size((shape[0], k), dtype)
     read = (size if normalize == "all" else found) + found + 4 * shape[0] * k
 
@@ -219,8 +223,11 @@ def _gradient(dtype: str, shape: tuple[int, int], k: int, normalize: str) -> Cel
         return _weights_of_torch(k, normalize, x), x, cotangent
 
     sample = functools.partial(_gradient_of_peers, k, normalize, dtype)
+    options: dict[str, Any] = {"k": k, "normalize": normalize, "implementation": "xla"}
+    reference = functools.partial(jaxsoftmax.softmax_top_k, **options)
     contenders = (
         Contender(OURS, **of(lambda x: library.softmax_top_k(x, k, normalize=normalize))),
+        Contender("scatter", **of(reference), sample=sample),
         Contender("jax", **of(functools.partial(_weights_of_jax, k, normalize)), sample=sample),
         torch_contender("torch", _backward_of_torch, prepare=of_torch, sample=sample),
     )

@@ -24,15 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.csv is not None and not options.bench:
         parser.error("argument --csv: needs --bench")
     if options.csv is not None:
-        is_other = options.csv.exists() and not options.csv.is_file()  # a folder, or a device such as /dev/null
-        if is_other or not options.csv.absolute().parent.is_dir():
+        is_no_file = options.csv.exists() and not options.csv.is_file()  # a folder, or a device such as /dev/null
+        if is_no_file or not options.csv.absolute().parent.is_dir():
             parser.error(f"argument --csv: {options.csv} must be a file in a folder that exists")
     if options.implementation is not None and not (options.check or options.bench):
         parser.error("argument --implementation: needs --check or --bench")
     if options.gpu is not None and (options.check or options.bench):
         parser.error("argument --gpu: is for the report alone")
 
-    from jaxsoftmax._report import installed  # late, as nothing of it is needed to refuse arguments
+    from jaxsoftmax._report import installed  # here: to refuse arguments needs nothing of it
 
     if options.gpu is not None:
         try:

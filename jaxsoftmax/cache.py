@@ -146,7 +146,7 @@ def paged_attention(
         raise ValueError(f"{name}: query must have the axes [*batch, T, N, H] with heads of at least size 1, got {query.shape}")
     query, scale = checks.scaled(name, query, scale)
     batch, (length, heads, size) = query.shape[:-3], query.shape[-3:]
-    key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
+    key_pages, value_pages = _checked_pages(name, key_pages=key_pages, value_pages=value_pages)
     if key_pages.dtype != query.dtype and key_pages.dtype.name not in checks.BYTES:
         raise TypeError(
             f"{name}: key_pages must have the dtype of query or one of {', '.join(checks.BYTES)},"
@@ -157,7 +157,7 @@ def paged_attention(
             f"{name}: key_pages must have the head size of query, and a number of heads that divides that of query,"
             f" got shapes {key_pages.shape} and {query.shape}"
         )
-    table = _table(name, page_table, batch, query=query.shape)
+    table = _checked_table(name, page_table, batch, query=query.shape)
     keys = table.shape[-1] * key_pages.shape[-3]
     lengths = checks.sequence_lengths(name, "key_value_seq_lengths", key_value_seq_lengths, batch)
     operands = {"query": query, "page_table": table, "key_lengths": lengths}
@@ -169,8 +169,9 @@ def paged_attention(
     scales = checks.cache_scales(
         name, query.dtype, key_pages, (key_pages.shape[0], key_pages.shape[2]), key=key_scale, value=value_scale
     )
-    for which, own in scales.items():
-        operands[which if own.ndim == 1 else which.replace("_", "_page_")] = lax.expand_dims(own, range(len(batch)))
+    for operand, array in scales.items():
+        operand = operand if array.ndim == 1 else operand.replace("_", "_page_")
+        operands[operand] = lax.expand_dims(array, range(len(batch)))
     operands |= checks.operands_of_scores(name, bias, mask, sinks, (*batch, heads, length, keys), "[*batch, N, T, M * page]")
     window = checks.window(name, local_window_size, is_causal, length, keys, True)
     if query_offset is not None:
@@ -240,9 +241,9 @@ def update_pages(
       [(0, 0), (2, 6), (2, 7)]
     """
     name = "update_pages"
-    key_pages, value_pages = _pages(name, key_pages=key_pages, value_pages=value_pages)
+    key_pages, value_pages = _checked_pages(name, key_pages=key_pages, value_pages=value_pages)
     key, value = (arguments.array(name, which, array, "floating") for which, array in (("key", key), ("value", value)))
-    count, page = key_pages.shape[:2]
+    n_pages, page_size = key_pages.shape[:2]
     for which, scale in (("key", key_scale), ("value", value_scale)):
         if scale is None and key_pages.dtype == jnp.int8:
             raise ValueError(f"{name}: {which}_scale must be given for pages of int8, which hold whole numbers, got None")
@@ -252,27 +253,32 @@ def update_pages(
     if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"{name}: value must have as many tokens as key, got shapes {value.shape} and {key.shape}")
     batch, length = key.shape[:-3], key.shape[-3]
-    table, first = _table(name, page_table, batch, key=key.shape), checks.sequence_lengths(name, "positions", positions, batch)
-    scales = checks.cache_scales(name, key.dtype, key_pages, (count, key.shape[-2]), key=key_scale, value=value_scale)
-    # Pages are whole except along heads. On explicit mesh axes, what is written into them is sharded likewise.
-    whole, heads = (None,) * len(batch), (None, "heads", None)
-    given = [key_pages, value_pages, key, value, table, first, *scales.values()]
-    axes = [(None, *heads)] * 2 + [(*whole, *heads)] * 2 + [(*whole, None), whole]
+    table = _checked_table(name, page_table, batch, key=key.shape)
+    first = checks.sequence_lengths(name, "positions", positions, batch)
+    scales = checks.cache_scales(name, key.dtype, key_pages, (n_pages, key.shape[-2]), key=key_scale, value=value_scale)
+    # Pages are whole except along heads. On explicit mesh axes the new tokens are sharded like the pages.
+    batch_axes, page_axes = (None,) * len(batch), (None, "heads", None)
+    arrays = [key_pages, value_pages, key, value, table, first, *scales.values()]
+    axes = [(None, *page_axes)] * 2 + [(*batch_axes, *page_axes)] * 2 + [(*batch_axes, None), batch_axes]
     axes += [(*(None,) * (scale.ndim - 1), "heads") for scale in scales.values()]
-    key_pages, value_pages, key, value, table, first, *of_heads = sharding.placed_alike(given, axes)
-    scales = dict(zip(scales, of_heads, strict=True))
-    at = first[..., None] + lax.broadcasted_iota(np.int32, (*batch, length), len(batch))
-    inside = (at >= 0) & (at < table.shape[-1] * page)
-    numbers = jnp.take_along_axis(table, jnp.where(inside, at // page, 0), -1) if table.shape[-1] else jnp.zeros_like(at)
-    numbers = jnp.where(inside & (numbers >= 0), numbers, count)  # beyond the last page: such updates are dropped
-    place = numbers, at % page
-    found = []
-    for which, array, pages in (("key", key, key_pages), ("value", value, value_pages)):
-        if (own := scales.get(f"{which}_scale")) is not None:
-            own = own if own.ndim == 1 else own[jnp.minimum(numbers, count - 1)]
-            array = _quantized(array, own, pages.dtype)
-        found.append(pages.at[place].set(array.astype(pages.dtype), mode="drop"))
-    return found[0], found[1]
+    key_pages, value_pages, key, value, table, first, *placed_scales = sharding.placed_alike(arrays, axes)
+    scales = dict(zip(scales, placed_scales, strict=True))
+    token_positions = first[..., None] + lax.broadcasted_iota(np.int32, (*batch, length), len(batch))
+    is_inside = (token_positions >= 0) & (token_positions < table.shape[-1] * page_size)
+    index = jnp.where(is_inside, token_positions // page_size, 0)
+    pages = jnp.take_along_axis(table, index, -1) if table.shape[-1] else jnp.zeros_like(token_positions)
+    pages = jnp.where(is_inside & (pages >= 0), pages, n_pages)  # page `n_pages` does not exist: such updates are dropped
+    places = pages, token_positions % page_size
+    key_pages = _write(key_pages, places, key, scales.get("key_scale"))
+    return key_pages, _write(value_pages, places, value, scales.get("value_scale"))
+
+
+def _write(pages, places, tokens, scale):
+    """Writes tokens to places in pages: pairs of a page and a position in it. A `scale` is that of heads, or of pages too."""
+    if scale is not None:
+        scale = scale if scale.ndim == 1 else scale[jnp.minimum(places[0], len(pages) - 1)]
+        tokens = _quantized(tokens, scale, pages.dtype)
+    return pages.at[places].set(tokens.astype(pages.dtype), mode="drop")
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -312,13 +318,14 @@ def quantize(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
     if x.ndim == 0:
         raise ValueError("quantize: x must have the axes [..., heads, size], got shape ()")
     rows = x.shape[:-1]
-    if len(scale.shape) > len(rows) or any(own not in (1, n) for own, n in zip(scale.shape[::-1], rows[::-1], strict=False)):
+    pairs = zip(scale.shape[::-1], rows[::-1], strict=False)
+    if len(scale.shape) > len(rows) or any(size not in (1, whole) for size, whole in pairs):
         raise ValueError(f"quantize: scale must broadcast to the shape of x without its last axis, {rows}, got {scale.shape}")
     return _quantized(x, scale, kind)
 
 
 def _quantized(x, scale, dtype):
-    """See `quantize`."""
+    """Computes `quantize` without checks."""
     wide = jnp.promote_types(accumulator(x.dtype), scale.dtype)
     scale = jnp.where(scale == 0, 1, scale).astype(wide)[..., None]
     x = x.astype(wide) / lax.expand_dims(scale, range(x.ndim - scale.ndim))
@@ -328,10 +335,10 @@ def _quantized(x, scale, dtype):
     return jnp.clip(x, -top, top).astype(dtype)
 
 
-def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
-    """Pages of keys and values, of shapes and dtypes that go together, by the names of their arguments."""
-    keys, values = found = [checks.floating_or_bytes(function, name, array) for name, array in arrays.items()]
-    for name, array in zip(arrays, found, strict=True):
+def _checked_pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
+    """Returns pages of keys and of values as arrays, whose shapes and dtypes fit each other, from arguments by name."""
+    keys, values = pages = [checks.floating_or_bytes(function, name, array) for name, array in arrays.items()]
+    for name, array in zip(arrays, pages, strict=True):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{function}: {name} must be [pages, page, heads, size], none of them 0, got shape {array.shape}")
     if values.dtype != keys.dtype:
@@ -339,11 +346,11 @@ def _pages(function: str, **arrays: ArrayLike) -> list[jax.Array]:
     if values.shape[:-1] != keys.shape[:-1]:
         what = f"got shapes {values.shape} and {keys.shape}"
         raise ValueError(f"{function}: value_pages must have the pages, page size and heads of key_pages, {what}")
-    return found
+    return pages
 
 
-def _table(function: str, value: ArrayLike, batch: tuple[int, ...], **shapes: tuple[int, ...]) -> jax.Array:
-    """A table of pages, `[*batch, M]`, int32; `shapes` has the name and the shape of the array from which the batch comes."""
+def _checked_table(function: str, value: ArrayLike, batch: tuple[int, ...], **shapes: tuple[int, ...]) -> jax.Array:
+    """Returns a page table, int32 `[*batch, M]`. `shapes` has the name and the shape of the array that has the batch."""
     table = arguments.array(function, "page_table", arguments.listed(function, "page_table", value), "integers")
     if table.ndim != len(batch) + 1:
         ((name, shape),) = shapes.items()
@@ -353,4 +360,4 @@ def _table(function: str, value: ArrayLike, batch: tuple[int, ...], **shapes: tu
         )
     if table.shape[:-1] != batch:
         raise ValueError(f"{function}: page_table must have the shape [*batch, M] with the batch {batch}, got {table.shape}")
-    return checks.of_32_bits(table)
+    return checks.to_int32(table)

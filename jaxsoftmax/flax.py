@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import dropout
-from jaxsoftmax.ops.attention.api import dot_product_attention, of_every_head
+from jaxsoftmax.ops.attention.api import dot_product_attention, repeat_heads
 from jaxsoftmax.ops.attention.checks import DTYPES, dropout_seeds, scores_like
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.softmax.api import softmax
@@ -153,12 +153,14 @@ def attention_fn(
     _check_functions(einsums, promote_dtype, precision)
     if dtype is not None:
         allowed = f"None or one of {', '.join(DTYPES)}"
-        if (found := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
-            raise TypeError(f"{_NAME}: dtype must be {allowed}, got {found}")
+        if (kind := arguments.dtype(_NAME, "dtype", dtype, allowed)).name not in DTYPES:
+            raise TypeError(f"{_NAME}: dtype must be {allowed}, got {kind}")
     promoted = promote_dtype or (lambda arrays, dtype: dtypes.promote_dtype(*arrays, dtype=dtype))
     query, key, value = promoted((query, key, value), dtype=dtype)
     if mask is not None and (mask := arguments.array(_NAME, "mask", mask)).dtype != np.bool_:
-        mask = mask != 0  # Flax makes masks of float32
+        # Flax makes masks of float32. They stay masks: whether one is causal, or where a cache ends, is not known while
+        # tracing. The kernels find the blocks that a mask hides when they run.
+        mask = mask != 0
     result_dtype = jnp.float32 if force_fp32_for_softmax and query.dtype.itemsize < 4 else query.dtype
     attend = functools.partial(
         dot_product_attention,
@@ -179,19 +181,21 @@ def attention_fn(
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)
     )
+    # Weights that a module sows are computed beside the output: sowing changes no bit of the output, and XLA leaves out weights
+    # that nobody reads.
     weights, seen = _weights(query, key, bias, mask, is_causal, einsum, result_dtype)
-    equal = None
+    sees_no_key = None
     if fully_masked_rows == "mean" and seen is not None and weights.shape[-1] != 0:
-        equal = ~jnp.any(seen, -1, keepdims=True)
-        weights = jnp.where(equal, 1 / weights.shape[-1], weights)
+        sees_no_key = ~jnp.any(seen, -1, keepdims=True)
+        weights = jnp.where(sees_no_key, 1 / weights.shape[-1], weights)
     if module is not None:
         module.sow("intermediates", "attention_weights", weights)
     if attn_weights_value_einsum is None:
         return attend().astype(result_dtype)
     if dropout_rate and not deterministic:
         dropped = _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
-        weights = dropped if equal is None else jnp.where(equal, weights, dropped)
-    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, of_every_head(value, query.shape[-2]))
+        weights = dropped if sees_no_key is None else jnp.where(sees_no_key, weights, dropped)
+    return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, repeat_heads(value, query.shape[-2]))
 
 
 def attention_fn_with_rope(
@@ -255,38 +259,42 @@ def attention_fn_with_rope(
         _refuse_order(_WITH_ROPE, options.get("parallel"), "without input_positions")
     if input_positions is not None:
         listed = arguments.listed(_WITH_ROPE, "input_positions", input_positions)
-        (found,) = _real(_WITH_ROPE, input_positions=listed)
-        input_positions = found.astype(np.float32)
+        (positions,) = _real(_WITH_ROPE, input_positions=listed)
+        input_positions = positions.astype(np.float32)
 
-    def rotated(name, array):
-        (array,) = _real(_WITH_ROPE, **{name: array})
-        if array.ndim < 3:
-            raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
-        arrays, signature = [jnp.swapaxes(array, -2, -3)], "(t,h)->(t,r)"
-        if input_positions is not None:
-            shape, own = array.shape[:-2], input_positions.shape
-            if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):
-                raise ValueError(f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {own}")
-            # Axes of size 1 for the batch, which may be sharded: `vectorize` repeats positions along them.
-            entries = ((1,) * (len(shape) - len(own)) + own)[:-1]
-            arrays.append(jnp.broadcast_to(input_positions, (*entries, shape[-1]))[..., None, :])
-            signature = "(t,h),(t)->(t,r)"
-        return jnp.swapaxes(jnp.vectorize(rope, signature=signature)(*arrays), -2, -3)
+    query, key = (_rotated(name, array, rope, input_positions) for name, array in (("query", query), ("key", key)))
+    return attention_fn(query, key, value, **options)
 
-    return attention_fn(rotated("query", query), rotated("key", key), value, **options)
+
+def _rotated(name, array, rope, positions):
+    """Rotates queries or keys by their positions, or by `0, 1, ...` if the positions are None."""
+    (array,) = _real(_WITH_ROPE, **{name: array})
+    if array.ndim < 3:
+        raise ValueError(f"{_WITH_ROPE}: {name} must have at least 3 axes, got shape {array.shape}")
+    arrays, signature = [jnp.swapaxes(array, -2, -3)], "(t,h)->(t,r)"
+    if positions is not None:
+        shape, batch = array.shape[:-2], positions.shape
+        pairs = zip(batch[::-1], shape[::-1], strict=False)
+        if len(batch) > len(shape) or any(size not in (1, whole) for size, whole in pairs):
+            raise ValueError(f"{_WITH_ROPE}: input_positions must broadcast to {shape}, as {name} has, got shape {batch}")
+        # The batch, which may be sharded, keeps axes of size 1: `vectorize` repeats positions along them.
+        batch = ((1,) * (len(shape) - len(batch)) + batch)[:-1]
+        arrays.append(jnp.broadcast_to(positions, (*batch, shape[-1]))[..., None, :])
+        signature = "(t,h),(t)->(t,r)"
+    return jnp.swapaxes(jnp.vectorize(rope, signature=signature)(*arrays), -2, -3)
 
 
 def _real(function, **arrays):
-    """Arrays that are not complex, by the names of their arguments."""
-    found = {name: arguments.array(function, name, array) for name, array in arrays.items()}
-    for name, array in found.items():
+    """Returns arguments as arrays, by name. Raises TypeError for complex ones."""
+    checked = {name: arguments.array(function, name, array) for name, array in arrays.items()}
+    for name, array in checked.items():
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(f"{function}: {name} must be real, got {array.dtype}; only the attention of Flax takes it")
-    return found.values()
+    return checked.values()
 
 
 def _refuse_order(function, parallel, where):
-    """Raises ValueError if tokens are in another order than their positions, or here are a part of them."""
+    """Raises ValueError if tokens are not in the order of their positions, or devices share them."""
     parallel = as_context_parallel(function, parallel)
     for name in ("zigzag", "axis_name"):
         if (option := getattr(parallel, name)) is not None:
@@ -294,19 +302,20 @@ def _refuse_order(function, parallel, where):
 
 
 def _check_functions(einsums, promote_dtype, precision):
+    """Checks arguments that are functions: Flax's einsums come in pairs, and without a precision."""
     for name, function in (einsums | {"promote_dtype": promote_dtype}).items():
         if function is not None:
             arguments.callback(_NAME, name, function)
-    given, missing = sorted(einsums, key=lambda name: einsums[name] is None)
-    if einsums[given] is not None and einsums[missing] is None:
-        raise ValueError(f"{_NAME}: {given} must come with {missing}, got no {missing}")
-    if einsums[given] is not None and precision is not None:
+    first, second = sorted(einsums, key=lambda name: einsums[name] is None)
+    if einsums[first] is not None and einsums[second] is None:
+        raise ValueError(f"{_NAME}: {first} must come with {second}, got no {second}")
+    if einsums[first] is not None and precision is not None:
         raise ValueError(f"{_NAME}: precision must be None with einsums of the caller's own, got {precision!r}")
 
 
 def _weights(query, key, bias, mask, is_causal, einsum, dtype):
-    """Returns the weights of all heads before dropout, `[*batch, N, T, S]`, and which keys each query sees (None: all)."""
-    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), of_every_head(key, query.shape[-2]))
+    """Returns the weights before dropout, `[*batch, N, T, S]`, and a mask of the keys that queries see; None for all."""
+    scores = einsum("...qhd,...khd->...hqk", query / math.sqrt(query.shape[-1]), repeat_heads(key, query.shape[-2]))
     masks = [] if mask is None else [scores_like(_NAME, "mask", mask, scores.shape)]
     if bias is not None:
         bias = scores_like(_NAME, "bias", jnp.asarray(bias), scores.shape).astype(accumulator(scores.dtype))
@@ -320,16 +329,16 @@ def _weights(query, key, bias, mask, is_causal, einsum, dtype):
 
 
 def _positions(shape):
-    """Of queries and of keys, to be broadcast to scores of this shape; uint32, as dropout counts."""
+    """Returns positions of queries and of keys that broadcast to scores of this shape, in uint32, as dropout takes them."""
     *batch, length, keys = shape
     ones = (1,) * len(batch)
     return lax.iota(np.uint32, length).reshape((*ones, length, 1)), lax.iota(np.uint32, keys).reshape((*ones, 1, keys))
 
 
 def _dropped(weights, rng, rate, broadcast):
-    """The weights after dropout, the same ones as those of `dot_product_attention`."""
+    """Applies dropout to weights: it drops the weights that `dot_product_attention` drops."""
     *batch, heads, _, _ = weights.shape
     seeds = dropout_seeds(_NAME, rng, tuple(batch), heads, broadcast)
     rows, cols = _positions(weights.shape)
     kept = dropout.keep(seeds[..., :1, None], seeds[..., 1:, None], rows, cols, rate)
-    return weights * (kept.astype(weights.dtype) / (1 - rate))  # a product may be of arrays that are sharded in different ways
+    return weights * (kept.astype(weights.dtype) / (1 - rate))  # not a select, whose operands must be sharded alike

@@ -471,7 +471,7 @@ def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Arra
 
 
 def exponentials(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
-    """`weights` for an `m` that `shift` has made finite, once for several blocks of scores."""
+    """Computes `weights` for an `m` that `shift` has made finite, which several blocks of scores share."""
     exponent = scores - _along(m, scores, axis)
     if scale is not None:  # 0 * -inf would be NaN
         scaled = exponent * _along(scale, scores, axis).astype(exponent.dtype)
@@ -480,26 +480,26 @@ def exponentials(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax
 
 
 def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
-    """A figure for each row, or one for all, repeated along `axis`."""
+    """Repeats a number of each row, or one number for all rows, along `axis`."""
     axes = axis if isinstance(axis, tuple) else (operator.index(axis),)
     rows = tuple([a for a in range(like.ndim) if a not in axes and a - like.ndim not in axes])
     return lax.broadcast_in_dim(row, like.shape, rows if row.ndim else ())
 
 
 def _wide(scores: jax.Array) -> jax.Array:
-    """The scores in the dtype of the arithmetic."""
+    """Casts scores to the dtype of the arithmetic."""
     return scores.astype(accumulator(scores.dtype))
 
 
 def _check(function: str, **states: object) -> None:
     for name, state in states.items():
         if not isinstance(state, State):
-            what = "lift(scores) makes one of scores"
-            raise TypeError(f"online.{function}: {name} must be a State, got {arguments.shown(state)}; {what}")
+            hint = "lift(scores) makes one of scores"
+            raise TypeError(f"online.{function}: {name} must be a State, got {arguments.shown(state)}; {hint}")
 
 
 def _parts_and_max(scores: Scores, axis: Axis, top: jax.Array | None = None) -> tuple[list[jax.Array], jax.Array]:
-    """The arrays of the scores, and the maximum of each row over all of them: `top` if that is known."""
+    """Returns the arrays of the scores, and the maximum of each row over all of them, which is `top` if the caller knows it."""
     parts = [_wide(part) for part in ([cast(jax.Array, scores)] if hasattr(scores, "ndim") else scores)]
     if top is not None:
         return parts, top
@@ -508,7 +508,7 @@ def _parts_and_max(scores: Scores, axis: Axis, top: jax.Array | None = None) -> 
 
 
 def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: Axis, scale: jax.Array | None):
-    """The sums of the weights and of the values with these weights."""
+    """Computes the sums of the weights, and of the values with these weights."""
     last = parts[0].ndim - 1
     if values is not None and (len(parts) > 1 or axis not in (-1, last, (-1,), (last,))):
         raise ValueError(f"online: with values the block must be the last axis of one array of scores, got axis {axis}")
@@ -525,9 +525,10 @@ def _sums(parts: list[jax.Array], values: jax.Array | None, m: jax.Array, axis: 
 def rescale(
     state: State, m: jax.Array, *, axis: Axis = (), scale: jax.Array | None = None, product: Product = operator.mul
 ) -> State:
-    """The same scores, relative to a maximum `m` that is at least their own; one for all states along `axis`.
+    """Returns the state of the same scores relative to `m`, which must not be less than their maximum.
 
-    `product` multiplies two arrays of the shape of `d`, for kernels that must say how it is rounded.
+    States along `axis` share one `m`. `product` multiplies two arrays of the shape of `d`, for kernels that control the
+    rounding.
     """
     factor = weights(state.m, m, axis=axis, scale=scale)
     return State(m, product(state.d, factor), None if state.o is None else state.o * _over_values(factor, state.o))
@@ -542,19 +543,19 @@ def _added(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def shift(m: jax.Array) -> jax.Array:
-    """Returns what to subtract from scores whose maximum is `m`: 0 for an infinite one, where `m - m` would be NaN."""
-    return jnp.where(jnp.abs(m) < jnp.inf, m, 0)  # not `zeros_like`, which reshards under a mesh: no kernel can
+    """Returns the number to subtract from scores whose maximum is `m`: 0 for an infinite `m`, as `m - m` would be NaN."""
+    return jnp.where(jnp.abs(m) < jnp.inf, m, 0)  # a kernel cannot reshard, as `zeros_like` does under a mesh
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """Makes the maximum of a row finite, to be subtracted as `shift` is, in operations that XLA fuses, so without a select.
+    """Returns a finite maximum of a row, to subtract as `shift`, by operations that XLA:CPU fuses: it does not fuse a select.
 
-    The largest number stands for infinity: infinity less that is infinity.
+    The largest number stands for infinity. An infinite score less that number is infinite.
     """
     most = jnp.finfo(m.dtype).max.astype(m.dtype)
     return -jnp.maximum(-jnp.maximum(m, -most), -most)
 
 
 def _over_values(row: jax.Array, o: jax.Array) -> jax.Array:
-    """A figure for each row, repeated for each of its values."""
+    """Repeats a number of each row for each of the row's values."""
     return lax.broadcast_in_dim(row, o.shape, tuple(range(row.ndim)))

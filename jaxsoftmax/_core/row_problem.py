@@ -1,9 +1,12 @@
 """Rows of arrays: what a kernel over them has to compute, from shapes and dtypes alone."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from jaxsoftmax._core.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,16 @@ class RowProblem:
         if not 1 <= self.outer * self.inner <= most_rows:
             return f"there must be from 1 to {most_rows} rows, got {self.outer * self.inner}"
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class RowwiseProblem(Problem):
+    """A problem over the rows of arrays."""
+
+    @functools.cached_property
+    def rows(self) -> RowProblem:
+        """The rows, and what a kernel reads and writes of them."""
+        raise NotImplementedError
 
 
 def entries(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

@@ -8,8 +8,11 @@ While persistent blocks run, a kernel that becomes ready finds no multiprocessor
 has priority, as NCCL's has. Where a collective may become ready beside a kernel, its blocks therefore come in waves: those of
 the first waves end after a few tiles, and the GPU gives their multiprocessors to the stream with priority first.
 
-Blocks that wait for each other take tickets in order of arrival (`Tiles.counter`), and never hang if each only waits for what
-is done for smaller tickets: the block with the smallest one that is not finished runs, and waits for nobody (docs/design.md).
+Blocks that wait for each other take tickets in order of arrival (`BlockTiles.counter`), and never hang if each only waits for
+what is done for smaller tickets. A ticket is given only to a block that runs, which then runs until it is done, and takes its
+next ticket after all before. Of the tiles that are not finished take the one with the smallest ticket: its block has finished
+those it had before, waits for nobody, and goes on, whichever blocks the GPU starts first. So a program may run on a GPU with
+fewer multiprocessors than it was lowered for, under MPS, or beside another.
 """
 
 import functools
@@ -157,33 +160,31 @@ def most_on_arrival(count: int, blocks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class BlockTiles:
     """The tiles of a kernel, as one block of threads gets them.
 
     Attributes:
-      count: how many there are, of all blocks.
-      blocks: how many blocks of threads there are of each wave.
-      block: the number of this one.
+      kernel: the kernel.
+      block: number of this block of threads.
       table: that of `schedule`, or with tickets that of `order`; None to go by number.
       memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
-      place: from the number of a tile, and facts, what work on it needs.
+      tile: function that returns a tile from its number and facts.
       last_first: whether tiles that go by number start with the last one.
       counter: `ticket_counter()`, if all tickets are taken in order of arrival, by the first warp of the producer alone.
       waves: how many waves of blocks there are, with tickets.
     """
 
-    count: int
-    blocks: int
+    kernel: TiledKernel
     block: Any
     table: Any
     memory: dict[str, Any]
-    place: Callable[..., Any]
+    tile: Callable[..., Any]
     last_first: bool = False
     counter: Any = None
     waves: int = 1
 
     def each(self, work, look_up=None) -> None:
-        """Does `steps = work(place(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
+        """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
         By tickets, the producer warpgroup gives `look_up`, where `look_up(number)` are the facts, int32 scalars from global
         memory, and the others are told. By a table there are no facts.
@@ -198,8 +199,8 @@ class Tiles:
             self._each_told(work)
 
     def _each_scheduled(self, work):
-        table, block, blocks = self.table, self.block, self.blocks
-        count = lax.div(self.count - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+        table, block, blocks = self.table, self.block, self.kernel.n_blocks
+        count = lax.div(self.kernel.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
         def number(i):
             return self._number_of(block + i * blocks) if table is None else table[block, i + 1]
@@ -207,21 +208,23 @@ class Tiles:
         def one(i, carry):
             own, steps = carry
             following = number(i + 1)  # long before it is needed
-            return following, work(self.place(own), steps)
+            return following, work(self.tile(own), steps)
 
         lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
 
     def _number_of(self, ticket):
         if self.table is not None:
             return self.table[ticket]
-        return self.count - 1 - ticket if self.last_first else ticket
+        return self.kernel.n_tiles - 1 - ticket if self.last_first else ticket
 
     def _each_taken(self, work, look_up):
         """First each block of the first wave has the ticket of its own number; then whoever is free takes the next one."""
-        if self.count <= self.blocks:  # there is no next one, and no counter, which XLA would set to 0 by a copy each time
+        if (
+            self.kernel.n_tiles <= self.kernel.n_blocks
+        ):  # there is no next one, and no counter, which XLA would set to 0 by a copy each time
             values = [number := self._number_of(self.block), *look_up(number)]
             self._say(jnp.int32(0), values)
-            work(self.place(*values), jnp.int32(0))
+            work(self.tile(*values), jnp.int32(0))
             self._say(jnp.int32(1), [jnp.int32(-1)])
             return
         counter, memory, ticket = ticket_counter(), self.memory, self.block
@@ -231,31 +234,31 @@ class Tiles:
             ptx.store_scalars(memory["ticket"], slot, [ptx.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return memory["ticket"][slot, 0] + self.blocks
+            return memory["ticket"][slot, 0] + self.kernel.n_blocks
 
         def one(carry):
             i, ticket, steps = carry
             number = self._number_of(ticket)
             values = [number, *look_up(number)]
             self._say(i, values)
-            steps = work(self.place(*values), steps)
+            steps = work(self.tile(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.count)
+            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.kernel.n_tiles)
             return i + 1, following, steps
 
         if self.waves > 1:  # with slot 1, as the loop starts with slot 0
-            ticket = lax.cond(self.block < self.blocks, lambda: self.block, lambda: take(jnp.int32(1)))
+            ticket = lax.cond(self.block < self.kernel.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
         self._while_there_are(one, ticket)
 
     def _next(self, i, take, most):
         """The next ticket of a block that has done `i` tiles, or one that ends it, as it has had its share."""
-        wave = lax.div(self.block, jnp.int32(self.blocks))
-        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.count))
+        wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
+        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
 
     @property
     def most(self) -> int:
         """How many tiles a block works through at most in order of arrival: it takes no ticket then, and ends."""
-        return most_on_arrival(self.count, self.blocks)
+        return most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
 
     def _each_on_arrival(self, work, look_up):
         """The tickets of the counter, also the first."""
@@ -268,7 +271,7 @@ class Tiles:
             number = self._number_of(ticket)
             values = [number, *look_up(number)]
             self._say(i, values)
-            steps = work(self.place(*values), steps)
+            steps = work(self.tile(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
             return i + 1, self._next(i + 1, take, self.most), steps
 
@@ -276,7 +279,7 @@ class Tiles:
 
     def _while_there_are(self, one, first):
         """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, the first one at first."""
-        count, *_ = self._while(lambda carry: carry[1] < self.count, one, (jnp.int32(0), first, jnp.int32(0)))
+        count, *_ = self._while(lambda carry: carry[1] < self.kernel.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
         self._say(count, [jnp.int32(-1)])
 
     def _while(self, condition, body, carry):
@@ -311,7 +314,7 @@ class Tiles:
 
         def one(carry):
             i, values, steps = carry
-            steps = work(self.place(*values), steps)
+            steps = work(self.tile(*values), steps)
             return i + 1, hear(i + 1), steps
 
         for slot in range(_SLOTS):

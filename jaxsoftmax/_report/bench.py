@@ -35,12 +35,12 @@ from jaxsoftmax._report.truth import top_k as order
 
 OURS = "jaxsoftmax"
 _ROUNDS = 5
-_CALLS = 10  # of a turn, at least
-_CACHE = 4 * 50 * 2**20  # bytes that the inputs of a turn pass: four times the L2 cache of an H200
+_CALLS = 10  # calls of a turn, at least
+_CACHE = 4 * 50 * 2**20  # bytes that the inputs of a turn exceed: four times the L2 cache of an H200
 _MOST_BUFFERS = 64
-_GROSS = 0.1  # the relative error from which on a peer computes something else
+_GROSS = 0.1  # a peer with a larger relative error computes something else
 _SAMPLED = 6  # rows that are compared with float64
-_QUERIES = 64  # likewise, the last ones of attention
+_QUERIES = 64  # last queries of attention that are compared with float64
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Such as `softmax forward float32 32768x4096`."""
+        """Name of the cell, such as `softmax forward float32 32768x4096`."""
         return " ".join(filter(None, self.key))
 
 
@@ -145,8 +145,8 @@ class Run:
     """The measurements of one process.
 
     Attributes:
-      rows: what was measured.
-      is_wrong: whether a result of ours was wrong, or a call of ours raised. It has no row.
+      rows: the measurements.
+      is_wrong: True if a result of ours was wrong, or a call of ours raised. Such a call has no row.
     """
 
     def __init__(self, gpu: str, implementation: str | None):
@@ -339,11 +339,17 @@ def _some_rows(count: int) -> np.ndarray:
     return np.unique([*first, *(count - 1 - first)])
 
 
-def _of_rows(op, dtype, shape, passes, truths, contenders, *, pass_="forward", options="", written=0, more=None) -> Cell:
-    """A cell whose rows are checked by `truths` of some rows of the inputs.
+def _of_rows(key, n_bytes: int, truths, contenders, more=None) -> Cell:
+    """Cell of an op of rows, of which a few rows are checked.
 
-    A pass reads or writes as much as the first input, and all `written` bytes more; `more` makes the second input from a key.
+    Args:
+      key: op, pass, dtype, shape and options, as in `Row`.
+      n_bytes: bytes that a call must read and write.
+      truths: takes some rows of the inputs, and returns the truth of each result.
+      contenders: as in `Cell`.
+      more: makes the second input from a key, or None.
     """
+    op, pass_, dtype, shape, options = key
     part = _some_rows(shape[0])
 
     def inputs(key):
@@ -352,8 +358,7 @@ def _of_rows(op, dtype, shape, passes, truths, contenders, *, pass_="forward", o
     def judges(is_kernel, *inputs):
         return truths(*(np.asarray(array[part]) for array in inputs))
 
-    count = passes * _size(shape, dtype) + written
-    return Cell(op, pass_, dtype, shape, options, count, 0, inputs, contenders, part, judges)
+    return Cell(op, pass_, dtype, shape, options, n_bytes, 0, inputs, contenders, part, judges)
 
 
 def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[str | None], list[Contender]]:
@@ -367,7 +372,7 @@ def _beside(ours: Callable[..., Any], **peers: Callable[..., Any]) -> Callable[[
 
 
 def _copy(shape: tuple[int, int]) -> Cell:
-    """The fastest way to read and write an array: a scaling in float32, as a plain copy runs no kernel.
+    """Cell of the fastest way to read and write an array: a scaling in float32, as a plain copy runs no kernel.
 
     In bfloat16 XLA's scaling moves 3346 GB/s on an H200 where this one moves 4293.
     """
@@ -376,7 +381,8 @@ def _copy(shape: tuple[int, int]) -> Cell:
         return [cases.exactly((truth.to64(x) * (1 + 2**-7)).astype(x.dtype))]
 
     scaled = Contender("copy", lambda x: x * jnp.asarray(1 + 2**-7, x.dtype))
-    return _of_rows("copy", "float32", shape, 2, truths, lambda implementation: [scaled])
+    key = "copy", "forward", "float32", shape, ""
+    return _of_rows(key, 2 * _size(shape, "float32"), truths, lambda implementation: [scaled])
 
 
 def _beside_nn(op: str, dtype: str, shape: tuple[int, int], passes: int) -> Cell:
@@ -384,7 +390,8 @@ def _beside_nn(op: str, dtype: str, shape: tuple[int, int], passes: int) -> Cell
         return getattr(of, op)(x, axis=-1, **forced)
 
     contenders = _beside(functools.partial(along_rows, jaxsoftmax), jax_nn=functools.partial(along_rows, jax.nn))
-    return _of_rows(op, dtype, shape, passes, lambda x: [getattr(truth, op)(x, -1)], contenders)
+    key, n_bytes = (op, "forward", dtype, shape, ""), passes * _size(shape, dtype)
+    return _of_rows(key, n_bytes, lambda x: [getattr(truth, op)(x, -1)], contenders)
 
 
 def _jacobian(dtype: str, shape: tuple[int, int]) -> Cell:
@@ -401,7 +408,8 @@ def _jacobian(dtype: str, shape: tuple[int, int]) -> Cell:
         return [truth.softmax_derivative(x, c, saved=x.dtype)]
 
     more = functools.partial(_normals, shape=shape, dtype=dtype)
-    return _of_rows("softmax", dtype, shape, 3, truths, contenders, pass_="backward", more=more)
+    key = "softmax", "backward", dtype, shape, ""
+    return _of_rows(key, 3 * _size(shape, dtype), truths, contenders, more)
 
 
 def _losses(dtype: str, shape: tuple[int, int]) -> Cell:
@@ -424,7 +432,8 @@ def _losses(dtype: str, shape: tuple[int, int]) -> Cell:
 
     contenders = _beside(with_gradient, jnp=functools.partial(with_gradient, loss=in_jnp))
     more = functools.partial(jax.random.randint, shape=(rows,), minval=0, maxval=classes)
-    return _of_rows("cross_entropy", dtype, shape, 3, truths, contenders, pass_="forward+backward", more=more)
+    key = "cross_entropy", "forward+backward", dtype, shape, ""
+    return _of_rows(key, 3 * _size(shape, dtype), truths, contenders, more)
 
 
 def _attention(length: int, size: int, *, is_causal: bool, backward: bool = False, batch: int = 4, hidden: int = 2048) -> Cell:
@@ -493,7 +502,7 @@ def _largest(dtype: str, shape: tuple[int, int], k: int) -> Cell:
         return [cases.exactly(expected) for expected in order.top_k(x, k)]
 
     contenders = _beside(lambda x, **forced: jaxsoftmax.top_k(x, k, **forced), jax=lambda x: lax.top_k(x, k))
-    return _of_rows("top_k", dtype, shape, 1, truths, contenders, options=f"k={k}")
+    return _of_rows(("top_k", "forward", dtype, shape, f"k={k}"), _size(shape, dtype), truths, contenders)
 
 
 def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:
@@ -508,9 +517,8 @@ def _router(dtype: str, shape: tuple[int, int], k: int) -> Cell:
         return [truth.softmax(values), cases.exactly(indices)]
 
     contenders = _beside(lambda x, **forced: jaxsoftmax.softmax_top_k(x, k, normalize="selected", **forced), jax=in_jax)
-    written = shape[0] * k * (jnp.dtype(dtype).itemsize + 4)
-    options = f"k={k} normalize=selected"
-    return _of_rows("softmax_top_k", dtype, shape, 1, truths, contenders, options=options, written=written)
+    n_bytes = _size(shape, dtype) + shape[0] * k * (jnp.dtype(dtype).itemsize + 4)
+    return _of_rows(("softmax_top_k", "forward", dtype, shape, f"k={k} normalize=selected"), n_bytes, truths, contenders)
 
 
 def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Cell:
@@ -522,4 +530,4 @@ def _samples(dtype: str, shape: tuple[int, int], **options: Any) -> Cell:
         return [cases.samples_of(key, x, _some_rows(shape[0]), **options)]
 
     words = " ".join(f"{name}={value:g}" for name, value in options.items())
-    return _of_rows("categorical", dtype, shape, 1, truths, contenders, options=words)
+    return _of_rows(("categorical", "forward", dtype, shape, words), _size(shape, dtype), truths, contenders)

@@ -1,6 +1,7 @@
-"""One call as one compiled program, with the decisions that were made for that very program; and the device that runs it."""
+"""One call as one compiled program with the decisions of its lowering, errors in words, and the device that runs programs."""
 
 import itertools
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 
 import jax
 
-from jaxsoftmax._core.choose import Decision, recorded
+from jaxsoftmax._core.choose import Decision, check_implementation, choose, recorded
 from jaxsoftmax.ops import OPS
 
 IMPLEMENTATIONS = tuple(dict.fromkeys(itertools.chain(*(op.implementations for op in OPS.values()))))
 KERNELS = frozenset(IMPLEMENTATIONS) - {"xla"}
+# The functions that raise if an implementation cannot run a call, or does not exist for its op.
+_REFUSING = {choose.__code__, check_implementation.__code__}
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,12 @@ def compiled(f: Callable[..., Any], *args: Any) -> Compiled:
 
 
 def is_refusal(problem: BaseException) -> bool:
-    """Returns whether a call raised because the implementation that it forces cannot run it, or does not exist for its op."""
-    if isinstance(problem, NotImplementedError):
-        return ": implementation=" in str(problem)  # others are those of JAX, about a program that it cannot lower
-    return isinstance(problem, ValueError) and ": implementation must be None or one of " in str(problem)
+    """Returns True if a call raised because its implementation cannot run it, or does not exist for its op.
+
+    The function that raised tells such errors from those of JAX about a program that it cannot lower.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    return bool(frames) and frames[-1].f_code in _REFUSING
 
 
 def in_words(problem: BaseException) -> str:

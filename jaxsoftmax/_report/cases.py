@@ -36,7 +36,7 @@ class Case:
       op: the public function.
       dtype: the dtype of its main operand.
       shape: the shape of its main operand.
-      what: what is particular about it, in words.
+      what: its particularity, in words.
       options: arguments of the op beside the inputs.
       moving: the names of the inputs by which results are differentiated.
       inputs: makes the inputs, by name, as arrays of NumPy.
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as `softmax float32 64x1024 odd width`."""
+        """Name of the case, such as `softmax float32 64x1024 odd width`."""
         return " ".join(filter(None, (self.op, self.dtype, "x".join(map(str, self.shape)), self.what)))
 
     def build(self, implementation: str | None) -> Callable[[Inputs], list[Any]]:
@@ -106,7 +106,7 @@ def error(judge: Judge, result: np.ndarray) -> float:
 
 
 def _numbers(shape: tuple[int, ...], dtype: str, kind: str = "", seed: int = 0) -> np.ndarray:
-    """Returns random numbers: standard normals, or normals with what hurts."""
+    """Returns random numbers: standard normals, or normals with numbers that are hard to sum."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(shape)
     sparse = (rng.random(shape) < 0.3) & (np.arange(shape[-1]) > 0)

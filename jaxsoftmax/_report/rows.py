@@ -13,7 +13,7 @@ class Origin:
     """The origin of a row of a result file.
 
     Attributes:
-      run: one for all that one process measured; only rows of one run are compared.
+      run: name that the rows of one process share; only rows of one run are compared.
       date: when it was measured, UTC.
       gpu, jax, commit: the GPU's name, the version of JAX, the commit of jaxsoftmax.
     """
@@ -30,19 +30,19 @@ class Row(Origin):
     """One measurement.
 
     Attributes:
-      op, pass_, dtype, shape, options: what was measured. `pass_`, in the file `pass`, is `forward`, `backward`,
+      op, pass_, dtype, shape, options: the measured call. `pass_`, in the file `pass`, is `forward`, `backward`,
         `forward+backward`, or `first_call`: to trace, compile and run a fresh jit, on the wall clock. Suites may have more.
-      implementation: what ran, ours or a peer; `ours` of an import, which runs none.
-      us: microseconds: the median over rounds of the time of all kernels of a call; of programs, and on several devices, on the
-        wall clock.
-      bytes: those that have to be read and written; 0 where they do not matter.
-      flops: the arithmetic, where that is the limit; 0 where it is not counted.
+      implementation: the implementation or the peer that ran; `ours` for an import, which runs none.
+      us: microseconds: the median over rounds of the time of all kernels of a call; for programs, and on several devices, the
+        time on the wall clock.
+      bytes: bytes that must be read and written; 0 if they do not matter.
+      flops: number of operations, if the arithmetic is the limit; 0 if it is not counted.
       copy_share: `bytes / us` as a share of that of the run's copy of the same dtype, or of its only copy; None without a copy.
       error: the largest fraction of the error budget used; None for yardsticks.
-      temporaries: bytes beyond inputs and outputs, on one device; None where they are not measured, and in older files,
-        without the column.
-      kernel_us: on several devices, microseconds that kernels run, the mean over devices; likewise None elsewhere.
-      least_us: on a machine that others may use too, the microseconds of the fastest round; likewise None elsewhere.
+      temporaries: bytes beyond inputs and outputs, on one device; None if they are not measured, and in older files, which lack
+        the column.
+      kernel_us: on several devices, microseconds that kernels run, the mean over devices; None elsewhere.
+      least_us: on a machine that others may use too, the microseconds of the fastest round; None elsewhere.
     """
 
     op: str
@@ -62,17 +62,17 @@ class Row(Origin):
 
     @property
     def speed(self) -> float:
-        """Bytes a microsecond."""
+        """Bytes per microsecond."""
         return self.bytes / self.us
 
     @property
     def tflops(self) -> float:
-        """10^12 operations a second."""
+        """Operations per second, in units of 10^12."""
         return self.flops / self.us / 1e6
 
     @property
     def fastest_us(self) -> float:
-        """`least_us` where it is measured, else `us`."""
+        """Microseconds of the fastest round: `least_us` if it was measured, else `us`."""
         return self.us if self.least_us is None else self.least_us
 
     @property
@@ -81,7 +81,7 @@ class Row(Origin):
 
 
 def columns_of(kind: type[Origin]) -> tuple[str, ...]:
-    """The columns of a file of such rows."""
+    """Returns the columns of a file of such rows."""
     return tuple(field.name.rstrip("_") for field in fields(kind))
 
 
@@ -89,12 +89,12 @@ COLUMNS = columns_of(Row)
 
 
 def new_run() -> str:
-    """A name for a run that begins now."""
+    """Returns a name for a run that begins now."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def now() -> str:
-    """The date of a row."""
+    """Returns the date for a row that is measured now."""
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 

@@ -788,14 +788,15 @@ def test_devices_are_within_the_budget_of_one(name, kind, way, in_order, feature
     types = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(types,), devices=devices)
     own = ordered(given, n)
-    specs, parallel = {k: spec_of(k, a, "x") for k, a in own.items()}, {"strategy": way, "zigzag": n}
+    specs = {k: spec_of(k, a, "x") for k, a in own.items()}
+    parallel = ContextParallel(way, zigzag=n, axis_name="x" if kind == "shard_map" else None)
     dout, dlse = backward.cotangents_like(
         (jax.ShapeDtypeStruct(given["query"].shape, jnp.bfloat16), jax.ShapeDtypeStruct(given["query"].shape[:-1], jnp.float32))
     )
     with jax.set_mesh(mesh):
         shards = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in own.items()}
         moving, fixed = forward.split(shards)
-        f = forward.function(options | parallel | ({"axis_name": "x"} if kind == "shard_map" else {}), {}, name)
+        f = forward.function(options | {"parallel": parallel}, {}, name)
         if kind == "shard_map":
             f = jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"))
         both = tuple(reordered(a, n, 1) if n else a for a in (dout, dlse))

@@ -21,9 +21,9 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
+from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS
-from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
 
 from ..support import cases, kernels
 from ..support.attention import lowering, values
@@ -94,6 +94,18 @@ def test_parts_of_splits_follow_each_other(low, count, splits):
     parts = [ForwardKernel.part(plan, low, low + count, split, HOST) for split in range(splits)]
     assert [block for own in parts for block in range(*own)] == list(range(low, low + count))
     assert max((end - start for start, end in parts)) <= max(0, math.ceil(count / splits))
+
+
+@brute_force
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 700), st.integers(-9, 400), st.integers(0, 300))
+def test_spans_of_folded_rows_hold_all_key_blocks_that_their_queries_see(queries, group, keys, offset, left):
+    kernel = plan_of(lowering.operands((1,), queries, keys, group, 1), window=(left, 0)).kernel
+    seen = np.repeat(lowering.window_sees(queries, keys, (left, 0), offset), group, 0)
+    for first in range(0, queries * group, kernel.block_q):
+        rows = kernel.rows.queries_from(first, kernel.block_q, HOST)
+        low, high = kernel.seen((queries, keys), *rows, HOST, offset)
+        columns = np.flatnonzero(seen[first : first + kernel.block_q].any(0)) // kernel.config.block_kv
+        assert set(columns) <= set(range(low, high))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +255,7 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few):
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
     operands = lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)
     kernel = plan_of(operands, window=(None, 0)).kernel
-    assert (kernel.query, kernel.rows, kernel.splits) == ((12, 2, 64), FoldedRows(4, is_strided=True), 8)
+    assert (kernel.query, kernel.rows, kernel.splits) == ((12, 2, 64), FoldedRows(4, box=4), 8)
     assert kernel.costs() == (1,) * 8
     kernel = dataclasses.replace(kernel, splits=4)
     assert kernel.costs() == (1, 1, 1, 1)

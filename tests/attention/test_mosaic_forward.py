@@ -28,10 +28,12 @@ from jaxsoftmax.ops.attention import dropout, primitive
 from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import forward, scores
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardConfig, ForwardKernel, forward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardConfig, ForwardKernel, Pages, forward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_scores import ForwardScores
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTiles
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, GlobalOperand, batch_index
-from jaxsoftmax.ops.attention.mosaic_sm90.pages import Pages
-from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
+from jaxsoftmax.ops.attention.mosaic_sm90.pages import page_numbers
 from jaxsoftmax.ops.attention.mosaic_sm90.standalone import standalone_attention
 
 from ..support import cases, kernels, oracle
@@ -523,7 +525,7 @@ problems = st.sampled_from([*zip((1, 450, 333), (300, 700, 97), CONFIGS, strict=
 
 def blocks_of(scores, plan, reduce, rows=None):
     """`reduce` over the scores of each block of queries, or of so many rows, and each key block, as far as there are any."""
-    rows, cols = rows or plan.config.block_q, plan.config.block_kv
+    rows, cols = rows or plan.block_q, plan.config.block_kv
     length, keys = scores.shape
     padded = np.pad(scores, [(0, -length % rows), (0, -keys % cols)], constant_values=reduce is np.all)
     return reduce(padded.reshape(-(-length // rows), rows, -(-keys // cols), cols), (1, 3))
@@ -536,7 +538,7 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
     seen = blocks_of(window_sees(length, keys, window), plan, np.any)
     assert plan.costs() == tuple(np.maximum(seen.sum(1), 1))
     for block, row in enumerate(seen):
-        low, high = plan.seen((length, keys), block * config.block_q, config.block_q, HOST)
+        low, high = plan.seen((length, keys), block * plan.block_q, plan.block_q, HOST)
         if row.any():
             np.testing.assert_array_equal(np.flatnonzero(row), np.arange(low, high))
         else:
@@ -547,7 +549,7 @@ jitted_ranges = jax.jit(blocks.ranges, static_argnames=("block_q", "block_kv"))
 
 
 def ranges_of(plan, query_segments, key_segments):
-    return jitted_ranges(query_segments, key_segments, block_q=plan.config.block_q, block_kv=plan.config.block_kv)
+    return jitted_ranges(query_segments, key_segments, block_q=plan.block_q, block_kv=plan.config.block_kv)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -563,7 +565,7 @@ def test_blocks_that_a_mask_shows(problem, data):
     plan = plan_of(length, keys, (None, None), config)
     mask = a_mask(data, length, keys)
     batched = mask[*[None] * config.consumers]  # any number of axes
-    seen, reach, ends = map(np.asarray, shown_by(batched, (length, keys), config.block_q, config.block_kv))
+    seen, reach, ends = map(np.asarray, shown_by(batched, (length, keys), plan.block_q, config.block_kv))
     assert seen.shape == (*batched.shape[:-3], plan.blocks_q, plan.blocks_kv)
     expected = blocks_of(np.broadcast_to(mask, (length, keys)), plan, np.any)
     np.testing.assert_array_equal(seen.reshape(expected.shape), expected)
@@ -579,11 +581,9 @@ def test_masks_of_heads_are_read_once():
     assert blocks.seen(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
 
 
-def tile_of(plan, arrays):
-    """A tile whose operands are arrays in place of refs, and whose output is bfloat16."""
-    operands = {name: GlobalOperand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()}
-    operands["query"] = GlobalOperand(lambda b: b, ref=shaped())
-    return forward._Tile(plan, operands, {"out": shaped()}, {})
+def tiles_of(plan, arrays):
+    """The tiles of a kernel whose operands are arrays in place of refs."""
+    return ForwardTiles(plan, {name: GlobalOperand(lambda b: b, ref=jnp.asarray(array)) for name, array in arrays.items()})
 
 
 offsets = st.integers(-50, 750)
@@ -610,7 +610,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), config.block_q, config.block_kv)
+        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
         # What a mask hides within a block is hidden in every step, banded or not.
         shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:
@@ -619,21 +619,19 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     if keys % config.block_kv:
         all_seen[:, -1] = False  # beyond the end there is nothing to see
     any_seen &= shown
-    tile, is_banded = tile_of(replace(plan, names=frozenset(arrays)), arrays), []
+    tiles, is_banded = tiles_of(replace(plan, names=frozenset(arrays)), arrays), []
 
     @jax.jit
     @jax.vmap
     def steps_of(block, warpgroup):
-        first = block * config.block_q + warpgroup * ROWS
-        place = tile.place(block, *tile.look_up(block))
-        tile_low, tile_high, is_empty = tile.key_blocks(place)
-        assert is_empty is None
-        low, high = tile.seen(place, first, ROWS)
-        high = jnp.clip(high, tile_low + 1, tile_high)
-        low = jnp.clip(low, tile_low, high - 1)
-        rows = forward._Rows(tile, warpgroup, place, first, high, high - low)
-        is_banded.append(rows.is_banded)
-        return tile_low, tile_high, low, high, *tile.seen_whole(place, first, ROWS)
+        first = block * plan.block_q + warpgroup * ROWS
+        tile = tiles.tile(block, *tiles.look_up(block))
+        assert tile.is_empty is None
+        low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
+        high = jnp.clip(high, tile.low + 1, tile.high)
+        low = jnp.clip(low, tile.low, high - 1)
+        is_banded.append(ForwardScores(tiles.kernel, tiles.operands, tile, first).is_banded)
+        return tile.low, tile.high, low, high, *tiles.seen_whole(tile, first, ROWS)
 
     groups = range(plan.blocks_q * config.consumers)
     found = steps_of(*(jnp.asarray(a, jnp.int32) for a in np.divmod(groups, config.consumers)))
@@ -654,12 +652,13 @@ EDGES = [(None, 62), (None, 63), (None, 126), (0, 64), (62, None), (63, None), (
 def test_blocks_at_the_edges_of_a_window_are_visited_and_masked(window, offset):
     """One block more where a query sees one key more, with blocks of 64 queries and of 64 keys."""
     plan = replace(plan_of(192, 320, window, ForwardConfig(1, 64, 2), (1,)), names=frozenset({"query_offset"}))
-    tile = tile_of(plan, {"query_offset": np.array([offset], np.int32)})
+    tiles = tiles_of(plan, {"query_offset": np.array([offset], np.int32)})
     seen = window_sees(192, 320, window, offset)
     any_seen, all_seen = (blocks_of(seen, plan, reduce, ROWS) for reduce in (np.any, np.all))
-    place = tile.place(jnp.int32(0), jnp.int32(offset))
+    tile = tiles.tile(jnp.int32(0), jnp.int32(offset))
     for group in range(3):
-        found = [int(edge) for part in (tile.seen, tile.seen_whole) for edge in part(place, jnp.int32(group * ROWS), ROWS)]
+        rows = jnp.int32(group * ROWS), ROWS
+        found = map(int, (*tiles.seen(tile.lengths, tile.offset, *rows), *tiles.seen_whole(tile, *rows)))
         for (low, high), expected in zip(itertools.batched(found, 2), (any_seen[group], all_seen[group]), strict=True):
             np.testing.assert_array_equal([low <= block < high for block in range(plan.blocks_kv)], expected)
 
@@ -682,17 +681,17 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     any_seen, all_seen = (blocks_of(np.repeat(seen, group, 0), plan, reduce)[0] for reduce in (np.any, np.all))
     if keys % 64:
         all_seen[-1] = False
-    tile, positions = tile_of(plan, arrays), []
+    tiles, positions = tiles_of(plan, arrays), []
 
     @jax.jit
     @jax.vmap
     def steps_of(number):
-        place = tile.place(number, *tile.look_up(number))
-        low, high, is_empty = tile.key_blocks(place)
-        high = high if is_empty is None else jnp.where(is_empty, low, high)
-        rows = forward._Rows(tile, 0, place, jnp.int32(0), high, high - low)
-        positions.append(rows.is_banded)
-        return place.b, place.head, place.split, low, high, *tile.seen_whole(place, jnp.int32(0), ROWS), rows.last_key
+        tile = tiles.tile(number, *tiles.look_up(number))
+        high = tile.high if tile.is_empty is None else jnp.where(tile.is_empty, tile.low, tile.high)
+        scores = ForwardScores(plan, tiles.operands, tile, jnp.int32(0))
+        positions.append(scores.is_banded)
+        whole = tiles.seen_whole(tile, jnp.int32(0), ROWS)
+        return tile.b, tile.head, tile.split, tile.low, high, *whole, scores.last_key
 
     heads = plan.query[1]
     found = zip(*map(np.asarray, steps_of(jnp.arange(heads * splits))), strict=True)
@@ -722,14 +721,15 @@ def test_the_pages_of_a_key_block(page):
     more = {"query": (4, 2, 64), "rows": FoldedRows(4), "pages": Pages(page, 9)}
     plan = plan_of(4, most * page, (None, None), ForwardConfig(1, 128, 2), (len(found),), {"key_lengths", "page_table"})
     plan = replace(plan, **more)
-    tile = tile_of(plan, {"key_lengths": found, "page_table": table})
+    tiles = tiles_of(plan, {"key_lengths": found, "page_table": table})
     for b, length in enumerate(np.clip(found, 0, most * page)):
-        place = tile.place(jnp.int32(2 * b), *tile.look_up(jnp.int32(2 * b)))
-        assert int(place.lengths[1]) == length
+        tile = tiles.tile(jnp.int32(2 * b), *tiles.look_up(jnp.int32(2 * b)))
+        assert int(tile.lengths[1]) == length
         last = max(int(length) - 1, 0) // page
         for block in range(plan.blocks_kv):
             places = [min(block * 128 // page + i, last) for i in range(max(1, 128 // page))]
-            assert [int(number) for number in tile._pages(place, block)] == [np.clip(table[b, at], 0, 8) for at in places]
+            numbers = list(map(int, page_numbers(plan, tiles.operands, tile, block)))
+            assert numbers == [np.clip(table[b, at], 0, 8) for at in places]
 
 
 @compiled
@@ -803,8 +803,8 @@ def test_dropout_of_a_block_is_that_of_its_places(is_transposed, monkeypatch):
 
 def test_what_other_segments_have_is_hidden():
     s, rows, cols = np.ones((3, 4), np.float32), np.array([0, 1, 2], np.int32), np.array([1, 1, 0, 5], np.int32)
-    np.testing.assert_array_equal(scores.of_own_segment(s, rows, cols) > 0, rows[:, None] == cols)
-    np.testing.assert_array_equal(scores.of_own_segment(s, rows, cols, hidden=0), rows[:, None] == cols)
+    np.testing.assert_array_equal(scores.in_one_segment(s, rows, cols) > 0, rows[:, None] == cols)
+    np.testing.assert_array_equal(scores.in_one_segment(s, rows, cols, hidden=0), rows[:, None] == cols)
 
 
 # The interpreter.

@@ -46,7 +46,10 @@ from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax import primitive as softmax_primitive
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
-from jaxsoftmax.ops.top_k import mosaic_sm90 as top_k
+from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
+from jaxsoftmax.ops.top_k.mosaic_sm90.keys import kernel_dtype
+from jaxsoftmax.ops.top_k.mosaic_sm90.long_rows import plan_sweeps
+from jaxsoftmax.ops.top_k.mosaic_sm90.sampling import plan_check, plan_draw
 
 from ..support import xla_cuda
 
@@ -382,16 +385,10 @@ def top_k_cases() -> Iterator[Case]:
 
 def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
     x = shaped(rows, cols, dtype=dtype)
-    is_lifted = kind == "weights"
-    itemsize = 4 if x.dtype.kind in "iu" else x.dtype.itemsize
-    plan = top_k.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
-    is_short = top_k.short_rows.serves(cols, x.dtype.itemsize, k)
-    of_plan = (
-        (cols, rows > 1)
-        if is_short
-        else (replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined)
-    )
-    key = (kind, dtype, k, is_short, rows == 1, plan.layout.has_whole_vectors, *of_plan)
+    plan = plan_sweeps(rows, cols, kernel_dtype(x.dtype).itemsize, HOPPER, has_state=kind == "weights")
+    is_short = warp_rows.serves(cols, x.dtype.itemsize) and k <= warp_rows.MAX_K
+    of_plan = (cols, rows > 1) if is_short else _key_of_sweeps(plan)
+    key = (kind, dtype, k, is_short, rows == 1, plan.row_plan.has_whole_vectors, *of_plan)
     operands, options = {"x": x}, {"k": k, "implementation": "mosaic"}
     function: Callable[..., Any] = jaxsoftmax.top_k
     if kind == "where":
@@ -401,6 +398,11 @@ def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
         options |= {"scale": 0.5} if kind == "scaled" else {}
         function = _with_gradient if kind != "scaled" else _weights
     yield Case(f"top_k {kind} {dtype} {rows}x{cols} k {k}", key, functools.partial(_public, function, options), operands)
+
+
+def _key_of_sweeps(plan) -> tuple[Any, ...]:
+    """What is equal where kernels read rows alike."""
+    return replace(plan.row_plan, cols=0), plan.blocks, plan.slices, plan.copied, plan.row_plan.is_joined
 
 
 def _weights(x, **options):
@@ -418,9 +420,8 @@ def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     of = {"temperature": shaped(rows)} if kind != "plain" else {}
     of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
     parts = 2 if kind == "log_prob" else int("top_p" in kind)
-    plans = top_k.sampling._drawing_plan(HOPPER, x, parts), top_k.sampling._reading_plan(HOPPER, x)
-    of_plans = [(replace(plan.layout, cols=0), plan.blocks, plan.slices, plan.copied, plan.layout.is_joined) for plan in plans]
-    key = ("categorical", kind, dtype, rows == 1, *of_plans)
+    plans = plan_draw(rows, cols, parts, HOPPER), plan_check(rows, cols, x.dtype.itemsize, HOPPER)
+    key = ("categorical", kind, dtype, rows == 1, *map(_key_of_sweeps, plans))
     options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}
     operands = {"key": shaped(2, dtype="uint32"), "logits": x} | of
     run = functools.partial(_public, jaxsoftmax.categorical, options)

@@ -236,7 +236,7 @@ def check_fits(plan, problem, target):
     if plan.persistent_blocks:
         per_multiprocessor, rest = divmod(plan.persistent_blocks, target.multiprocessors)
         assert rest == 0
-        assert per_multiprocessor * (needed + 1024) <= target.shared_memory + 1024  # of which CUDA takes 1 KiB for each block
+        assert per_multiprocessor * (needed + 1024) <= target.shared_memory + 1024  # CUDA takes 1 KiB for each block
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
@@ -257,7 +257,7 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "float8_e5m2", "comp
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_random_calls_have_a_plan_or_a_refusal(data):
-    """Of any number of axes and entries, with masks and scales that broadcast along any of them."""
+    """Calls have any number of axes and entries, and masks and scales that broadcast along any of them."""
     shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 64, 1000, 50257]), min_size=1, max_size=4)))
     axes = tuple(sorted(data.draw(st.sets(st.sampled_from(range(len(shape))), min_size=1))))
     mask, scale = (data.draw(st.none() | st.tuples(*(st.sampled_from([1, size]) for size in shape))) for _ in range(2))

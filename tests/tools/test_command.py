@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import functools
 import io
 import os
 import re
@@ -287,9 +288,15 @@ def test_an_implementation_that_an_op_does_not_have_is_refused():
 
 
 def test_what_jax_cannot_lower_is_no_refusal():
-    """Such as a kernel that a newer JAX does not lower: that has to be seen."""
-    assert call.is_refusal(NotImplementedError("softmax: implementation='mosaic' cannot run: it runs on cuda, not on cpu"))
-    assert not call.is_refusal(NotImplementedError("MLIR translation rule for primitive 'swap' not found for platform cuda"))
+    """A kernel that a newer JAX does not lower, for example, has to be seen."""
+    unknown = jax.extend.core.Primitive("unknown")
+    unknown.def_abstract_eval(lambda x: x)
+    refused = functools.partial(jaxsoftmax.softmax, implementation="mosaic")
+    for function, is_refusal in ((refused, True), (unknown.bind, False), (lambda x: unknown.bind(refused(x)), True)):
+        with pytest.raises(NotImplementedError) as error:
+            call.compiled(function, jnp.ones((2, 4)))
+        assert call.is_refusal(error.value) == is_refusal
+    assert not call.is_refusal(NotImplementedError("softmax: implementation='mosaic' cannot run: it was not raised"))
 
 
 @pytest.mark.parametrize("path", [".", "/dev/null", "nowhere/x.csv"])

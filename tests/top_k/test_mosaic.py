@@ -1,5 +1,6 @@
 """The kernels of the largest entries and of samples: lowered for CUDA on any machine, run on Hopper."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -10,9 +11,14 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import explain
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.top_k import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.top_k.mosaic_sm90 import short_gradient, staged, sweeps
+from jaxsoftmax.ops.top_k.mosaic_sm90 import sampling, warp_rows
+from jaxsoftmax.ops.top_k.mosaic_sm90.long_rows import LongGradientPlan, LongRowsPlan, plan_sweeps
+from jaxsoftmax.ops.top_k.mosaic_sm90.short_gradient import ShortGradientPlan
+from jaxsoftmax.ops.top_k.mosaic_sm90.short_rows import ShortRowsPlan
+from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, SOFTMAX_TOP_K_JVP, SOFTMAX_TOP_K_VJP, TOP_K
 
 from ..support import cases, kernels, oracle
 from ..support.top_k.cases import inputs, weights_of
@@ -167,26 +173,156 @@ def test_a_cotangent_of_selected_weights_alone_needs_no_logits():
     def derivative(theta, x):
         return jax.jvp(lambda theta: jax.grad(loss, 1)(theta, x), (theta,), (theta,))[1]
 
-    given = shaped((1000, 8), "float32"), shaped((1000, 64), "bfloat16")
-    with mock.patch.object(short_gradient, "gradient", wraps=short_gradient.gradient) as gradient, kernels.anew():
-        kernels.lowered_for_cuda(derivative, *given)
-    asked = [(b is None, x is None) for _, _, b, x, *_ in (call.args for call in gradient.call_args_list)]
-    assert (True, True) in asked
-    assert (True, False) not in asked
+    run, asked = ShortGradientPlan.run, []
+
+    def noted(plan, **operands):
+        asked.append(("b" in plan.names, "x" in plan.names))
+        return run(plan, **operands)
+
+    types = shaped((1000, 8), "float32"), shaped((1000, 64), "bfloat16")
+    with mock.patch.object(ShortGradientPlan, "run", noted), kernels.anew():
+        kernels.lowered_for_cuda(derivative, *types)
+    assert (False, False) in asked
+    assert (False, True) not in asked
 
 
 @pytest.mark.parametrize("cols", range(4, 513, 4))
 def test_rows_of_a_block_fit_into_shared_memory_and_lanes_meet_in_no_bank(cols):
     for itemsize in (2, 4):
-        if not staged.serves(cols, itemsize):
+        if not warp_rows.serves(cols, itemsize):
             continue
-        plan = staged.Plan(1000, cols, itemsize, staged.rows_of_warp(cols * itemsize))
-        assert plan.of_warp * plan.lanes == 32
-        assert 4 * plan.bytes <= 72 * 1024
+        plan = warp_rows.StagedRows(1000, cols, itemsize, warp_rows.rows_per_warp(cols * itemsize))
+        assert plan.rows_per_warp * plan.lanes == 32
+        assert plan.block_bytes <= 72 * 1024
         assert cols * itemsize <= plan.stride < cols * itemsize + 2 * 16 * plan.lanes
         for first in range(0, 32, 8):  # lanes that read a vector at a time
             places = {lane // plan.lanes * plan.stride // 16 + lane % plan.lanes for lane in range(first, first + 8)}
             assert len({place % 8 for place in places}) == 8
+
+
+# Plans.
+
+
+def plan_of(operation, types, **params):
+    """The plan for operands of these types on an H100, or the refusal."""
+    return mosaic.plan(operation.problem(operation, types, params), HOPPER)
+
+
+def rows_of(rows, cols, dtype="float32", **more):
+    return {"x": shaped((rows, cols), dtype), **more}
+
+
+ROWS_OF_SAMPLES = {"row": shaped((64, 1), "uint32"), "key0": shaped((1, 1), "uint32"), "key1": shaped((1, 1), "uint32")}
+
+
+@pytest.mark.parametrize(
+    ("types", "k", "kind"),
+    [
+        (rows_of(1000, 64), 8, ShortRowsPlan),
+        (rows_of(1000, 64, "int8"), 8, ShortRowsPlan),
+        (rows_of(1000, 64), 17, LongRowsPlan),
+        (rows_of(1000, 62), 8, LongRowsPlan),
+        (rows_of(1000, 516), 8, LongRowsPlan),
+        (rows_of(1000, 64, scale=shaped((1, 1), "float32")), 8, LongRowsPlan),
+        (rows_of(1000, 64, where=shaped((1000, 64), bool)), 8, LongRowsPlan),
+    ],
+)
+def test_rows_have_the_plan_of_their_kernel(types, k, kind):
+    plan = plan_of(TOP_K, types, k=k, dtype=types["x"].dtype, return_state=False)
+    assert type(plan) is kind
+    assert plan.shared_memory <= HOPPER.shared_memory
+    assert plan.describe()
+
+
+def test_plans_say_how_long_rows_are_read():
+    def sweeps_of(rows, cols, dtype, **params):
+        return plan_of(SOFTMAX_TOP_K, rows_of(rows, cols, dtype), k=50, dtype=jnp.dtype(dtype), **params).sweeps
+
+    values = {"normalize": "selected", "return_state": False}
+    plan = sweeps_of(512, 128256, "bfloat16", **values)
+    row_plan = plan.row_plan
+    assert (row_plan.vector, row_plan.threads, row_plan.unroll, plan.copied, plan.blocks) == (8, 256, 2, 2, 1)
+    assert sweeps_of(512, 128256, "float32", **values).copied == 0
+    assert sweeps_of(1, 128256, "bfloat16", **values).blocks == 8
+    plan = sweeps_of(1, 128256, "bfloat16", normalize="all", return_state=False)
+    assert (plan.row_plan.vector, plan.row_plan.threads, plan.copied, plan.slices) == (4, 128, 0, 4)
+    assert not plan.row_plan.is_joined
+    assert sweeps_of(1, 50257, "bfloat16", normalize="all", return_state=False).row_plan.is_joined
+
+
+def test_masked_rows_have_their_state_from_a_plan_of_softmax():
+    types = rows_of(8, 5000, where=shaped((8, 5000), bool))
+    params = {"k": 8, "dtype": jnp.dtype("float32")}
+    assert plan_of(SOFTMAX_TOP_K, types, normalize="all", return_state=False, **params).state is not None
+    plan = plan_of(SOFTMAX_TOP_K, types, normalize="selected", return_state=False, **params)
+    assert (plan.state, plan.parts) == (None, 0)
+    plan = plan_of(SOFTMAX_TOP_K, rows_of(8, 5000), normalize="all", return_state=False, **params)
+    assert (plan.state, plan.parts) == (None, 2)
+
+
+def gradient_types(rows, cols, k, x="float32", c="float32"):
+    types = {name: shaped((rows, 1), "float32") for name in ("m", "d")}
+    entries = {"indices": shaped((rows, k), "int32"), "c": shaped((rows, k), c)}
+    return types | entries | {"x": shaped((rows, cols), x)}
+
+
+def plan_of_gradient(types, cols, dtype="float32", normalize="all"):
+    return plan_of(SOFTMAX_TOP_K_VJP, types, size=cols, normalize=normalize, dtype=jnp.dtype(dtype), scale_tangent=False)
+
+
+def test_gradients_have_the_plan_of_their_kernel():
+    short = plan_of_gradient(gradient_types(1000, 64, 8), 64)
+    assert type(short) is ShortGradientPlan
+    assert short.names == ("indices", "c", "m", "d", "x")
+    assert short.places == [short.staged.block_bytes]  # the gradient takes the place of `x`
+    narrow = plan_of_gradient(gradient_types(1000, 64, 8, x="bfloat16"), 64)
+    assert narrow.places == [narrow.staged.block_bytes, narrow.staged_x.block_bytes]
+    params = {"size": 5000, "normalize": "all", "dtype": jnp.dtype("float32"), "scale_tangent": False}
+    problem = SOFTMAX_TOP_K_VJP.problem(SOFTMAX_TOP_K_VJP, gradient_types(16, 5000, 8), params)
+    assert type(mosaic.plan(problem, HOPPER)) is LongGradientPlan
+    refusal = mosaic.plan(dataclasses.replace(problem, fused=frozenset(["x"])), HOPPER)
+    assert "XLA computes logsumexp_vjp together with what produces its operand" in refusal.reason
+    assert type(refusal.plan) is LongGradientPlan
+    selected = gradient_types(16, 5000, 8) | {"weights": shaped((16, 8), "float32")}
+    refusal = plan_of_gradient(selected, 5000, normalize="selected")
+    assert isinstance(refusal, Refusal)
+    assert refusal.lacks_kernel
+
+
+def test_operations_without_a_kernel_are_left_to_the_reference():
+    types = gradient_types(16, 64, 8) | {"t": shaped((16, 64), "float32")}
+    params = {"normalize": "all", "return_mean": False, "dtype": jnp.dtype("float32"), "scale_tangent": False}
+    refusal = plan_of(SOFTMAX_TOP_K_JVP, types, **params)
+    assert refusal == Refusal("it has no kernel for softmax_top_k_jvp", lacks_kernel=True)
+
+
+def test_samples_have_a_plan_for_each_kernel_that_their_filters_need():
+    one = {name: shaped((1, 1), "float32") for name in ("top_p", "min_p", "inverse")}
+
+    def plan(*names, return_state=False):
+        types = rows_of(64, 50257) | ROWS_OF_SAMPLES | {name: one[name] for name in names}
+        return plan_of(CATEGORICAL, types, return_state=return_state)
+
+    assert [plan().parts, plan(return_state=True).parts, plan("top_p").parts, plan("min_p").parts] == [0, 2, 1, 0]
+    assert plan("min_p").state is not None
+    assert plan("inverse").check is None
+    both = plan("top_p", "min_p")
+    assert both.state is None
+    assert both.check == sampling.plan_check(64, 50257, 4, HOPPER)
+    assert both.redraw.clusters * both.redraw.sweeps.blocks <= 2 * HOPPER.multiprocessors
+    assert both.shared_memory <= HOPPER.shared_memory
+
+
+def test_samples_of_more_than_the_largest_1024_are_left_to_the_reference():
+    """Also where the kernels are asked for: none of them looks at `top_k`."""
+
+    def f(x, k=2000, **options):
+        return jaxsoftmax.categorical(jax.random.key(0), x, top_k=k, **options)
+
+    (decision,) = explain(f, jnp.zeros((2, 5000)), platform="cuda")
+    assert (decision.implementation, decision.refusals) == ("xla", (("mosaic", "it takes no top_k"),))
+    decisions = explain(functools.partial(f, implementation="mosaic"), jnp.zeros((2, 5000)), jnp.int32(9), platform="cuda")
+    assert {decision.primitive: decision.implementation for decision in decisions} == {"top_k": "mosaic", "categorical": "xla"}
 
 
 SAMPLED = [
@@ -334,15 +470,14 @@ def test_sums_of_rows_that_start_inside_of_a_line(cols, dtype):
 def test_a_row_has_as_many_sweeps_as_blocks_at_least(rows):
     for cols in (1, 100, 4096, 50257, 128256, 2**20):
         for itemsize in (2, 4):
-            for is_lifted in (False, True):
-                plan = mosaic.plan_for(HOPPER, rows, cols, itemsize, is_lifted)
-                count = sweeps.sweeps_of(plan.layout)
+            for has_state in (False, True):
+                plan = plan_sweeps(rows, cols, itemsize, HOPPER, has_state)
                 assert plan.blocks in (1, 2, 4, 8)
-                assert plan.blocks <= max(1, count)
-                assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= count), 1) if is_lifted else 8)
+                assert plan.blocks <= max(1, plan.sweeps)
+                assert plan.slices == (next((n for n in (8, 4, 2) if 6 * n <= plan.sweeps), 1) if has_state else 8)
                 assert plan.slices % plan.blocks == 0
                 assert plan.blocks == 1 or plan.blocks * rows <= 4 * HOPPER.multiprocessors
-                assert plan.layout.is_joined == (is_lifted and cols % plan.layout.line != 0)
+                assert plan.row_plan.is_joined == (has_state and cols % plan.row_plan.line != 0)
 
 
 @pytest.mark.gpu

@@ -5,14 +5,14 @@ import pytest
 
 from jaxsoftmax.ops.top_k.mosaic_sm90 import network
 
-OPERATIONS = network.Operations(np.maximum, np.minimum)
+COMPARATORS = network.Comparators(np.maximum, np.minimum)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 16, 20, 33, 64])
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 11, 16])
 def test_the_largest_are_found_in_order(k, count):
     rows = np.random.default_rng(count).permuted(np.tile(np.arange(count), (200, 1)), axis=1)
-    found = network.largest(OPERATIONS, iter(rows.T), k)
+    found = network.largest(COMPARATORS, iter(rows.T), k)
     expected = -np.sort(-rows, 1)
     np.testing.assert_array_equal(np.stack(found.largest, 1), expected[:, :k])
     assert (found.dropped is None) == (count <= k)
@@ -26,7 +26,7 @@ def test_lists_of_zeros_and_ones_are_merged(sizes):
     for ones in np.ndindex(sizes[0] + 1, sizes[1] + 1):
         a, b = ([1] * of + [0] * (size - of) for of, size in zip(ones, sizes, strict=True))
         for k in range(1, sum(sizes) + 1):
-            found = network.merged(OPERATIONS, network.Found(a), network.Found(b), k)
+            found = network.merge(COMPARATORS, network.Largest(a), network.Largest(b), k)
             expected = sorted(a + b, reverse=True)
             assert found.largest == expected[:k]
             assert found.dropped == (expected[k] if k < len(expected) else None)
@@ -47,7 +47,7 @@ def test_nothing_is_computed_that_is_not_needed():
 
     def count(tells_dropped):
         maximum, minimum = Counted(True), Counted(False)
-        network.largest(network.Operations(maximum, minimum, tells_dropped), range(32), 8)
+        network.largest(network.Comparators(maximum, minimum, tells_dropped), range(32), 8)
         return maximum.operations + minimum.operations
 
     assert count(False) == 4 * 2 * 19 + 3 * 32

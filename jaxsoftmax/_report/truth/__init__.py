@@ -1,12 +1,12 @@
 """The truth in float64, by NumPy on the CPU, and the error that a result may have.
 
-The truth is that of the operands as they were rounded to their dtype. A result may differ from it by
+The truth is the exact result for the operands, after they were rounded to their dtype. A result may differ from it by
 
     (8 + 3 * |s - max|) * 2^-24 * terms + 2^-126   and, in a 16-bit dtype, by half a unit in its last place more,
 
-where `terms` is the sum of the absolute values that are added up: for softmax, whose terms are positive, the result itself.
-The first part is a few roundings, and an exponential whose argument was rounded once; the second lets results flush to zero.
-`error` is the largest fraction of this budget that a result uses. A result with a fraction above 1 is wrong.
+where `terms` is the sum of the absolute values of the terms of a sum; for softmax, whose terms are positive, the result itself.
+The first part allows a few roundings, and an exponential whose argument was rounded once; the second lets results flush to
+zero. `error` is the largest fraction of this budget that a result uses. A result with a fraction above 1 is wrong.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Truth:
 
 
 def to64(array) -> np.ndarray:
-    """An array of any dtype in float64 (complex128)."""
+    """Returns an array of any dtype in float64, or complex128."""
     array = np.asarray(array)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
@@ -53,12 +53,13 @@ class Rows:
 
     @property
     def distance(self) -> np.ndarray:
-        """|s - max| where it matters: an entry of no weight has no rounded exponent."""
+        """|s - max|, and 0 for an entry without weight, whose exponent is not rounded."""
         with np.errstate(invalid="ignore"):
             return np.where(self.y > 0, np.abs(self.scores - self.m), 0.0)
 
 
 def rows(x, axis=-1, where=None, scale=None) -> Rows:
+    """Computes the softmax of rows with its intermediate results."""
     x = to64(x)
     where = np.ones(x.shape, bool) if where is None else np.asarray(where)
     x, where = np.broadcast_arrays(x, where)
@@ -98,7 +99,7 @@ def logsumexp(x, axis=None, where=None, keepdims=False) -> Truth:
 
 
 def softmax_derivative(x, t, axis=-1, where=None, scale=None, saved=np.float32) -> Truth:
-    """`scale * y * (t - sum(y * t))`: tangent and cotangent, from a `y` that was saved in the dtype `saved`."""
+    """Computes `scale * y * (t - sum(y * t))`, the tangent and the cotangent, for a `y` that was saved in the dtype `saved`."""
     r = rows(x, axis, where, scale)
     t = np.where(r.y > 0, to64(t), 0.0)
     factor = 1.0 if scale is None else np.float64(scale)
@@ -136,17 +137,17 @@ def _seen(r: Rows, t, scale):
 
 
 def half_unit(dtype) -> float:
-    """Half a unit in the last place, relative: 0 for float32 and float64, whose rounding the budget holds."""
+    """Returns half a unit in the last place, relative; 0 for float32 and float64, whose rounding is in the budget."""
     dtype = jnp.dtype(dtype)
     return 0.0 if dtype.itemsize >= 4 else float(ml_dtypes.finfo(dtype).eps) / 2
 
 
 def error(actual, truth: Truth) -> float:
-    """The largest fraction of the budget that `actual` uses; infinite where it is NaN or infinite and should not be."""
+    """Returns the largest fraction of the budget that `actual` uses; infinite if it is NaN or infinite and should not be."""
     dtype = np.asarray(actual).dtype
     with np.errstate(over="ignore"):
         rounded = to64(truth.value.astype(dtype))
-    value = np.where(np.isinf(rounded), rounded, truth.value)  # what the dtype cannot hold is infinite
+    value = np.where(np.isinf(rounded), rounded, truth.value)  # a number that the dtype cannot hold is infinite
     actual = to64(actual)
     assert actual.shape == value.shape, f"shape {actual.shape}, should be {value.shape}"
     if actual.size == 0:
@@ -160,7 +161,7 @@ def error(actual, truth: Truth) -> float:
 
 
 def _half_subnormal(dtype) -> float:
-    """The largest number that is rounded to zero, or flushed to it in float32's range of exponents."""
+    """Returns the largest number that is rounded to zero, or flushed to zero in float32's range of exponents."""
     return 2.0**-25 if jnp.dtype(dtype) == jnp.float16 else TINY
 
 

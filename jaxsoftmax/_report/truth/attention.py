@@ -5,31 +5,31 @@ values. A weight `p = exp(s - lse)` therefore errs, relative to itself, by
 
     unit = (8 + 3 * |s - max|) * 2^-24 + 8 * 2^-24 * A, plus the mean of these over the row, which errs in its denominator,
 
-and a result by the sum of `unit` times the absolute values of the terms that it adds up. Where the operands are of 16 bits,
-a kernel rounds the weights to them before they are multiplied: one more `half_unit` of that sum. The same goes for the scores'
-cotangents; they are differences to `sum(out * dout)` of an out that was saved in the operands' dtype. `error` of this package
-adds half a unit of a result that has 16 bits itself.
+and a result by the sum of `unit` times the absolute values of its terms. If the operands have 16 bits, a kernel rounds the
+weights to 16 bits before it multiplies them, which adds one `half_unit` of that sum. The cotangents of the scores are rounded
+too; they are differences to `sum(out * dout)`, where out was saved in the operands' dtype. If the result has 16 bits, `error`
+of this package adds half a unit of it.
 
-Kernels have weights of float16 `2^13` times as large: a log-sum-exp is the difference of two numbers of 13 then, in powers of
-two, that are rounded by up to 2^-21 each, or 11 * 2^-24 in all after a product with log(2); `lifted` is that.
+Kernels for float16 scale the weights by 2^13. Their log-sum-exp is then the difference of two numbers near 13 in powers of two,
+each rounded by up to 2^-21: after a product with log(2) these are 11 * 2^-24 in all, which `lifted` holds.
 
-Where `cotangents` are to be `tight`, a score's cotangent `ds = p g` with `g = z dp - delta + dlse` errs, in float32, by
+With `tight`, a score's cotangent `ds = p g`, `g = z dp - delta + dlse`, errs in float32 by
 
     e(ds) = e(p) |ds| + p (1 + e(p)) e(g),   e(p) = unit + e(lse) + 8 * 2^-24, relative to p,
     e(g) = (8 + Hv / 8) 2^-24 (z sum |do| |v| + sum |do| sum z p |v| + |dlse|) + e(delta),
-    e(delta) = sum |do| (half_unit |out| + floor + sum (unit + half_unit) z p |v|),
+    e(delta) = sum |do| (half_unit |out| + floor + sum (unit + half_unit) z p |v|).
 
-whose last term is the rounding of the saved out, and of the weights that made it. `ds` and `p` are rounded before they
-are multiplied, by `half_unit ds + floor` and `half_unit p + floor`. So an entry of dq errs by the scale times the sum over keys
-of `e(ds) + half_unit |ds| + floor` times `|k|`, one of dk likewise, and one of dv by that of `(e(p) + half_unit) z p + floor`
-times `|do|`. Where heads are larger than 128, p is rounded before it is multiplied with g too: `half_unit |ds| + floor |g|`
-more. `floor` is what float16 may miss below its smallest normal number, 2^-25; in bfloat16 it is 2^-126, below which all is
-flushed to 0, p too. Sums of n products have n / 8 * 2^-24 of their absolute terms for themselves: tensor cores add 16 at a
-time, and cut off what is below 2^-23.
+The last term of `e(delta)` is the rounding of the saved out, and of the weights that out was computed from. `ds` and `p` are
+rounded before they are multiplied, by `half_unit ds + floor` and `half_unit p + floor`. So an entry of dq errs by the scale
+times the sum over keys of `(e(ds) + half_unit |ds| + floor) |k|`, and an entry of dk likewise; an entry of dv errs by the sum
+over queries of `((e(p) + half_unit) z p + floor) |do|`. In heads larger than 128, p is also rounded before it is multiplied
+with g, which adds `half_unit |ds| + floor |g|`. `floor` is the largest number that float16 may lose below its smallest normal
+number, 2^-25; in bfloat16 it is 2^-126, below which all numbers, p too, are flushed to 0. A sum of n products errs by n / 8 *
+2^-24 of its absolute terms besides: tensor cores add 16 products at a time, and cut off bits below 2^-23.
 
-Where an implementation makes float32 products of three of bfloat16, each errs by up to `THREE_PRODUCTS` of the sum of its
-absolute terms. bfloat16 has 8 bits: of x in [1, 2) the high term misses at most 2^-8, which the low one is, and the low term at
-most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
+If an implementation computes float32 products as three bfloat16 products, each errs by up to `THREE_PRODUCTS` of the sum of its
+absolute terms. bfloat16 has 8 bits: for x in [1, 2) the high term misses at most 2^-8, which the low term holds, and the low
+term misses at most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ THREE_PRODUCTS = 2.0**-15
 
 @dataclass
 class Weights:
-    """Arrays that all results are made of; those over scores are `[*batch, N, T, S]`."""
+    """Arrays from which all results are computed. Arrays as large as the scores are `[*batch, N, T, S]`."""
 
     q: np.ndarray
     k: np.ndarray
@@ -101,9 +101,10 @@ def seen_by(
 def weights(
     query, key, value, bias=None, mask=None, *, scale=None, logits_soft_cap=None, sinks=None, kept=None, product=0.0, **seen_if
 ) -> Weights:
-    """Arguments as those of `dot_product_attention`; those of `seen_by` are `seen_if`.
+    """Computes the weights of all heads, from arguments of `dot_product_attention`; `seen_if` are arguments of `seen_by`.
 
-    `kept` are the factors of dropout, `[*batch, N, T, S]`, and `product` is by how much of its absolute terms a product errs.
+    `kept` are the factors of dropout, `[*batch, N, T, S]`. `product` is the error of a product, as a share of its absolute
+    terms.
     """
     narrow = half_unit(query.dtype) + product
     floor = 2.0**-25 if query.dtype == np.float16 else TINY
@@ -141,17 +142,17 @@ def weights(
 
 
 def of_pairs(rows, cols):
-    """The product of each row of `[..., T, H]` with each of `[..., S, H]`."""
+    """Multiplies each row of `[..., T, H]` with each row of `[..., S, H]`."""
     return np.matmul(rows, np.swapaxes(cols, -1, -2))
 
 
 def of_columns(scores, rows):
-    """The sum over rows of `[..., T, H]` for each column of `[..., T, S]`, by which they are multiplied."""
+    """Sums rows of `[..., T, H]`, weighted by each column of `[..., T, S]`."""
     return np.matmul(np.swapaxes(scores, -1, -2), rows)
 
 
 def attention(*args, **kwargs) -> tuple[Truth, Truth]:
-    """The output `[*batch, T, N, Hv]`, and lse `[*batch, T, N]`."""
+    """Returns the truth of the output, `[*batch, T, N, Hv]`, and of lse, `[*batch, T, N]`."""
     w = weights(*args, **kwargs)
     terms = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v)) + TINY
     out = Truth(*(np.swapaxes(a, -2, -3) for a in (np.matmul(w.p * w.z, w.v), terms)))

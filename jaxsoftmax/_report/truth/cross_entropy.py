@@ -9,17 +9,17 @@ from jaxsoftmax._report.truth import EPS, TINY, Rows, Truth, rows, to64
 
 @dataclass
 class Losses:
-    """Cross-entropy of rows that lie along one axis.
+    """The truth of cross-entropy, for rows along one axis.
 
     Attributes:
       loss, lse: truths, without the axis.
-      rows: of the scores.
-      onehot: which element of each row is that of its label.
-      counts: which rows count, the axis kept with size 1.
-      slope: the derivative of the scores.
-      share: of the labels that is spread over the classes.
-      z_loss: the factor.
-      full_lse: the log-sum-exp, the axis kept with size 1.
+      rows: the softmax of the scores.
+      onehot: True at the entry of each row's label.
+      counts: True for rows that count; the axis keeps size 1.
+      slope: the derivative of the scores by the logits.
+      share: share of the labels that is spread over the classes.
+      z_loss: the factor of `lse**2`.
+      full_lse: the log-sum-exp; the axis keeps size 1.
     """
 
     loss: Truth
@@ -53,6 +53,7 @@ class Losses:
 def cross_entropy(
     x, labels, axis=-1, where=None, *, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, ignore_index=None
 ) -> Losses:
+    """Computes the truth of the losses; arguments are those of `jaxsoftmax.cross_entropy`."""
     smoothing, cap = label_smoothing, logits_soft_cap
     x, axis = to64(x), axis % np.ndim(x)
     labels = np.expand_dims(np.asarray(labels), axis)

@@ -8,7 +8,7 @@ from jaxsoftmax._report import truth
 
 
 def order(x) -> np.ndarray:
-    """Integers in the order of the bits of numbers: those of floating ones are turned where the sign is set."""
+    """Returns integers in the order of `top_k`: the bits of floating numbers, turned around if the sign is set."""
     x = np.asarray(x)
     if x.dtype.kind in "iu":
         return x.astype(object) if x.dtype == np.uint64 else x.astype(np.int64)
@@ -22,7 +22,7 @@ def least(dtype):
 
 
 def top_k(x, k, axis=-1, where=None):
-    """The values and indices of `jax.lax.top_k`."""
+    """Returns the values and indices of `jax.lax.top_k`."""
     x = np.asarray(x)
     if where is not None:
         x, where = np.broadcast_arrays(x, where)
@@ -33,7 +33,7 @@ def top_k(x, k, axis=-1, where=None):
 
 
 def philox(counter, key):
-    """Philox4x32-7 of words that are arrays or numbers, in integers of 64 bits."""
+    """Computes Philox4x32-7 of words that are arrays or numbers, in integers of 64 bits."""
     c, k = [np.asarray(word, np.uint64) for word in counter], [int(word) for word in key]
     mask, half = np.uint64(2**32 - 1), np.uint64(32)
     for _ in range(7):
@@ -49,12 +49,12 @@ def philox(counter, key):
 
 
 def gumbel(words) -> np.ndarray:
-    """The noise of random words, in float64."""
+    """Computes the noise of random words, in float64."""
     return -np.log(-np.log1p(-(np.asarray(words, np.float64) + 0.5) / 2**32))
 
 
 def noise(key, row, column) -> np.ndarray:
-    """The noise of columns of rows, for two words of a key."""
+    """Computes the noise of columns of rows, for two words of a key."""
     column = np.asarray(column, np.uint64)
     block, place = column // 4096 * 512 + column % 512, column // 512 % 8
     upper, lower = (
@@ -65,10 +65,11 @@ def noise(key, row, column) -> np.ndarray:
 
 @dataclass
 class Filtered:
-    """Rows of a distribution: its entries in decreasing order, which of them are kept, and which are at the edge.
+    """Rows of a distribution after the filters, in the order of the columns.
 
-    `weights` are those of the softmax at the temperature, 0 for what is not kept, in the order of the columns; `doubtful` says
-    which entries another rounding might keep or not.
+    Attributes:
+      weights: weights of the softmax at the temperature; 0 for an entry that is not kept.
+      doubtful: True for an entry that other roundings might keep or drop.
     """
 
     weights: np.ndarray

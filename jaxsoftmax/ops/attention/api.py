@@ -197,9 +197,7 @@ def dot_product_attention(
         return_residual=return_residual,
         broadcast_dropout=broadcast_dropout,
     )
-    rate = arguments.number(_NAME, "dropout_rate", dropout_rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
+    rate = _effective_rate(dropout_rate, deterministic)
     if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     query, scale = checks.scaled(_NAME, query, scale)
@@ -207,7 +205,7 @@ def dot_product_attention(
     parallel = as_context_parallel(_NAME, parallel)
     axes = arguments.axis_names(_NAME, parallel.axis_name, "parallel.axis_name")
     replicated, devices = parallel.replicated_queries, lax.axis_size(axes)
-    lengths = length * (1 if replicated else devices), keys * devices  # of the whole sequences
+    lengths = length * (1 if replicated else devices), keys * devices  # numbers of queries and keys on all devices
     sequence = _sequence_params(parallel, lengths)
     if axes:
         query = sharding.varying(query, () if replicated else axes)
@@ -216,15 +214,12 @@ def dot_product_attention(
     scales = checks.cache_scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
     operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
     operands |= checks.operands_of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, lengths[1]))
-    if query_seq_lengths is not None:
-        operands["query_lengths"] = checks.sequence_lengths(_NAME, "query_seq_lengths", query_seq_lengths, batch)
-    if key_value_seq_lengths is not None:
-        operands["key_lengths"] = checks.sequence_lengths(_NAME, "key_value_seq_lengths", key_value_seq_lengths, batch)
+    operands |= _sequence_lengths(batch, query=query_seq_lengths, key=key_value_seq_lengths)
     if query_segment_ids is not None or key_value_segment_ids is not None:
         operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
-    if drops := rate > 0 and not deterministic:
+    if rate > 0:
         seeds = checks.dropout_seeds(_NAME, dropout_rng, batch, heads, broadcast_dropout)
-        operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # positions are counted from 0
+        operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # the first query and key have position 0
     window = checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
     if query_offset is not None:
         offset = checks.offset(_NAME, query_offset, batch)
@@ -235,7 +230,7 @@ def dot_product_attention(
         "scale": scale,
         "window": window,
         "soft_cap": None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, accumulator(query.dtype)),
-        "dropout_rate": rate if drops else 0.0,
+        "dropout_rate": rate,
         "precision": checks.precision(_NAME, precision),
         "deterministic_gradients": deterministic_gradients or checks.xla_is_deterministic(),
         "implementation": implementation,
@@ -254,12 +249,12 @@ def dot_product_attention(
 
 
 def _operands(**arrays: ArrayLike) -> list[jax.Array]:
-    """Query, key and value, of shapes and dtypes that go together."""
-    query, key, value = found = [checks.floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
+    """Returns query, key and value as arrays, whose shapes and dtypes fit each other."""
+    query, key, value = checked = [checks.floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
     if query.dtype.name not in checks.DTYPES:
         raise TypeError(f"{_NAME}: query must be of dtype {', '.join(checks.DTYPES)}, got {query.dtype}")
     axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
-    for name, array, expected in zip(arrays, found, axes, strict=True):
+    for name, array, expected in zip(arrays, checked, axes, strict=True):
         if array.dtype != query.dtype and array.dtype.name not in checks.BYTES:
             raise TypeError(
                 f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(checks.BYTES)},"
@@ -286,11 +281,29 @@ def _operands(**arrays: ArrayLike) -> list[jax.Array]:
             f"{_NAME}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
             f" in shapes {query.shape} and {key.shape}"
         )
-    return found
+    return checked
 
 
-def _segments(queries, keys, batch, length, keys_length):
-    """The segments of queries and of keys, by the names of the operands."""
+def _effective_rate(value: float, deterministic: bool) -> float:
+    """Checks `dropout_rate`. Returns it, or 0 if dropout is off."""
+    rate = arguments.number(_NAME, "dropout_rate", value)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
+    return 0.0 if deterministic else rate
+
+
+def _sequence_lengths(batch, *, query, key) -> dict[str, jax.Array]:
+    """Returns the lengths of sequences that are not None, by the names of the operands."""
+    operands = {}
+    if query is not None:
+        operands["query_lengths"] = checks.sequence_lengths(_NAME, "query_seq_lengths", query, batch)
+    if key is not None:
+        operands["key_lengths"] = checks.sequence_lengths(_NAME, "key_value_seq_lengths", key, batch)
+    return operands
+
+
+def _segments(queries, keys, batch, length, keys_length) -> dict[str, jax.Array]:
+    """Returns the segments of queries and of keys, by the names of the operands."""
     if queries is None:
         raise ValueError(f"{_NAME}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
     if keys is None and length != keys_length:
@@ -299,8 +312,8 @@ def _segments(queries, keys, batch, length, keys_length):
             f" got {length} queries and {keys_length} keys"
         )
     keys = queries if keys is None else keys
-    queries = checks.of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
-    keys = checks.of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
+    queries = checks.array_of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
+    keys = checks.array_of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
     if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
         queries, keys = queries.astype(np.int32), keys.astype(np.int32)
     if queries.dtype != keys.dtype:
@@ -312,7 +325,7 @@ def _segments(queries, keys, batch, length, keys_length):
 
 
 def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
-    """The parameters of the primitive that `parallel` sets, for sequences of these numbers of queries and of keys."""
+    """Returns the parameters of the primitive that `parallel` sets, for these numbers of queries and keys."""
     n = parallel.zigzag
     if n is not None and any(length % (2 * n) for length in lengths):
         raise ValueError(
@@ -324,24 +337,26 @@ def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
 
 
 def _over_keys(operands, axes, options):
-    """`[out, lse]` of queries that all devices have, of keys that axes of a `shard_map` shard, to differentiate."""
-    # Imported here: it is no part of the primitive, whose cotangents would be those of one device.
+    """Computes `[out, lse]` of queries that all devices have, where axes of a `shard_map` shard the keys.
+
+    The rule for shared sequences runs here and not inside the primitive, whose cotangents would be those of one device.
+    """
     from jaxsoftmax.ops.attention import across_devices
 
-    def run(this, operands, **params):
-        return bind(this, operands, implementation=options["implementation"], **params)
+    def run(operation, operands, **params):
+        return bind(operation, operands, implementation=options["implementation"], **params)
 
-    over = {"keys": sharding.Cut.of_part(axes, operands["key"].shape[-3])}
+    cuts = {"keys": sharding.Cut.of_part(axes, operands["key"].shape[-3])}
     params = {name: option for name, option in options.items() if name != "implementation"}
-    found = across_devices.dot_product_attention(run, **operands, **params, over=over, is_manual=True)
-    return lax.psum(found, axes) if lax.axis_size(axes) == 1 else found  # a sum says that all devices have it
+    results = across_devices.dot_product_attention(run, **operands, **params, over=cuts, is_manual=True)
+    return lax.psum(results, axes) if lax.axis_size(axes) == 1 else results  # the sum tells JAX that all devices have the same
 
 
 def _with_means(out, lse, operands, axes, parallel):
-    """`out` with the mean of all values in the place of 0 where a query sees no key, except behind `query_lengths`."""
+    """Returns `out` with the mean of all values where a query sees no key, except for queries after `query_lengths`."""
     names = [name for name in ("value", "value_scale") if name in operands]
     (value, *scale), _ = sharding.alike(primitive.ATTENTION, names, [operands[name] for name in names])
-    empty, query_lengths = lse[..., None] == -jnp.inf, operands.get("query_lengths")
+    is_empty, query_lengths = lse[..., None] == -jnp.inf, operands.get("query_lengths")
     if query_lengths is not None:
         positions, devices = lax.iota(np.int32, out.shape[-3]), 1
         if axes and not parallel.replicated_queries:
@@ -349,18 +364,18 @@ def _with_means(out, lse, operands, axes, parallel):
         if parallel.zigzag is not None:
             positions = order.position_of(positions, devices * out.shape[-3], parallel.zigzag)
         positions = positions.reshape((1,) * query_lengths.ndim + (-1, 1, 1))
-        empty &= positions < query_lengths[..., None, None, None]
+        is_empty &= positions < query_lengths[..., None, None, None]
     means = jnp.mean(value, -3, dtype=lse.dtype, keepdims=True)
     means = lax.pmean(means, axes) if axes else means
     means = (means * scale[0][..., None, :, None] if scale else means).astype(out.dtype)
-    return jnp.where(empty, of_every_head(means, out.shape[-2]), out)
+    return jnp.where(is_empty, repeat_heads(means, out.shape[-2]), out)
 
 
-def of_every_head(array: jax.Array, heads: int) -> jax.Array:
-    """Keys or values of every query head, of those that each serve several."""
+def repeat_heads(array: jax.Array, heads: int) -> jax.Array:
+    """Repeats keys or values for each query head that they serve."""
     *batch, length, key_heads, size = array.shape
     groups = heads // key_heads
     if groups == 1:
         return array
-    # Not `jnp.repeat`, which does not know how to shard its result.
+    # `jnp.repeat` does not know how to shard its result.
     return jnp.broadcast_to(array[..., None, :], (*batch, length, key_heads, groups, size)).reshape(*batch, length, heads, size)

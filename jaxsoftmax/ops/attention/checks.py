@@ -1,6 +1,6 @@
 """Checks of the arguments that `dot_product_attention` and `paged_attention` share.
 
-Each function takes the name of the public function first, in whose name it raises.
+Each function takes the name of the public function first, which opens the messages of its errors.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxsoftmax._core.dtypes import accumulator
 Window = int | tuple[int | None, int | None] | None
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-BYTES = ("float8_e4m3fn", "int8")  # of keys and values with a scale
+BYTES = ("float8_e4m3fn", "int8")  # dtypes of keys and values with a scale
 
 
 def cache_scales(function, dtype, keys, shape, **scales):
@@ -27,7 +27,7 @@ def cache_scales(function, dtype, keys, shape, **scales):
 
     `shape` is the largest shape that a scale may have. Its last axis is that of the heads.
     """
-    found = {}
+    operands = {}
     if keys.dtype.name not in BYTES:
         for name, scale in scales.items():
             if scale is not None:
@@ -35,14 +35,14 @@ def cache_scales(function, dtype, keys, shape, **scales):
                     f"{function}: {name}_scale must be None unless keys and values, or their pages, are of dtype"
                     f" {' or '.join(BYTES)}, got one with {keys.dtype}"
                 )
-        return found
+        return operands
     for name, scale in scales.items():
         scale = jnp.ones(shape[-1:]) if scale is None else scale
         array = arguments.array(function, f"{name}_scale", scale, "floating")
         if array.shape not in (shape, shape[-1:]):
             raise ValueError(f"{function}: {name}_scale must have the shape {shape[-1:]} or {shape}, got {array.shape}")
-        found[f"{name}_scale"] = array.astype(accumulator(dtype))
-    return found
+        operands[f"{name}_scale"] = array.astype(accumulator(dtype))
+    return operands
 
 
 def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
@@ -52,7 +52,7 @@ def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
     return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
 
 
-def of_32_bits(array):
+def to_int32(array):
     """Casts integers to int32, clipped to its range."""
     if array.dtype.itemsize > 4 or array.dtype == np.uint32:
         limits = np.iinfo(np.int32)
@@ -62,33 +62,33 @@ def of_32_bits(array):
 
 def operands_of_scores(function, bias, mask, sinks, shape, axes="[*batch, N, T, S]"):
     """Returns the bias, mask and sinks that are not None by the names of the operands, for scores of a shape."""
-    found, (*batch, heads, _, _) = {}, shape
+    operands, (*batch, heads, _, _) = {}, shape
     if bias is not None:
-        found["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape, axes)
+        operands["bias"] = scores_like(function, "bias", arguments.array(function, "bias", bias, "floating"), shape, axes)
     if mask is not None:
         mask = arguments.array(function, "mask", mask, "boolean", "; what is added to the scores goes into bias")
-        found["mask"] = scores_like(function, "mask", mask, shape, axes)
+        operands["mask"] = scores_like(function, "mask", mask, shape, axes)
     if sinks is not None:
-        sinks = of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
-        found["sinks"] = lax.expand_dims(sinks, range(len(batch)))
-    return found
+        sinks = array_of_shape(function, "sinks", sinks, "floating", (heads,), "[N]")
+        operands["sinks"] = lax.expand_dims(sinks, range(len(batch)))
+    return operands
 
 
 def scores_like(function, name, array, shape, axes="[*batch, N, T, S]"):
-    """Returns `array` with all axes of the scores; its sizes are theirs or 1."""
+    """Returns `array` with all axes of the scores, each in its full size or with size 1."""
     extra = array.ndim - len(shape)
-    if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # four axes without a batch, as `jax.nn` has it
+    if extra > 0 and all(size == 1 for size in array.shape[:extra]):  # `jax.nn` takes four axes without a batch too
         array = lax.squeeze(array, range(extra))
-    fits = array.ndim <= len(shape) and all(own in (1, size) for own, size in zip(array.shape[::-1], shape[::-1], strict=False))
-    if not fits:
+    pairs = zip(array.shape[::-1], shape[::-1], strict=False)
+    if array.ndim > len(shape) or any(size not in (1, whole) for size, whole in pairs):
         raise ValueError(f"{function}: {name} must broadcast to {axes}, got shape {array.shape} for {shape}")
     return lax.expand_dims(array, range(len(shape) - array.ndim))
 
 
-def of_shape(function, name, value, kind, shape, axes):
+def array_of_shape(function, name, value, kind, shape, axes):
     """Returns `value` as an array of this kind of dtype and of this shape."""
     array = arguments.array(function, name, value, kind)
-    if array.shape == (1,) and shape == ():  # as `jax.nn` has it without a batch
+    if array.shape == (1,) and shape == ():  # `jax.nn` takes one axis without a batch too
         array = array.reshape(())
     if array.shape != shape:
         raise ValueError(f"{function}: {name} must have the shape {axes} = {shape}, got {array.shape}")
@@ -97,7 +97,7 @@ def of_shape(function, name, value, kind, shape, axes):
 
 def sequence_lengths(function, name, value, batch):
     """Returns lengths as int32."""
-    return of_32_bits(of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
+    return to_int32(array_of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
 
 
 def offset(function, value, batch):
@@ -131,9 +131,9 @@ def _scale(function, value, kind):
     return scale
 
 
-_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # those of jax.lax.Precision
+_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # names of jax.lax.Precision
 
-_MORE_THAN_THREE_PRODUCTS = {  # of bfloat16
+_MORE_THAN_THREE_PRODUCTS = {  # precisions that take more than three bfloat16 products
     lax.Precision.HIGHEST,
     lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
     lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
@@ -147,13 +147,13 @@ def precision(function: str, value: Any) -> Literal["high", "highest"]:
     """Returns "highest" if float32 products must be exact, "high" if three bfloat16 products may replace each."""
     if value is None:
         value = jax.config.jax_default_matmul_precision
-    if isinstance(value, lax.DotAlgorithm):  # arithmetic of its own
+    if isinstance(value, lax.DotAlgorithm):  # a custom algorithm may be exact
         return "highest"
     several = isinstance(value, tuple | list)
-    found = [_one_precision(function, one) for one in (value if several else [value])]
-    if several and not (len(found) == 2 and all(isinstance(one, lax.Precision) for one in found)):
+    precisions = [_one_precision(function, one) for one in (value if several else [value])]
+    if several and not (len(precisions) == 2 and all(isinstance(one, lax.Precision) for one in precisions)):
         raise ValueError(f"{function}: several precisions must be two of jax.lax.Precision, got {arguments.shown(value)}")
-    return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in found) else "high"
+    return "highest" if any(one in _MORE_THAN_THREE_PRODUCTS for one in precisions) else "high"
 
 
 def _one_precision(function, value):
@@ -185,7 +185,10 @@ def dropout_seeds(
 
 
 def xla_is_deterministic() -> bool:
-    """Returns whether XLA_FLAGS asks for GPU programs that give the same bits in every run."""
+    """Returns True if XLA_FLAGS asks for GPU programs that give the same bits in every run.
+
+    It is read while tracing, which does not know the `compiler_options` of `jax.jit`.
+    """
     flags = compat.xla_flags()
     names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
     return any(flags.get(name, "").lower() in ("true", "1") for name in names)
@@ -215,6 +218,7 @@ def window(function, value, is_causal, length, keys, is_offset) -> tuple[int | N
 
 
 def _side(side: int | None, length) -> int | None:
+    """Returns the limit of a window on one side, or None if it excludes no key of a sequence of this length."""
     if side is None or (isinstance(length, int) and side >= length - 1):
         return None
-    return min(side, 2**30)  # positions are of 32 bits, and there are less than that many
+    return min(side, 2**30)  # positions have 32 bits, and no sequence is longer

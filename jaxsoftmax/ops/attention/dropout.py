@@ -1,7 +1,8 @@
 """The attention weights that dropout keeps: a hash of a weight's position decides, so that no mask is stored.
 
 The random bits of a weight depend only on the two seeds of its head and on the positions of its query and key. They are the
-same for every implementation, order and block size, forward and backward. The arithmetic is that of 32-bit integers, which also
+same for every implementation, order and block size, forward and backward. The seeds are an operand, drawn from the key before
+anything is cut into shards or tiles, so that a cut changes no weight. The arithmetic is that of 32-bit integers, which also
 runs in a Pallas kernel. The part of the hash that depends on the query alone is computed once for a row.
 
 Source: the multipliers of C. Wellons' `lowbias32` (2018), which a search for the least bias of a 32-bit mixer gave.

@@ -70,7 +70,7 @@ def is_shared(mask) -> bool:
 
 
 def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
-    """Marks the pairs of a query block and a key block of which a mask shows a pair of entries.
+    """Marks the pairs of a query block and a key block where a mask shows at least one key to one query.
 
     Returns:
       Boolean `[*batch, query_blocks, key_blocks]`, the same for all heads. None for a mask that differs between heads: to read

@@ -1,23 +1,28 @@
 """Attention as JAX primitives.
 
-`dot_product_attention` returns out and, where it is asked for, lse. Its tangent is `dot_product_attention_jvp`, which takes the
-operands, out, lse and the tangents of `MOVING`, and is linear in the tangents; the transpose of that is
-`dot_product_attention_vjp`, which takes the cotangents of out and lse instead. So the operands, out and lse are what is saved,
-for every implementation; out and lse under the names `SAVED_NAMES`, for the policies of `jax.checkpoint`. Derivatives of both
-linear maps, in anything but the (co)tangents, are those of the reference.
+    dot_product_attention      out, and with `return_lse` lse dot_product_attention_jvp  tangents of out and lse, from the
+    operands, out, lse and the tangents of `MOVING` dot_product_attention_vjp  cotangents of the `wanted` operands, from the
+    operands, out, lse and the cotangents of out and lse paged_attention            the first, with keys and values in pages
 
-All operands have the same number of batch axes in front, each of size 1 where an operand does not vary along it. Any of the
-tangents may be None, for zero, and so may one of the cotangents. Parameters of all are `scale`, `window`, `soft_cap`,
-`dropout_rate`, `precision`, `deterministic_gradients` (True if derivatives must have the same bits run after run) and
-`implementation`; of the first `return_lse` and `is_partial` (True if out, which is one of several that are merged, is not
-rounded; False if it is absent), of the last `wanted`: the names of the operands whose cotangents it returns.
+The jvp is linear in the tangents, and the vjp is its transpose. So every implementation saves the same arrays: the operands,
+out and lse; out and lse under the names `SAVED_NAMES`, for the policies of `jax.checkpoint`. A policy that saves both names
+leaves nothing for which attention would run again. The derivatives of jvp and vjp by other operands than (co)tangents are those
+of the reference.
 
-Keys and values may have 8 bits; then `key_scale` and `value_scale` are there too, of their heads, float32. Where attention is
-differentiated they are multiplied first. `dot_product_attention_jvp` and the others do not have them.
+All operands have the same number of batch axes in front, each of size 1 if an operand does not vary along it. A tangent may be
+None, for zero, and so may one of the two cotangents.
 
-`paged_attention` is the first with keys and values in pages, `[pages, keys, heads, size]`, and with `page_table`, the numbers
-of the pages of a sequence in their order. Scales may be those of pages, `[pages, heads]`. It has no dropout, lengths of queries
-or segments. Where it is differentiated, keys and values are gathered, and it is the first.
+All primitives have the parameters `scale`, `window`, `soft_cap`, `dropout_rate`, `precision`, `implementation` and
+`deterministic_gradients` (True if derivatives must have the same bits run after run). The first has `return_lse`, and
+`is_partial`, True if out is one of several that are merged: it is not rounded then. The vjp has `wanted`, the names of the
+operands whose cotangents it returns.
+
+Keys and values of 8 bits come with `key_scale` and `value_scale`, float32, one number for each head. Derivatives multiply keys
+and values by the scales first, so that jvp and vjp have no such operands.
+
+`paged_attention` takes `key_pages` and `value_pages`, `[pages, keys, heads, size]`, and `page_table`, the numbers of the pages
+of a sequence in their order. It may have a scale for each page and head, `[pages, heads]`. It has no dropout, no lengths of
+queries and no segments. Its derivatives gather keys and values, and are those of `dot_product_attention`.
 """
 
 import functools
@@ -47,12 +52,12 @@ from jaxsoftmax.ops.attention.operands import (
 from jaxsoftmax.ops.attention.problem import AttentionProblem
 from jaxsoftmax.ops.attention.xla import summed_to
 
-# What out and lse are called where derivatives save them.
+# The names of out and lse where derivatives save them.
 SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")
 
 
 def _types(operands, *, return_lse=True, is_partial=False, **params):
-    """The types of out and lse, or of their tangents."""
+    """Returns the types of out and lse, or of their tangents."""
     del params
     query, value = operands["query"], operands["value"] if "value" in operands else operands["value_pages"]
     batch, (*_, length, heads, _) = batch_of(operands), query.shape
@@ -116,16 +121,17 @@ PAGED = define(
 
 
 def _is_of_bytes(operands):
-    """Whether there are scales, of keys or values of 8 bits."""
+    """Returns True if keys or values have 8 bits, and so a scale."""
     return not {"key_scale", "value_scale"}.isdisjoint(operands)
 
 
 def _attention_jvp(operands, tangents, *, return_lse, **params):
     if _is_of_bytes(operands):
-        return _jvp_of(lambda given: bind(ATTENTION, dequantised(given), return_lse=return_lse, **params), operands, tangents)
+        attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
+        return _jvp_of(lambda operands: attend(dequantised(operands)), operands, tangents)
     results = bind(ATTENTION, operands, return_lse=True, **params)
     params.pop("is_partial", None)  # derivatives have no such parameter
-    # The results are the named ones too: attention would run again for an unnamed one that something else has to save.
+    # The results are the named arrays too: if another rule saved an unnamed one, attention would run again for that.
     results = [checkpoint_name(result, name) for result, name in zip(results, SAVED_NAMES, strict=True)]
     out, lse = results
     saved = operands | {"out": out.astype(operands["query"].dtype), "lse": lse}
@@ -135,14 +141,14 @@ def _attention_jvp(operands, tangents, *, return_lse, **params):
 
 
 def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
-    """The transpose of attention in the values, in which alone it is linear."""
+    """Computes the cotangent of the values or of their scale: attention is linear in nothing else."""
     if set(types) not in ({"value"}, {"value_scale"}):
         raise NotImplementedError(
             f"dot_product_attention: it is linear in value or value_scale alone, and not in {' and '.join(types)}"
         )
     if _is_of_bytes(operands | types):
         attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
-        return _transpose_of(lambda given: attend(dequantised(given)), cotangents, operands, types)
+        return _transpose_of(lambda operands: attend(dequantised(operands)), cotangents, operands, types)
     operands = operands | {"value": jnp.zeros(types["value"].shape, types["value"].dtype)}
     params.pop("is_partial", None)
     out, lse = bind(ATTENTION, operands, return_lse=True, **params)
@@ -152,27 +158,27 @@ def _attention_transpose(cotangents, operands, types, *, return_lse, **params):
 
 
 def _jvp_transpose(cotangents, operands, types, **params):
-    """From the cotangents of dout and dlse, those of the tangents."""
+    """Computes the cotangents of the tangents from those of dout and dlse."""
     wanted = tuple(name for name in MOVING if f"d_{name}" in types)
-    given = dict(operands)
-    for name in wanted:  # a tangent may be batched where what it belongs to is not
-        shape = lax.broadcast_shapes(types[f"d_{name}"].shape, given[name].shape)
-        if shape != given[name].shape:
-            given[name] = jnp.broadcast_to(given[name], shape)
-    given |= dict(zip(("d_out", "d_lse"), cotangents, strict=True))
-    found = bind(ATTENTION_VJP, given, wanted=wanted, **params)
-    return {f"d_{name}": summed_to(x, types[f"d_{name}"].shape) for name, x in zip(wanted, found, strict=True)}
+    operands = dict(operands)
+    for name in wanted:  # a tangent may be batched although its operand is not
+        shape = lax.broadcast_shapes(types[f"d_{name}"].shape, operands[name].shape)
+        if shape != operands[name].shape:
+            operands[name] = jnp.broadcast_to(operands[name], shape)
+    operands |= dict(zip(("d_out", "d_lse"), cotangents, strict=True))
+    results = bind(ATTENTION_VJP, operands, wanted=wanted, **params)
+    return {f"d_{name}": summed_to(x, types[f"d_{name}"].shape) for name, x in zip(wanted, results, strict=True)}
 
 
 def _vjp_transpose(cotangents, operands, types, *, wanted, **params):
-    """From the cotangents of what is wanted, those of dout and dlse."""
+    """Computes the cotangents of dout and dlse from those of the wanted cotangents."""
     tangents = {f"d_{name}": cotangent for name, cotangent in zip(wanted, cotangents, strict=True)}
-    found = dict(zip(("d_out", "d_lse"), bind(ATTENTION_JVP, operands | tangents, **params), strict=True))
-    return {name: summed_to(found[name], kind.shape) for name, kind in types.items()}
+    results = dict(zip(("d_out", "d_lse"), bind(ATTENTION_JVP, operands | tangents, **params), strict=True))
+    return {name: summed_to(results[name], kind.shape) for name, kind in types.items()}
 
 
 def _gathered(operands, params):
-    """`paged_attention` as a function that gathers pages: on explicit mesh axes that of the reference."""
+    """Computes `paged_attention` from gathered keys and values; on explicit mesh axes by the reference."""
     types = [jax.typeof(operand) for operand in operands.values()]
     if not any(map(sharding.has_explicit_axes, types)):
         return bind(ATTENTION, without_pages(operands), dropout_rate=0.0, **params)
@@ -185,20 +191,20 @@ def _paged_jvp(operands, tangents, **params):
 
 
 def _paged_transpose(cotangents, operands, types, **params):
-    """The transpose in the pages of values, in which alone it is linear."""
+    """Computes the cotangent of the pages of values: attention is linear in no other pages."""
     if set(types) != {"value_pages"}:
         raise NotImplementedError(f"paged_attention: it is linear in value_pages alone, and not in {' and '.join(types)}")
     return _transpose_of(functools.partial(_gathered, params=params), cotangents, operands, types)
 
 
 def _jvp_of(f, operands, tangents):
-    """The results and tangents of a function of the operands, by name."""
+    """Computes the results and tangents of `f`, a function of operands by name."""
     moving = {name: operands[name] for name in tangents}
     return jax.jvp(lambda moving: f(operands | moving), (moving,), (tangents,))
 
 
 def _transpose_of(f, cotangents, operands, types):
-    """The transpose of a function of the operands, by name, in those of these types."""
+    """Computes the cotangents of operands of these types by transposing `f`, a function of operands by name."""
     zeros = {name: jnp.zeros(kind.shape, kind.dtype) for name, kind in types.items()}
     results, pull = jax.vjp(lambda moving: f(operands | moving), zeros)
     return pull([jnp.zeros_like(r) if c is None else c for c, r in zip(cotangents, results, strict=True)])[0]

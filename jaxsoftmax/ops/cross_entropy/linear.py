@@ -92,7 +92,7 @@ LINEAR_CROSS_ENTROPY = define(
         ),
         _types,
         _results,
-        is_uncut=True,
+        is_uncut=True,  # to hand the kernel shards, XLA would gather a weight whose classes are sharded
         knows_machine=True,
     )
 )

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxsoftmax._core.problem import Problem
-from jaxsoftmax._core.row_problem import RowProblem, is_along
+from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 
 
 @dataclass(frozen=True, eq=False)
-class CrossEntropyProblem(Problem):
+class CrossEntropyProblem(RowwiseProblem):
     """A problem of cross_entropy, or of a primitive that its gradient needs."""
 
     @property
@@ -27,7 +26,6 @@ class CrossEntropyProblem(Problem):
 
     @functools.cached_property
     def rows(self) -> RowProblem:
-        """The rows, and what a kernel reads and writes of them."""
         x, axes, needs_nothing = self.operands["x"], self.params["axes"], self.operation.name == "cross_entropy_vjp"
         return RowProblem(
             x.shape,

@@ -63,14 +63,14 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     numbers = [jax.ShapeDtypeStruct(problem.rows.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
     replaces = False
     if name == "cross_entropy":
-        formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=params["return_total"])
+        formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=problem.has_total)
         results = numbers[: 2 + formula.has_total]
     elif name == "cross_entropy_vjp":
         formula = RowFormula(name, _GRADIENT, "nothing", cap=params["soft_cap"])
         results, replaces = [jax.ShapeDtypeStruct(x.shape, dtype)], params.get("replaces", False) and x.dtype == dtype
     else:
         smoothing, z_loss = params["label_smoothing"], params["z_loss"]
-        options = {"has_total": smoothing > 0, "smoothing": smoothing, "z_loss": z_loss}
+        options = {"has_total": problem.has_total, "smoothing": smoothing, "z_loss": z_loss}
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
     loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.row_problem import RowProblem, entries
+from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
@@ -104,7 +104,7 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
 
 
-def slower_rows(problem) -> str | None:
+def slower_rows(problem: RowwiseProblem) -> str | None:
     """Says why the reference should be faster at the rows of a problem, or returns None."""
     rows = problem.rows
     is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)

@@ -7,9 +7,9 @@ The derivative of an op is a primitive too, linear in one operand, so that forwa
     log_softmax  t - sum(p * t)                                t - p * sum(t)
     logsumexp    sum(p * t)                                    p * t
 
-Softmax saves its result `y`. The other two save the state `(m, d)` of each row, with which `p = exp(s - m) / d`. Results that
-depend on the state do not depend on how it is split into `m` and `d`, so `m` counts as a constant and `d` carries the
-derivative.
+Softmax saves its result `y`, in the dtype of the result. The other two save the state `(m, d)` of each row, with which `p =
+exp(s - m) / d`. Results that depend on the state do not depend on how it is split into `m` and `d`, so `m` counts as a constant
+and `d` carries the derivative.
 
 All operands have the same axes. `m`, `d` and the cotangent of logsumexp have size 1 along `axes`; `where` and `scale` may have
 size 1 along any axis. All primitives have the parameters `axes`, `dtype` (of the result) and `implementation`. log_softmax and
@@ -84,7 +84,11 @@ def _softmax_jvp(operands, tangents, **params):
 
 
 def _log_jvp(operation, derivative, operands, tangents, *, return_state, **params):
-    """Computes results and tangents of log_softmax or logsumexp, whose tangent the operation `derivative` computes."""
+    """Computes results and tangents of log_softmax or logsumexp, whose tangent the operation `derivative` computes.
+
+    It saves the state, not the log-sum-exp: for scores near 1e4 in float32, `exp(x - lse)` errs by 4.9e-4 of itself, and
+    `exp(x - m) / d` by 2.6e-7.
+    """
     out, m, d = bind(operation, operands, return_state=True, **params)
     t, needs_scale = scores_tangent(operands, tangents)
     results, tangents_out = [out, m, d], [None, None, None]

@@ -7,15 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._core.problem import Problem
-from jaxsoftmax._core.row_problem import RowProblem, is_along
+from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 
 _SUMS = ("softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp", "logsumexp_jvp")
 _OF_ROWS = ("logsumexp", "logsumexp_jvp")  # whose results are numbers of rows
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxProblem(Problem):
+class SoftmaxProblem(RowwiseProblem):
     """A problem of softmax, log_softmax, logsumexp or one of their derivatives."""
 
     @property
@@ -31,7 +30,6 @@ class SoftmaxProblem(Problem):
 
     @functools.cached_property
     def rows(self) -> RowProblem:
-        """The rows, and what a kernel reads and writes of them."""
         name, axes = self.operation.name, self.params["axes"]
         return RowProblem(
             self.whole[0].shape,

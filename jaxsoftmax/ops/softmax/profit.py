@@ -1,15 +1,12 @@
 """Reasons why XLA should compute rows faster than a kernel, whichever kernel it is. All figures are from an H200.
 
-Each function returns a reason in words, or None.
+Problems are those of the softmax family or of cross-entropy, which have `rows` and the parameter `dtype`. Each function returns
+a reason in words, or None.
 """
-
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from jaxsoftmax._core.operation import Operation
-from jaxsoftmax._core.row_problem import RowProblem
+from jaxsoftmax._core.row_problem import RowwiseProblem
 
 # Columns of the longest rows at which XLA's fused forward is faster, by the bytes of an element. XLA computes longer rows more
 # slowly: at 32768 columns softmax(x * c + b) takes as long either way in float32 (260 us). In bfloat16 the kernel is faster:
@@ -17,22 +14,7 @@ from jaxsoftmax._core.row_problem import RowProblem
 FUSED_COLS = {4: 16384, 2: 8192}
 
 
-class ScoreProblem(Protocol):
-    """A problem of the softmax family or of cross-entropy: the attributes of `Problem` that matter here, and its rows."""
-
-    @property
-    def operation(self) -> Operation: ...
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-    @property
-    def fused(self) -> frozenset[str]: ...
-    @property
-    def is_cast(self) -> bool: ...
-    @property
-    def rows(self) -> RowProblem: ...
-
-
-def shape_favours_xla(problem: ScoreProblem) -> str | None:
+def shape_favours_xla(problem: RowwiseProblem) -> str | None:
     """Checks for rows of one entry, and for short rows with few others beside them."""
     rows = problem.rows
     if rows.cols == 1:
@@ -43,7 +25,7 @@ def shape_favours_xla(problem: ScoreProblem) -> str | None:
     return None
 
 
-def fusion_favours_xla(problem: ScoreProblem, *, wins_if_wide: bool) -> str | None:
+def fusion_favours_xla(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | None:
     """Checks for an operand that XLA computes together with the reference, and then does not write to memory.
 
     With 2^26 elements in 4096 columns softmax(x * c + b) takes 150 us with XLA in float32, and 257 us if the operand is written
@@ -59,7 +41,7 @@ def fusion_favours_xla(problem: ScoreProblem, *, wins_if_wide: bool) -> str | No
     return None
 
 
-def cast_favours_xla(problem: ScoreProblem) -> str | None:
+def cast_favours_xla(problem: RowwiseProblem) -> str | None:
     """Checks for a cast to float32 before softmax, which mostly has one back behind it.
 
     What reads a result is not known while lowering, and XLA may fuse that too. Other readers, such as dropout or a product, are
@@ -70,6 +52,6 @@ def cast_favours_xla(problem: ScoreProblem) -> str | None:
     return None
 
 
-def is_wide(problem: ScoreProblem) -> bool:
+def is_wide(problem: RowwiseProblem) -> bool:
     """Tells whether rows are so long that XLA's fused forward is no faster than a kernel that reads its operand."""
     return problem.rows.cols > FUSED_COLS[max(problem.rows.read[0], jnp.dtype(problem.params["dtype"]).itemsize)]

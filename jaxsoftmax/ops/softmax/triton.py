@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.row_problem import is_along
+from jaxsoftmax._core.row_problem import RowwiseProblem, is_along
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import MOST_ROWS, RowFormula, TritonRowPlan, plan_rows
@@ -46,7 +46,7 @@ def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     return rows if reason is None else Refusal(reason, rows)
 
 
-def refused(problem: Any, dtypes: Iterable[Any], scale: Any = None) -> str | None:
+def refused(problem: RowwiseProblem, dtypes: Iterable[Any], scale: Any = None) -> str | None:
     """Says why the kernel cannot run on rows with operands and results of these dtypes, or returns None."""
     if problem.devices:
         return "it does not merge over devices"
@@ -63,6 +63,6 @@ def refused(problem: Any, dtypes: Iterable[Any], scale: Any = None) -> str | Non
     return None
 
 
-def slower(problem: profit.ScoreProblem, *, wins_if_wide: bool = False) -> str | None:
+def slower(problem: RowwiseProblem, *, wins_if_wide: bool = False) -> str | None:
     """Says why the reference should be faster although the kernel could run, or returns None."""
     return profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=wins_if_wide)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _CATEGORICAL = "categorical"
 _INT32 = np.iinfo(np.int32)
-_MOST_FOUND = 1024  # the most entries of a row that samples are drawn from once they are found and sorted
-_LEAST_TEMPERATURE = 2.0**-64  # scores at a lower one might overflow
+_MOST_SORTED = 1024  # largest number of entries that are selected and sorted before samples are drawn from them
+_LEAST_TEMPERATURE = 2.0**-64  # scores at a lower temperature might overflow
 
 
 def top_k(
@@ -88,7 +88,7 @@ def top_k(
     name = "top_k"
     check_implementation(TOP_K_FAMILY, name, implementation)
     x, where, axis = _rows(name, "operand", _real(name, "operand", operand), axis, where)
-    k = _count(name, k, x.shape[-1])
+    k = _checked_k(name, k, x.shape[-1])
     shape = (*x.shape[:-1], k)
     if _is_empty(shape):
         values, indices = jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
@@ -186,7 +186,7 @@ def softmax_top_k(
     if not isinstance(normalize, str) or normalize not in ("all", "selected"):
         raise ValueError(f"{name}: normalize must be 'all' or 'selected', got {arguments.shown(normalize)}")
     x, where, axis = _rows(name, "logits", _floating(name, "logits", logits), axis, where)
-    k, kind = _count(name, k, x.shape[-1]), accumulator(x.dtype)
+    k, kind = _checked_k(name, k, x.shape[-1]), accumulator(x.dtype)
     scale = None if scale is None else scalar_scale(name, scale, x.ndim, kind)
     operands, shape = {"x": x, "where": where, "scale": scale}, (*x.shape[:-1], k)
     if _is_empty(shape):
@@ -196,8 +196,8 @@ def softmax_top_k(
         params = {"k": k, "normalize": normalize, "return_state": return_lse, "dtype": x.dtype}
         weights, indices, *state = bind(SOFTMAX_TOP_K, operands, implementation=implementation, **params)
         lse = _log_sum_exp(state, scale) if return_lse else None
-    found = jnp.moveaxis(weights, -1, axis), jnp.moveaxis(indices, -1, axis)
-    return found if lse is None else (*found, jnp.squeeze(lse, -1))
+    results = jnp.moveaxis(weights, -1, axis), jnp.moveaxis(indices, -1, axis)
+    return results if lse is None else (*results, jnp.squeeze(lse, -1))
 
 
 @overload
@@ -331,23 +331,23 @@ def categorical(
         )
     options = {
         "temperature": _option("temperature", temperature, kind, 0, math.inf),
-        "top_k": _limit(top_k, size),
+        "top_k": _checked_top_k(top_k, size),
         "top_p": _option("top_p", top_p, kind, 0, 1),
         "min_p": _option("min_p", min_p, kind, -math.inf, 1),
     }
     batch = _shape_of_samples(shape, x.shape[:-1], options)
     if isinstance(options["temperature"], float) and options["temperature"] == 0:
-        options |= dict.fromkeys(("top_k", "top_p", "min_p"))  # the largest is kept in any case
+        options |= dict.fromkeys(("top_k", "top_p", "min_p"))  # no filter drops the largest entry
     if _is_empty(batch):
         index, log_prob = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, kind)
         return _placed((index, log_prob) if return_log_prob else index, out_sharding)
 
-    most, is_certain = _most_kept(options["top_k"], size)
+    most, is_enough = _most_kept(options["top_k"], size)
     if most is None and isinstance(options["top_k"], int) and implementation not in (None, "xla"):
-        limit = f"top_k must be {_MOST_FOUND} or less, got {options['top_k']}"
+        limit = f"top_k must be {_MOST_SORTED} or less, got {options['top_k']}"
         raise NotImplementedError(f"{_CATEGORICAL}: implementation={implementation!r} cannot run: {limit}")
     words = jax.random.bits(key, (2,), jnp.uint32)
-    if return_log_prob:  # of narrow logits two cotangents would be rounded before they are added up
+    if return_log_prob:  # two cotangents of narrow logits would be rounded before they are added up
         x = x.astype(kind)
     operands = _as_operands(options, len(batch) + 1, kind, most) | {
         "x": lax.expand_dims(_with_infinity(x, where), range(len(batch) - x.ndim + 1)),
@@ -356,7 +356,7 @@ def categorical(
         "key1": words[1].reshape((1,) * (len(batch) + 1)),
         "where": None if where is None else lax.expand_dims(where, range(len(batch) - where.ndim + 1)),
     }
-    index, state = _sample(operands, most, is_certain, return_log_prob, implementation)
+    index, state = _sample(operands, most, is_enough, return_log_prob, implementation)
     if not return_log_prob:
         return _placed(jnp.squeeze(index, -1), out_sharding)
     log_prob = _log_prob(operands, index, state, implementation)
@@ -376,41 +376,43 @@ def _placed(samples, out_sharding):
         raise type(error)(f"{_CATEGORICAL}: out_sharding does not fit: {error}") from None
 
 
-def _sample(operands, most, is_certain, return_state, implementation):
-    """The indices of samples, `[*shape, 1]`, and the state `(m, d)` of the rows if it is asked for and costs nothing, or None.
+def _sample(operands, most, is_enough, return_state, implementation):
+    """Draws samples. `most` and `is_enough` are the results of `_most_kept`.
 
-    `most` and `is_certain` are those of `_most_kept`.
+    Returns:
+      Indices `[*shape, 1]`, and the state `(m, d)` of the rows if `return_state` is True and the state costs nothing, else
+      None.
     """
     if most is None:
         has_state = return_state and operands["x"].shape[:-1] == operands["row"].shape[:-1]
         index, *state = bind(CATEGORICAL, operands, return_state=has_state, implementation=implementation)
         return index, state or None
-    if is_certain:
-        return _drawn_from_found(operands, most, return_state, implementation)
+    if is_enough:
+        return _sample_sorted(operands, most, return_state, implementation)
     constants = {name: None if operand is None else lax.stop_gradient(operand) for name, operand in operands.items()}
     index = lax.cond(
         jnp.any((operands["top_k"] < 1) | (operands["top_k"] > most)),
         lambda: bind(CATEGORICAL, constants, return_state=False, implementation=implementation)[0],
-        lambda: _drawn_from_found(constants, most, False, implementation)[0],
+        lambda: _sample_sorted(constants, most, False, implementation)[0],
     )
     return index, None
 
 
-def _drawn_from_found(operands, most, return_state, implementation):
-    """`_sample` where rows keep up to `most` entries, which are found and sorted first."""
+def _sample_sorted(operands, most, return_state, implementation):
+    """Computes `_sample` for rows that keep up to `most` entries: `top_k` sorts them, XLA does the rest on `[rows, most]`."""
     x, inverse = operands["x"], operands["inverse"]
     has_state = return_state and (inverse is None or inverse.size == 1)
-    given = {"x": x, "where": operands["where"], "scale": inverse if has_state else None}
+    top_k_operands = {"x": x, "where": operands["where"], "scale": inverse if has_state else None}
     params = {"k": most, "return_state": has_state, "dtype": x.dtype, "implementation": implementation}
-    values, indices, *state = bind(TOP_K, given, **params)
+    values, indices, *state = bind(TOP_K, top_k_operands, **params)
     scores = lax.stop_gradient(values).astype(accumulator(x.dtype))
     noise_of_columns = gumbel_at(operands["key0"], operands["key1"], operands["row"], indices).astype(scores.dtype)
-    rest = {name: operands[name] for name in ("inverse", "noise", "top_k", "top_p", "min_p")}
-    return xla.drawn(scores, indices, noise_of_columns, **rest), state or None
+    filters = {name: operands[name] for name in ("inverse", "noise", "top_k", "top_p", "min_p")}
+    return xla.drawn(scores, indices, noise_of_columns, **filters), state or None
 
 
 def _log_prob(operands, index, state, implementation):
-    """The logarithms of the weights of samples, `[*shape, 1]`."""
+    """Computes the logarithms of the weights of samples, `[*shape, 1]`."""
     x, where, inverse, noise = (operands[name] for name in ("x", "where", "inverse", "noise"))
     seen = None if where is None else xla.at(where, index)
     if state is None:
@@ -424,14 +426,15 @@ def _log_prob(operands, index, state, implementation):
 
 
 def _log_sum_exp(state, scale):
+    """Computes the log-sum-exp of a state; `d` alone carries its derivative."""
     m, d = state
-    is_there = d != 0  # where it is, log has no derivative
-    log_d = jnp.where(is_there, jnp.log(jnp.where(is_there, d, 1)), -jnp.inf)
+    is_positive = d != 0  # the logarithm of 0 has no derivative
+    log_d = jnp.where(is_positive, jnp.log(jnp.where(is_positive, d, 1)), -jnp.inf)
     return lax.stop_gradient(m if scale is None else m * jnp.abs(scale).astype(m.dtype)) + log_d
 
 
 def _state_of(operands, implementation):
-    """The log-sum-exp and the state `(m, d)` of rows."""
+    """Computes the log-sum-exp and the state `(m, d)` of rows."""
     x = operands["x"]
     params = {"axes": (x.ndim - 1,), "dtype": accumulator(x.dtype), "implementation": implementation}
     return bind(LOGSUMEXP, operands, return_state=True, **params)
@@ -445,13 +448,13 @@ def _real(function: str, name: str, value: Any) -> jax.Array:
 
 
 def _floating(function: str, name: str, value: Any) -> jax.Array:
-    """An array of real numbers, of which integers become what `jnp.exp` makes of them."""
+    """Returns an array of floating numbers. Integers become floating as `jnp.exp` converts them."""
     x = _real(function, name, value)
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jax.eval_shape(jnp.exp, x).dtype)
 
 
 def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, int]:
-    """Rows along the last axis, a mask with as many axes, and `axis` from 0."""
+    """Returns rows along the last axis, a mask with the same number of axes or None, and `axis` counted from 0."""
     if where is not None:
         where = arguments.array(function, "where", where, "boolean")
         x = broadcast(function, name, x, "where", where)
@@ -469,8 +472,8 @@ def _rows(function, name, x, axis, where) -> tuple[jax.Array, jax.Array | None, 
     return sharding.with_whole_rows(jnp.moveaxis(x, axis, -1)), where, axis % x.ndim
 
 
-def _count(function: str, value: Any, size: Any) -> int:
-    """`k`, of rows of this size, which may be symbolic."""
+def _checked_k(function: str, value: Any, size: Any) -> int:
+    """Returns `k`, checked for rows of this size, which may be symbolic."""
     k = arguments.integer(function, "k", value)
     try:
         is_allowed = 0 <= k <= size
@@ -483,9 +486,9 @@ def _count(function: str, value: Any, size: Any) -> int:
 
 
 def _option(name: str, value: Any, kind: np.dtype, least: float, most: float) -> float | jax.Array | None:
-    """Returns a concrete number, or an array of this dtype. Numbers, lists and arrays of NumPy are held against the limits.
+    """Returns a concrete number, or an array of this dtype. Checks the limits of numbers, lists and arrays of NumPy.
 
-    NaN is no temperature. As a filter it keeps every entry.
+    NaN is out of range for a temperature. As a filter it keeps every entry.
     """
     value = arguments.listed(_CATEGORICAL, name, value)
     if value is None:
@@ -504,8 +507,8 @@ def _option(name: str, value: Any, kind: np.dtype, least: float, most: float) ->
     return value if array is None else array.astype(kind)
 
 
-def _limit(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
-    """`top_k`: None if it leaves nothing out, a number from 1 on, or an array of int32 in which numbers below 1 keep all."""
+def _checked_top_k(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
+    """Returns `top_k`: None if it keeps all entries, a positive number, or an int32 array where numbers below 1 keep all."""
     value = arguments.listed(_CATEGORICAL, "top_k", value)
     if value is None:
         return None
@@ -518,37 +521,38 @@ def _limit(value: Any, size: Any) -> int | np.ndarray | jax.Array | None:
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
         return np.where((value < 1) | (value > _INT32.max), 0, value).astype(np.int32)
-    if jnp.iinfo(array.dtype).max > _INT32.max:  # more than there are columns
+    if jnp.iinfo(array.dtype).max > _INT32.max:  # such numbers keep all entries
         array = jnp.where(array > np.asarray(_INT32.max, array.dtype), 0, array)
     return array.astype(jnp.int32)
 
 
 def _most_kept(limits: Any, size: Any) -> tuple[int | None, bool]:
-    """How many entries are found and sorted first, or None for none, and whether these are sure to be enough."""
+    """Returns the number of entries to sort before sampling, None to sort none, and True if that is enough for every row."""
     if limits is None or not isinstance(size, int):
         return None, True
     if isinstance(limits, int):
-        return (limits if limits <= _MOST_FOUND else None), True
-    if size <= _MOST_FOUND:
+        return (limits if limits <= _MOST_SORTED else None), True
+    if size <= _MOST_SORTED:
         return size, True
     if isinstance(limits, np.ndarray):
-        is_enough = limits.size > 0 and bool(np.all((limits >= 1) & (limits <= _MOST_FOUND)))
-        return (int(limits.max()) if is_enough else None), True
-    return _MOST_FOUND, False
+        is_small = limits.size > 0 and bool(np.all((limits >= 1) & (limits <= _MOST_SORTED)))
+        return (int(limits.max()) if is_small else None), True
+    return _MOST_SORTED, False
 
 
 def _shape_of_samples(shape: Any, batch: Any, options: dict[str, Any]) -> Any:
+    """Returns the shape of the samples, to which the batch of the logits and all options broadcast."""
     shapes: dict[str, Any] = {"logits without axis": batch} | {name: np.shape(option) for name, option in options.items()}
     if shape is None:
-        found = ()
+        samples = ()
         for name, other in shapes.items():
             try:
-                found = lax.broadcast_shapes(found, other)
+                samples = lax.broadcast_shapes(samples, other)
             except ValueError:
                 raise ValueError(
-                    f"{_CATEGORICAL}: {name} must broadcast to the shape of samples {found}, got {other}"
+                    f"{_CATEGORICAL}: {name} must broadcast to the shape of samples {samples}, got {other}"
                 ) from None
-        return found
+        return samples
     sizes = _sizes(shape)
     for name, other in shapes.items():
         try:
@@ -561,6 +565,7 @@ def _shape_of_samples(shape: Any, batch: Any, options: dict[str, Any]) -> Any:
 
 
 def _sizes(shape: Any) -> Any:
+    """Returns the argument `shape` as a tuple of sizes, which may be symbolic."""
     try:
         if not isinstance(shape, Sequence | np.ndarray) or any(isinstance(size, bool | np.bool_) for size in shape):
             raise TypeError
@@ -574,22 +579,22 @@ def _sizes(shape: Any) -> Any:
 
 
 def _as_operands(options, ndim, kind, most) -> dict[str, Any]:
-    """The options as operands with so many axes, None for what leaves nothing out."""
+    """Returns the options as operands with `ndim` axes, None for an option that changes nothing."""
     temperature, limit, top_p, min_p = (options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
     inverse, noise = _at_temperature(temperature, kind)
-    found = {
+    operands = {
         "inverse": inverse,
         "noise": noise,
         "top_k": None if isinstance(limit, int) and limit == most else limit,
         "top_p": None if isinstance(top_p, float) and not top_p < 1 else top_p,
         "min_p": None if isinstance(min_p, float) and not min_p > 0 else min_p,
     }
-    return {name: None if option is None else _operand(option, ndim, kind) for name, option in found.items()}
+    return {name: None if option is None else _operand(option, ndim, kind) for name, option in operands.items()}
 
 
 def _at_temperature(temperature, kind):
-    """1 / temperature, and 1 or where the temperature is 0 there 0; None for 1 everywhere."""
-    most = 1 / float(jnp.finfo(kind).tiny)  # 0 times an infinite score would be NaN
+    """Returns `1 / temperature`, and the factor of the noise, 0 where the temperature is 0, else 1; None is 1 everywhere."""
+    most = 1 / float(jnp.finfo(kind).tiny)  # a larger temperature has the inverse 0, and 0 times an infinite score is NaN
     if temperature is None or (isinstance(temperature, float) and temperature == 1):
         return None, None
     if isinstance(temperature, float):
@@ -599,14 +604,14 @@ def _at_temperature(temperature, kind):
 
 
 def _operand(option, ndim, kind):
-    """A number of this dtype, or an array of its own, with one axis behind, and as many in front as it takes."""
-    if isinstance(option, float | int):  # no op of its own in an eager call
+    """Returns an option as an array with `ndim` axes: those of an array, one behind them, and axes of size 1 in front."""
+    if isinstance(option, float | int):  # an array of NumPy: an eager call runs no op for it
         return np.full((1,) * ndim, option, np.int32 if isinstance(option, int) else kind)
     return lax.expand_dims(option, (*range(ndim - 1 - option.ndim), ndim - 1))
 
 
 def _with_infinity(x, where):
-    """The logits in a dtype that has -inf, which is what a mask makes of them."""
+    """Returns the logits, which a mask sets to -inf, in a dtype that has -inf."""
     return x if where is None or xla.least(x.dtype) == -jnp.inf else x.astype(jnp.float32)
 
 

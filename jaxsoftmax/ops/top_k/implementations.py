@@ -3,14 +3,13 @@
 A module loads while the first program that it may run is lowered.
 """
 
-from jaxsoftmax._core.legacy import Legacy
 from jaxsoftmax._core.operation import Kernels, Op
 
 
 def _mosaic_sm90():
     from jaxsoftmax.ops.top_k import mosaic_sm90
 
-    return Legacy(mosaic_sm90)
+    return mosaic_sm90
 
 
 def _reference():

@@ -1,11 +1,11 @@
-"""The reference: the largest scores, and samples, in plain `jax.numpy`, on every platform. `primitive.py` says what they are.
+"""The reference: the largest scores, and samples, in plain `jax.numpy`, on every platform. `primitive.py` defines them.
 
-Which entries of a row are kept, of its entries in decreasing order, at the temperature: the first `top_k`; of what these weigh
-together, the shortest beginning that weighs a share of `top_p` or more; of that, those that weigh `min_p` times the first or
-more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up to 0, and NaN. The first is kept in any case. Where
-there is no `top_k`, 0 and -0 are equal in this order.
+Three filters keep entries of a row, in decreasing order, at the temperature. `top_k` keeps the first `top_k` entries. `top_p`
+keeps the shortest beginning of these that weighs a share of `top_p` or more of them all. `min_p` keeps the entries of that
+beginning that weigh `min_p` times the first one or more. A `top_k` below 1 keeps all, and so do a `top_p` from 1, a `min_p` up
+to 0, and NaN. The first entry is kept in any case. Without `top_k`, 0 and -0 are equal in this order.
 
-Parameters are those of the primitives.
+The functions have the parameters of the primitives.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxsoftmax.ops.top_k.noise import gumbel_rows
 
 
 def top_k(x, where, scale, *, k, return_state, dtype):
-    """The `k` largest entries of rows, where they are, and the state `(m, d)` if asked for."""
+    """Returns the `k` largest entries of rows, their indices, and the state `(m, d)` if it is asked for."""
     # A sign is turned, also that of NaN, and nothing is rounded.
     directed = x if scale is None else jnp.where(scale < 0, -x, x)
     directed = select(where, directed, least(x.dtype))
@@ -39,96 +39,97 @@ def top_k(x, where, scale, *, k, return_state, dtype):
 
 
 def softmax_top_k(x, where, scale, *, k, normalize, return_state, dtype):
-    """The `k` largest weights of rows, where they are, and the state `(m, d)` if asked for."""
+    """Returns the `k` largest weights of rows, their indices, and the state `(m, d)` if it is asked for."""
     params = {"k": k, "return_state": return_state or normalize == "all", "dtype": x.dtype}
-    found = weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
-    return found[: 2 + 2 * return_state]
+    results = weighed(top_k(x, where, scale, **params), where, scale, normalize, dtype)
+    return results[: 2 + 2 * return_state]
 
 
 def softmax_top_k_jvp(indices, t, x, m, d, weights, where, scale, *, normalize, return_mean, dtype, scale_tangent):
-    """`w * (t - mean)` with `t` at the indices, and if asked for the mean of `t` over whole rows."""
-    found = _weights_of_found(indices, t, x, m, d, weights, where, scale, normalize)
-    t = t.astype(found.dtype)
+    """Computes `w * (t - mean)` with `t` at the indices, and the mean of `t` over whole rows if it is asked for."""
+    w = _weights_at(indices, t, x, (m, d), weights, where, scale, normalize)
+    t = t.astype(w.dtype)
     if scale_tangent and scale is not None:
         t = t * scale.astype(t.dtype)
-    chosen = _where_weighed(found, at(t, indices))
+    t_at_indices = _where_weighed(w, at(t, indices))
     means = []  # of the whole row, if it is needed
     if return_mean or normalize == "all":
         p = weights_of_state(x, m, d, where, scale)
         means.append(jnp.sum(p * select(p != 0, t, 0), -1, keepdims=True))
-    mean = means[0] if normalize == "all" else jnp.sum(found * chosen, -1, keepdims=True)
-    return [_where_weighed(found, found * (chosen - mean)).astype(dtype), *means[: int(return_mean)]]
+    mean = means[0] if normalize == "all" else jnp.sum(w * t_at_indices, -1, keepdims=True)
+    return [_where_weighed(w, w * (t_at_indices - mean)).astype(dtype), *means[: int(return_mean)]]
 
 
 def softmax_top_k_vjp(indices, c, b, x, m, d, weights, where, scale, *, size, normalize, dtype, scale_tangent):
-    """The transpose of `softmax_top_k_jvp`: rows of `size`, for the cotangents `c` and `b` of its two results."""
-    found, common = parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
-    kind = next(part.dtype for part in (common, found) if part is not None)
+    """Transposes `softmax_top_k_jvp`: computes rows of `size`, for the cotangents `c` and `b` of its two results."""
+    at_indices, common = parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize)
+    kind = next(part.dtype for part in (common, at_indices) if part is not None)
     total = jnp.zeros((*indices.shape[:-1], size), kind)
     if common is not None:
         total = select(where, weights_of_state(x, m, d, where, scale) * common, 0)
-    if found is not None:
-        total = scattered(lax.scatter_add, total, indices, found)
+    if at_indices is not None:
+        total = scattered(lax.scatter_add, total, indices, at_indices)
     if scale_tangent and scale is not None:
         total = total * scale.astype(kind)
     return [total.astype(dtype)]
 
 
 def parts_of_vjp(indices, c, b, x, m, d, weights, where, scale, normalize):
-    """What is added at the indices, and the factor of `p` in each row; None for 0."""
+    """Returns the addends at the indices, and the factor of `p` in each row; None for 0."""
     if c is None:
         return None, b
-    found = _weights_of_found(indices, c, x, m, d, weights, where, scale, normalize)
-    c = _where_weighed(found, c.astype(found.dtype))
-    mean = jnp.sum(found * c, -1, keepdims=True)
+    w = _weights_at(indices, c, x, (m, d), weights, where, scale, normalize)
+    c = _where_weighed(w, c.astype(w.dtype))
+    mean = jnp.sum(w * c, -1, keepdims=True)
     if normalize == "selected":
-        return _where_weighed(found, found * (c - mean)), b
-    return _where_weighed(found, found * c), -mean if b is None else b - mean
+        return _where_weighed(w, w * (c - mean)), b
+    return _where_weighed(w, w * c), -mean if b is None else b - mean
 
 
-def _weights_of_found(indices, t, x, m, d, weights, where, scale, normalize):
-    """The weights at the indices: those that were saved, or from the state."""
+def _weights_at(indices, t, x, state, weights, where, scale, normalize):
+    """Returns the weights at the indices: saved ones, or ones that are computed from the state."""
     if normalize == "selected":
         return weights.astype(accumulator(weights.dtype, t.dtype))
     seen = None if where is None else at(where, indices)
+    m, d = state
     return _weights(at(x, indices), m, d, seen, scale)
 
 
 def _where_weighed(weights, values):
-    """0 where a weight is: what has none has no effect, NaN neither."""
+    """Returns 0 where a weight is 0: an element without weight has no effect, even if it is NaN."""
     return jnp.where(weights != 0, values, 0)
 
 
-def weighed(found, where, scale, normalize, dtype):
-    """What `top_k` has found, with weights in place of values."""
-    values, indices, *state = found
+def weighed(results, where, scale, normalize, dtype):
+    """Returns the results of `top_k` with weights in place of values."""
+    values, indices, *state = results
     seen = None if where is None else at(where, indices)
-    m, d = state if normalize == "all" else _state_of_found(values, seen, scale)
+    m, d = state if normalize == "all" else _state_of_selected(values, seen, scale)
     return [_weights(values, m, d, seen, scale).astype(dtype), indices, *state]
 
 
 def _weights(values, m, d, seen, scale):
-    """The softmax weights of values in rows of this state."""
+    """Computes the softmax weights of values in rows of this state."""
     exponent = select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf)
     return jnp.exp(exponent) / of_seen(d, seen)
 
 
 def of_seen(d, seen):
-    """The sums of the weights of rows as softmax has them: NaN with +inf in a row, and 1 for what is not seen."""
+    """Returns the sums of the weights of rows as softmax has them: NaN with +inf in a row, and 1 for what is not seen."""
     return select(seen, jnp.where(d < jnp.inf, d, jnp.nan), 1)
 
 
-def _state_of_found(values, seen, scale):
-    """The state `(m, d)` of some values of rows."""
+def _state_of_selected(values, seen, scale):
+    """Computes the state `(m, d)` of the values that are selected of rows."""
     directed = values.astype(accumulator(values.dtype))
     directed = directed if scale is None else jnp.where(scale < 0, -directed, directed)
-    m = online.shift(jnp.max(directed, -1, keepdims=True))  # not the first, of which a slice makes XLA sort all on a CPU
+    m = online.shift(jnp.max(directed, -1, keepdims=True))  # not the first one: a slice makes XLA sort all on a CPU
     weights = jnp.exp(select(seen, saved_exponent(select(seen, values, 0), m, scale), -jnp.inf))
     return m, jnp.sum(weights, -1, keepdims=True)
 
 
 def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, *, return_state):
-    """The indices of samples, and the state `(m, d)` of `inverse * x` if asked for."""
+    """Returns the indices of samples, and the state `(m, d)` of `inverse * x` if it is asked for."""
     x = x.astype(accumulator(x.dtype))
     scores = select(where, x, -jnp.inf)
     noise_of_columns = gumbel_rows(key0, key1, row, x.shape[-1]).astype(x.dtype)
@@ -147,7 +148,7 @@ def categorical(x, row, key0, key1, inverse, noise, top_k, top_p, min_p, where, 
 
 
 def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p):
-    """The indices of samples, `[*batch, 1]`, of scores in decreasing order, which are at these indices and have this noise."""
+    """Returns the indices of samples, `[*batch, 1]`, from scores in decreasing order, their indices and their noise."""
     kept = _kept(scores, inverse, top_k, top_p, min_p)
     # An index has no derivative, and a reduction of a pair would want one of both.
     compared = lax.stop_gradient(jnp.where(kept, noisy(scores, noise_of_columns, inverse, noise), -jnp.inf))
@@ -157,7 +158,7 @@ def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p
     # with its own maximum no score of a row would be the largest then.
     def larger(a, b):
         (score_a, index_a), (score_b, index_b) = a, b
-        # Of equal ones the lowest index, as where nothing is sorted: 0 is above -0 in the order of the bits alone.
+        # Equal scores: the lowest index, as where nothing is sorted. 0 is above -0 only in the order of the bits.
         is_a = (score_a > score_b) | ((score_a == score_b) & (index_a < index_b))
         return jnp.where(is_a, score_a, score_b), jnp.where(is_a, index_a, index_b)
 
@@ -169,20 +170,20 @@ def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p
 
 
 def noisy(scores, noise_of_columns, inverse, noise):
-    """What is compared: the scores at the temperature, with noise."""
+    """Returns what is compared: the scores at the temperature, with noise."""
     if inverse is not None:
         scores = scores * inverse.astype(scores.dtype)
     return scores + (noise_of_columns if noise is None else noise_of_columns * noise.astype(scores.dtype))
 
 
 def _kept(scores, inverse, top_k, top_p, min_p):
-    """Which of the scores of a row, in decreasing order, are kept, in a shape that broadcasts with them."""
+    """Tells which scores of a row, in decreasing order, are kept, in a shape that broadcasts with them."""
     place = lax.broadcasted_iota(jnp.int32, (*(1,) * (scores.ndim - 1), scores.shape[-1]), scores.ndim - 1)
     kept = place >= 0
     if top_k is not None:
         kept = (place < top_k) | (top_k < 1)
     if top_p is not None or min_p is not None:
-        # Not a slice of the first: XLA would sort all on a CPU for a top_k of which only some are used.
+        # Not a slice of the first: XLA would sort all on a CPU for a top_k whose results are not all used.
         exponent = scores - online.shift(jnp.max(scores, -1, keepdims=True))
         weights = jnp.exp(exponent if inverse is None else exponent * inverse.astype(scores.dtype))
         if top_p is not None:
@@ -195,7 +196,7 @@ def _kept(scores, inverse, top_k, top_p, min_p):
 
 
 def at(values, indices):
-    """The values at indices along the last axis, along which they may have size 1; other axes of size 1 are broadcast."""
+    """Takes values at indices along the last axis, where they may have size 1; other axes of size 1 are broadcast."""
     if values.shape[-1] == 1:
         return values
     batch = lax.broadcast_shapes(values.shape[:-1], indices.shape[:-1])
@@ -203,14 +204,14 @@ def at(values, indices):
     return jnp.take_along_axis(values, indices, -1, mode="promise_in_bounds")
 
 
-def common_of_found(indices, common, x, m, d, where, scale):
-    """The part of the gradient at the indices that all elements of a row have: its factor times their weights in the row."""
+def common_at_indices(indices, common, x, m, d, where, scale):
+    """Returns the part of the gradient at the indices that all elements of a row have: their weights times a factor."""
     seen = None if where is None else at(where, indices)
     return select(seen, _weights(at(x, indices), m, d, seen, scale) * common, 0)
 
 
 def scattered(scatter, total, indices, values):
-    """`total` with values put, or added, at the indices along the last axis, of which no two in a row are the same."""
+    """Puts or adds values to `total` at indices along the last axis; the indices of a row differ."""
     batch = tuple(range(total.ndim - 1))
     places = lax.ScatterDimensionNumbers(
         update_window_dims=(),
@@ -224,7 +225,7 @@ def scattered(scatter, total, indices, values):
 
 
 def least(dtype):
-    """What counts as less than all: -inf, and the smallest number of a dtype that has none."""
+    """Returns what counts as less than all: -inf, or the smallest number of a dtype without infinity."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).min
     has_infinity = np.isinf(np.float32(np.asarray(np.inf).astype(dtype)))
@@ -232,7 +233,7 @@ def least(dtype):
 
 
 def _sorted_out(x, k):
-    """Returns what `lax.top_k` does. NaN of 8 bits is left to it.
+    """Computes what `lax.top_k` does, which rows of 8-bit floats are left to.
 
     On CPUs XLA is fast for 32 bits alone: the 40 largest of [64, 50257] take 6 ms in float32 and 100 in bfloat16.
     """
@@ -257,7 +258,7 @@ def _is_float_of_8_bits(dtype) -> bool:
 
 
 def _order(x):
-    """Integers in the order of `lax.top_k`, in which NaN and the signs of 0 have their places."""
+    """Returns integers in the order of `lax.top_k`, where NaN and the signs of 0 have their places."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
@@ -265,7 +266,7 @@ def _order(x):
 
 
 def _largest(x):
-    """The largest entry of each row in the order of `lax.top_k`, and where it is.
+    """Returns the largest entry of each row in the order of `lax.top_k`, and its index.
 
     `lax.argmax` gives the place alone, and to read the entry there would take another kernel. XLA sorts bfloat16 in float32 and
     does not keep all bits of NaN, so its values pass through float32 here too. What becomes of NaN and subnormal numbers of 8
@@ -292,7 +293,7 @@ def _largest(x):
 
 
 def _first_largest(values):
-    """Where rows are largest, at the lowest index among equals, `[*batch, 1]`."""
+    """Returns the index of the largest entry of each row, the lowest index among equals, `[*batch, 1]`."""
     return lax.argmax(values, values.ndim - 1, jnp.int32)[..., None]
 
 

@@ -39,7 +39,7 @@ def played(plan, given):
     for name in ("key", "value") if plan.bytes_dtype else ():
         named[name] = of_bytes(plan, named, name)
     query, key, value = (whole(name, 1, 2, 3).astype(np.float64) for name in ("query", "key", "value"))
-    if plan.rows.is_strided:
+    if plan.rows.box is not None:
         query = query.reshape(*query.shape[:2], heads, group, -1).swapaxes(1, 2).reshape(len(query), heads, rows, -1)
     scores = plan.scale * (query @ key.transpose(0, 2, 3, 1))
     if plan.soft_cap is not None:
@@ -84,7 +84,7 @@ def played(plan, given):
     with np.errstate(divide="ignore"):
         lse = m + np.log(d)
     o = (o / np.where(d == 0, 1, d)[..., None])[:, :, 0]
-    if plan.rows.is_strided:
+    if plan.rows.box is not None:
         o = o.reshape(*o.shape[:2], plan.queries, group, -1).swapaxes(1, 2).reshape(len(o), plan.queries, -1, o.shape[-1])
     return [np.asarray(o, given["query"].dtype), np.asarray(lse, np.float32)]
 
@@ -95,7 +95,7 @@ def types_of(plan, dtype):
     own = math.prod(plan.batch), heads, plan.splits, rows
     if plan.splits > 1:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*own, size), own, own)]
-    shape = (own[0], plan.queries, heads * plan.rows.group, size) if plan.rows.is_strided else (own[0], heads, rows, size)
+    shape = (own[0], plan.queries, heads * plan.rows.group, size) if plan.rows.box is not None else (own[0], heads, rows, size)
     return [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(own, jnp.float32)]
 
 

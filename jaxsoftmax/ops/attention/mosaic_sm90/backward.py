@@ -38,7 +38,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.scores import (
     LOG2E,
     ROW_LAYOUT,
     dropout_keeps,
-    of_own_segment,
+    in_one_segment,
     tanh,
 )
 from jaxsoftmax.ops.attention.operands import OPERANDS, cotangents_of_rows, cotangents_of_sinks
@@ -197,9 +197,7 @@ def _kernel(plan, operands, waves, refs, results, **memory):
     tile = _Tile(plan, refs | results, operands, memory)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = schedule.ticket_counter() if plan.is_deterministic else None
-    own_tiles = schedule.Tiles(
-        plan.n_tiles, plan.n_blocks, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves
-    )
+    own_tiles = schedule.BlockTiles(plan, block, refs.get("table"), memory, tile.place, counter=counter, waves=waves)
     less, more = plan.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
@@ -694,7 +692,7 @@ class _Scores:
         On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to four percent.
         """
         if "segments" in loaded:
-            p = of_own_segment(p, self.segments, loaded["segments"], hidden=0.0)
+            p = in_one_segment(p, self.segments, loaded["segments"], hidden=0.0)
         return wgmma.band(p, *self._limits(block * self.shape[1]), hidden=0.0) if self.is_limited else p
 
     def kept(self, head, block):

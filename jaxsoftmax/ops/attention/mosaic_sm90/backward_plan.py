@@ -127,23 +127,21 @@ class BackwardKernel(AttentionKernel):
         parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
         passes_both = config.roles and self.adds_bias and self.soft_cap is not None
-        derived = {
-            "lengths": (length, keys),
-            "groups": heads // key_heads,
-            "block_kv": block_kv,
-            "blocks_q": pl.cdiv(length, config.block_q),
-            "blocks_kv": blocks_kv,
-            "parts": parts,
-            "part_size": self.size // parts[1],
-            "is_ragged": keys % block_kv != 0,
-            "is_seeded": is_plain and not config.roles and self.scale > _LEAST_SEEDED,
-            "passes_both": passes_both,
+        self._derive(
+            lengths=(length, keys),
+            groups=heads // key_heads,
+            block_kv=block_kv,
+            blocks_q=pl.cdiv(length, config.block_q),
+            blocks_kv=blocks_kv,
+            parts=parts,
+            part_size=self.size // parts[1],
+            is_ragged=keys % block_kv != 0,
+            is_seeded=is_plain and not config.roles and self.scale > _LEAST_SEEDED,
+            passes_both=passes_both,
             # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
-            "by_ticket": self.is_deterministic or (self.is_varying and not passes_both),
-            "n_tiles": math.prod(self.batch) * key_heads * blocks_kv,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+            by_ticket=self.is_deterministic or (self.is_varying and not passes_both),
+            n_tiles=math.prod(self.batch) * key_heads * blocks_kv,
+        )
 
     def describe(self) -> str:
         """Says in one line how the kernel runs."""

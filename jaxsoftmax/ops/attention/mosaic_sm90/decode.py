@@ -29,17 +29,17 @@ from jaxsoftmax import online
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention.mosaic_sm90 import forward
+from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FACTS,
     ForwardConfig,
     ForwardKernel,
+    Pages,
     forward_config,
     padded,
     with_tables,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import ROWS
-from jaxsoftmax.ops.attention.mosaic_sm90.pages import Pages
-from jaxsoftmax.ops.attention.mosaic_sm90.rows import FoldedRows
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 from jaxsoftmax.ops.attention.operands import batch_of
 
@@ -141,11 +141,11 @@ def plan_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> F
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
     has_reach = "mask" in types and (key_heads == 1 or types["mask"].shape[-3] == 1)  # the heads that share keys are folded
     names = with_tables(types, has_reach)
-    n_tiles = math.prod(batch) * key_heads * -(-n_rows // config.block_q)
+    n_tiles = math.prod(batch) * key_heads * -(-n_rows // (ROWS * config.consumers))
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
-    rows = FoldedRows(group, is_strided)
+    rows = FoldedRows(group, group if is_strided else None)
     return ForwardKernel(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 
 

@@ -15,8 +15,6 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, SWIZZLED, Arithmetic, AttentionKernel, shapes_of
-from jaxsoftmax.ops.attention.mosaic_sm90.pages import Pages
-from jaxsoftmax.ops.attention.mosaic_sm90.rows import HeadRows
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
 # Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands.
@@ -51,19 +49,66 @@ class ForwardConfig:
     byte_stages: int = 0
 
     @property
-    def block_q(self) -> int:
-        """Rows of a tile."""
-        return ROWS * self.consumers
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the scores that a consumer has in registers."""
-        return ROWS, self.block_kv
-
-    @property
     def converters(self) -> int:
         """Number of warpgroups that convert 8 bits: one for keys and one for values, or none."""
         return 2 if self.byte_stages else 0
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of a query head: row `i` belongs to query `i`. Queries and output are `[entries, rows, heads, size]`.
+
+    Attributes:
+      group: number of rows of a query.
+      box: number of rows that a box of TMA takes from each of several queries; None if a box takes rows of one head.
+    """
+
+    group: int = 1
+    box: int | None = None
+
+    def queries_from(self, first: Any, n_rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
+        """Returns the first query that rows from `first` on belong to, and the number of queries that they may belong to."""
+        del arithmetic
+        return first, n_rows
+
+    def query_of(self, row):
+        """Returns the query that a row belongs to."""
+        return row
+
+    def at(self, rows, head):
+        """Returns the indices of a slice of rows of a head in queries and output, between entry and columns."""
+        return rows, head
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the shape of queries, or the output, as a matrix of rows: `[entries * rows, heads * size]`."""
+        entries, rows, heads, size = shape
+        return entries * rows, heads * size
+
+    def in_matrix(self, entry, head, heads: int) -> tuple[Any, Any, int]:
+        """Returns entry, head and number of heads of rows in that matrix."""
+        return entry, head, heads
+
+    def sinks(self, operand, tile, first, kernel):
+        """Loads the sink of the rows, a scalar."""
+        del first, kernel
+        return operand[tile.b, tile.head].astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of keys and values, `[*batch, count, size, heads, head size]`.
+
+    Attributes:
+      size: keys of a page, a power of two.
+      count: number of pages of a batch entry.
+    """
+
+    size: int
+    count: int
+
+    def of_block(self, block_kv: int) -> int:
+        """Returns the number of pages that a key block has keys of: 1 if a page has several key blocks."""
+        return max(1, block_kv // self.size)
 
 
 def forward_config(
@@ -106,6 +151,7 @@ class ForwardKernel(AttentionKernel):
       pages: where keys and values are if they are in pages, else None.
       bytes_dtype: dtype of keys and values if they have 8 bits; they come as int8 with the same bits then.
       queries: number of queries.
+      block_q: rows of a tile.
       blocks_q: number of blocks of rows of a head.
       blocks_kv: number of key blocks.
       sizes: head sizes of keys and values in shared memory.
@@ -125,6 +171,7 @@ class ForwardKernel(AttentionKernel):
 
     # These follow from the others.
     queries: int = field(init=False)
+    block_q: int = field(init=False)
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
     sizes: tuple[int, int] = field(init=False)
@@ -137,7 +184,8 @@ class ForwardKernel(AttentionKernel):
 
     def __post_init__(self):
         (n_rows, heads, size), keys, config = self.query, self.key[0], self.config
-        blocks_q, sizes = pl.cdiv(n_rows, config.block_q), (padded(size), padded(self.value_size))
+        block_q, sizes = ROWS * config.consumers, (padded(size), padded(self.value_size))
+        blocks_q = pl.cdiv(n_rows, block_q)
         is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size)
         is_ragged = not config.split and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
         slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (1, 1)
@@ -145,29 +193,28 @@ class ForwardKernel(AttentionKernel):
         if config.converters and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
             value_width = 128
         n_facts = sum(count for name, count in FACTS.items() if name in self.names)
-        derived = {
-            "queries": self.rows.count_queries(n_rows),
-            "blocks_q": blocks_q,
-            "blocks_kv": pl.cdiv(keys, config.block_kv),
-            "sizes": sizes,
-            "is_ragged": is_ragged,
-            "slabs": slabs,
-            "value_width": value_width,
-            "n_products": 3 if config.split else sizes[1] // value_width,
+        self._derive(
+            queries=n_rows // self.rows.group,
+            block_q=block_q,
+            blocks_q=blocks_q,
+            blocks_kv=pl.cdiv(keys, config.block_kv),
+            sizes=sizes,
+            is_ragged=is_ragged,
+            slabs=slabs,
+            value_width=value_width,
+            n_products=3 if config.split else sizes[1] // value_width,
             # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
-            "unit": LOG2E if "bias" in self.names else 1.0,
-            "n_facts": n_facts,
-            "by_ticket": n_facts > 0,
-            "n_tiles": math.prod(self.batch) * heads * blocks_q * self.splits,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+            unit=LOG2E if "bias" in self.names else 1.0,
+            n_facts=n_facts,
+            by_ticket=n_facts > 0,
+            n_tiles=math.prod(self.batch) * heads * blocks_q * self.splits,
+        )
 
     def describe(self) -> str:
         """Says in one line how the kernel runs."""
-        config = self.config
+        config, group = self.config, self.rows.group
         parts = [
-            f"tiles of {config.block_q} {self.rows.name} by {config.block_kv} keys",
+            f"tiles of {self.block_q} {'queries' if group == 1 else f'rows of {group} heads'} by {config.block_kv} keys",
             f"{config.stages} stages",
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
@@ -199,9 +246,8 @@ class ForwardKernel(AttentionKernel):
 
     def costs(self) -> tuple[int, ...]:
         """Counts the key blocks of each block of rows, or of each of its splits: at least one."""
-        block_q = self.config.block_q
-        starts, lengths = range(0, self.query[0], block_q), (self.queries, self.key[0])
-        spans = (self.seen(lengths, *self.rows.queries_from(first, block_q, HOST), HOST) for first in starts)
+        starts, lengths = range(0, self.query[0], self.block_q), (self.queries, self.key[0])
+        spans = (self.seen(lengths, *self.rows.queries_from(first, self.block_q, HOST), HOST) for first in starts)
         parts = (self.part(*span, split, HOST) for span in spans for split in range(self.splits))
         return tuple(max(high - low, 1) for low, high in parts)
 
@@ -284,7 +330,7 @@ def with_tables(names, has_reach: bool) -> frozenset[str]:
 
 def tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name."""
-    lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.config.block_q, kernel.config.block_kv), {}
+    lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.block_q, kernel.config.block_kv), {}
     if "ranges" in kernel.names:
         result["ranges"] = blocks.ranges(operands["query_segments"], operands["key_segments"], *sizes)
     if "mask_reach" in kernel.names:

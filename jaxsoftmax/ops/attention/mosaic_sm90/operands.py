@@ -48,6 +48,7 @@ class AttentionKernel:
       multiprocessors: number of blocks of threads that run at a time.
       config: how a block of threads works.
       n_tiles: number of tiles.
+      n_blocks: number of blocks of threads of a wave. Each works through several tiles.
       by_ticket: True if blocks of threads take tickets for tiles, because operands decide how long a tile takes.
     """
 
@@ -65,7 +66,14 @@ class AttentionKernel:
 
     # Subclasses say what follows from the others.
     n_tiles: int = field(init=False)
+    n_blocks: int = field(init=False)
     by_ticket: bool = field(init=False)
+
+    def _derive(self, n_tiles: int, **others: Any) -> None:
+        """Sets the attributes that follow from the others."""
+        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each of the tiles of a head."""
@@ -74,11 +82,6 @@ class AttentionKernel:
     def group(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together."""
         raise NotImplementedError
-
-    @property
-    def n_blocks(self) -> int:
-        """Number of blocks of threads of a wave, each of which works through tiles."""
-        return min(self.multiprocessors, self.n_tiles)
 
     def scratch(self) -> dict[str, Any]:
         """Describes the arrays and barriers in the shared memory of a block of threads."""

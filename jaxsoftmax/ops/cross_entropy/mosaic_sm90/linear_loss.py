@@ -49,7 +49,7 @@ class LinearLossPlan:
         return f"tiles of {_CONSUMERS * _ROWS} rows by {_CLASSES} classes, {_STAGES} stages, {_CONSUMERS} consumer warpgroups"
 
     def run(self, **operands: Any) -> list[jax.Array]:
-        """Computes `head.numbers` from `hidden` `[*batch, H]`, a weight with `H` and the classes, and labels `[*batch]`."""
+        """Computes `head.terms` from `hidden` `[*batch, H]`, a weight with `H` and the classes, and labels `[*batch]`."""
         compute = functools.partial(_numbers, self.problem.params["head"], self.blocks)
         return linear.of_batch(compute, operands["hidden"], operands["weight"], operands["labels"])
 
@@ -75,7 +75,7 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
 
 
 def _numbers(head, blocks, hidden, weight, labels) -> list[jax.Array]:
-    """Computes `head.numbers` from `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`."""
+    """Computes `head.terms` from `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`."""
     rows, classes = hidden.shape[0], weight.shape[head.class_axis]
     block = _CONSUMERS * _ROWS
     hidden, labels = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)

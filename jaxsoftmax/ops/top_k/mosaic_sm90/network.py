@@ -1,8 +1,9 @@
-"""The k largest of many numbers, in decreasing order, by networks of comparisons: which numbers meet, whatever they are.
+"""The k largest of many numbers, in decreasing order, by networks of comparisons: which numbers meet does not depend on them.
 
-Functions are written out for every number, without branches: `Operations` makes what a kernel computes, or computes it. Lists
-are merged by Batcher's odd-even merge, of which only what the first k results need is made. So the largest that is dropped
-costs one operation more.
+The functions write a comparison out for every number, without branches. `Comparators` makes what a kernel computes, or computes
+it. Batcher's odd-even merge merges lists; only the part is made that the first k results depend on. To merge the 8 largest
+numbers with 8 more takes 32 operations, and the largest number that is dropped takes one more. ptxas turns some pairs of
+operations into one of three operands.
 
 Source: K. E. Batcher 1968, "Sorting networks and their applications".
 """
@@ -14,12 +15,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Operations:
-    """Of numbers that are ordered, one in each lane.
+class Comparators:
+    """The operations of a network.
 
     Attributes:
-      maximum, minimum: of two.
-      tells_dropped: whether the largest number that is dropped is wanted.
+      maximum: function of two numbers, one in each lane, to the larger one.
+      minimum: function of two numbers to the smaller one.
+      tells_dropped: True if the largest number that is dropped is wanted.
     """
 
     maximum: Callable[[Any, Any], Any]
@@ -28,57 +30,60 @@ class Operations:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of a row, or of a part of it: its largest numbers in decreasing order, and the largest that was dropped.
+class Largest:
+    """The largest numbers of a row, or of a part of it.
 
-    `dropped` is None where nothing was, or it is not wanted.
+    Attributes:
+      largest: the numbers in decreasing order.
+      dropped: the largest number that was dropped; None if none was, or it is not wanted.
     """
 
     largest: list[Any]
     dropped: Any = None
 
 
-def largest(ops: Operations, numbers: Iterable[Any], k: int) -> Found:
-    """Of all numbers, which are made in their order, as late as they are needed."""
-    found, waiting = Found([]), []
+def largest(comparators: Comparators, numbers: Iterable[Any], k: int) -> Largest:
+    """Finds the k largest of all numbers, which are made in their order, as late as they are needed."""
+    result, waiting = Largest([]), []
     for number in numbers:
         waiting.append(number)
         if len(waiting) == k:
-            found, waiting = merged(ops, found, Found(in_order(ops, waiting)), k), []
-    return merged(ops, found, Found(in_order(ops, waiting)), k)
+            result, waiting = merge(comparators, result, Largest(in_order(comparators, waiting)), k), []
+    return merge(comparators, result, Largest(in_order(comparators, waiting)), k)
 
 
-def merged(ops: Operations, a: Found, b: Found, k: int) -> Found:
-    """Of two lists."""
-    found = _first(ops, a.largest, b.largest, k + ops.tells_dropped)
-    dropped = [number for number in (a.dropped, b.dropped, *found[k:]) if number is not None]
-    return Found(found[:k], functools.reduce(ops.maximum, dropped) if dropped else None)
+def merge(comparators: Comparators, a: Largest, b: Largest, k: int) -> Largest:
+    """Merges two lists, and drops all numbers except k."""
+    result = _first(comparators, a.largest, b.largest, k + comparators.tells_dropped)
+    dropped = [number for number in (a.dropped, b.dropped, *result[k:]) if number is not None]
+    return Largest(result[:k], functools.reduce(comparators.maximum, dropped) if dropped else None)
 
 
-def in_order(ops: Operations, numbers: Sequence[Any]) -> list[Any]:
-    """All numbers, the largest first."""
+def in_order(comparators: Comparators, numbers: Sequence[Any]) -> list[Any]:
+    """Sorts all numbers, the largest first."""
     if len(numbers) < 2:
         return list(numbers)
     half = 1 << (len(numbers) - 1).bit_length() - 1
-    return _first(ops, in_order(ops, numbers[:half]), in_order(ops, numbers[half:]), len(numbers))
+    return _first(comparators, in_order(comparators, numbers[:half]), in_order(comparators, numbers[half:]), len(numbers))
 
 
-def _first(ops, a, b, count):
-    """The first `count` of two lists in decreasing order, or all.
+def _first(comparators, a, b, count):
+    """Returns the first `count` numbers of two lists in decreasing order, or all.
 
-    The entries at even places of both lists are merged, and so are those at odd places. Of these two lists each entry but the
-    first has to be compared with one of the other alone.
+    The entries at even places of both lists are merged, and so are those at odd places. Each entry of these two lists except
+    the first has to be compared with one entry of the other list alone.
     """
     if not a or not b or not count:
         return [*a, *b][:count]
     if len(a) == len(b) == 1:
-        pair = ops.maximum(*a, *b), ops.minimum(*a, *b) if count > 1 else None
+        pair = comparators.maximum(*a, *b), comparators.minimum(*a, *b) if count > 1 else None
         return list(pair[:count])
-    even, odd = _first(ops, a[::2], b[::2], count // 2 + 1), _first(ops, a[1::2], b[1::2], count // 2)
-    found = even[:1]
+    even = _first(comparators, a[::2], b[::2], count // 2 + 1)
+    odd = _first(comparators, a[1::2], b[1::2], count // 2)
+    result = even[:1]
     for i in range(1, max(len(even), len(odd) + 1)):
-        met = [*even[i : i + 1], *odd[i - 1 : i]]
-        if len(met) == 2:
-            met = [ops.maximum(*met), ops.minimum(*met) if len(found) + 1 < count else None]
-        found += met[: count - len(found)]
-    return found
+        pair = [*even[i : i + 1], *odd[i - 1 : i]]
+        if len(pair) == 2:
+            pair = [comparators.maximum(*pair), comparators.minimum(*pair) if len(result) + 1 < count else None]
+        result += pair[: count - len(result)]
+    return result

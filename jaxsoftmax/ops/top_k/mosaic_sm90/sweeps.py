@@ -1,12 +1,14 @@
 """Rows that are read in sweeps of a few thousand elements, each once, by a block or by the blocks of a cluster.
 
-With the state `(m, d)` of a row its scores are lifted while they are at hand. Each slice of a row has a state of its own,
-however many blocks share it, so that bits do not depend on the number of rows.
+A row is cut into slices, each of whole sweeps, which the blocks of a cluster share evenly. A state of the row, or sums of
+weights, are kept for each slice and merged in one order, so that their bits depend on the row alone, and not on how many rows
+there are. What is not a whole sweep comes last, in the block that has the last sweep.
 """
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,231 +19,315 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
+from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.rows.memory import Elements, Ring, RowMemory
-from jaxsoftmax._gpu.rows.plan import RowPlan
+from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
 from jaxsoftmax._gpu.rows.tile import RowTile
 from jaxsoftmax.online import State
 
-MOST_BLOCKS = 8  # that share a row
-_SWEEPS_OF_SLICE = 6  # at least, of a row with a state: the end of a slice takes as long as one or two
+_MAX_BLOCKS = 8  # that share a row
+_MIN_SWEEPS_OF_SLICE = 6  # of a row with states: the end of a slice takes as long as one or two sweeps
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How rows are spread over blocks.
+class SweepPlan:
+    """Distributes the rows of an array over blocks, which read them in sweeps.
 
     Attributes:
-      layout: of a row in a block.
-      blocks: of a cluster, which share a row.
-      rows: of the array.
-      slices: of a row, a multiple of `blocks`.
-      copied: sweeps that are on their way to shared memory at a time; 0 where they are loaded to registers.
+      row_plan: distribution of a row over the threads of a block, in steps: a step is a vector of every thread. The steps of an
+        iteration of its loop are a sweep.
+      rows: rows of the array.
+      blocks: blocks of a cluster, which share a row.
+      slices: slices of a row, a multiple of `blocks`.
+      copied: sweeps that are on their way to shared memory at a time. 0 if sweeps are loaded to registers.
     """
 
-    layout: RowPlan
-    blocks: int
+    row_plan: RowPlan
     rows: int
-    slices: int
+    blocks: int = 1
+    slices: int = _MAX_BLOCKS
     copied: int = 0
 
-    @property
-    def ring(self) -> int:
-        """Steps in shared memory, if any are copied: threads that join vectors need one of the next sweep, too."""
-        return self.copied * self.layout.unroll + self.layout.is_joined
+    def describe(self) -> str:
+        share = f"a cluster of {self.blocks} blocks a row" if self.blocks > 1 else "a block a row"
+        through = f", {self.copied} sweeps ahead in shared memory" if self.copied else ""
+        return f"{share}, {self.row_plan.threads} threads a block, sweeps of {self.sweep_cols} elements{through}"
+
+    def distributed(self, target: Target, has_states: bool) -> "SweepPlan":
+        """Returns the plan with slices, whose number depends on the length of a row alone, and with blocks."""
+        slices = _MAX_BLOCKS
+        while has_states and slices > 1 and slices * _MIN_SWEEPS_OF_SLICE > self.sweeps:
+            slices //= 2
+        return replace(self, slices=slices, blocks=self.blocks_for(target, self.rows, slices))
+
+    def blocks_for(self, target: Target, rows: int, most: int) -> int:
+        """Returns the blocks of a cluster: more than one if rows are too few for all multiprocessors, each with a sweep."""
+        blocks = 1
+        while blocks < most and 2 * blocks * rows <= 4 * target.multiprocessors and 2 * blocks <= self.sweeps:
+            blocks *= 2
+        return blocks
+
+    def copying(self, itemsize: int) -> "SweepPlan":
+        """Returns the plan with copies to shared memory if registers hold too few bytes that are on their way: in 16 bits.
+
+        A thread reads in shared memory what it copied itself, and waits for nobody: 512 rows of 128256 in bfloat16 took 39 us
+        in place of 45. To bring rows to the L2 cache ahead of time (`cp.async.bulk.prefetch`) made all slower, float32 by a
+        fifth.
+        """
+        return replace(self, copied=min(2, self.sweeps)) if itemsize == 2 else self
+
+    @functools.cached_property
+    def sweep_cols(self) -> int:
+        """Elements of a sweep."""
+        return self.row_plan.step_cols * self.row_plan.unroll
+
+    @functools.cached_property
+    def sweeps(self) -> int:
+        """Whole sweeps of a row, which a loop goes over."""
+        return len(self.row_plan.looped_steps) // self.row_plan.unroll
+
+    @functools.cached_property
+    def rest(self) -> list[int]:
+        """Steps that are not of whole sweeps."""
+        looped = self.row_plan.looped_steps[: self.sweeps * self.row_plan.unroll]
+        return [step for step in range(self.row_plan.steps) if step not in looped]
+
+    @functools.cached_property
+    def slice_sweeps(self) -> int:
+        """Sweeps of a slice; the last slices may have fewer."""
+        return max(1, -(-self.sweeps // self.slices))
+
+    @functools.cached_property
+    def block_sweeps(self) -> int:
+        """Sweeps of a block; the last blocks may have fewer."""
+        return self.slice_sweeps * self.slices // self.blocks
+
+    @functools.cached_property
+    def ring_steps(self) -> int:
+        """Steps that shared memory holds if sweeps are copied: threads that join vectors need one of the next sweep, too."""
+        return self.copied * self.row_plan.unroll + self.row_plan.is_joined
+
+    def scratch(self, dtype: Any, parts: int) -> tuple[Any, Any, Any]:
+        """Returns the types of the arrays in shared memory that `SweptRow` and `SliceStates` have, for rows of this dtype.
+
+        `parts` is the number of parts of a state; 0 if there are none.
+        """
+        row_plan = self.row_plan
+        slots = plgpu.SMEM((self.ring_steps * row_plan.step_cols,), dtype) if self.copied else None
+        order = plgpu.SMEM(row_plan.order_shape, jnp.float32) if row_plan.order_shape and parts > 1 else None
+        arrays = parts * (1 + (self.blocks > 1))  # of the block, and of all blocks of its cluster
+        states = plgpu.SMEM((arrays, self.slices * row_plan.warps), jnp.float32) if parts else None
+        return slots, order, states
 
 
-def sweeps_of(layout: RowPlan) -> int:
-    """How many sweeps the loop over a row has."""
-    return len(layout.looped_steps) // layout.unroll
+def row_plan_of(cols: int, vector: int, threads: int, unroll: int, is_stored: bool = False) -> RowPlan:
+    """Returns the plan of rows that are read in sweeps of `unroll` steps.
 
-
-def copied_of(layout: RowPlan, itemsize: int) -> int:
-    """How many sweeps to copy at a time: of elements of 16 bits registers hold too few bytes that are on their way."""
-    return min(2, sweeps_of(layout)) if itemsize == 2 else 0
-
-
-def plan_of(target, layout: RowPlan, rows: int, is_lifted: bool, copied: int = 0) -> Plan:
-    """That of rows in such a layout; `is_lifted` says whether each slice has a state."""
-    slices, sweeps = MOST_BLOCKS, sweeps_of(layout)
-    while is_lifted and slices > 1 and slices * _SWEEPS_OF_SLICE > sweeps:
-        slices //= 2
-    return Plan(layout, blocks_for(target, layout, rows, slices), rows, slices, copied)
-
-
-def blocks_for(target, layout: RowPlan, rows: int, most: int) -> int:
-    """Of a cluster for each row: more where rows are too few for all multiprocessors, as far as each has a sweep."""
-    blocks, sweeps = 1, sweeps_of(layout)
-    while blocks < most and 2 * blocks * rows <= 4 * target.multiprocessors and 2 * blocks <= sweeps:
-        blocks *= 2
-    return blocks
-
-
-def launched(name, kernel, plan, dtype, results, scratch, parts: int = 0, grid: int | None = None):
-    """A kernel with a block, or a cluster, for each row; it gets results, `scratch`, and what `Row` and `States` need.
-
-    Rows are of this dtype. `parts` are those of `States`, 0 where there are none. `grid` says how many there are if not that.
+    Unless `is_stored`, the order in which a thread has elements does not depend on where in a cache line the row starts: it
+    joins vectors of two steps.
     """
-    layout = plan.layout
-    warps = ptx.WARPS * layout.warpgroups
-    order = plgpu.SMEM(layout.order_shape, jnp.float32) if layout.order_shape and parts > 1 else None
-    held = parts * (1 + (plan.blocks > 1))  # what the block has, and what all of its cluster have
-    states = plgpu.SMEM((held, plan.slices * warps), jnp.float32) if parts else None
-    slots = plgpu.SMEM((plan.ring * layout.threads * layout.vector,), dtype) if plan.copied else None
+    return RowPlan(cols, vector, threads, storage=Storage.NOWHERE, unroll=unroll, is_stored=is_stored)
+
+
+def swept(name: str, kernel: Callable[..., None], plan: SweepPlan, results, scratch, clusters: int | None = None):
+    """Returns a kernel with a block, or a cluster, for each row, or with `clusters` of them."""
     options: dict[str, Any] = {}
-    if layout.warpgroups > 1:
-        options |= {"num_threads": layout.warpgroups, "thread_name": "warpgroup"}
+    if plan.row_plan.warpgroups > 1:
+        options |= {"num_threads": plan.row_plan.warpgroups, "thread_name": "warpgroup"}
     if plan.blocks > 1:
         options |= {"cluster": (plan.blocks,), "cluster_names": ("rank",)}
     return kernel_of(
         kernel,
         out_type=results,
-        grid=(plan.rows if grid is None else grid,),
+        grid=(plan.rows if clusters is None else clusters,),
         grid_names=("block",),
-        scratch_types=(*scratch, slots, order, states),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **options,
     )
 
 
-def start(plan: Plan) -> None:
-    """Says that the block has started, to those of its cluster."""
+def scratch_bytes(types: Sequence[Any]) -> int:
+    """Returns the bytes of shared memory of such scratch types; None is an array that is not needed."""
+    return sum(math.prod(kind.shape) * jnp.dtype(kind.dtype).itemsize for kind in types if kind is not None)
+
+
+def arrive(plan: SweepPlan) -> None:
+    """Tells the other blocks of the cluster that this one has started."""
     if plan.blocks > 1:
         ptx.arrive_in_cluster()
 
 
-def meet(plan: Plan) -> None:
-    """Waits until all blocks of the cluster have started."""
+def await_cluster(plan: SweepPlan) -> None:
+    """Waits until all blocks of the cluster have started: their shared memory exists from then on."""
     if plan.blocks > 1:
         ptx.cluster_wait()
 
 
-class Row:
-    """The row of a block, or its part of it.
+@dataclass(frozen=True)
+class Sweep:
+    """Elements of a few thousand columns that a block visits at a time.
 
     Attributes:
-      tile: what sums up over the block.
+      number: number of the sweep in this block, from 0; an int if there is no loop before it.
+      steps: its steps.
+      load: function that loads all of them, or with an index one of them.
+      is_whole: True if it is one of the loop: all elements are columns of the row, higher than those of sweeps before.
     """
 
-    def __init__(self, plan: Plan, scratch, row=None):
+    number: Any
+    steps: Sequence[Any]
+    load: Callable[..., Any]
+    is_whole: bool
+
+
+class SweptRow:
+    """The row of a block, or the part of it that the block has.
+
+    Attributes:
+      plan: distribution of the row.
+      tile: reductions over the block.
+      memory: loads and stores.
+    """
+
+    def __init__(self, plan: SweepPlan, scratch, row=None):
         self.plan = plan
         row = lax.axis_index("block") if row is None else row
         slots, order, _ = scratch
         rank = lax.axis_index("rank") if plan.blocks > 1 else jnp.int32(0)
-        memory = RowMemory(plan.layout, row, plan.rows, False, rank)
-        self.tile, self.slots = RowTile(memory, None, None, order), slots
+        self.memory = RowMemory(plan.row_plan, row, plan.rows, False, rank)
+        self.tile, self.slots = RowTile(self.memory, None, None, order), slots
 
-    def weights(self, scores, m, size):
-        """Of an array of scores in the row, whose maximum is `m`; `size` is their scale, or None."""
-        along = self.tile.along
-        return online.weights(scores, along(m), axis=(), scale=None if size is None else along(size))
-
-    def sweep(self, ref, held: Elements, visit, states: "States | None" = None, ahead: bool = True) -> None:
-        """Folds `visit(number, steps, load, in_loop, carry)` over all steps of the row's part, some in each sweep.
-
-        The sweeps of a loop are in order, and have whole vectors; each block has as many slices of them. What is left, and is
-        loaded in part, goes to the last one that has some.
+    def sweep(self, ref, elements: Elements, visit, states: "SliceStates | None" = None, is_ahead: bool = True) -> None:
+        """Visits the block's part of the row, in order.
 
         Args:
-          ref: the array of the row.
-          held: what gives the elements of a step.
-          visit: gets the number of the sweep in this block, from 0 (an int where there is no loop before it); its steps; a
-            function that gives what they load, or what one of them does; whether it is one of the loop; and the carry, and
-            returns the next one.
-          states: whose carry it is, started and stored in each slice; None for an empty one.
-          ahead: whether what the next sweep takes is loaded to registers before a sweep is visited, where nothing is copied to
-            shared memory. Else other warps have to have enough to do meanwhile, and threads need fewer registers.
+          ref: array of the row in global memory.
+          elements: what loads the elements of a step.
+          visit: function of a `Sweep` and a carry to the next carry.
+          states: states whose carry it is; they are started and stored for each slice. None for an empty carry.
+          is_ahead: True if the next sweep is loaded to registers before a sweep is visited, if no sweeps are copied. Else other
+            warps have to have enough to do meanwhile, and threads need fewer registers.
         """
-        layout, blocks, rank = self.plan.layout, self.plan.blocks, self.tile.memory.rank
-        unroll, looped = layout.unroll, layout.looped_steps
-        count, copied = sweeps_of(layout), self.plan.copied
-        ring: Any = Ring(self.tile.memory, ref, self.slots, self.plan.ring) if copied else None
-        rest = [step for step in range(layout.steps) if step not in looped[: count * unroll]]
-        of_slice = max(1, -(-count // self.plan.slices))
-        own = of_slice * self.plan.slices // blocks  # sweeps of a block, of the last ones fewer
         carry = () if states is None else states.start()
-
-        def first_of(i):
-            return looped.start + i * unroll
-
-        def steps_of(i):
-            first = first_of(i)
-            return [first, *(first + k for k in range(1, unroll))]
-
-        def loaded(steps, index=None):
-            return [held.load(step) for step in steps] if index is None else held.load(steps[index])
-
-        def from_registers(here, index=None):
-            return here if index is None else here[index]
-
-        def from_ring(steps, index=None):
-            return ring.load(steps[0], unroll) if index is None else ring.load(steps[index], 1)[0]
-
-        swept: Any = 0  # sweeps of the loop
-        if count:
-            first = rank * jnp.int32(own)
-            stop = jnp.minimum(first + own, count)
-            swept = stop - first
-
-            def copy(i, more: int = 0):
-                ring.copy(first_of(i) + (layout.is_joined - more), unroll + more, stop - i)
-
-            def sweep(i, carry):
-                (following, carry), steps = carry, steps_of(i)
-                if ring is not None:
-                    ptx.await_copies(copied - 1)
-                    carry = visit(i - first, steps, functools.partial(from_ring, steps), True, carry)
-                    copy(i + copied)
-                elif ahead:
-                    here = following
-                    following = loaded(steps_of(jnp.minimum(i + 1, stop - 1)))  # the last again, from a cache
-                    carry = visit(i - first, steps, functools.partial(from_registers, here), True, carry)
-                else:
-                    carry = visit(i - first, steps, functools.partial(loaded, steps), True, carry)
-                if states is not None and states.has_sums:
-                    is_last = (i + 1) % of_slice == 0
-                    is_last = jnp.logical_and(is_last, i + 1 != count) if rest else jnp.logical_or(is_last, i + 1 == count)
-                    carry = states.end(is_last, i // of_slice, carry)
-                return following, carry
-
-            for k in range(copied):
-                copy(first + k, more=layout.is_joined if k == 0 else 0)
-            initial = loaded(steps_of(jnp.minimum(first, count - 1))) if ahead and ring is None else []
-            _, carry = lax.fori_loop(first, stop, sweep, (initial, carry))
-            if states is not None and not states.has_sums:
-                states.store(rank * (self.plan.slices // blocks), carry)
-
-        def finish(carry):
-            visits = [rest[i : i + unroll] for i in range(0, len(rest), unroll)]
-            all_loaded = list(map(loaded, visits))  # before the first is visited, as each takes long to arrive
-            for number, (steps, here) in enumerate(zip(visits, all_loaded, strict=True)):
-                carry = visit(swept + number, steps, functools.partial(from_registers, here), False, carry)
-            if states is not None:
-                last = max(0, count - 1) // of_slice if states.has_sums else rank * (self.plan.slices // blocks)
-                states.store(last, carry)
-
-        if rest and blocks == 1:
-            finish(carry)
-        elif rest:
-            pl.when(rank == (count - 1) // own)(lambda: finish(carry))
+        sweeping = _Sweeping(self, ref, elements, visit, states, is_ahead)
+        n_visited: Any = 0
+        if self.plan.sweeps:
+            n_visited, carry = sweeping.visit_whole_sweeps(carry)
+        if self.plan.rest and self.plan.blocks == 1:
+            sweeping.visit_rest(n_visited, carry)
+        elif self.plan.rest:
+            is_last = self.memory.rank == (self.plan.sweeps - 1) // self.plan.block_sweeps
+            pl.when(is_last)(lambda: sweeping.visit_rest(n_visited, carry))
 
 
-class States:
+class _Sweeping:
+    """A pass over the block's part of a row. Attributes are the arguments of `SweptRow.sweep`, and a ring of copied steps."""
+
+    def __init__(self, row: SweptRow, ref, elements, visit, states, is_ahead):
+        plan = row.plan
+        self.row, self.plan, self.elements, self.visit, self.states = row, plan, elements, visit, states
+        self.ring: Any = Ring(row.memory, ref, row.slots, plan.ring_steps) if plan.copied else None
+        self.is_ahead = is_ahead and self.ring is None
+
+    def visit_whole_sweeps(self, carry) -> tuple[Any, Any]:
+        """Visits the whole sweeps in a loop; returns their number, and the carry."""
+        plan, rank = self.plan, self.row.memory.rank
+        first = rank * jnp.int32(plan.block_sweeps)
+        stop = jnp.minimum(first + plan.block_sweeps, plan.sweeps)
+        n_visited = stop - first
+        for k in range(plan.copied):
+            self._copy(first + k, stop, n_more=plan.row_plan.is_joined if k == 0 else 0)
+        ahead = self._load(self._steps(jnp.minimum(first, plan.sweeps - 1))) if self.is_ahead else []
+
+        def iteration(i, loop_carry):
+            (ahead, carry), steps = loop_carry, self._steps(i)
+            if self.ring is not None:
+                ptx.await_copies(plan.copied - 1)
+                load = functools.partial(self._from_ring, steps)
+            elif self.is_ahead:
+                load = functools.partial(_from_registers, ahead)
+                ahead = self._load(self._steps(jnp.minimum(i + 1, stop - 1)))  # the last one again, from a cache
+            else:
+                load = functools.partial(self._load, steps)
+            carry = self.visit(Sweep(i - first, steps, load, True), carry)
+            if self.ring is not None:
+                self._copy(i + plan.copied, stop)
+            return ahead, self._end_slice(i, carry)
+
+        _, carry = lax.fori_loop(first, stop, iteration, (ahead, carry))
+        if self.states is not None and not self.states.has_sums:
+            self.states.store(rank * (plan.slices // plan.blocks), carry)
+        return n_visited, carry
+
+    def visit_rest(self, n_visited, carry) -> None:
+        """Visits what is not a whole sweep."""
+        plan, unroll = self.plan, self.plan.row_plan.unroll
+        visits = [plan.rest[i : i + unroll] for i in range(0, len(plan.rest), unroll)]
+        all_loaded = list(map(self._load, visits))  # before the first visit, as each load takes long to arrive
+        for number, (steps, loaded) in enumerate(zip(visits, all_loaded, strict=True)):
+            carry = self.visit(Sweep(n_visited + number, steps, functools.partial(_from_registers, loaded), False), carry)
+        if self.states is not None:
+            last = max(0, plan.sweeps - 1) // plan.slice_sweeps
+            self.states.store(last if self.states.has_sums else self.row.memory.rank * (plan.slices // plan.blocks), carry)
+
+    def _end_slice(self, i, carry):
+        """Stores the sums of a slice after its last sweep, unless the rest is of it too, and starts anew."""
+        if self.states is None or not self.states.has_sums:
+            return carry
+        is_last, count = (i + 1) % self.plan.slice_sweeps == 0, self.plan.sweeps
+        is_last = jnp.logical_and(is_last, i + 1 != count) if self.plan.rest else jnp.logical_or(is_last, i + 1 == count)
+        return self.states.end(is_last, i // self.plan.slice_sweeps, carry)
+
+    def _first_step(self, i):
+        return self.plan.row_plan.looped_steps.start + i * self.plan.row_plan.unroll
+
+    def _steps(self, i):
+        first = self._first_step(i)
+        return [first, *(first + k for k in range(1, self.plan.row_plan.unroll))]
+
+    def _load(self, steps, index=None):
+        return [self.elements.load(step) for step in steps] if index is None else self.elements.load(steps[index])
+
+    def _copy(self, i, stop, n_more: int = 0) -> None:
+        """Starts to copy the steps of sweep `i`, if it is before `stop`; `n_more` steps more where the first of all starts."""
+        row_plan = self.plan.row_plan
+        self.ring.copy(self._first_step(i) + (row_plan.is_joined - n_more), row_plan.unroll + n_more, stop - i)
+
+    def _from_ring(self, steps, index=None):
+        return self.ring.load(steps[0], self.plan.row_plan.unroll) if index is None else self.ring.load(steps[index], 1)[0]
+
+
+def _from_registers(loaded, index=None):
+    return loaded if index is None else loaded[index]
+
+
+class SliceStates:
     """Maxima, and sums of weights, of the slices of a row, in shared memory, of each warp.
 
-    A carry has at each place of a step the maximum `m`, and the sum `d` of the weights if there is room for it; or where the
-    row's `m` is known, as many sums as there is room for. Maxima alone do not depend on the order: a block has one.
+    A carry has at each place of a step the maximum `m`, and the sum `d` of the weights if `ref` has room for it; or, if the
+    row's `m` is known, a sum for each part that `ref` has room for. Sums depend on the order of their addends, so every slice
+    has its own. A maximum does not: without sums a block has one.
+
+    Attributes:
+      row: the row.
+      ref: float32 in shared memory, of `SweepPlan.scratch`.
+      scale: scale of the scores, or None for 1.
+      m: maximum of the row, or None if it is not known.
+      parts: parts of a carry.
+      has_sums: True if a part is a sum.
     """
 
-    def __init__(self, row: Row, ref, size, m: Any = None):
-        self.row, self.ref, self.size, self.m = row, ref, size, m
+    def __init__(self, row: SweptRow, ref, scale, m: Any = None):
+        self.row, self.ref, self.scale, self.m = row, ref, scale, m
         self.parts = ref.shape[0] // (1 + (row.plan.blocks > 1))
-        self.warps = ref.shape[1] // row.plan.slices
-        self.has_sums = m is not None or self.parts > 1  # which depend on the order
+        self.has_sums = m is not None or self.parts > 1
 
     def clear(self) -> None:
+        """Sets all to the state of nothing."""
         for part in range(self.parts):
             ptx.fill_shared(self.ref.at[part], -math.inf if self._is_maximum(part) else 0.0, self.ref.shape[1])
 
@@ -249,58 +335,56 @@ class States:
         return self.m is None and part == 0
 
     def start(self):
+        """Returns the carry of nothing."""
         return tuple([self.row.tile.accumulator(-jnp.inf if self._is_maximum(part) else 0) for part in range(self.parts)])
 
     def push(self, carry, scores, top):
-        """Adds scores, whose maximum at each place is `top`; of these `m` alone needs nothing else."""
+        """Adds scores, whose maximum at each place is `top`, to a carry; `m` alone needs nothing else."""
         if not self.has_sums:
             return (jnp.maximum(carry[0], top),)
-        size = None if self.size is None else self.row.tile.along(self.size)
-        state = online.push(State(*carry), scores, axis=(), scale=size, top=top)
+        scale = None if self.scale is None else self.row.tile.along(self.scale)
+        state = online.push(State(*carry), scores, axis=(), scale=scale, top=top)
         return state.m, state.d
 
-    def weights(self, scores):
-        """Of an array of scores, where `m` is known."""
-        return self.row.weights(scores, self.m, self.size)
-
     def end(self, is_last, number, carry):
-        """Stores what belongs to a slice if this is its last sweep, and starts anew."""
+        """Stores what belongs to slice `number` if this is its last sweep, and starts anew."""
         pl.when(is_last)(lambda: self.store(number, carry))
         return tuple(choose(is_last, new, old) for new, old in zip(self.start(), carry, strict=True))
 
     def store(self, number, carry) -> None:
+        """Stores a carry as that of slice `number`."""
         tile = self.row.tile
         if self.m is not None:
-            found = [tile.of_places(sum_) for sum_ in carry]
+            parts = [tile.of_places(total) for total in carry]
         elif not self.has_sums:
-            found = [jnp.max(carry[0], 1)]
+            parts = [jnp.max(carry[0], 1)]
         else:
             m, d = carry
-            found = tile.of_warp(m, d, self.size)[:2]
-        place = number * self.warps + tile.memory.group() * ptx.WARPS
-        for part, values in enumerate(found):
+            parts = tile.of_warp(m, d, self.scale)[:2]
+        place = number * self.row.plan.row_plan.warps + tile.memory.group() * ptx.WARPS
+        for part, values in enumerate(parts):
             compat.store(self.ref.at[part].at[pl.ds(place, ptx.WARPS)], values)
 
     def send(self) -> None:
-        """Copies those of this block to all of the cluster, which have them after a barrier of it."""
+        """Copies the states of this block to all blocks of the cluster, which have them after a barrier of it."""
         count = self.ref.shape[1] // self.row.plan.blocks
         for part in range(self.parts):
-            own, gathered = self.ref.at[part], self.ref.at[self.parts + part]
-            ptx.copy_to_cluster(own, gathered, self.row.tile.memory.rank * count, count, self.row.plan.blocks)
+            source, target = self.ref.at[part], self.ref.at[self.parts + part]
+            ptx.copy_to_cluster(source, target, self.row.memory.rank * count, count, self.row.plan.blocks)
 
-    def merged(self) -> list[jax.Array]:
-        """Those of the row: `m`, 0 where it is infinite, and sums."""
+    def merge(self) -> list[jax.Array]:
+        """Returns the parts of the row: `m`, 0 if it is infinite, and sums."""
         ptx.block_barrier()
         layout, first = ptx.replicated(self.ref.shape[1]), self.ref.shape[0] - self.parts
-        found = [plgpu.load(self.ref.at[first + part], layout=layout, optimized=False) for part in range(self.parts)]
+        parts = [plgpu.load(self.ref.at[first + part], layout=layout, optimized=False) for part in range(self.parts)]
         if self.m is not None:
-            return [jnp.sum(sum_) for sum_ in found]
+            return [jnp.sum(total) for total in parts]
         if not self.has_sums:
-            return [online.shift(jnp.max(found[0]))]
-        state = self.row.tile.merge_along(State(*found), self.size)
+            return [online.shift(jnp.max(parts[0]))]
+        state = self.row.tile.merge_along(State(*parts), self.scale)
         return [online.shift(state.m), state.d]
 
 
 def choose(condition, a, b):
-    """One of two arrays, by a scalar."""
+    """Returns one of two arrays, by a scalar."""
     return jnp.where(lax.broadcast_in_dim(condition, a.shape, ()), a, b)

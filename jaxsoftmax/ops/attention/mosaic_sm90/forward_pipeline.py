@@ -1,0 +1,420 @@
+"""The forward kernel's warpgroups: producers fill slots of shared memory, consumers push key blocks to the state of their rows.
+
+    producer                                      consumer, for its 64 rows
+    copy K of the last key block, and Q           S = Q K'; state and weights P
+    for each key block before it:                 for each key block before it:
+        copy its K, and V of the one behind           S = Q K'; O += P V of the one behind; state and weights P, rescale O
+    copy V of the first key block                 O += P V; store O / d and lse
+
+A slot is full when a copy has landed, and empty when all consumers have read it. Consumers hand the tensor cores over to each
+other (ping-pong): while one multiplies, another exponentiates.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxsoftmax import online
+from jaxsoftmax._gpu import ptx, wgmma
+from jaxsoftmax.online import State
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_scores import ForwardScores
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTile, ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90.operands import ROWS, SWIZZLED, GlobalOperand
+
+# The first of the named barriers for ping-pong, one for each consumer. Mosaic GPU uses those before: a test holds it to that.
+_PING_PONG = 8
+
+
+@dataclass(frozen=True)
+class ForwardProducer:
+    """A producer warpgroup, which copies what its `letters` name: queries "q", keys "k" and values "v"."""
+
+    kernel: ForwardKernel
+    copies: "TmaCopies"
+    letters: str
+
+    def __call__(self, tile, steps):
+        """Copies what a tile needs, the last key block first; returns the number of steps so far."""
+        tile.unless_empty(lambda: self._copy_tile(tile, steps))
+        return tile.after(steps)
+
+    def _copy_tile(self, tile, steps):
+        kernel, config, copies = self.kernel, self.kernel.config, self.copies
+        key_head = lax.div(tile.head, jnp.int32(kernel.query[1] // kernel.key[1]))
+        count = tile.high - tile.low
+
+        def copy_queries():
+            for consumer in range(config.consumers):
+                copies.copy("query", consumer, tile, tile.block * kernel.block_q + consumer * ROWS, ROWS, tile.head)
+
+        def copy_block(name, i, looked_up):
+            slot = lax.rem(steps + i, jnp.int32(config.byte_stages or config.stages))
+            first = (tile.high - 1 - i) * config.block_kv
+            copies.copy(name, slot, tile, first, config.block_kv, key_head, looked_up)
+
+        def copy_step(i, before, has_keys=True, has_queries=False, has_values=True):
+            """Copies keys `i`, the queries behind the first keys, and values `i - 1`, with what was looked up before."""
+            following = copies.look_up(tile, jnp.maximum(tile.high - 1 - i, 0))
+            if "k" in self.letters:
+                _when(has_keys, lambda: copy_block("key", i, following))
+            if "q" in self.letters:
+                _when(has_queries, copy_queries)
+            if "v" in self.letters:
+                _when(has_values, lambda: copy_block("value", i - 1, before))
+            return following
+
+        if kernel.pages is not None:  # the code of a copy is long: it is there once, and lowered once
+            # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
+            none = [jnp.int32(0)] * kernel.pages.of_block(config.block_kv)
+            lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
+            return
+        copy_step(0, [], has_queries=True, has_values=False)
+        lax.fori_loop(1, count, copy_step, [])
+        copy_step(count, [], has_keys=False)
+
+
+def _when(condition, work):
+    """Does `work()` if the condition holds, which may be known while tracing."""
+    if condition is True:
+        work()
+    elif condition is not False:
+        pl.when(condition)(work)
+
+
+@dataclass(frozen=True)
+class ForwardConsumer:
+    """A consumer warpgroup, which computes 64 rows of each tile.
+
+    Attributes:
+      index: its number.
+      kernel: how the kernel runs.
+      operands: its operands by name.
+      results: its results by name.
+      slots: what producers fill.
+      tiles: the tiles.
+      onto: output and log-sum-exp of other keys, from which rows start, or None.
+    """
+
+    index: Any
+    kernel: ForwardKernel
+    operands: dict[str, GlobalOperand]
+    results: dict[str, Any]
+    slots: "ForwardSlots"
+    tiles: ForwardTiles
+    onto: Any
+
+    def start(self) -> None:
+        """Says that all slots are empty, and that the first consumer has the tensor cores first."""
+        config, memory = self.kernel.config, self.slots.memory
+        for stage in range(config.stages):
+            plgpu.barrier_arrive(memory["k_empty"].at[stage])
+            plgpu.barrier_arrive(memory["v_empty"].at[stage])
+        plgpu.barrier_arrive(memory["q_empty"].at[self.index])
+        if config.ping_pong:
+            pl.when(self.index == config.consumers - 1)(lambda: ptx.named_barrier_arrive(jnp.int32(_PING_PONG)))
+
+    def __call__(self, tile, steps):
+        """Computes the rows of a tile; returns the number of steps so far."""
+        first = tile.block * self.kernel.block_q + self.index * ROWS
+        if tile.is_empty is not None:
+            pl.when(tile.is_empty)(lambda: self._store_nothing(tile, first))
+        tile.unless_empty(lambda: self._attend(tile, first, steps))
+        return tile.after(steps)
+
+    def _attend(self, tile, first, steps):
+        """Computes the rows from `first` on, and leaves key blocks that only other rows of the tile see to their consumers."""
+        low, high = self.tiles.seen(tile.lengths, tile.offset, first, ROWS)
+        high = jnp.clip(high, tile.low + 1, tile.high)
+        low = jnp.clip(low, tile.low, high - 1)
+        count, end = high - low, steps + tile.high - tile.low
+        scores = ForwardScores(self.kernel, self.operands, tile, first)
+        lax.fori_loop(steps, steps + tile.high - high, self._skip, None)
+        steps = steps + tile.high - high
+        rows = ForwardRows(self, tile, scores, first, high, count, steps)
+        pl.run_scoped(rows.attend, plgpu.ACC((ROWS, self.kernel.sizes[1]), jnp.float32))
+        lax.fori_loop(steps + count, end, self._skip, None)
+
+    def _skip(self, step, _):
+        """Leaves a key block to the other consumers."""
+        memory, stage = self.slots.memory, self.slots.stage(step)
+        self.wait_for_keys(step)
+        self.take_tensor_cores()
+        self.pass_tensor_cores()
+        plgpu.barrier_arrive(memory["k_empty"].at[stage])
+        plgpu.barrier_wait(memory["v_full"].at[stage])
+        plgpu.barrier_arrive(memory["v_empty"].at[stage])
+
+    def wait_for_keys(self, step) -> None:
+        plgpu.barrier_wait(self.slots.memory["k_full"].at[self.slots.stage(step)])
+
+    def take_tensor_cores(self) -> None:
+        """Waits until the consumer before hands the tensor cores over."""
+        if self.kernel.config.ping_pong:
+            ptx.named_barrier_sync(_PING_PONG + self.index)
+
+    def pass_tensor_cores(self) -> None:
+        """Hands the tensor cores over to the next consumer."""
+        if self.kernel.config.ping_pong:
+            following = lax.rem(self.index + 1, jnp.int32(self.kernel.config.consumers))
+            ptx.named_barrier_arrive(_PING_PONG + following)
+
+    def row(self, tile, first):
+        """Returns the number of a row among those of all splits."""
+        (length, heads, _), splits = self.kernel.query, self.kernel.splits
+        return ((tile.b * heads + tile.head) * splits + tile.split) * length + first
+
+    def store_rows(self, tile, first, **numbers) -> None:
+        """Stores a number of each of the rows from `first` on, to results by name."""
+        for name, values in numbers.items():
+            limit = self.kernel.query[0] - first
+            wgmma.store_product_rows(self.results[name], self.row(tile, first), limit, values)
+
+    def _store_nothing(self, tile, first):
+        """Stores the state of no scores, except for the sums of values, which do not count then."""
+        nothing = online.identity(())
+        is_row = lax.iota(jnp.int32, ROWS) >= 0  # always: Mosaic GPU finds no layout for constants
+        self.store_rows(tile, first, m=jnp.where(is_row, nothing.m, 0.0), d=jnp.where(is_row, nothing.d, 1.0))
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """The pipeline of a consumer for its rows of a tile, from `first` on.
+
+    They push `count` key blocks, from `high - 1` down. The first one is that of step `steps`.
+    """
+
+    consumer: ForwardConsumer
+    tile: ForwardTile
+    scores: ForwardScores
+    first: Any
+    high: Any
+    count: Any
+    steps: Any
+
+    def attend(self, o_acc) -> None:
+        """Pushes the key blocks to the state of the rows, one after the other, and stores it.
+
+        The product P V of a key block runs while the scores S of the next one become weights P.
+        """
+        consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
+        memory, kernel, steps = slots.memory, consumer.kernel, self.steps
+
+        # S = Q K' of the first key block.
+        start, o = self._start()
+        plgpu.barrier_wait(memory["q_full"].at[consumer.index])
+        s, masks = pl.run_scoped(self._multiply_first, plgpu.ACC(scores.shape, jnp.float32))
+        plgpu.barrier_arrive(memory["k_empty"].at[slots.stage(steps)])
+        mask, following = (scores.packed(mask) for mask in masks)
+
+        # Its weights.
+        s = scores.masked(s, mask, self.high - 1, banded=True)
+        state, factor, weights = scores.push(start, s)
+        if o is not None:
+            o_acc[...] = wgmma.scale_rows(o, factor)
+        pl.when(self.count > 1)(lambda: consumer.wait_for_keys(steps + 1))
+        carry = (state.m, state.d, slots.rounded(scores.kept(weights, self.high - 1)), following)
+
+        # The other key blocks.
+        whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if scores.is_banded else None
+        m, d, weights, _ = lax.fori_loop(1, self.count, functools.partial(self._step, whole, o_acc), carry)
+
+        # O += P V of the last one, and the output.
+        if kernel.config.own_output:
+            plgpu.barrier_arrive(memory["q_empty"].at[consumer.index])
+        last = steps + self.count - 1
+        slots.multiply_values(o_acc, weights, last)
+        o = o_acc[...]
+        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(last)])
+        self._store(State(m, d, o))
+
+    def _multiply_first(self, s_acc):
+        """Returns the product of the first key block, and the masks of the first two."""
+        consumer = self.consumer
+        consumer.wait_for_keys(self.steps)
+        consumer.take_tensor_cores()
+        consumer.slots.multiply_keys(s_acc, consumer.index, self.steps)
+        consumer.pass_tensor_cores()
+        masks = [self.scores.load_mask(self.high - 1 - i, i < self.count) for i in range(2)]
+        return s_acc[...], masks
+
+    def _step(self, whole, o_acc, i, carry):
+        """Pushes key block `i`, while the values of the one before are multiplied.
+
+        `whole` are the key blocks that all rows see, the first one and the one behind the last; None if these are all. Masking
+        the others is a branch in the step: a loop for each kind of step would run equally fast and take longer to compile.
+        """
+        m, d, weights, mask = carry
+        consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
+        memory, block = slots.memory, self.high - 1 - i
+        banded = False if whole is None else (block < whole[0]) | (block >= whole[1])
+
+        def multiply(s_acc):
+            consumer.take_tensor_cores()
+            slots.multiply_keys(s_acc, consumer.index, self.steps + i)
+            slots.multiply_values(o_acc, weights, self.steps + i - 1)
+            consumer.pass_tensor_cores()
+            following = scores.load_mask(self.high - 2 - i, i + 1 < self.count)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.kernel.n_products), following
+
+        s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
+        plgpu.barrier_arrive(memory["k_empty"].at[slots.stage(self.steps + i)])
+        s = scores.masked(s, mask, block, banded=banded)
+        state, factor, kept = scores.push(State(m, d), s)
+        kept = scores.kept(kept, block)
+        (m, d, _), factor, kept = lax.optimization_barrier((state, factor, kept))
+        # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
+        pl.when(i + 1 < self.count)(lambda: consumer.wait_for_keys(self.steps + i + 1))
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(self.steps + i - 1)])
+        o_acc[...] = wgmma.scale_rows(o, factor)
+        return m, d, slots.rounded(kept), scores.packed(following)
+
+    def _start(self):
+        """Returns the state before the first key, of `onto` or of the sink if there is one, and its sums of values or None."""
+        consumer, scores, kernel, tile = self.consumer, self.scores, self.consumer.kernel, self.tile
+        state, o = online.identity(()), None
+        if consumer.onto is not None:
+            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.onto
+            place, left = (tile.b * length + self.first, tile.head * size), length - self.first
+            o = wgmma.load_product(out, *place, (left, size), (ROWS, kernel.sizes[1]), varies=(True, True))
+            lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
+            state = online.lift_log2(lse, headroom=scores.headroom, unit=scores.unit)
+            o = o * ((1 - kernel.dropout_rate) * 2.0**scores.headroom)
+        elif "sinks" in consumer.operands:
+            sinks = kernel.rows.sinks(consumer.operands["sinks"], tile, self.first, kernel)
+            state = online.lift_log2(sinks, headroom=scores.headroom, unit=scores.unit)
+        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))), o
+
+    def _store(self, state):
+        """Stores output and log-sum-exp, or the state if there are several splits."""
+        consumer, kernel, tile, first = self.consumer, self.consumer.kernel, self.tile, self.first
+        (length, heads, _), size, out = kernel.query, kernel.value_size, consumer.results["out"]
+        row = consumer.row(tile, first)
+        if self.scores.value_scale is not None:
+            state = state._replace(o=state.o * self.scores.value_scale)
+        if kernel.splits > 1:
+            wgmma.store_product(out, row, 0, (length - first, size), state.o)
+            consumer.store_rows(tile, first, m=state.m, d=state.d)
+            self._leave_queries()
+            return
+        reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - kernel.dropout_rate) * state.d))
+        o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
+        if out.dtype == jnp.float32:
+            entry, head, _ = kernel.rows.in_matrix(tile.b, tile.head, heads)
+            wgmma.store_product(out, entry * length + first, head * size, (length - first, size), o)
+        else:
+            self._copy_out(o)
+        consumer.store_rows(tile, first, lse=online.lse_log2(state, unit=self.scores.unit))
+        self._leave_queries()
+
+    def _copy_out(self, o):
+        """Stores an output of 16 bits by way of shared memory."""
+        consumer, kernel, slots = self.consumer, self.consumer.kernel, self.consumer.slots
+        letter, out = "o" if kernel.config.own_output else "q", consumer.results["out"]
+        b, at = self.tile.b, kernel.rows.at(pl.ds(self.first, ROWS), self.tile.head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, slab in enumerate(slots.slabs(letter, consumer.index)):
+            slab[...] = o[:, i * slab.shape[1] : (i + 1) * slab.shape[1]].astype(kernel.dtype)
+        plgpu.commit_smem()
+        slots.copy_slabs(letter, consumer.index, lambda cols, slab: plgpu.copy_smem_to_gmem(slab, out.at[b, *at, cols]))
+
+    def _leave_queries(self):
+        """Says that the queries' shared memory is empty, if the output had it."""
+        if not self.consumer.kernel.config.own_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.consumer.slots.memory["q_empty"].at[self.consumer.index])
+
+
+@dataclass(frozen=True)
+class ForwardSlots:
+    """Slots of the queries "q" of each consumer, of keys "k" and values "v", and of the output "o".
+
+    The key blocks of all tiles of a block of threads are counted through: step `i` uses stage `i % stages` of keys and values.
+    """
+
+    kernel: ForwardKernel
+    memory: dict[str, Any]
+
+    def stage(self, step):
+        return lax.rem(step, jnp.int32(self.kernel.config.stages))
+
+    def slabs(self, letter, slot) -> list[Any]:
+        """Lists the slabs of columns of a slot, as the tensor cores take them."""
+        if not self.kernel.is_ragged:
+            return [self.memory[letter].at[slot]]
+        _, tiled = self.memory[letter]
+        return [tiled.at[slot, slab] for slab in range(tiled.shape[1])]
+
+    def copy_slabs(self, letter, slot, copy) -> None:
+        """Does `copy(columns, slab)` for each slab of a slot, as TMA takes it."""
+        if not self.kernel.is_ragged:
+            copy(slice(None), self.memory[letter].at[slot])
+            return
+        untiled, _ = self.memory[letter]
+
+        @pl.loop(0, untiled.shape[1])  # not written out: a slab behind the last column must not be known while tracing
+        def _(slab):
+            copy(pl.ds(slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
+
+    def multiply_keys(self, s_acc, consumer, step) -> None:
+        """Starts S += Q K'."""
+        for q, k in self.pairs(self.slabs("q", consumer), self.slabs("k", self.stage(step))):
+            plgpu.wgmma(s_acc, q, k.T)
+
+    def multiply_values(self, o_acc, weights, step) -> None:
+        """Starts O += P V once the values are there. `weights` are `rounded`."""
+        stage, width = self.stage(step), self.kernel.value_width
+        plgpu.barrier_wait(self.memory["v_full"].at[stage])
+        values = self.slabs("v", stage)
+        if width < values[0].shape[1]:
+            values = [v.at[:, pl.ds(start, width)] for v in values for start in range(0, v.shape[1], width)]
+        for i, v in enumerate(values):
+            plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
+
+    def pairs(self, left, right):
+        """Pairs the slabs of two operands that are multiplied with each other."""
+        return zip(left, right, strict=True)
+
+    def rounded(self, weights):
+        """Returns weights as the tensor cores take them, from registers."""
+        return weights.astype(self.kernel.dtype)
+
+
+@dataclass(frozen=True)
+class TmaCopies:
+    """Copies queries, keys and values to their slots by TMA, once these are empty."""
+
+    kernel: ForwardKernel
+    operands: dict[str, GlobalOperand]
+    slots: ForwardSlots
+
+    def look_up(self, tile, block) -> list[Any]:
+        """Loads what a copy of a key block has to know, a step before: nothing."""
+        del tile, block
+        return []
+
+    def copy(self, name, slot, tile, first, rows, head, looked_up=()) -> None:
+        """Copies rows of an operand, from `first` on, to a slot. For keys and values `looked_up` is what `look_up` loaded."""
+        del looked_up
+        operand, letter, memory = self.operands[name], self.letter(name), self.slots.memory
+        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
+        full = memory[f"{letter}_full"].at[slot]
+
+        def copy_slab(columns, slab):
+            at = pl.ds(first, rows), head
+            if name == "query":
+                at = self.kernel.rows.at(*at)
+            plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
+
+        self.slots.copy_slabs(letter, slot, copy_slab)
+
+    def letter(self, name) -> str:
+        """Returns the name of the slots that an operand is copied to: with 8 bits they are converted from there."""
+        letter = name[0]
+        return f"{letter}_bytes" if self.kernel.config.byte_stages and letter in "kv" else letter
