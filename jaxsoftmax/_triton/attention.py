@@ -179,11 +179,11 @@ def _visible(at, block, LAUNCH: tl.constexpr):
     if _dims(LAUNCH, "query_offset") is not None:
         offset += tl.load(at.query_offset)
     if LAUNCH.by_keys:
-        own, end, shift = keys, queries, -offset
+        n_rows, end, shift = keys, queries, -offset
     else:
-        own, end, shift = queries, keys, offset
+        n_rows, end, shift = queries, keys, offset
     if LAUNCH.after is not None:
-        end = tl.minimum(end, tl.maximum(tl.minimum((block + 1) * LAUNCH.own_block, own) + shift + LAUNCH.after, 0))
+        end = tl.minimum(end, tl.maximum(tl.minimum((block + 1) * LAUNCH.own_block, n_rows) + shift + LAUNCH.after, 0))
     return VisibleRows(queries, keys, end, offset, shift)
 
 
@@ -193,13 +193,13 @@ def _visited(spans, b, block, visible, LAUNCH: tl.constexpr):
 
     What segments and masks leave to visit is a table, `spans`, of the first and last block, and of those that are seen whole.
     """
-    own, other = visible.queries, visible.keys
+    n_rows, n_other = visible.queries, visible.keys
     if LAUNCH.by_keys:
-        own, other = other, own
+        n_rows, n_other = n_other, n_rows
     OWN: tl.constexpr = LAUNCH.own_block
     OTHER: tl.constexpr = LAUNCH.other_block
     first = block * OWN
-    low, high, whole_low, whole_high = first * 0, (visible.end + OTHER - 1) // OTHER, first * 0, other // OTHER
+    low, high, whole_low, whole_high = first * 0, (visible.end + OTHER - 1) // OTHER, first * 0, n_other // OTHER
     position = first + visible.shift
     if LAUNCH.before is not None:
         low = tl.maximum(position - LAUNCH.before, 0) // OTHER
@@ -207,8 +207,8 @@ def _visited(spans, b, block, visible, LAUNCH: tl.constexpr):
     if LAUNCH.after is not None:
         whole_high = tl.minimum(whole_high, tl.maximum(position + (LAUNCH.after + 1), 0) // OTHER)
     if LAUNCH.own_vary:
-        high = tl.where(first < own, high, 0)
-        whole_high = tl.where(first + OWN <= own, whole_high, 0)
+        high = tl.where(first < n_rows, high, 0)
+        whole_high = tl.where(first + OWN <= n_rows, whole_high, 0)
     if _dims(LAUNCH, "spans") is not None:
         at = _start(spans, "spans", b, 0, LAUNCH) + addresses.offset(block, _dims(LAUNCH, "spans"), 2)
         low, high = tl.maximum(low, tl.load(at)), tl.minimum(high, tl.load(at + 1))
@@ -241,8 +241,8 @@ def _tile_at(pointer, NAME: tl.constexpr, first, ROWS: tl.constexpr, LAUNCH: tl.
 def _load(pointer, NAME: tl.constexpr, first, ROWS: tl.constexpr, end, BOUNDED: tl.constexpr, LAUNCH: tl.constexpr):
     """Loads rows of an operand from the first on.
 
-    Columns that pad the head size are 0. So are rows from `end` on if rows are BOUNDED: they may hold NaN, as no row of the
-    program sees them.
+    Columns that pad the head size are 0, and with BOUNDED rows from `end` on: they may hold NaN, as no row of the program sees
+    them.
     """
     at = _tile_at(pointer, NAME, first, ROWS, LAUNCH)
     row, col = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, _width(LAUNCH, NAME))[None, :]
@@ -300,8 +300,8 @@ def _hidden(at, rows, cols, visible, LAUNCH: tl.constexpr):
     if LAUNCH.left is not None:
         hidden = hidden | (cols < positions - LAUNCH.left)
     if _dims(LAUNCH, "query_segments") is not None:
-        own = tl.load(at.query_segments + rows, mask=rows < LAUNCH.sizes.queries, other=0)
-        hidden = hidden | (own != tl.load(at.key_segments + cols, mask=cols < LAUNCH.sizes.keys, other=0))
+        segments = tl.load(at.query_segments + rows, mask=rows < LAUNCH.sizes.queries, other=0)
+        hidden = hidden | (segments != tl.load(at.key_segments + cols, mask=cols < LAUNCH.sizes.keys, other=0))
     if _dims(LAUNCH, "mask") is not None:
         hidden = hidden | (_load_scores(at.mask, "mask", rows, cols, LAUNCH).to(tl.int1) == 0)
     return hidden
@@ -383,7 +383,7 @@ def attention_forward(
     q = _load(at.query, "query", first, LAUNCH.tiling.block_q, LAUNCH.sizes.queries, True, LAUNCH)
     ROWS: tl.constexpr = LAUNCH.tiling.block_q
     COLS: tl.constexpr = LAUNCH.sizes.value_width
-    own = ProgramBlock(at, rows, visible)
+    program = ProgramBlock(at, rows, visible)
     m, d, o = tl.full([ROWS], -INF, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
     sink = 0.0
     if _dims(LAUNCH, "sinks") is not None:
@@ -391,10 +391,10 @@ def attention_forward(
         m, d = online.lift_log2(d + sink, LAUNCH.scores.headroom, LAUNCH.scores.unit)
     if LAUNCH.some_whole:
         for i in range(visited.whole_low, visited.whole_high):
-            m, d, o = _push(m, d, o, q, own, i, False, LAUNCH)
+            m, d, o = _push(m, d, o, q, program, i, False, LAUNCH)
     if LAUNCH.some_masked:
         for i in range(0, visited.high - visited.low - (visited.whole_high - visited.whole_low)):
-            m, d, o = _push(m, d, o, q, own, _masked(i, visited), True, LAUNCH)
+            m, d, o = _push(m, d, o, q, program, _masked(i, visited), True, LAUNCH)
     o *= tl.where(d == 0, 0.0, LAUNCH.kept / d)[:, None]
     _store(_start(out, "out", b, head, LAUNCH), "out", first, LAUNCH.tiling.block_q, LAUNCH.sizes.queries, o, LAUNCH)
     lse_of_rows = online.lse_log2(m, d, LAUNCH.scores.unit)
@@ -405,15 +405,15 @@ def attention_forward(
 
 
 @triton.jit
-def _push(m, d, o, q, own, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
+def _push(m, d, o, q, program, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
     """Pushes one more block of keys to the state of queries."""
-    at, rows, end = own.at, own.lines, own.visible.end
+    at, rows, end = program.at, program.lines, program.visible.end
     first = block * LAUNCH.tiling.block_kv
     cols = first + tl.arange(0, LAUNCH.tiling.block_kv)
     k = _load(at.key, "key", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     v = _load(at.value, "value", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores, _ = _scores(product, at, rows[:, None], cols[None, :], own.visible, MASKED, LAUNCH)
+    scores, _ = _scores(product, at, rows[:, None], cols[None, :], program.visible, MASKED, LAUNCH)
     m, d, factor, weight = online.push_log2(m, d, scores, LAUNCH.scores.scale_log2, LAUNCH.scores.headroom, LAUNCH.scores.unit)
     weight = _kept(weight, at, rows[:, None], cols[None, :], LAUNCH)
     o = tl.dot(weight.to(v.dtype), _clean(v, scores, MASKED, LAUNCH), o * factor[:, None], input_precision=PRECISION)
@@ -447,15 +447,15 @@ def attention_backward_keys(
         for i in range(0, LAUNCH.sizes.groups * n_whole):
             group, place = _divided(i, n_whole)
             at_group = _of_head(whole, b, key_head * LAUNCH.sizes.groups + group, LAUNCH)
-            own = ProgramBlock(at_group, cols, visible)
-            dk, dv = _add_queries(dk, dv, k, v, own, visited.whole_low + place, False, LAUNCH)
+            program = ProgramBlock(at_group, cols, visible)
+            dk, dv = _add_queries(dk, dv, k, v, program, visited.whole_low + place, False, LAUNCH)
     if LAUNCH.some_masked:
         n_masked = visited.high - visited.low - n_whole
         for i in range(0, LAUNCH.sizes.groups * n_masked):
             group, place = _divided(i, n_masked)
             at_group = _of_head(whole, b, key_head * LAUNCH.sizes.groups + group, LAUNCH)
-            own = ProgramBlock(at_group, cols, visible)
-            dk, dv = _add_queries(dk, dv, k, v, own, _masked(place, visited), True, LAUNCH)
+            program = ProgramBlock(at_group, cols, visible)
+            dk, dv = _add_queries(dk, dv, k, v, program, _masked(place, visited), True, LAUNCH)
     at_key, at_value = _start(d_key, "d_key", b, key_head, LAUNCH), _start(d_value, "d_value", b, key_head, LAUNCH)
     _store(at_key, "d_key", first, LAUNCH.tiling.block_kv, LAUNCH.sizes.keys, dk * LAUNCH.scores.scale, LAUNCH)
     _store(at_value, "d_value", first, LAUNCH.tiling.block_kv, LAUNCH.sizes.keys, dv * LAUNCH.kept, LAUNCH)
@@ -473,9 +473,9 @@ def _divided(i, count):
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, own, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
+def _add_queries(dk, dv, k, v, program, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
     """Adds the share of one block of queries of a head to the derivatives of keys and values."""
-    at, cols, end = own.at, own.lines, own.visible.end
+    at, cols, end = program.at, program.lines, program.visible.end
     first = block * LAUNCH.tiling.block_q
     rows = first + tl.arange(0, LAUNCH.tiling.block_q)
     q = _load(at.query, "query", first, LAUNCH.tiling.block_q, end, MASKED, LAUNCH)
@@ -483,7 +483,7 @@ def _add_queries(dk, dv, k, v, own, block, MASKED: tl.constexpr, LAUNCH: tl.cons
     lse = tl.load(at.lse + rows, mask=rows < end, other=INF)
     delta = tl.load(at.delta + rows, mask=rows < end, other=0)
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    scores, slope = _scores(product, at, rows[None, :], cols[:, None], own.visible, MASKED, LAUNCH)
+    scores, slope = _scores(product, at, rows[None, :], cols[:, None], program.visible, MASKED, LAUNCH)
     weight = tl.exp2((scores * LAUNCH.scores.scale_log2 - lse[None, :]) * LAUNCH.scores.unit)
     dv = tl.dot(_kept(weight, at, rows[None, :], cols[:, None], LAUNCH).to(v.dtype), d_o, dv, input_precision=PRECISION)
     dp = _kept(tl.dot(v, tl.trans(d_o), input_precision=PRECISION) * LAUNCH.kept, at, rows[None, :], cols[:, None], LAUNCH)
@@ -526,28 +526,28 @@ def attention_backward_queries(
     delta = tl.load(at.delta + rows, mask=rows < LAUNCH.sizes.queries, other=0)
     if d_bias is not None:
         d_bias = _start(d_bias, "bias", b, head, LAUNCH)
-    tiles, own = QueryTiles(q, d_o, lse, delta), ProgramBlock(at, rows, visible)
+    tiles, program = QueryTiles(q, d_o, lse, delta), ProgramBlock(at, rows, visible)
     dq = tl.zeros(q.shape, tl.float32)
     if LAUNCH.some_whole:
         for i in range(visited.whole_low, visited.whole_high):
-            dq = _add_keys(dq, tiles, own, d_bias, i, False, LAUNCH)
+            dq = _add_keys(dq, tiles, program, d_bias, i, False, LAUNCH)
     if LAUNCH.some_masked:
         for i in range(0, visited.high - visited.low - (visited.whole_high - visited.whole_low)):
-            dq = _add_keys(dq, tiles, own, d_bias, _masked(i, visited), True, LAUNCH)
+            dq = _add_keys(dq, tiles, program, d_bias, _masked(i, visited), True, LAUNCH)
     at_query = _start(d_query, "d_query", b, head, LAUNCH)
     _store(at_query, "d_query", first, LAUNCH.tiling.block_q, LAUNCH.sizes.queries, dq * LAUNCH.query_scale, LAUNCH)
 
 
 @triton.jit
-def _add_keys(dq, tiles, own, d_bias, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
+def _add_keys(dq, tiles, program, d_bias, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
     """Adds the share of one block of keys to the derivatives of queries."""
-    at, end = own.at, own.visible.end
+    at, end = program.at, program.visible.end
     first = block * LAUNCH.tiling.block_kv
-    rows, cols = own.lines[:, None], (first + tl.arange(0, LAUNCH.tiling.block_kv))[None, :]
+    rows, cols = program.lines[:, None], (first + tl.arange(0, LAUNCH.tiling.block_kv))[None, :]
     k = _load(at.key, "key", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     v = _load(at.value, "value", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     product = tl.dot(tiles.q, tl.trans(k), input_precision=PRECISION)
-    scores, slope = _scores(product, at, rows, cols, own.visible, MASKED, LAUNCH)
+    scores, slope = _scores(product, at, rows, cols, program.visible, MASKED, LAUNCH)
     weight = tl.exp2((scores * LAUNCH.scores.scale_log2 - tiles.lse[:, None]) * LAUNCH.scores.unit)
     dp = _kept(tl.dot(tiles.d_o, tl.trans(v), input_precision=PRECISION) * LAUNCH.kept, at, rows, cols, LAUNCH)
     ds, dx = _derivatives(scores, slope, weight, dp, tiles.delta[:, None], MASKED, LAUNCH)

@@ -109,15 +109,15 @@ def tiling_for(
 def shared_bytes(
     kernel: KernelName, tiling: AttentionTiling, itemsize: int, widths: tuple[int, int], score_bytes: int = 0
 ) -> int:
-    """Estimates the shared memory of a program: its own tiles, those of the other side, and some that change their layout."""
-    own, other, both = tiling.block_q, tiling.block_kv, sum(widths)
-    own_bytes, extra = itemsize * both * own, 3 if itemsize == 4 else 0
+    """Estimates the shared memory of a program: its own tiles, those that it visits, and some that change their layout."""
+    rows, visited, both = tiling.block_q, tiling.block_kv, sum(widths)
+    held_bytes, extra = itemsize * both * rows, 3 if itemsize == 4 else 0
     if kernel == "forward":
-        own_bytes, extra = itemsize * widths[0] * own, 0
+        held_bytes, extra = itemsize * widths[0] * rows, 0
     elif kernel == "backward_keys":
-        own, other, own_bytes, extra = other, own, itemsize * both * other, max(extra, 1)
-    visited = tiling.stages * other * (itemsize * both + own * score_bytes)
-    return own_bytes + visited + itemsize * extra * max(widths) * other
+        rows, visited, held_bytes, extra = visited, rows, itemsize * both * visited, max(extra, 1)
+    visited_bytes = tiling.stages * visited * (itemsize * both + rows * score_bytes)
+    return held_bytes + visited_bytes + itemsize * extra * max(widths) * visited
 
 
 # Constants of kernels.
@@ -363,8 +363,8 @@ def index_dims(axes: str, shape: tuple[int, ...], batch: tuple[int, ...], sizes:
       batch: shape of the batch.
       sizes: sizes of the axes that are whole, by their letters.
     """
-    own = shape[len(shape) - len(axes) :]
-    whole = (*batch, *(sizes.get(letter, size) for letter, size in zip(axes, own, strict=True)))
+    named = zip(axes, shape[len(shape) - len(axes) :], strict=True)
+    whole = (*batch, *(sizes.get(letter, size) for letter, size in named))
     shape = (1,) * (len(whole) - len(shape)) + tuple(shape)
     at = len(batch)
     heads = [at + i for i, letter in enumerate(axes) if letter in "NK"]

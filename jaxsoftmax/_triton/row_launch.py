@@ -87,7 +87,7 @@ class RowTiling:
 # Elements of a tile of several short rows, by the number of arrays that are read.
 _SEVERAL = {1: 2048, 2: 1024}
 
-_NARROW = 1024  # columns of the longest rows of which one warp has a tile
+_NARROW = 1024  # columns of the longest rows in tiles of one warp
 
 # Elements of the longest rows that are one tile, by the number of arrays, or the result, and the bytes of an element. ptxas
 # holds 16 bits as 32: of longer rows a multiprocessor would have one program, which waits for memory.

@@ -7,8 +7,8 @@ An array is `[outer, cols, inner]`, and a row lies along `cols`. A program has a
 2. It computes the results from the tile and the state, and stores them.
 
 A program goes through rows of two tiles twice, the second time from the last tile, which is still in the cache. Longer rows are
-cut into slices, each of which is a program, and the kernel runs twice: once for the states of the slices, which each program of
-the second run merges. The number of rows decides neither, so a row always has the same bits.
+cut into slices, one for each program, and the kernel runs twice: once for the states of the slices, which each program of the
+second run merges. The number of rows decides neither, so a row always has the same bits.
 
 A kernel reads each operand once and writes each result once, a mask in its own shape; rows longer than a tile are read twice if
 their results are as large and need a state or a sum. The constants of a launch, a `RowLaunch`, choose what is computed.
@@ -470,36 +470,36 @@ def rows(
         out = x
     program = tl.program_id(0)
     part = program % LAUNCH.programs
-    own = _rows_of(program // LAUNCH.programs, scale, m, d, LAUNCH)
+    block = _rows_of(program // LAUNCH.programs, scale, m, d, LAUNCH)
     arrays = RowPointers(x, t, where)
     if LAUNCH.step == "states":
-        state_m, state_d, total = _state_of_slice(part, arrays, own, LAUNCH)
-        at = own.row.to(tl.int64) * LAUNCH.n_slices + part
-        tl.store(out + at, state_m, mask=own.exists)
-        tl.store(out_m + at, state_d, mask=own.exists)
+        state_m, state_d, total = _state_of_slice(part, arrays, block, LAUNCH)
+        at = block.row.to(tl.int64) * LAUNCH.n_slices + part
+        tl.store(out + at, state_m, mask=block.exists)
+        tl.store(out_m + at, state_d, mask=block.exists)
         if FORMULA.has_total:
-            tl.store(out_d + at, total, mask=own.exists)
+            tl.store(out_d + at, total, mask=block.exists)
     else:
         # The compiler leaves this out if rows are longer than a tile.
-        terms = _terms(arrays, own, 0, True, LAUNCH)
-        state_m, state_d, total = own.scale, own.scale, own.scale
+        terms = _terms(arrays, block, 0, True, LAUNCH)
+        state_m, state_d, total = block.scale, block.scale, block.scale
         if FORMULA.result == "p * t":
-            state_d = tl.load(t + own.row, mask=own.exists, other=0).to(tl.float32)
+            state_d = tl.load(t + block.row, mask=block.exists, other=0).to(tl.float32)
             if FORMULA.rescales:
-                state_d = state_d * own.scale
+                state_d = state_d * block.scale
         elif FORMULA.reduces != "nothing":
             if LAUNCH.step == "finish":
-                state_m, state_d, total = _merged_slices(StatePointers(slices_m, slices_d, slices_total), own, LAUNCH)
+                state_m, state_d, total = _merged_slices(StatePointers(slices_m, slices_d, slices_total), block, LAUNCH)
             elif LAUNCH.is_one_tile:
-                state_m, state_d, total = _lift(terms, own.scale, FORMULA)
+                state_m, state_d, total = _lift(terms, block.scale, FORMULA)
             else:
-                state_m, state_d, total = _state_of_slice(0, arrays, own, LAUNCH)
+                state_m, state_d, total = _state_of_slice(0, arrays, block, LAUNCH)
             state_m, state_d = _finished(state_m, state_d, LAUNCH)
         state = RowState(state_m, state_d, total)
         if not FORMULA.is_of_rows:
-            factors = _loss_factors(own, state, LossPointers(t, a, b, c, labels), LAUNCH)
+            factors = _loss_factors(block, state, LossPointers(t, a, b, c, labels), LAUNCH)
             if LAUNCH.is_one_tile:
-                _store_tile(out, terms, state, factors, own, 0, LAUNCH)
+                _store_tile(out, terms, state, factors, block, 0, LAUNCH)
             else:
-                _store_tiles(out, arrays, state, factors, own, part, LAUNCH)
-        _store_numbers(out, StatePointers(out_m, out_d, out_total), state, own, part, LAUNCH)
+                _store_tiles(out, arrays, state, factors, block, part, LAUNCH)
+        _store_numbers(out, StatePointers(out_m, out_d, out_total), state, block, part, LAUNCH)

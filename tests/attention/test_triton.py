@@ -16,7 +16,10 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import explain
 from jaxsoftmax._core import target as targets
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._triton import attention_launch
 from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention import triton as ours
 
 from ..support import cases, kernels, triton_kernels
@@ -66,7 +69,7 @@ def test_it_is_chosen_where_it_is_compiled_for(on, capability):
 
 
 REFUSALS = {
-    "an old GPU": ((7, 5), {}, {}, r"compute capability among 8.x, 9.x, 10.x, 12.x, got cuda \(7, 5\)"),
+    "an old GPU": ((7, 5), {}, {}, r"compute capability 8.x or 9.x or 10.x or 12.x, got cuda \(7, 5\)"),
     "precision": (
         (8, 0),
         {"dtype": "float32"},
@@ -106,28 +109,85 @@ def test_it_says_what_it_does_not_differentiate(on):
 
 EVERY_WIDTH = [
     (kernel, itemsize, (head, value))
-    for kernel, itemsize in ours._CONFIGS
-    for head, value in itertools.product([16, 32, *ours._CONFIGS[kernel, itemsize]], repeat=2)
+    for kernel, itemsize in attention_launch._TILINGS
+    for head, value in itertools.product([16, 32, *attention_launch._TILINGS[kernel, itemsize]], repeat=2)
 ]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_configurations_fit(capability):
+def test_tilings_fit(capability):
     target = target_of(capability)
-    for (kernel, itemsize, widths), of_scores in itertools.product(EVERY_WIDTH, (0, 1, 2, 4, 5)):
-        config = ours.config_for(kernel, itemsize, widths, target, of_scores)
-        assert ours.shared_bytes(kernel, config, itemsize, widths, of_scores) <= target.shared_memory
-        assert config.stages >= 1
-        assert config.warps in (4, 8)
-        for block in (config.block_q, config.block_kv):
+    for (kernel, itemsize, widths), score_bytes in itertools.product(EVERY_WIDTH, (0, 1, 2, 4, 5)):
+        tiling = attention_launch.tiling_for(kernel, itemsize, widths, target, score_bytes)
+        assert attention_launch.shared_bytes(kernel, tiling, itemsize, widths, score_bytes) <= target.shared_memory
+        assert tiling.stages >= 1
+        assert tiling.warps in (4, 8)
+        for block in (tiling.block_q, tiling.block_kv):
             assert block >= 16
             assert block & (block - 1) == 0
 
 
-def test_a_gpu_without_room_for_the_smallest_tile_is_an_error_and_no_endless_loop():
+def problem(name="dot_product_attention", wanted=None, params=(), more=(), **shapes):
+    """Returns a problem of attention."""
+    given = operands(**shapes)
+    given |= dict.fromkeys(() if wanted is None else ("out", "d_out"), given["query"]) | dict(more)
+    options = {"scale": 0.125, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
+    options |= {"deterministic_gradients": False} | ({} if wanted is None else {"wanted": wanted}) | dict(params)
+    return triton_kernels.problem_of(OPERATIONS[name], given, **options)
+
+
+OPERATIONS = triton_kernels.operations(primitive)
+
+
+def test_plans_say_how_work_is_spread(on):
+    on((8, 0))
+    plan = ours.plan(problem(), target_of((8, 0)))
+    assert plan.tiling == attention_launch.AttentionTiling(128, 64, 4, 3)
+    assert plan.describe() == "tiles of 128 queries x 64 keys, 4 warps, 3 stages"
+    assert plan.remark == "compiled for compute capability 8.0, but run on 9.0 only"
+    narrow = ours.plan(problem(size=200), target_of((8, 6)))
+    assert narrow.describe() == "tiles of 64 queries x 32 keys, 4 warps, 2 stages"
+    masked = ours.plan(problem(more={"mask": shaped(2, 1, 300, 300, dtype=bool)}), target_of((8, 0)))
+    assert masked.describe() == "tiles of 64 queries x 32 keys, 4 warps, 3 stages"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [
+        (("query", "key", "value"), ["backward_keys", "backward_queries"]),
+        (("value",), ["backward_keys"]),
+        (("bias",), ["backward_queries"]),
+        (("sinks",), []),
+    ],
+    ids=cases.ident,
+)
+def test_plans_of_gradients_have_the_kernels_that_are_needed(on, wanted, kernels):
+    on((8, 0))
+    more = {"bias": shaped(1, 4, 300, 300), "sinks": shaped(4)}
+    plan = ours.plan(problem("dot_product_attention_vjp", wanted, more=more), target_of((8, 0)))
+    assert [kernel for kernel, _ in plan.tilings] == kernels
+    assert plan.describe().count("tiles of") == len(kernels)
+
+
+def test_on_hopper_the_refusal_has_a_plan(on):
+    on((9, 0))
+    refusal = ours.plan(problem(), targets.HOPPER)
+    assert refusal.reason == "on Hopper it runs only where it is asked for"
+    assert refusal.plan.tiling == attention_launch.AttentionTiling(64, 64, 4, 3)
+
+
+def test_a_gpu_without_room_for_the_smallest_tile_is_refused(on):
+    on((8, 0))
     target = dataclasses.replace(target_of((8, 0)), shared_memory=1024)
-    with pytest.raises(AssertionError, match=r"no configuration of forward for head sizes \(64, 64\) fits any GPU"):
-        ours.config_for("forward", 2, (64, 64), target)
+    assert ours.plan(problem(), target) == Refusal(
+        "its smallest tiles need more than 1024 bytes of shared memory for a program"
+    )
+
+
+def test_what_has_no_kernel_is_left_to_the_reference(on):
+    on((8, 0))
+    refusal = ours.plan(problem("dot_product_attention_jvp", ()), target_of((8, 0)))
+    assert refusal == Refusal("it has no kernel for dot_product_attention_jvp", lacks_kernel=True)
 
 
 def test_dims_find_every_element():
@@ -141,7 +201,10 @@ def test_dims_find_every_element():
         ("key_segments", (1, 3, 7)),
         ("spans", (2, 1, 6, 4)),
     ):
-        found = ours.dims(name, shape, batch, sizes | ({"T": 1, "S": 1} if name == "spans" else {}))
+        axes = {"query": "TNH", "key": "SKH", "bias": "NTS", "mask": "NTS", "lse": "NT", "key_segments": "S", "spans": "B4"}[
+            name
+        ]
+        found = attention_launch.index_dims(axes, shape, batch, sizes)
         array = np.arange(np.prod(shape)).reshape(shape)
         own = {"query": "TN", "key": "SK", "bias": "NTS", "mask": "NTS", "lse": "NT", "key_segments": "S", "spans": "B"}[name]
         for b, c in np.ndindex(batch):
@@ -207,7 +270,12 @@ def test_every_configuration_compiles_and_fits(monkeypatch, capability, dtype, s
     given, options = with_features(["causal"], (size, size), (512, 512), dtype)
     for kernel in compiled(monkeypatch, capability, given, options, backward=size <= 256):
         most = SPILLED_AT_256 if size == 256 else SPILLED[dtype]
-        if size == 128 and dtype == "bfloat16" and "keys" in kernel.name and capability[0] in ours._READ_SHARED_MEMORY:
+        if (
+            size == 128
+            and dtype == "bfloat16"
+            and "keys" in kernel.name
+            and capability[0] in attention_launch._READ_SHARED_MEMORY
+        ):
             most = SPILLED_AT_128
         assert kernel.spilled <= most, kernel
         assert kernel.shared <= target_of(capability).shared_memory, kernel
@@ -244,8 +312,7 @@ def compiled(monkeypatch, capability, given, options, backward=True):
 
 @needs_triton
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)
-def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(monkeypatch, platforms):
-    monkeypatch.delattr(ours, "unprofitable")  # one that is forced does not lower for the CPU
+def test_a_program_for_a_gpu_that_is_not_there_holds_the_kernels(platforms):
     given, dout = operands(), shaped(2, 300, 4, 64)
     f = jax.jit(functools.partial(pulled, attend))
     with kernels.target(target_of((8, 0))), kernels.anew():
@@ -267,4 +334,6 @@ def test_the_kernels_in_tritons_interpreter():
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_native_parts_of_keys_go_on_from_those_before(dtype, has_offset):
     given = values.arrays(length=130, keys=231, size=64, value_size=40, dtype=dtype)
-    values.check_parts("triton", ours, given, soft_cap=5.0, has_offset=has_offset, target=targets.target_for("cuda"))
+    values.check_parts(
+        "triton", triton_kernels.Forced(ours), given, soft_cap=5.0, has_offset=has_offset, target=targets.target_for("cuda")
+    )

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 import jaxsoftmax
 from jaxsoftmax._triton import attention as kernels_of_attention
+from jaxsoftmax._triton import attention_launch
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention import triton as ours
 
@@ -35,12 +36,12 @@ def interpreted(monkeypatch):
     run = triton_kernels.run
 
     def recorded(kernel, operands, results, **options):
-        ran.append(options["CALL"].kernel if "CALL" in options else "")
+        ran.append(options["LAUNCH"].kernel if "LAUNCH" in options else "")
         return run(kernel, operands, results, **options)
 
     triton_kernels.interpret(monkeypatch, triton_kernels.run_in_jax)
     monkeypatch.setattr(triton_kernels, "run", recorded)
-    monkeypatch.setattr(ours, "config_for", lambda *args: ours.Config(16, 32, 4, 1))
+    monkeypatch.setattr(attention_launch, "tiling_for", lambda *args: attention_launch.AttentionTiling(16, 32, 4, 1))
     ran.clear()
     with kernels.target(triton_kernels.target_of((8, 0)), interpreted=True), kernels.anew():
         yield
@@ -211,7 +212,7 @@ def test_blocks_that_nothing_sees_are_not_visited(monkeypatch):
     """NaN in them does not show, though the keys of a visited block that nothing hides for a while would."""
     visited = []
     monkeypatch.setattr(kernels_of_attention, "_push", counted(kernels_of_attention._push, visited))
-    monkeypatch.setattr(ours, "config_for", lambda *args: ours.Config(16, 16, 4, 1))
+    monkeypatch.setattr(attention_launch, "tiling_for", lambda *args: attention_launch.AttentionTiling(16, 16, 4, 1))
     ids = np.repeat(np.arange(4, dtype=np.int32), 16)[None]
     for options, expected in (
         ({"is_causal": True}, 1 + 2 + 3 + 4),
@@ -241,10 +242,10 @@ def counted(function, calls):
 
 
 @triton.jit
-def kept(seeds, out, RATE: tl.constexpr):
+def kept(seeds, out, DROPOUT: tl.constexpr):
     rows, cols = tl.arange(0, 32).to(tl.uint32)[:, None], tl.arange(0, 64).to(tl.uint32)[None, :]
     for i in range(4):
-        found = kernels_of_attention.keep(tl.load(seeds + 2 * i), tl.load(seeds + 2 * i + 1), rows + 5 * i, cols, RATE)
+        found = kernels_of_attention.keep(tl.load(seeds + 2 * i), tl.load(seeds + 2 * i + 1), rows + 5 * i, cols, DROPOUT)
         tl.store(out + (i * 32 + tl.arange(0, 32)[:, None]) * 64 + tl.arange(0, 64)[None, :], found.to(tl.int32))
 
 
@@ -252,8 +253,9 @@ def kept(seeds, out, RATE: tl.constexpr):
 def test_dropout_keeps_what_the_reference_keeps(rate):
     seeds = np.random.default_rng(0).integers(0, 2**32, (4, 2), np.uint32)
     seeds[0] = 0
-    dropped = dropout.dropped(rate)
-    (found,) = triton_kernels.run(kept, [seeds], [jax.ShapeDtypeStruct((4, 32, 64), np.int32)], programs=1, RATE=dropped)
+    results = [jax.ShapeDtypeStruct((4, 32, 64), np.int32)]
+    constants = attention_launch.WeightDropout(dropout.dropped(rate), dropout.MULTIPLIERS)
+    (found,) = triton_kernels.run(kept, [seeds], results, programs=1, DROPOUT=constants)
     rows = np.arange(32, dtype=np.uint32)[:, None] + np.arange(4, dtype=np.uint32)[:, None, None] * 5
     first, second = seeds[:, 0, None, None], seeds[:, 1, None, None]
     expected = dropout.keep(first, second, rows, np.arange(64, dtype=np.uint32)[None, None, :], rate)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 import jaxsoftmax
 from jaxsoftmax import explain
-from jaxsoftmax._triton import call
+from jaxsoftmax._triton import custom_call
 
 from ..support import cases, kernels, triton_kernels, xla_cuda
 from ..support.triton_kernels import needs_triton, target_of
@@ -206,7 +206,11 @@ def test_automatic_axes_run_kernels_on_shards_and_gather_nothing(name, function)
         return [jnp.full(result.shape, total, result.dtype) for result in results]
 
     mesh = jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
-    with triton_kernels.lowering_without(interpreted=True) as on, mock.patch.object(call, "call", sums), jax.set_mesh(mesh):
+    with (
+        triton_kernels.lowering_without(interpreted=True) as on,
+        mock.patch.object(custom_call, "launch", sums),
+        jax.set_mesh(mesh),
+    ):
         on((8, 0))
         lowering = jax.jit(FUNCTIONS[function](op)).lower(*placed(op, mesh))
         shapes.clear()  # as JAX traces it once for whole operands

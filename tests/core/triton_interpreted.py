@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from jaxsoftmax.ops.attention import triton as attention
+from jaxsoftmax._triton import attention_launch
 
 from ..support import cases, kernels, triton_kernels
 from ..support.triton_ops import AXES, OPS, SIZES, WAYS, mapped, specs_of_results, stacked, with_gradient
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 def interpreted(monkeypatch):
     """Kernels run where a custom call would be made for a GPU; those of attention in one block."""
     triton_kernels.interpret(monkeypatch, triton_kernels.run_in_jax)
-    monkeypatch.setattr(attention, "config_for", lambda *args: attention.Config(32, 32, 4, 1))
+    monkeypatch.setattr(attention_launch, "tiling_for", lambda *args: attention_launch.AttentionTiling(32, 32, 4, 1))
     with kernels.target(triton_kernels.target_of((8, 0)), interpreted=True), kernels.anew():
         yield
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
@@ -51,29 +52,28 @@ class TritonLossPlan:
         return compute(self.rows, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
 
 
-def plan(problem: CrossEntropyProblem, target: Target) -> TritonLossPlan | Refusal:
+def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     """Plans a problem of cross-entropy."""
     name, params = problem.operation.name, problem.params
-    if name not in _COMPUTE:
+    if not isinstance(problem, CrossEntropyProblem) or name not in _COMPUTE:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
     if (reason := refused(problem, [x.dtype, dtype])) is not None:
         return Refusal(reason)
-    row_problem = problem.rows
-    numbers = [jax.ShapeDtypeStruct(row_problem.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
+    numbers = [jax.ShapeDtypeStruct(problem.rows.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
     replaces = False
     if name == "cross_entropy":
-        formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=params["return_total"])
+        formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=problem.has_total)
         results = numbers[: 2 + formula.has_total]
     elif name == "cross_entropy_vjp":
         formula = RowFormula(name, _GRADIENT, "nothing", cap=params["soft_cap"])
         results, replaces = [jax.ShapeDtypeStruct(x.shape, dtype)], params.get("replaces", False) and x.dtype == dtype
     else:
         smoothing, z_loss = params["label_smoothing"], params["z_loss"]
-        options = {"has_total": smoothing > 0, "smoothing": smoothing, "z_loss": z_loss}
+        options = {"has_total": problem.has_total, "smoothing": smoothing, "z_loss": z_loss}
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
-    loss = TritonLossPlan(problem, plan_rows(formula, row_problem, problem.operands, results, target, replaces))
+    loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))
     reason = availability.unless_forced(target) or slower(problem)
     return loss if reason is None else Refusal(reason, loss)
 

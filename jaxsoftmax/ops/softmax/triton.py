@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowwiseProblem, is_along
 from jaxsoftmax._core.target import Target
@@ -36,7 +34,7 @@ _FORMULAS = {
 def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     """Plans a problem of the softmax family."""
     name, operands, params = problem.operation.name, problem.operands, problem.params
-    dtypes = [operand.dtype for operand in operands.values()] + [jnp.dtype(params["dtype"])]
+    dtypes = [operand.dtype for operand in operands.values()] + [problem.dtype]
     if (reason := refused(problem, dtypes, operands.get("scale"))) is not None:
         return Refusal(reason)
     formula = replace(_FORMULAS[name], rescales=params.get("scale_tangent", _FORMULAS[name].rescales))
