@@ -782,8 +782,8 @@ FAULTS = (
     Fault(
         "decoding: segments of folded rows are repeated as a whole",
         f"{_MOSAIC}/decode.py",
-        """jnp.repeat(given["query_segments"], group, -1)""",
-        """jnp.concatenate([given["query_segments"]] * group, -1)""",
+        """jnp.repeat(operands["query_segments"], group, -1)""",
+        """jnp.concatenate([operands["query_segments"]] * group, -1)""",
         "tests/attention/test_decode.py -k folded_operands",
     ),
     Fault(

@@ -9,8 +9,11 @@ transposed, so that a row of the scores in registers is a key. For dQ the deriva
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once; adds to dQ in float32, in global
-memory, once for each block of keys: `10 * T * S * H` operations a head. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024,
-arXiv:2407.08608, section 3.
+memory, once for each block of keys: `10 * T * S * H` operations a head, whichever cotangents are wanted. Source: Dao 2023,
+arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
+
+NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
+scores between 2^-25 and 65504: scale the loss.
 
 This file has the launch and the division of work among warpgroups, `backward_pipeline` what these do, `backward_plan` which
 blocks of queries a block of keys visits, and `backward_scores` what becomes of products in registers.
@@ -162,7 +165,7 @@ def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False
 
 
 def _spans(kernel: BackwardKernel, operands):
-    """Computes the blocks of queries that each block of keys visits, as far as operands say it."""
+    """Computes from operands which blocks of queries each block of keys visits."""
     seen = None
     if "mask" in operands:
         seen = blocks.seen(operands["mask"], kernel.lengths, kernel.config.block_q, kernel.block_kv)
@@ -170,7 +173,10 @@ def _spans(kernel: BackwardKernel, operands):
 
 
 def _whole(kernel: BackwardKernel, array, sizes):
-    """Returns an operand `[*batch, *sizes]` of the whole batch, with rows and columns as TMA needs them."""
+    """Returns an operand `[*batch, *sizes]` of the whole batch, with rows and columns as TMA needs them.
+
+    Head sizes are padded to 64, 128 or 256, of keys and values both, and lengths to multiples of 8.
+    """
     array = jnp.broadcast_to(array, (*kernel.batch, *sizes)).reshape(-1, *sizes)
     more = -sizes[0] % 8, kernel.size - sizes[2]
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
@@ -205,7 +211,7 @@ def _written(kernel: BackwardKernel, operands, initial) -> OrderedDict[str, jax.
     if initial is None:
         initial = jnp.zeros(shape, jnp.float32)
     elif initial.shape != shape:  # queries that entries of the batch share: with the first of them
-        initial = lax.pad(initial, 0.0, [(0, size - own, 0) for size, own in zip(shape, initial.shape, strict=True)])
+        initial = lax.pad(initial, 0.0, [(0, size - part, 0) for size, part in zip(shape, initial.shape, strict=True)])
     written = OrderedDict(dq=lax.optimization_barrier(_whole(kernel, initial, kernel.query)))  # it may be a slice too
     if kernel.is_deterministic:
         turns = math.prod(kernel.batch) * kernel.query[1] * kernel.blocks_q

@@ -88,7 +88,7 @@ class BackwardStep:
 
 @dataclass(frozen=True)
 class BackwardRole:
-    """What warpgroups and warps of the backward kernel know in common.
+    """Knowledge and addresses that all roles of warpgroups and warps of the backward kernel share.
 
     Attributes:
       kernel: how the kernel runs.
@@ -173,7 +173,7 @@ class BackwardProducer(BackwardRole):
         return steps + total
 
     def _copy_keys_and_values(self, tile, first):
-        """Copies keys and values of a tile, of which `first` is the first."""
+        """Copies keys and values of a tile, from key `first` on."""
         refs, memory, kernel = self.refs, self.memory, self.kernel
         halves, width = memory["k"].shape[0], kernel.part_size
         plgpu.barrier_wait(memory["kv_empty"])
@@ -320,7 +320,7 @@ class BackwardConsumer(BackwardRole):
                 self.add_to_dq(self.index, tile.b, at.head, at.block, piece)
 
     def _store(self, tile, kept_factor, *, dv=None, dk=None):
-        """Stores dV and dK of 64 keys, as far as the consumer has them."""
+        """Stores those of dV and dK of 64 keys that the consumer has."""
         if "dk_dv" in self.refs:
             self._store_parts(tile, kept_factor, dv, dk)
             return

@@ -22,7 +22,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.scores import (
 
 
 class BackwardScores:
-    """Weights and derivatives of 64 keys, from `first` on, and of one block of queries after the other.
+    """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other.
 
     Attributes:
       is_banded: True if some block of queries has to be masked by lengths, the window or segments.
@@ -100,7 +100,7 @@ class BackwardScores:
         return dropout_keeps(seeds, self.tile.b, at.head, self.first, at.block, self.shape, rate, is_transposed=True)
 
     def less_delta(self, dp, delta, kept):
-        """Returns the derivatives of weights, as far as dropout keeps them, less `delta`, or less nothing if it is None."""
+        """Returns the derivatives of the weights that dropout keeps less `delta`, or less nothing if it is None."""
         if kept is not None:
             dp = where_kept(kept, dp * self.kept_factor)
         return dp if delta is None else dp - along_rows(delta, dp.shape)

@@ -98,7 +98,7 @@ class ForwardConsumer:
       results: its results by name.
       slots: what producers fill.
       tiles: the tiles.
-      onto: output and log-sum-exp of other keys, from which rows start, or None.
+      initial: output and log-sum-exp of other keys, from which rows start, or None.
     """
 
     index: Any
@@ -107,7 +107,7 @@ class ForwardConsumer:
     results: dict[str, Any]
     slots: "ForwardSlots"
     tiles: ForwardTiles
-    onto: Any
+    initial: Any
 
     def start(self) -> None:
         """Says that all slots are empty, and that the first consumer has the tensor cores first."""
@@ -276,11 +276,11 @@ class ForwardRows:
         return m, d, slots.rounded(kept), scores.packed(following)
 
     def _start(self):
-        """Returns the state before the first key, of `onto` or of the sink if there is one, and its sums of values or None."""
+        """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""
         consumer, scores, kernel, tile = self.consumer, self.scores, self.consumer.kernel, self.tile
         state, o = online.identity(()), None
-        if consumer.onto is not None:
-            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.onto
+        if consumer.initial is not None:
+            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.initial
             place, left = (tile.b * length + self.first, tile.head * size), length - self.first
             o = wgmma.load_product(out, *place, (left, size), (ROWS, kernel.sizes[1]), varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
