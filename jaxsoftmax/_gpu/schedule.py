@@ -1,8 +1,9 @@
-"""Which tile a block of threads works on next: from a table that is made while lowering, or by tickets while the kernel runs.
+"""Hands tiles to blocks of threads, from a table that is made while lowering, or by tickets while the kernel runs.
 
 A kernel whose blocks of threads are persistent cuts its work into tiles, more than there are blocks. Where it is known how long
-each tile takes, a table says which tiles each block works through. Where operands decide that, a block that is done takes a
-ticket, which stands for a tile; its producer warpgroup takes it and tells the other warpgroups through shared memory.
+each tile takes, a table says which tiles each block works through: they are handed out one by one to the block that is free
+first. Where operands decide that, a block that is done takes a ticket from a counter in global memory, which stands for a tile.
+Its producer warpgroup takes the ticket and tells the other warpgroups through shared memory.
 
 While persistent blocks run, a kernel that becomes ready finds no multiprocessor until all tiles are done, even if its stream
 has priority, as NCCL's has. Where a collective may become ready beside a kernel, its blocks therefore come in waves: those of
@@ -10,9 +11,9 @@ the first waves end after a few tiles, and the GPU gives their multiprocessors t
 
 Blocks that wait for each other take tickets in order of arrival (`BlockTiles.counter`), and never hang if each only waits for
 what is done for smaller tickets. A ticket is given only to a block that runs, which then runs until it is done, and takes its
-next ticket after all before. Of the tiles that are not finished take the one with the smallest ticket: its block has finished
-those it had before, waits for nobody, and goes on, whichever blocks the GPU starts first. So a program may run on a GPU with
-fewer multiprocessors than it was lowered for, under MPS, or beside another.
+next ticket after all before. Take the unfinished tile with the smallest ticket: its block has finished the tiles it had before,
+waits for nobody, and goes on, whichever blocks the GPU starts first. A program may therefore run on a GPU with fewer
+multiprocessors than it was lowered for, under MPS, or beside another.
 """
 
 import functools
@@ -33,14 +34,15 @@ from jaxsoftmax._gpu import ptx
 
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
-TILE_COST = 1.5  # of starting and ending a tile, in steps
-MOST_WAVES = 4  # of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
+TILE_COST = 1.5  # steps that starting and ending a tile takes
+MOST_WAVES = 4  # waves of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 
 def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
-    """In which order tiles are handed out: long ones before short ones, for `group` heads at a time.
+    """Returns the order in which tiles are handed out: long ones before short ones, for `group` heads at a time.
 
-    Tile `head * len(costs) + i` takes `costs[i]` steps.
+    Tile `head * len(costs) + i` takes `costs[i]` steps. Tiles of one head come together, so that they read its keys from the L2
+    cache.
     """
     long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
     tiles = np.add.outer(long_first, head * len(costs))
@@ -50,9 +52,9 @@ def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
-    """Which tiles each block of threads works through, `[blocks, most + 2]`: how many, their numbers, and what is never used.
+    """Returns the tiles of each block of threads, int32 `[blocks, most + 2]`: their number, the tiles, and what is never used.
 
-    Tiles are handed out one by one, in their order, to whoever is free first.
+    Tiles are handed out one by one, in their order, to the block that is free first.
     """
     queue = [(0.0, block) for block in range(blocks)]
     tiles: list[list[int]] = [[] for _ in range(blocks)]
@@ -61,8 +63,8 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
         tiles[block].append(tile)
         heapq.heapreplace(queue, (free + costs[tile % len(costs)] + TILE_COST, block))
     table = np.zeros((blocks, 2 + max(map(len, tiles))), np.int32)
-    for row, own in zip(table, tiles, strict=True):
-        row[0], row[1 : 1 + len(own)] = len(own), own
+    for row, numbers in zip(table, tiles, strict=True):
+        row[0], row[1 : 1 + len(numbers)] = len(numbers), numbers
     return table
 
 
@@ -112,7 +114,7 @@ def waves(kernel: TiledKernel) -> int:
 
 
 def share(wave: Any, waves: int, most: Any) -> Any:
-    """How many tiles a block of a wave takes at most, int32: 1, 2, 4, and in the last wave `most`, which is no less."""
+    """Returns the number of tiles that a block of a wave takes at most, int32: 1, 2, 4, and `most` in the last wave."""
     return jnp.where(wave < waves - 1, lax.shift_left(jnp.int32(1), wave), jnp.int32(most)) if waves > 1 else most
 
 
@@ -120,7 +122,7 @@ _ALIGNMENT, _BARRIER = 1024, 8  # bytes in shared memory
 
 
 def bytes_of(scratch: Mapping[str, Any]) -> int:
-    """Returns how many bytes of shared memory Mosaic gives to these arrays and barriers, beside none for reductions.
+    """Returns the bytes of shared memory that Mosaic gives to these arrays and barriers, beside none for reductions.
 
     Each array starts at a multiple of 1 KiB. Barriers are behind the arrays.
     """
@@ -133,16 +135,19 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
     return total
 
 
-_SLOTS = 2  # in shared memory, for what is said of a tile
+_SLOTS = 2  # slots in shared memory for the number and the facts of a tile
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
-    """Returns the shared memory of a block that works by tickets, from the words a tile has and the warps that hear them.
+    """Describes the shared memory of a block that works by tickets.
 
-    `in_order` says that tickets are taken in order of arrival, by one warp.
+    Args:
+      words: number of int32 that say what a tile is.
+      listeners: number of warpgroups, or warps, that are told.
+      in_order: True if tickets are taken in order of arrival, by one warp.
     """
-    own = {} if in_order else {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
-    return own | {
+    memory = {} if in_order else {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
+    return memory | {
         "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
         "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
         "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
@@ -150,13 +155,13 @@ def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict
 
 
 def ticket_counter():
-    """How many tickets there are so far, in global memory for all blocks: 0 when the kernel starts."""
+    """Returns the number of tickets that were taken so far, in global memory for all blocks. It is 0 when the kernel starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
 
 
-def most_on_arrival(count: int, blocks: int) -> int:
-    """Four times as many of `count` tiles as each of so many blocks has on average, so that some can have many short ones."""
-    return 4 * pl.cdiv(count, blocks)
+def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
+    """Returns four times the average number of tiles of a block, so that some blocks can have many short ones."""
+    return 4 * pl.cdiv(n_tiles, n_blocks)
 
 
 @dataclass(frozen=True)
@@ -166,12 +171,12 @@ class BlockTiles:
     Attributes:
       kernel: the kernel.
       block: number of this block of threads.
-      table: that of `schedule`, or with tickets that of `order`; None to go by number.
-      memory: what `ticket_memory` describes, if the block works by tickets; else shared memory without it.
+      table: the table of `schedule`, or with tickets the one of `order`. None to go by number.
+      memory: shared memory, with what `ticket_memory` describes if the block works by tickets.
       tile: function that returns a tile from its number and facts.
-      last_first: whether tiles that go by number start with the last one.
-      counter: `ticket_counter()`, if all tickets are taken in order of arrival, by the first warp of the producer alone.
-      waves: how many waves of blocks there are, with tickets.
+      last_first: True if tiles that go by number start with the last one.
+      counter: `ticket_counter()` if all tickets are taken in order of arrival, by the first warp of the producer alone.
+      waves: number of waves of blocks, with tickets.
     """
 
     kernel: TiledKernel
@@ -186,8 +191,8 @@ class BlockTiles:
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
-        By tickets, the producer warpgroup gives `look_up`, where `look_up(number)` are the facts, int32 scalars from global
-        memory, and the others are told. By a table there are no facts.
+        By tickets, the producer warpgroup passes `look_up`, a function of the number that loads the facts, int32 scalars, from
+        global memory. The other warpgroups are told. By a table there are no facts.
         """
         if "tile" not in self.memory:
             self._each_scheduled(work)
@@ -199,6 +204,7 @@ class BlockTiles:
             self._each_told(work)
 
     def _each_scheduled(self, work):
+        """Works through the tiles that the table says, or through every `n_blocks`-th one."""
         table, block, blocks = self.table, self.block, self.kernel.n_blocks
         count = lax.div(self.kernel.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
@@ -206,22 +212,22 @@ class BlockTiles:
             return self._number_of(block + i * blocks) if table is None else table[block, i + 1]
 
         def one(i, carry):
-            own, steps = carry
+            current, steps = carry
             following = number(i + 1)  # long before it is needed
-            return following, work(self.tile(own), steps)
+            return following, work(self.tile(current), steps)
 
         lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
 
     def _number_of(self, ticket):
+        """Returns the number of the tile that a ticket stands for."""
         if self.table is not None:
             return self.table[ticket]
         return self.kernel.n_tiles - 1 - ticket if self.last_first else ticket
 
     def _each_taken(self, work, look_up):
-        """First each block of the first wave has the ticket of its own number; then whoever is free takes the next one."""
-        if (
-            self.kernel.n_tiles <= self.kernel.n_blocks
-        ):  # there is no next one, and no counter, which XLA would set to 0 by a copy each time
+        """Works by tickets: a block of the first wave starts with the ticket of its number, and takes another when free."""
+        if self.kernel.n_tiles <= self.kernel.n_blocks:
+            # There is no next ticket, and no counter, which XLA would set to 0 by a copy each time.
             values = [number := self._number_of(self.block), *look_up(number)]
             self._say(jnp.int32(0), values)
             work(self.tile(*values), jnp.int32(0))
@@ -251,17 +257,17 @@ class BlockTiles:
         self._while_there_are(one, ticket)
 
     def _next(self, i, take, most):
-        """The next ticket of a block that has done `i` tiles, or one that ends it, as it has had its share."""
+        """Returns the next ticket of a block that has done `i` tiles, or one that ends it if it has had its share."""
         wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
         return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
 
     @property
     def most(self) -> int:
-        """How many tiles a block works through at most in order of arrival: it takes no ticket then, and ends."""
+        """Number of tiles that a block works through at most in order of arrival: it takes no ticket then, and ends."""
         return most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
 
     def _each_on_arrival(self, work, look_up):
-        """The tickets of the counter, also the first."""
+        """Works by tickets in order of arrival: also the first one is of the counter."""
 
         def take():
             return ptx.of_first_lane(ptx.take_ticket(self.counter))
@@ -278,12 +284,12 @@ class BlockTiles:
         self._while_there_are(one, take())
 
     def _while_there_are(self, one, first):
-        """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, the first one at first."""
+        """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, which is `first` at first."""
         count, *_ = self._while(lambda carry: carry[1] < self.kernel.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
         self._say(count, [jnp.int32(-1)])
 
     def _while(self, condition, body, carry):
-        """`lax.while_loop`, but in order of arrival a loop with a constant end, as Mosaic GPU has no others in single warps."""
+        """Does `lax.while_loop`, in order of arrival by a loop with a constant end: single warps have no other."""
         if self.counter is None:
             return lax.while_loop(condition, body, carry)
 
@@ -293,13 +299,14 @@ class BlockTiles:
         return lax.fori_loop(0, self.most, step, carry)
 
     def _say(self, i, values):
-        """Tells the others what there is to know of the tile `i` of this block."""
+        """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""
         slot = lax.rem(i, jnp.int32(_SLOTS))
         plgpu.barrier_wait(self.memory["tile_empty"].at[slot])
         ptx.store_scalars(self.memory["tile"], slot, values)
         plgpu.barrier_arrive(self.memory["tile_full"].at[slot])
 
     def _each_told(self, work):
+        """Works through the tiles that the producer warpgroup tells of."""
         memory = self.memory
 
         def hear(i):

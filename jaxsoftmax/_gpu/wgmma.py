@@ -1,4 +1,9 @@
-"""Products of the tensor cores as threads hold them: loads, stores, masks, and arithmetic that Pallas lacks."""
+"""Products of the tensor cores as threads hold them: loads, stores, masks, and arithmetic that Pallas lacks.
+
+A product is a matrix of 64 rows in the registers of a warpgroup. A thread holds pairs of its elements: those of row
+`16 * warp + lane / 4` and of the row 8 below, from column `2 * (lane % 4)` on in steps of 8. A register is a pair, and the
+registers of both rows come one after the other.
+"""
 
 import functools
 import itertools
@@ -17,21 +22,18 @@ from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, fragmented, i64, integer
 
-# Products of matrices. A thread holds pairs of elements: of row `16 * warp + lane / 4` and 8 below, from column
-# `2 * (lane % 4)` on in steps of 8. A register is a pair, those of both rows one after the other.
-
-BYTES_LAYOUT = (
-    plgpu.Layout.WGMMA_8BIT
-)  # four elements of the same rows in a register, from column `4 * (lane % 4)` on, in steps of 16
+# A register has four elements of a row, from column `4 * (lane % 4)` on in steps of 16. Rows are those of a product.
+BYTES_LAYOUT = plgpu.Layout.WGMMA_8BIT
 _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
-_OWN_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)  # two that are each thread's own
+# Two words that each thread has for itself: four threads have the same place in an array of rows.
+_THREAD_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)
 _PRODUCT_COLS = _PRODUCT.reduce(0)
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 
 def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidden: float = -math.inf) -> jax.Array:
-    """A product with `hidden` in each row before column `low` and after column `high`, which are int32 of the rows or None."""
+    """Hides a product in each row before column `low` and after column `high`, int32 of the rows or None for no limit."""
     tests = (arith.CmpIPredicate.sle, low), (arith.CmpIPredicate.sge, high)
     limits = {test: limit for test, limit in tests if limit is not None}
 
@@ -55,7 +57,7 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidde
 
 
 def _only(scores, seen, hidden=-math.inf):
-    """A product with `hidden` where not `seen(below, pair)`, of two elements.
+    """Returns a product with `hidden` in the elements for which `seen(below, pair)`, a vector of two, is false.
 
     `below` is 1 for elements of the row 8 below a thread's first one, and `pair` counts the thread's pairs of columns.
     """
@@ -66,7 +68,7 @@ def _only(scores, seen, hidden=-math.inf):
 
 
 def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
-    """A product with each row multiplied with its factor, by the warps that have a factor other than 1."""
+    """Multiplies each row of a product by its factor. Warps whose factors are all 1 skip it."""
 
     def scale(product, factor):
         factors = [scalar(register) for register in factor.registers.flat]
@@ -86,7 +88,7 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two terms of a float32 product in bfloat16: what it is rounded to, and what is missing then.
+    """Splits a float32 product into two terms of bfloat16: what it is rounded to, and what is missing then.
 
     Two elements are converted at a time. ptxas converts single ones in the unit of exponentials, at a quarter of the rate.
     """
@@ -113,31 +115,31 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def from_bytes(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any] = ()) -> jax.Array:
-    """64 rows of 8 bits in a dtype of 16 bits, which has all these numbers; or times scales in float32, and rounded then.
+    """Converts 64 rows of 8 bits to a dtype of 16 bits, exactly; or multiplies them by scales in float32, and rounds then.
 
     Args:
       piece: int8 `[64, cols]` in `BYTES_LAYOUT`, cols a multiple of 16.
-      dtype: of the result, which has the layout of `piece`.
-      is_float: whether `piece` has the bits of float8_e4m3fn.
+      dtype: dtype of the result, which has the layout of `piece`.
+      is_float: True if `piece` has the bits of float8_e4m3fn.
       scales: scalars int32, the bits of float32 numbers, one for each of 1, 2, 4 or 8 equal parts of the rows.
     """
     i32, code = integer(32), _widen(jnp.dtype(dtype).name, is_float=is_float, is_scaled=bool(scales))
 
-    def convert(*given):
-        *bits, piece = given
+    def convert(*bits_and_piece):
+        *bits, piece = bits_and_piece
         # A thread has 4 elements each of rows `16 * warp + lane / 4` and 8 below, which say whose scale is theirs.
-        row, own = _product_position()[0], []
+        row, row_bits = _product_position()[0], []
         for below in range(2):
-            at, found = arith.addi(row, constant(8 * below)), bits[0] if bits else constant(0)
-            for part, bound in enumerate(bits[1:], 1):
+            at, selected = arith.addi(row, constant(8 * below)), bits[0] if bits else constant(0)
+            for part, part_bits in enumerate(bits[1:], 1):
                 is_behind = arith.cmpi(arith.CmpIPredicate.sge, at, constant(64 // len(bits) * part))
-                found = arith.select(is_behind, bound, found)
-            own.append(found)
+                selected = arith.select(is_behind, part_bits, selected)
+            row_bits.append(selected)
         out_type, words = ir.VectorType.get((4,), utils.dtype_to_ir_type(jnp.dtype(dtype))), ir.VectorType.get((2,), i32)
         registers = []
         for index, register in enumerate(piece.registers.flat):
             word = vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), register), [], [0])
-            pairs: list[Any] = [llvm.inline_asm(i32, [word, own[index % 2]], half, "=r,r,r") for half in code]
+            pairs: list[Any] = [llvm.inline_asm(i32, [word, row_bits[index % 2]], half, "=r,r,r") for half in code]
             registers.append(vector.bitcast(out_type, vector.from_elements(words, pairs)))
         return registers
 
@@ -146,14 +148,14 @@ def from_bytes(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any]
 
 
 def _widen(dtype: str, *, is_float: bool, is_scaled: bool) -> list[str]:
-    """PTX for the first and for the last two of four bytes, in `$1`; a scale is in `$2`.
+    """Returns PTX that widens the first two of four bytes, in `$1`, and PTX for the last two; a scale is in `$2`.
 
     Integers are put into the last bits of a number that is large enough, which is subtracted then: the unit that converts them
     has a quarter of the rate. bfloat16 has place for 7 of the 8 bits behind the byte 0x43, which makes 128 + b of them. The
     first bit, that of the sign, falls on the last bit of the exponent: with it, and without the 7, the number is 256, not 128.
-    So the difference of both is b, or b - 128.
+    The difference of both is therefore b, or b - 128.
     """
-    name, found = {"bfloat16": "bf16", "float16": "f16"}[dtype], []
+    name, codes = {"bfloat16": "bf16", "float16": "f16"}[dtype], []
     for first in (0, 2):
         if is_float:
             code, is_done = f"cvt.rn.f16x2.e4m3x2 pair, w{first};", name == "f16" and not is_scaled
@@ -175,21 +177,21 @@ def _widen(dtype: str, *, is_float: bool, is_scaled: bool) -> list[str]:
         if not is_done:
             code += f"cvt.rn.{name}x2.f32 pair, f1, f0;"
         registers = ".reg .b32 pair, rest; .reg .b16 w0, w2, h0, h1; .reg .f32 f0, f1;"
-        found.append(f"{{ {registers} mov.b32 {{w0, w2}}, $1; {code} mov.b32 $0, pair; }}")
-    return found
+        codes.append(f"{{ {registers} mov.b32 {{w0, w2}}, $1; {code} mov.b32 $0, pair; }}")
+    return codes
 
 
 def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool], transposed=False) -> jax.Array:
-    """A tile of `ref`, `[rows, cols]` in global memory, as a product holds it, and as int8 if it is bool: 0 beyond the limits.
+    """Loads a tile of an array in global memory as a product holds it: 0 beyond the limits, int8 if it is bool.
 
     Args:
-      ref: the array.
+      ref: the array, `[rows, cols]`.
       row: scalar int32, the first row.
       col: scalar int32, the first column, an even one unless `transposed`.
-      limits: scalars int32, how many rows and columns from there on are there.
-      shape: of the product.
-      varies: whether the array varies along rows and columns; if not, the first one stands for all.
-      transposed: whether rows of the product are columns of `ref`.
+      limits: scalars int32, numbers of rows and columns of the array from there on.
+      shape: shape of the product.
+      varies: True for each of rows and columns along which the array varies; if not, the first one stands for all.
+      transposed: True if rows of the product are columns of `ref`.
     """
     dtype = jnp.int8 if ref.dtype == bool else ref.dtype
     itemsize = ref.dtype.itemsize
@@ -228,9 +230,10 @@ def store_product(ref, row, col, limits, values: jax.Array) -> None:
 
 
 def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False):
-    """Where both elements of each pair of a thread are, in `count` columns: an address, bytes from there, and whether inside.
+    """Gives the places of both elements of each pair of a thread, in `count` columns.
 
-    If `transposed`, the rows of the product are columns of `ref`. Both limits hold, also along what does not vary.
+    A place is an address, bytes from there, and true if the element is inside the limits. If `transposed`, the rows of the
+    product are columns of `ref`. Both limits hold, also along what does not vary.
     """
     first, limits = scalars[:2], scalars[2:]
     row, col = _product_position()
@@ -239,9 +242,9 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
     limit = arith.subi(limits[along], col)
     inside, addresses = [], []
     for below in (0, 8):
-        own = arith.addi(row, constant(below))
-        inside.append(compare("slt", own, limits[down]))
-        at = (col, own) if transposed else (own, col)
+        product_row = arith.addi(row, constant(below))
+        inside.append(compare("slt", product_row, limits[down]))
+        at = (col, product_row) if transposed else (product_row, col)
         entry = arith.muli(i64(arith.addi(first[0], at[0]) if varies[0] else first[0]), i64(width))
         if varies[1]:
             entry = arith.addi(entry, i64(arith.addi(first[1], at[1])))
@@ -249,8 +252,8 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
     step = itemsize * (width, 1)[along] if varies[along] else 0
     for index in range(count // 8 * 2):
         columns = range(index // 2 * 8, index // 2 * 8 + 2)
-        own = [both(inside[index % 2], compare("sgt", limit, constant(column))) for column in columns]
-        yield [(addresses[index % 2], column * step, is_own) for column, is_own in zip(columns, own, strict=True)]
+        tests = [both(inside[index % 2], compare("sgt", limit, constant(column))) for column in columns]
+        yield [(addresses[index % 2], column * step, test) for column, test in zip(columns, tests, strict=True)]
 
 
 def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
@@ -288,7 +291,7 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
 
 
 def _summed_over_lanes(value, steps):
-    """The sum of a float32 of lanes whose numbers differ in these bits, in each."""
+    """Returns the sum of a float32 over the lanes whose numbers differ in these bits, in each of them."""
     every = constant(-1)
     for step in steps:
         bits = nvvm.shfl_sync(every, arith.bitcast(integer(32), value), constant(step), constant(WARP - 1), nvvm.ShflKind.bfly)
@@ -299,14 +302,14 @@ def _summed_over_lanes(value, steps):
 def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
     """Loads a tile of a mask. The four threads that hold the same rows of a product share the work.
 
-    Of `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below, each thread loads every fourth,
-    in vectors as long as `ref` allows.
+    There are `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below. Each thread loads every
+    fourth, in vectors as long as `ref` allows.
 
     Arguments are those of `load_product`. `ref` is bool, `col` a multiple of 32, and a tile has 64 or 128 columns.
 
     Returns:
-      What each thread has loaded, for `pack_mask`: bytes, or bits if they had to come one by one or two by two. They are 0
-      beyond the limits of what varies.
+      The words of each thread, for `pack_mask`: bytes, or bits if they had to come one by one or two by two. They are 0 beyond
+      the limits of what varies.
     """
     count = shape[1] // 32
     step = math.gcd(ref.shape[1], 16) if varies[1] else 1
@@ -317,7 +320,7 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
         member = arith.divui(own_col, constant(2))  # of the four
 
         def load_word(place):
-            """The words of 4 bytes, or the one of 32 bits, of the word `place`, an int32 MLIR value below `2 * count`."""
+            """Loads word `place`, an int32 MLIR value below `2 * count`: as words of 4 bytes, or as one of 32 bits."""
             here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
             inside = compare("slt", here, rows)
             entry = arith.muli(i64(arith.addi(first_row, here) if varies[0] else first_row), i64(ref.type.shape[1]))
@@ -327,33 +330,33 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
                 return [arith.muli(arith.extui(integer(32), llvm.extractelement(value, constant(0))), constant(-1))]
             start = arith.muli(arith.remui(place, constant(count)), constant(32))
             address = arith.addi(address, i64(arith.addi(first_col, start)))
-            words, limit, found = ptx.words_of(ir.VectorType.get((step,), integer(8))), arith.subi(cols, start), []
+            words, limit, pieces = ptx.words_of(ir.VectorType.get((step,), integer(8))), arith.subi(cols, start), []
             for offset in range(0, 32, step):
-                own = both(inside, compare("sgt", limit, constant(offset)))
-                loaded = ptx.load_words(address, offset, own, words)
-                found += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
-            return found if step >= 4 else [_bits([arith.extui(integer(32), part) for part in found], step)]
+                is_inside = both(inside, compare("sgt", limit, constant(offset)))
+                loaded = ptx.load_words(address, offset, is_inside, words)
+                pieces += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
+            return pieces if step >= 4 else [_bits([arith.extui(integer(32), piece) for piece in pieces], step)]
 
-        return _own_words([word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))])
+        return _as_thread_words([word for k in range(count // 2) for word in load_word(arith.addi(member, constant(4 * k)))])
 
-    return emit(load, ref, (row, col, *limits), results=[_OWN_WORDS] * arrays)
+    return emit(load, ref, (row, col, *limits), results=[_THREAD_WORDS] * arrays)
 
 
 def pack_mask(loaded: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
-    """Bits of what `load_mask` loaded: one or two words that each thread has for the others, for `select_bits`."""
+    """Packs what `load_mask` loaded to bits: one or two words that each thread has for the others, for `select_bits`."""
     if len(loaded) == 1:
         return loaded[0]
 
     def pack(*loaded):
         words = [scalar(register) for array in loaded for register in array.registers.flat]
-        (packed,) = _own_words([_bits(words[k : k + 8], 4) for k in range(0, len(words), 8)])
+        (packed,) = _as_thread_words([_bits(words[k : k + 8], 4) for k in range(0, len(words), 8)])
         return packed
 
-    return emit(pack, arrays=[(array, _PRODUCT_ROWS) for array in loaded], results=_OWN_WORDS)
+    return emit(pack, arrays=[(array, _PRODUCT_ROWS) for array in loaded], results=_THREAD_WORDS)
 
 
 def _bits(words, step):
-    """The bits of 32 bytes that are 0 or 1, from the lowest on, of which each word has `step` in its lowest bytes."""
+    """Packs 32 bytes that are 0 or 1 to bits, from the lowest on. Each word has `step` of them in its lowest bytes."""
     groups = [constant(0)] * 4  # of 8 bits
     for k, word in enumerate(words):
         group, first = divmod(k * step, 8)
@@ -364,15 +367,15 @@ def _bits(words, step):
     return functools.reduce(arith.ori, (arith.shli(group, constant(8 * g)) for g, group in enumerate(groups)))
 
 
-def _own_words(words):
-    """Words of a thread's own as registers of arrays of two."""
+def _as_thread_words(words):
+    """Returns words of a thread as registers of arrays like `_THREAD_WORDS`, which have two each."""
     kind = _PRODUCT_ROWS.to_mgpu().registers_element_type(integer(32))
     words = [vector.broadcast(kind, word) for word in [*words, *[constant(0)] * (len(words) % 2)]]
     return [words[k : k + 2] for k in range(0, len(words), 2)]
 
 
 def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
-    """A product with `-inf` where the mask that `pack_mask` packed has no bit."""
+    """Returns a product with `-inf` where the mask that `pack_mask` packed has no bit."""
 
     @plgpu.inline_mgpu(
         arg_types=(_PRODUCT, _PRODUCT_ROWS),
@@ -381,14 +384,14 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
     def select(_, scores, packed):
         _, col = _product_position()
         count = scores.shape[1] // 32
-        own = [scalar(register) for register in packed.registers.flat]
+        words = [scalar(register) for register in packed.registers.flat]
         lane = arith.remui(utils.thread_idx(), constant(WARP))
         first = arith.subi(lane, arith.divui(col, constant(2)))  # of the four that share rows
         every, kind = constant(-1), nvvm.ShflKind.idx
 
         def word(place):
             giver = arith.addi(first, constant(place % 4))
-            return arith.shrui(nvvm.shfl_sync(every, own[place // 4], giver, constant(WARP - 1), kind), col)
+            return arith.shrui(nvvm.shfl_sync(every, words[place // 4], giver, constant(WARP - 1), kind), col)
 
         twice = functools.partial(vector.broadcast, ir.VectorType.get((2,), integer(32)))
         shifted = [[twice(word(below * count + which)) for below in range(2)] for which in range(count)]
@@ -403,15 +406,15 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
 
 
 def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.Array:
-    """Values along an axis of a product of `shape` from `ref`, one-dimensional int32, from `first` on; 0 from `limit` on."""
+    """Loads a value for each row, or column, of a product of `shape` from a line: from `first` on, and 0 from `limit` on."""
     layout, itemsize = (_PRODUCT_ROWS, _PRODUCT_COLS)[axis], ref.dtype.itemsize
 
     def load(ref, first, limit):
         register: Any = layout.to_mgpu().registers_element_type(ref.type.element_type)
-        own = _product_position()[axis]
-        start = arith.addi(i64(first), i64(own))
+        position = _product_position()[axis]
+        start = arith.addi(i64(first), i64(position))
         address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
-        left = arith.subi(limit, own)
+        left = arith.subi(limit, position)
         registers = []
         for index in range(shape[1] // 8 if axis else 2):
             places = [index * 8 + e for e in range(register.shape[0])]
@@ -443,12 +446,12 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
 
 
 def scalar(register):
-    """The element of a register that has one."""
+    """Returns the element of a register that has one."""
     return llvm.extractelement(register, *_constants([0])) if isinstance(register.type, ir.VectorType) else register
 
 
 def _product_position():
-    """The row and column of a thread's first element."""
+    """Returns row and column of a thread's first element."""
     thread, lane, row, quad, pair = _constants((WARPS * WARP, WARP, 16, 4, 2))
     thread = arith.remui(utils.thread_idx(), thread)
     warp, lane = arith.divui(thread, lane), arith.remui(thread, lane)
@@ -456,7 +459,7 @@ def _product_position():
 
 
 def _constants(values):
-    """Int32 constants of MLIR, made once for all registers that need them: a scalar for a number, a vector for two."""
+    """Makes int32 constants of MLIR, once for all registers that need them: a scalar for a number, a vector for two."""
     i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
 
     def of_two(numbers):

@@ -161,7 +161,19 @@ def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[
 
 def _said(kernel) -> tuple[Any, ...]:
     """What a plan says of the kernel's code, which numbers of tiles and lengths do not change."""
-    numbers = {"batch", "query", "key", "queries", "blocks_q", "blocks_kv", "n_tiles", "value_size", "lengths", "scale"}
+    numbers = {
+        "batch",
+        "query",
+        "key",
+        "queries",
+        "blocks_q",
+        "blocks_kv",
+        "n_tiles",
+        "n_blocks",
+        "value_size",
+        "lengths",
+        "scale",
+    }
     said = {name: value for name, value in vars(kernel).items() if name not in numbers}
     said |= {"window": tuple(side is None for side in kernel.window), "soft_cap": kernel.soft_cap is None}
     said |= {"names": tuple(sorted(kernel.names)), "dropout_rate": kernel.dropout_rate > 0}

@@ -948,9 +948,17 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: the second consumer reads weights before the first has stored them",
-        f"{_MOSAIC}/backward.py",
+        f"{_MOSAIC}/backward_pipeline.py",
         "ptx.named_barrier_sync(jnp.int32(_WEIGHTS))",
         "pass",
+        "tests/attention/test_mosaic_backward.py -m gpu -k one_of_each_kind",
+        gpu=True,
+    ),
+    Fault(
+        "mosaic attention: derivatives of weights that dropout keeps are too small",
+        f"{_MOSAIC}/backward_scores.py",
+        "where_kept(kept, dp * self.kept_factor)",
+        "where_kept(kept, dp)",
         "tests/attention/test_mosaic_backward.py -m gpu -k one_of_each_kind",
         gpu=True,
     ),
@@ -971,8 +979,8 @@ FAULTS = (
     Fault(
         "decoding: segments of folded rows are repeated as a whole",
         f"{_MOSAIC}/decode.py",
-        """jnp.repeat(given["query_segments"], group, -1)""",
-        """jnp.concatenate([given["query_segments"]] * group, -1)""",
+        """jnp.repeat(operands["query_segments"], group, -1)""",
+        """jnp.concatenate([operands["query_segments"]] * group, -1)""",
         "tests/attention/test_decode.py -k folded_operands",
     ),
     Fault(

@@ -36,10 +36,10 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     if (reason := _unserved_types(problem) or _unserved_sizes(problem)) is not None:
         return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
     result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
-    if isinstance(result, Refusal) or result.kernel is None:
+    if isinstance(result, Refusal) or result.kernel is None or result.kernel.shared_memory <= target.shared_memory:
         return result
-    reason = result.kernel.does_not_fit(target)
-    return result if reason is None else Refusal(reason)
+    sizes, needed = f"head sizes {result.kernel.query[2]} and {result.kernel.key[2]}", result.kernel.shared_memory
+    return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
 
 
 def _unserved_types(problem: AttentionProblem) -> str | None:

@@ -26,7 +26,7 @@ _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How a block of threads of the backward kernel works.
+    """Settings of a block of threads of the backward kernel.
 
     Attributes:
       block_q: queries of a step.

@@ -2,12 +2,12 @@
 
 The rows of all query heads that share keys are folded: the forward kernel has up to 192 of them in a tile, and reads these keys
 once for each tile. Where tiles do not fill the multiprocessors, keys are split too. Each split has a state `(m, d, o)` of its
-own, in float32, and XLA merges them, with what comes behind. How many splits there are follows from shapes, and where they
-begin from what a sequence's own queries see. So its bits do not depend on what is in the others of its batch.
+own, in float32, and XLA merges them in one fusion with what comes behind. The number of splits follows from shapes. A tile
+divides the key blocks that it sees evenly: a cache of 32768 keys with 4096 in use is read by the number of multiprocessors that
+reads a full one. What a sequence's own queries see decides where its splits begin, so its bits do not depend on the other
+sequences of its batch. A split without a key block that a row sees is neither read nor computed.
 
-Keys and values may be in pages: a key block is copied page by page then, from where the page table says. They may be of 8 bits:
-two warpgroups convert them to the dtype of the queries, in shared memory. The scale of a head multiplies scores and output;
-scales of pages multiply what is converted, which is rounded then.
+Keys and values may be in pages (`pages`), and of 8 bits (`eight_bits`).
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -64,8 +64,7 @@ class DecodePlan(forward.ForwardPlan):
             folded = _as_bits(folded)
         # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
         is_ordered = not (kernel.by_ticket and len(set(kernel.costs())) == 1)
-        table = schedule.table(kernel) if is_ordered else None
-        out, *numbers = forward.launch(kernel, folded, table, self.is_partial)
+        out, *numbers = forward.launch(kernel, folded, self.is_partial, is_ordered=is_ordered)
         if splits > 1:
             m, d = (array.reshape(-1, splits, n_rows) for array in numbers)
             out, lse = _merged(
@@ -103,7 +102,8 @@ def serves_pages(types: Mapping[str, Any]) -> bool:
 def decode_config(head_size: int, value_size: int, dtype, rows: int, window, is_bytes=False) -> ForwardConfig:
     """Returns the configuration for a number of rows.
 
-    Of 64 rows about 128 KiB of keys and values are under way; more were no faster.
+    For 64 rows about 128 KiB of keys and values are under way: two stages of 128 keys, with heads of 128, are as fast as three,
+    or six of 64.
     """
     if is_bytes:
         sizes = padded(head_size), padded(value_size)
@@ -172,38 +172,38 @@ def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragg
     return min(sorted(-(-blocks_kv // size) for size in sizes), key=cost)
 
 
-def _folded(given, length, key_heads, group, is_strided):
-    """Operands of which the rows of all query heads that share keys are rows: query by query, and heads in each."""
-    folded, rows = dict(given), length * group
+def _folded(operands, length, key_heads, group, is_strided):
+    """Folds operands: their rows are those of all query heads that share keys, query by query and in it head by head."""
+    folded, rows = dict(operands), length * group
     if not is_strided:
-        *batch, _, _, size = given["query"].shape
-        query = jnp.swapaxes(given["query"].reshape(*batch, length, key_heads, group, size), -3, -4)
+        *batch, _, _, size = operands["query"].shape
+        query = jnp.swapaxes(operands["query"].reshape(*batch, length, key_heads, group, size), -3, -4)
         folded["query"] = query.reshape(*batch, key_heads, rows, size)
     for name in ("bias", "mask"):
-        if name in given and given[name].shape[-3:-1] != (1, 1):
-            *batch, own_heads, own_length, keys = given[name].shape
-            shape = (key_heads, group) if own_heads > 1 else (1, 1)
-            array = jnp.swapaxes(given[name].reshape(*batch, *shape, own_length, keys), -2, -3)
+        if name in operands and operands[name].shape[-3:-1] != (1, 1):
+            *batch, heads, queries, keys = operands[name].shape
+            shape = (key_heads, group) if heads > 1 else (1, 1)
+            array = jnp.swapaxes(operands[name].reshape(*batch, *shape, queries, keys), -2, -3)
             array = jnp.broadcast_to(array, (*batch, shape[0], length, group, keys))
             folded[name] = array.reshape(*batch, shape[0], rows, keys)
-    if "query_segments" in given:
-        folded["query_segments"] = jnp.repeat(given["query_segments"], group, -1)
-    if "sinks" in given:
-        *batch, _ = given["sinks"].shape
-        sinks = given["sinks"].astype(jnp.float32).reshape(*batch, key_heads, 1, group)
+    if "query_segments" in operands:
+        folded["query_segments"] = jnp.repeat(operands["query_segments"], group, -1)
+    if "sinks" in operands:
+        *batch, _ = operands["sinks"].shape
+        sinks = operands["sinks"].astype(jnp.float32).reshape(*batch, key_heads, 1, group)
         folded["sinks"] = jnp.broadcast_to(sinks, (*batch, key_heads, length, group)).reshape(*batch, key_heads * rows)
     return folded
 
 
-def _as_bits(given):
-    """Operands of which keys and values are int8, and scales of pages int32, with the same bits."""
+def _as_bits(operands):
+    """Returns operands with keys and values as int8, and scales of pages as int32, of the same bits."""
     kinds = {"": jnp.int8, "_pages": jnp.int8, "_page_scale": jnp.int32}
-    names = {f"{of}{rest}": kind for of in ("key", "value") for rest, kind in kinds.items()}
-    return {name: lax.bitcast_convert_type(a, names[name]) if name in names else a for name, a in given.items()}
+    names = {f"{name}{rest}": kind for name in ("key", "value") for rest, kind in kinds.items()}
+    return {name: lax.bitcast_convert_type(a, names[name]) if name in names else a for name, a in operands.items()}
 
 
 def _merged(m, d, o, scale: float, dtype):
-    """The output and log-sum-exp of rows, of the states of their splits, `[tiles, splits, rows]`, `m` in units of `scale`."""
+    """Merges the states of splits, `[tiles, splits, rows]` with `m` in units of `scale`, to output and log-sum-exp."""
     unit, states = jnp.float32(scale), []
     for i in range(m.shape[1]):  # one by one: what is done to all of them XLA does in a program of its own
         states.append(online.State(m[:, i] * unit, d[:, i], jnp.where(d[:, i, :, None] == 0, 0, o[:, i])))

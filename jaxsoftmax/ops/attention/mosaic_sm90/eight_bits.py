@@ -41,7 +41,7 @@ class ByteConverter:
     Attributes:
       kernel: how the kernel runs.
       operands: its operands by name.
-      slots: slots of bytes, and of what they are converted to.
+      slots: slots of bytes, and of the elements that they are converted to.
       name: "key" or "value".
     """
 
@@ -70,7 +70,7 @@ class ByteConverter:
         return steps + count
 
     def _convert(self, slot, byte_slot, scales):
-        """Converts a key block. There is a scale for each of equal parts of its keys: its bits, as an int32."""
+        """Converts a key block. `scales` are int32 with the bits of a scale for each of equal parts of its keys."""
         letter, memory, rows = self.name[0], self.slots.memory, self.kernel.config.block_kv
         byte = f"{letter}_bytes"
         plgpu.barrier_wait(memory[f"{byte}_full"].at[byte_slot])

@@ -37,7 +37,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, Hea
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTiles
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import laid_out
 from jaxsoftmax.ops.attention.mosaic_sm90.pages import PagedCopies
-from jaxsoftmax.ops.attention.operands import OPERANDS, PAGED_OPERANDS, dequantised, without_pages
+from jaxsoftmax.ops.attention.operands import OPERANDS, dequantised, without_pages
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class ForwardPlan:
       prepare: functions of the operands by name, which XLA computes before the kernel.
       n_results: 1 for the output alone, 2 for the output and the log-sum-exp.
       is_partial: True if the output, which is one of several that are merged, stays in float32.
-      onto: output and log-sum-exp of other keys, arrays, from which rows start. None if they start from nothing.
+      initial: output and log-sum-exp of other keys, arrays, from which rows start. None if they start from nothing.
     """
 
     kernel: ForwardKernel
     prepare: tuple[Callable[..., Any], ...] = ()
     n_results: int = 2
     is_partial: bool = False
-    onto: Any = None
+    initial: Any = None
     remark = None
 
     def describe(self) -> str:
@@ -67,19 +67,19 @@ class ForwardPlan:
         return self.attend(self.prepared(operands))[: self.n_results]
 
     def prepared(self, operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
-        """Returns the operands of the kernel in their order."""
+        """Returns the operands of the kernel by name."""
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
         for function in self.prepare:
             present = function(present)
-        order = PAGED_OPERANDS if "page_table" in present else OPERANDS
-        return {operand.name: present[operand.name] for operand in order if operand.name in present}
+        order = present if "page_table" in present else [operand.name for operand in OPERANDS]
+        return {name: present[name] for name in order if name in present}
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`."""
         kernel = self.kernel
         # Beside a step of a ring a collective may run.
         waves = schedule.waves(kernel) if self.is_partial else 1
-        out, lse = launch(kernel, operands, schedule.table(kernel), self.is_partial, self.onto, waves)
+        out, lse = launch(kernel, operands, self.is_partial, self.initial, waves)
         (length, heads, _), batch = kernel.query, kernel.batch
         return [out.reshape(*batch, length, heads, kernel.value_size), lse.reshape(*batch, heads, length)]
 
@@ -87,31 +87,30 @@ class ForwardPlan:
 _PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits converted before"}
 
 
-def launch(kernel: ForwardKernel, operands, table=None, is_partial=False, onto=None, waves=1) -> list[jax.Array]:
+def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, waves=1, is_ordered=True) -> list[jax.Array]:
     """Runs the kernel.
 
     Args:
       kernel: how it runs.
       operands: its operands by name.
-      table: the table of tiles, see `schedule.table`.
       is_partial: True for an output in float32.
-      onto: output and log-sum-exp of other keys, from which rows start, or None.
+      initial: output and log-sum-exp of other keys, from which rows start, or None.
       waves: number of waves of blocks of threads.
+      is_ordered: True if tiles come in the order of `schedule.table`, False if they come by number.
 
     Returns:
       The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
       and `d`, see `ForwardKernel`.
     """
-    refs, records = _laid_out(kernel, operands, onto)
-    if table is not None:
+    refs, records = _laid_out(kernel, operands, initial)
+    if is_ordered and (table := schedule.table(kernel)) is not None:
         refs["table"] = table
-    config = kernel.config
     results = kernel_of(
         functools.partial(_kernel, kernel, records, waves),
         out_type=(result_types := _result_types(kernel, refs["query"], is_partial)),
         grid=(waves * kernel.n_blocks,),
         grid_names=("block",),
-        num_threads=config.consumers + config.producers + config.converters,
+        num_threads=kernel.n_warpgroups,
         thread_name="warpgroup",
         scratch_types=kernel.scratch(),
         # Reductions are along rows, which are inside of warps, and need no shared memory.
@@ -121,7 +120,7 @@ def launch(kernel: ForwardKernel, operands, table=None, is_partial=False, onto=N
     return [results[name] for name in result_types]
 
 
-def _laid_out(kernel: ForwardKernel, operands, onto):
+def _laid_out(kernel: ForwardKernel, operands, initial):
     """Reshapes operands as the kernel addresses them."""
     refs, records = laid_out(kernel.batch, {**operands, **tables(kernel, operands)})
     if kernel.pages is not None:
@@ -130,9 +129,9 @@ def _laid_out(kernel: ForwardKernel, operands, onto):
     if kernel.config.split:
         for name, rows in (("query", kernel.rows), ("key", HeadRows()), ("value", HeadRows())):
             refs[name] = refs[name].reshape(rows.matrix_shape(refs[name].shape))
-    if onto is not None:
-        out, lse = onto
-        refs["onto_out"], refs["onto_lse"] = out.reshape(-1, kernel.query[1] * kernel.value_size), lse.ravel()
+    if initial is not None:
+        out, lse = initial
+        refs["initial_out"], refs["initial_lse"] = out.reshape(-1, kernel.query[1] * kernel.value_size), lse.ravel()
     return refs, records
 
 
@@ -151,7 +150,7 @@ def _result_types(kernel: ForwardKernel, query, is_partial) -> OrderedDict[str, 
 def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
-    onto = (refs["onto_out"], refs["onto_lse"]) if "onto_out" in refs else None
+    initial = (refs["initial_out"], refs["initial_lse"]) if "initial_out" in refs else None
     slots = TermSlots(kernel, memory) if kernel.config.split else ForwardSlots(kernel, memory)
     tiles = ForwardTiles(kernel, operands)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -169,9 +168,9 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        if kernel.config.converters:
+        if kernel.config.byte_stages:
             empty_byte_slots(slots, warpgroup)
-        consumer = ForwardConsumer(warpgroup, kernel, operands, results, slots, tiles, onto)
+        consumer = ForwardConsumer(warpgroup, kernel, operands, results, slots, tiles, initial)
         consumer.start()
         work.each(consumer)
         plgpu.wait_smem_to_gmem(0)
@@ -183,7 +182,7 @@ def _producers(kernel, operands, slots):
         kernel, operands, slots
     )
     letters = {1: ["kqv"], 2: ["kq", "v"]}[kernel.config.producers]
-    converted = ("key", "value")[: kernel.config.converters]
+    converted = ("key", "value") if kernel.config.byte_stages else ()
     return [
         *(ForwardProducer(kernel, copies, own) for own in letters),
         *(ByteConverter(kernel, operands, slots, name) for name in converted),

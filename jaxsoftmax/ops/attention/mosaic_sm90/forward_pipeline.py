@@ -98,7 +98,7 @@ class ForwardConsumer:
       results: its results by name.
       slots: what producers fill.
       tiles: the tiles.
-      onto: output and log-sum-exp of other keys, from which rows start, or None.
+      initial: output and log-sum-exp of other keys, from which rows start, or None.
     """
 
     index: Any
@@ -107,7 +107,7 @@ class ForwardConsumer:
     results: dict[str, Any]
     slots: "ForwardSlots"
     tiles: ForwardTiles
-    onto: Any
+    initial: Any
 
     def start(self) -> None:
         """Says that all slots are empty, and that the first consumer has the tensor cores first."""
@@ -151,6 +151,7 @@ class ForwardConsumer:
         plgpu.barrier_arrive(memory["v_empty"].at[stage])
 
     def wait_for_keys(self, step) -> None:
+        """Waits until the keys of a step are there."""
         plgpu.barrier_wait(self.slots.memory["k_full"].at[self.slots.stage(step)])
 
     def take_tensor_cores(self) -> None:
@@ -214,11 +215,11 @@ class ForwardRows:
 
         # Its weights.
         s = scores.masked(s, mask, self.high - 1, banded=True)
-        state, factor, weights = scores.push(start, s)
+        state, factor, p = scores.push(start, s)
         if o is not None:
             o_acc[...] = wgmma.scale_rows(o, factor)
         pl.when(self.count > 1)(lambda: consumer.wait_for_keys(steps + 1))
-        carry = (state.m, state.d, slots.rounded(scores.kept(weights, self.high - 1)), following)
+        carry = (state.m, state.d, slots.rounded(scores.kept(p, self.high - 1)), following)
 
         # The other key blocks.
         whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if scores.is_banded else None
@@ -265,22 +266,22 @@ class ForwardRows:
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["k_empty"].at[slots.stage(self.steps + i)])
         s = scores.masked(s, mask, block, banded=banded)
-        state, factor, kept = scores.push(State(m, d), s)
-        kept = scores.kept(kept, block)
-        (m, d, _), factor, kept = lax.optimization_barrier((state, factor, kept))
+        state, factor, p = scores.push(State(m, d), s)
+        p = scores.kept(p, block)
+        (m, d, _), factor, p = lax.optimization_barrier((state, factor, p))
         # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
         pl.when(i + 1 < self.count)(lambda: consumer.wait_for_keys(self.steps + i + 1))
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(self.steps + i - 1)])
         o_acc[...] = wgmma.scale_rows(o, factor)
-        return m, d, slots.rounded(kept), scores.packed(following)
+        return m, d, slots.rounded(p), scores.packed(following)
 
     def _start(self):
-        """Returns the state before the first key, of `onto` or of the sink if there is one, and its sums of values or None."""
+        """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""
         consumer, scores, kernel, tile = self.consumer, self.scores, self.consumer.kernel, self.tile
         state, o = online.identity(()), None
-        if consumer.onto is not None:
-            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.onto
+        if consumer.initial is not None:
+            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.initial
             place, left = (tile.b * length + self.first, tile.head * size), length - self.first
             o = wgmma.load_product(out, *place, (left, size), (ROWS, kernel.sizes[1]), varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
@@ -342,6 +343,7 @@ class ForwardSlots:
     memory: dict[str, Any]
 
     def stage(self, step):
+        """Returns the stage of keys and values of a step."""
         return lax.rem(step, jnp.int32(self.kernel.config.stages))
 
     def slabs(self, letter, slot) -> list[Any]:

@@ -17,13 +17,14 @@ from jaxsoftmax.ops.attention import key_blocks as blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, SWIZZLED, Arithmetic, AttentionKernel, shapes_of
 from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 
-# Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands.
+# Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands. `query_offset` is an
+# operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How a block of threads of the forward kernel works.
+    """Settings of a block of threads of the forward kernel.
 
     Attributes:
       consumers: number of consumer warpgroups, each with 64 rows of a tile.
@@ -150,12 +151,13 @@ class ForwardKernel(AttentionKernel):
         `o`, `m` and `d` in float32, where `o` has no meaning if `d` is 0.
       pages: where keys and values are if they are in pages, else None.
       bytes_dtype: dtype of keys and values if they have 8 bits; they come as int8 with the same bits then.
+      n_warpgroups: number of warpgroups of a block of threads.
       queries: number of queries.
       block_q: rows of a tile.
       blocks_q: number of blocks of rows of a head.
       blocks_kv: number of key blocks.
       sizes: head sizes of keys and values in shared memory.
-      is_ragged: True if lengths or head sizes are no multiples of a swizzled tile's, of which TMA copies several at once.
+      is_ragged: True if lengths or head sizes are no multiples of a swizzled tile's. TMA copies several such tiles at once.
       slabs: number of slabs of columns of queries and keys, and of values and the output, in shared memory.
       value_width: columns of values of one product.
       n_products: number of products of the tensor cores that multiply weights and values.
@@ -170,6 +172,7 @@ class ForwardKernel(AttentionKernel):
     bytes_dtype: str | None = None
 
     # These follow from the others.
+    n_warpgroups: int = field(init=False)
     queries: int = field(init=False)
     block_q: int = field(init=False)
     blocks_q: int = field(init=False)
@@ -190,10 +193,11 @@ class ForwardKernel(AttentionKernel):
         is_ragged = not config.split and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
         slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (1, 1)
         value_width = sizes[1] // slabs[1]
-        if config.converters and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
+        if config.byte_stages and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
             value_width = 128
         n_facts = sum(count for name, count in FACTS.items() if name in self.names)
         self._derive(
+            n_warpgroups=config.consumers + config.producers + config.converters,
             queries=n_rows // self.rows.group,
             block_q=block_q,
             blocks_q=blocks_q,
@@ -275,7 +279,7 @@ class ForwardKernel(AttentionKernel):
         copies = [slabs * (1 if self.pages is None else self.pages.of_block(config.block_kv)) for slabs in self.slabs]
         memory: dict[str, Any] = {}
         if self.by_ticket:
-            memory |= schedule.ticket_memory(1 + self.n_facts, config.consumers + config.producers + config.converters - 1)
+            memory |= schedule.ticket_memory(1 + self.n_facts, self.n_warpgroups - 1)
         if config.own_output and not config.split and self.splits == 1:
             memory |= {"o": self._slots(config.consumers, ROWS, value_size, value_slabs, box=self.rows.box)}
         if config.byte_stages:
@@ -329,7 +333,11 @@ def with_tables(names, has_reach: bool) -> frozenset[str]:
 
 
 def tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name."""
+    """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name.
+
+    Key blocks that such a mask hides cost nothing then. A mask of its own for each head would cost as much to look through as
+    it saves.
+    """
     lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.block_q, kernel.config.block_kv), {}
     if "ranges" in kernel.names:
         result["ranges"] = blocks.ranges(operands["query_segments"], operands["key_segments"], *sizes)

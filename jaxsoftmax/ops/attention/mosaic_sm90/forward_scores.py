@@ -70,6 +70,8 @@ class ForwardScores:
     def masked(self, s, mask, block, *, banded):
         """Returns the scores of a key block from its products, `-inf` for keys that are not seen.
 
+        Values are multiplied by weights of 0 there, so that NaN in values of a key block that is visited shows.
+
         Args:
           s: the products.
           mask: what `packed` returns for the key block.

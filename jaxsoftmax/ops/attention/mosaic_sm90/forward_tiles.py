@@ -112,7 +112,7 @@ class ForwardTiles:
         return tuple(map(jnp.int32, limits))
 
     def seen_whole(self, tile, first, rows):
-        """Returns the first of the key blocks of which all these rows see every key, and the one behind the last.
+        """Returns the first of the key blocks whose keys all these rows see, and the one behind the last.
 
         The end may be before the start.
         """

@@ -92,14 +92,6 @@ class AttentionKernel:
         """Bytes of shared memory of a block of threads."""
         return schedule.bytes_of(self.scratch())
 
-    def does_not_fit(self, target: Target) -> str | None:
-        """Returns why a block of threads cannot have its shared memory, in words, or None."""
-        needed = self.shared_memory
-        if needed <= target.shared_memory:
-            return None
-        sizes = f"head sizes {self.query[2]} and {self.key[2]}"
-        return f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
-
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Returns the attributes of an `AttentionKernel` that follow from the types of the operands and from the GPU."""
