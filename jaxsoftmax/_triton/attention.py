@@ -345,7 +345,8 @@ def _kept(tile, at, rows, cols, LAUNCH: tl.constexpr):
         return tile
     else:
         row, col = rows.to(tl.uint32) + tl.load(at.seeds + 2), cols.to(tl.uint32) + tl.load(at.seeds + 3)
-        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), row, col, LAUNCH.dropout)
+        DROPOUT: tl.constexpr = LAUNCH.dropout
+        kept = keep(tl.load(at.seeds), tl.load(at.seeds + 1), row, col, DROPOUT)
         return tl.where(kept, tile, 0.0)
 
 

@@ -351,7 +351,8 @@ def _loss_factors(rows, state, pointers, LAUNCH: tl.constexpr):
 @triton.jit
 def _store_tile(out, terms, state, factors, rows, start, LAUNCH: tl.constexpr):
     """Stores the results of a tile, which follow from the state of its rows, or from their sums."""
-    RESULT: tl.constexpr = LAUNCH.formula.result
+    FORMULA: tl.constexpr = LAUNCH.formula
+    RESULT: tl.constexpr = FORMULA.result
     m, d = state.m, state.d
     if RESULT == "p":
         result = online.weights(terms.entries, m[:, None], tl.abs(rows.scale)[:, None]) * (1.0 / d)[:, None]
@@ -367,9 +368,9 @@ def _store_tile(out, terms, state, factors, rows, start, LAUNCH: tl.constexpr):
         result = terms.entries * d[:, None]  # `d` holds the cotangents of the rows
     else:
         p = terms.entries
-        if LAUNCH.formula.reduces == "state":
+        if FORMULA.reduces == "state":
             p = online.weights(p, m[:, None], tl.abs(rows.scale)[:, None]) * (1.0 / (d + (m - m)))[:, None]
-        result = _loss_gradient(p, terms, (start + rows.columns)[None, :], factors, LAUNCH.formula)
+        result = _loss_gradient(p, terms, (start + rows.columns)[None, :], factors, FORMULA)
     if LAUNCH.where is not None and RESULT != "a * p + b * onehot + c":
         result = tl.where(terms.seen, result, -INF if RESULT == "log p" else 0.0)
     tl.store(_at(out, rows, start, LAUNCH), result, mask=terms.inside)
