@@ -14,7 +14,6 @@ import jaxsoftmax
 from jaxsoftmax._core import lower, primitive
 from jaxsoftmax._core import target as targets
 from jaxsoftmax._core.implementation import Implementation, Plan, ReferencePlan, Refusal
-from jaxsoftmax._core.legacy import Legacy, LegacyPlan
 from jaxsoftmax.ops import OPS
 from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
 
@@ -80,7 +79,7 @@ def test_every_generation_has_a_gpu():
 @pytest.mark.parametrize(("op", "name", "generation"), IMPLEMENTATIONS)
 def test_an_implementation_plans_each_problem_or_says_why_not(op, name, generation):
     implementation, target = loaded(op, name, generation)
-    is_adapted, planned = isinstance(implementation, Legacy), 0
+    planned = 0
     with kernels.without_triton():
         for problem in problems()[op]:
             plan = implementation.plan(problem, target)
@@ -90,7 +89,7 @@ def test_an_implementation_plans_each_problem_or_says_why_not(op, name, generati
                 plan = plan.plan
             if plan is not None:
                 planned += 1
-                check_plan(plan, is_adapted)
+                check_plan(plan)
     assert planned
 
 
@@ -100,12 +99,11 @@ def check_refusal(refusal):
     assert not (refusal.lacks_kernel and refusal.plan is not None), "there is no kernel, and here is its plan"
 
 
-def check_plan(plan: Plan, is_adapted):
-    assert isinstance(plan, LegacyPlan) == is_adapted
+def check_plan(plan: Plan):
     words = plan.describe()
     assert isinstance(words, str)
     assert "\n" not in words
-    assert is_adapted or words
+    assert words
     assert plan.remark is None or plan.remark
     assert callable(plan.run)
     with pytest.raises(AttributeError, match="cannot assign to field"):  # it is data, which nobody changes

@@ -36,7 +36,6 @@ EXEMPT = {
     "jaxsoftmax/__init__.py": "it imports names",
     "jaxsoftmax/__main__.py": "it reads the arguments of a command",
     "jaxsoftmax/ops/attention/context_parallel/__init__.py": "it has no code",
-    "jaxsoftmax/_core/legacy.py": "it goes with the last module that has no plan",
     "jaxsoftmax/ops/__init__.py": "it lists the ops",
     **{f"jaxsoftmax/ops/{op}/implementations.py": "it lists modules, as docs/support.md does" for op in _OPS},
     **{f"jaxsoftmax/_report/{name}.py": "no op uses it: it is the command's, and benchmarks use it" for name in _REPORT},
