@@ -20,7 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import arithmetic
+from jaxsoftmax._gpu.emit import SPLAT, constant, emit, fragmented, integer
 
 
 def fused(function: Callable[..., Any], static: tuple[Any, ...], arrays: Sequence[jax.Array], layout: Any) -> Any:
@@ -40,7 +41,7 @@ def fused(function: Callable[..., Any], static: tuple[Any, ...], arrays: Sequenc
     def make(*given):
         return [array.registers.flat for array in _run(traced.jaxpr, traced.consts, given, layout.to_mgpu())]
 
-    found = ptx.emit(make, arrays=[(a, layout if a.ndim else ptx.SPLAT) for a in arrays], results=kinds)
+    found = emit(make, arrays=[(a, layout if a.ndim else SPLAT) for a in arrays], results=kinds)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
@@ -62,12 +63,12 @@ _product.def_abstract_eval(lambda a, *, factor: [a, a])
 def _wide_product(array, *, factor):
     def halves(register):
         is_vector = isinstance(register.type, ir.VectorType)
-        wide = ir.VectorType.get(register.type.shape, ptx.integer(64)) if is_vector else ptx.integer(64)
+        wide = ir.VectorType.get(register.type.shape, integer(64)) if is_vector else integer(64)
         whole = arith.muli(arith.extui(wide, register), utils.c(factor, wide))
         return [arith.trunci(register.type, part) for part in (arith.shrui(whole, utils.c(32, wide)), whole)]
 
     registers = zip(*map(halves, array.registers.flat), strict=True)
-    return [ptx.fragmented(list(part), array.layout, array.shape, False) for part in registers]
+    return [fragmented(list(part), array.layout, array.shape, False) for part in registers]
 
 
 def reciprocal(a: jax.Array) -> jax.Array:
@@ -86,11 +87,11 @@ def _reciprocals(array):
     registers = []
     for register in array.registers.flat:
         for place in range(register.type.shape[0]):
-            value = llvm.extractelement(register, ptx.constant(place))
+            value = llvm.extractelement(register, constant(place))
             value = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=value.type)
-            register = llvm.insertelement(register, value, ptx.constant(place))
+            register = llvm.insertelement(register, value, constant(place))
         registers.append(register)
-    return ptx.fragmented(registers, array.layout, array.shape, None)
+    return fragmented(registers, array.layout, array.shape, None)
 
 
 def tanh(x: jax.Array) -> jax.Array:
@@ -136,7 +137,7 @@ def _constant(value):
 
 
 def _splat(value, shape, dtype):
-    return ptx.fragmented([value], plgpu.Layout.WG_SPLAT(shape).to_mgpu(), shape, utils.is_signed(dtype))
+    return fragmented([value], plgpu.Layout.WG_SPLAT(shape).to_mgpu(), shape, utils.is_signed(dtype))
 
 
 def _whole(number, shape, layout):
@@ -146,7 +147,7 @@ def _whole(number, shape, layout):
 
 def _converted(array, *, new_dtype, **params):
     if array.mlir_dtype == ir.BF16Type.get() and new_dtype == jnp.float32 and array.layout.vector_length % 2 == 0:
-        return ptx.fragmented(list(map(ptx.widened_register, array.registers.flat)), array.layout, array.shape, None)
+        return fragmented(list(map(arithmetic.widened_register, array.registers.flat)), array.layout, array.shape, None)
     return array.astype(utils.dtype_to_ir_type(new_dtype), is_signed=utils.is_signed(new_dtype))
 
 

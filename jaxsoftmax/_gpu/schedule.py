@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import tickets
 
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
@@ -237,7 +237,7 @@ class BlockTiles:
 
         def take(i):
             slot = lax.rem(i, jnp.int32(_SLOTS))
-            ptx.store_scalars(memory["ticket"], slot, [ptx.take_ticket(counter)])
+            tickets.store_scalars(memory["ticket"], slot, [tickets.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
             return memory["ticket"][slot, 0] + self.kernel.n_blocks
@@ -270,7 +270,7 @@ class BlockTiles:
         """Works by tickets in order of arrival: also the first one is of the counter."""
 
         def take():
-            return ptx.of_first_lane(ptx.take_ticket(self.counter))
+            return tickets.of_first_lane(tickets.take_ticket(self.counter))
 
         def one(carry):
             i, ticket, steps = carry
@@ -302,7 +302,7 @@ class BlockTiles:
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""
         slot = lax.rem(i, jnp.int32(_SLOTS))
         plgpu.barrier_wait(self.memory["tile_empty"].at[slot])
-        ptx.store_scalars(self.memory["tile"], slot, values)
+        tickets.store_scalars(self.memory["tile"], slot, values)
         plgpu.barrier_arrive(self.memory["tile_full"].at[slot])
 
     def _each_told(self, work):
@@ -315,7 +315,7 @@ class BlockTiles:
             if self.counter is None:
                 values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
             else:
-                values = ptx.load_scalars(memory["tile"], slot)
+                values = tickets.load_scalars(memory["tile"], slot)
             plgpu.barrier_arrive(memory["tile_empty"].at[slot])
             return values
 

@@ -19,8 +19,23 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, emit, fragmented, i64, integer
+from jaxsoftmax._gpu.emit import (
+    WARP,
+    WARPS,
+    Vector,
+    address_of,
+    both,
+    compare,
+    constant,
+    emit,
+    fragmented,
+    gather,
+    i64,
+    integer,
+    load_words,
+    thread,
+    words_of,
+)
 
 # A register has four elements of a row, from column `4 * (lane % 4)` on in steps of 16. Rows are those of a product.
 BYTES_LAYOUT = plgpu.Layout.WGMMA_8BIT
@@ -202,9 +217,9 @@ def load_product(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple
         for pair in _pairs(ref, scalars, shape[1], itemsize, varies, transposed):
             if varies[1] and not transposed and ref.type.shape[1] % 2 == 0:
                 address, offset, inside = pair[0]
-                registers.append(ptx.Vector(address, offset, itemsize, inside).load(register))
+                registers.append(Vector(address, offset, itemsize, inside).load(register))
             else:
-                registers.append(ptx.gather(register, itemsize, *zip(*pair, strict=True)))
+                registers.append(gather(register, itemsize, *zip(*pair, strict=True)))
         return registers
 
     return emit(load, ref, (row, col, *limits), results=_kind(shape, dtype))
@@ -224,7 +239,7 @@ def store_product(ref, row, col, limits, values: jax.Array) -> None:
         *scalars, values = scalars_and_values
         pairs = _pairs(ref, scalars, values.shape[1], itemsize)
         for register, ((address, offset, inside), _) in zip(values.registers.flat, pairs, strict=True):
-            ptx.Vector(address, offset, itemsize, inside).store(register)
+            Vector(address, offset, itemsize, inside).store(register)
 
     emit(store, ref, (row, col, *limits), [(values, _PRODUCT)])
 
@@ -248,7 +263,7 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
         entry = arith.muli(i64(arith.addi(first[0], at[0]) if varies[0] else first[0]), i64(width))
         if varies[1]:
             entry = arith.addi(entry, i64(arith.addi(first[1], at[1])))
-        addresses.append(arith.addi(ptx.address_of(ref), arith.muli(entry, i64(itemsize))))
+        addresses.append(arith.addi(address_of(ref), arith.muli(entry, i64(itemsize))))
     step = itemsize * (width, 1)[along] if varies[along] else 0
     for index in range(count // 8 * 2):
         columns = range(index // 2 * 8, index // 2 * 8 + 2)
@@ -266,7 +281,7 @@ def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bo
         *scalars, values = scalars_and_values
         pairs = list(_pairs(ref, scalars, values.shape[1], 4, varies, transposed=True))
         elements = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in values.registers.flat]
-        lane = arith.remui(ptx.thread(), constant(WARP))
+        lane = arith.remui(thread(), constant(WARP))
         # Rows of the product are columns of `ref`: 8 lanes have 8 of them, and each lane two.
         if not varies[1]:
             pairs, halves = pairs[::2], zip(elements[::2], elements[1::2], strict=True)
@@ -324,16 +339,16 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
             here = arith.addi(own_row, arith.muli(arith.divui(place, constant(count)), constant(8)))
             inside = compare("slt", here, rows)
             entry = arith.muli(i64(arith.addi(first_row, here) if varies[0] else first_row), i64(ref.type.shape[1]))
-            address = arith.addi(ptx.address_of(ref), entry)
+            address = arith.addi(address_of(ref), entry)
             if not varies[1]:
-                value = ptx.load_words(address, 0, inside, ir.VectorType.get((1,), integer(8)))
+                value = load_words(address, 0, inside, ir.VectorType.get((1,), integer(8)))
                 return [arith.muli(arith.extui(integer(32), llvm.extractelement(value, constant(0))), constant(-1))]
             start = arith.muli(arith.remui(place, constant(count)), constant(32))
             address = arith.addi(address, i64(arith.addi(first_col, start)))
-            words, limit, pieces = ptx.words_of(ir.VectorType.get((step,), integer(8))), arith.subi(cols, start), []
+            words, limit, pieces = words_of(ir.VectorType.get((step,), integer(8))), arith.subi(cols, start), []
             for offset in range(0, 32, step):
                 is_inside = both(inside, compare("sgt", limit, constant(offset)))
-                loaded = ptx.load_words(address, offset, is_inside, words)
+                loaded = load_words(address, offset, is_inside, words)
                 pieces += [llvm.extractelement(loaded, constant(k)) for k in range(loaded.type.shape[0])]
             return pieces if step >= 4 else [_bits([arith.extui(integer(32), piece) for piece in pieces], step)]
 
@@ -413,14 +428,14 @@ def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.A
         register: Any = layout.to_mgpu().registers_element_type(ref.type.element_type)
         position = _product_position()[axis]
         start = arith.addi(i64(first), i64(position))
-        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
         left = arith.subi(limit, position)
         registers = []
         for index in range(shape[1] // 8 if axis else 2):
             places = [index * 8 + e for e in range(register.shape[0])]
             inside = [compare("sgt", left, constant(place)) for place in places]
             offsets = [place * itemsize for place in places]
-            registers.append(ptx.gather(register, itemsize, [address] * len(places), offsets, inside))
+            registers.append(gather(register, itemsize, [address] * len(places), offsets, inside))
         return registers
 
     return emit(load, ref, (first, limit), results=plgpu.ShapeDtypeStruct((shape[axis],), ref.dtype, layout=layout))
@@ -436,11 +451,11 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     def store(ref, first, limit, values):
         row, col = _product_position()
         start = arith.addi(i64(first), i64(row))
-        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
         left = arith.subi(limit, row)
         for index, register in enumerate(values.registers.flat):
             inside = both(compare("eq", col, constant(0)), compare("sgt", left, constant(index * 8)))
-            ptx.Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
+            Vector(address, index * 8 * itemsize, itemsize, inside).store(register)
 
     emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
 

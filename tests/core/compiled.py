@@ -35,7 +35,7 @@ from jaxlib.mlir import ir
 import jaxsoftmax
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax._gpu.ptx import WARP
+from jaxsoftmax._gpu.emit import WARP
 from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax.ops.attention import mosaic_sm90 as attention
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode

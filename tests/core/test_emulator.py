@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from jaxlib.mlir.dialects import arith
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.emit import address_of, constant, emit, i64, shared_address, utils
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.ptx import constant, utils
 
 from ..support.emulator import emulated
 
@@ -18,14 +17,12 @@ def run(asm):
     """What the threads of two warpgroups store, by PTX of $0, where it goes, $1, their number, and $2, shared memory."""
 
     def body(out, shared):
-        def emit(out, shared):
+        def store(out, shared):
             thread = utils.thread_idx()
-            place = arith.addi(ptx.address_of(out), arith.muli(ptx.i64(thread), ptx.i64(4)))
-            utils.inline_ptx(
-                asm, place, thread, ptx.shared_address(shared, constant(0)), has_side_effects=True, convergent=True
-            )
+            place = arith.addi(address_of(out), arith.muli(i64(thread), i64(4)))
+            utils.inline_ptx(asm, place, thread, shared_address(shared, constant(0)), has_side_effects=True, convergent=True)
 
-        ptx.emit(emit, (out, shared))
+        emit(store, (out, shared))
 
     def f():
         return kernel_of(

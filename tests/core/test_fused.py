@@ -10,12 +10,12 @@ import pytest
 from jax import lax
 
 from jaxsoftmax._gpu import fused as module
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.emit import WARP, WARPS, of_warps
 from jaxsoftmax._gpu.fused import fused
 from jaxsoftmax._gpu.kernel import kernel_of
 
-LAYOUT = ptx.of_warps(2)
-ROWS, SIZE = ptx.WARPS, 2 * ptx.WARP
+LAYOUT = of_warps(2)
+ROWS, SIZE = WARPS, 2 * WARP
 
 
 def arithmetic(bound, x, narrow, columns, factor):

@@ -219,12 +219,11 @@ def fakes(run):
         counters, index = entry(counters, index)
         return np.int32(counters[index])
 
-    ptx = types.SimpleNamespace(
-        await_copies=await_copies,
+    sync = types.SimpleNamespace(await_copies=await_copies, end_copies=end_copies)
+    tickets = types.SimpleNamespace(
         await_pairs=await_pairs,
         await_row=await_row,
         add_one_of_block=lambda counters, index, told: add(counters, index),
-        end_copies=end_copies,
         load_int=load_int,
         publish_pair=publish_pair,
         store_by_first_thread=store_by_first_thread,
@@ -244,7 +243,7 @@ def fakes(run):
         return run.memory[run.local.block.device]
 
     pl = types.SimpleNamespace(get_global=get_global, when=lambda is_true: lambda f: f() if is_true else None)
-    return {"ptx": ptx, "lax": lax, "pl": pl, "jnp": np}
+    return {"sync": sync, "tickets": tickets, "lax": lax, "pl": pl, "jnp": np}
 
 
 def while_loop(goes_on, step, carry):
@@ -330,7 +329,8 @@ def test_a_copy_that_has_not_arrived_is_noticed(run, monkeypatch):
 
     def too_early(found):
         changed = in_order(found)
-        changed["ptx"].await_copies = lambda but=0, wait=changed["ptx"].await_copies: wait(but + 1)
+        sync = changed["sync"]
+        sync.await_copies = lambda but=0, wait=sync.await_copies: wait(but + 1)
         return changed
 
     monkeypatch.setitem(globals(), "fakes", too_early)

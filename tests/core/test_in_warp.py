@@ -38,7 +38,7 @@ class Machine:
             "both": lambda a, b: b if a is None else a if b is None else a & b,
             "integer": lambda bits: bits // 8,
             "ir": SimpleNamespace(VectorType=words),
-            "ptx": SimpleNamespace(**here),
+            **here,
             "utils": SimpleNamespace(thread_idx=lambda: THREADS, bytewidth=lambda size: size),
             "Vector": self.vector,
         }.items():

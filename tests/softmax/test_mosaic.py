@@ -24,8 +24,8 @@ from jaxsoftmax import explain
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax._gpu import ptx
 from jaxsoftmax._gpu import rows as row_kernels
+from jaxsoftmax._gpu import sync
 from jaxsoftmax._gpu.rows.columns import ColumnTile, places_of_vector
 from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.kernel import RowKernel, Whole
@@ -282,8 +282,8 @@ def test_problems_know_how_often_kernels_exchange(name, plan, monkeypatch):
         monkeypatch.setattr(
             tile, "_exchange", lambda self, number, *parts, own=exchange: numbers.append(number) or own(self, number, *parts)
         )
-    wait = ptx.cluster_wait
-    monkeypatch.setattr(ptx, "cluster_wait", lambda: waits.append(wait()))
+    wait = sync.cluster_wait
+    monkeypatch.setattr(sync, "cluster_wait", lambda: waits.append(wait()))
     lower(name, shape, "float32", axes=(1,), rows=plan)
     problem = plans.problem_of(name, plans.operands_of(name, shape, "float32", axes=(1,)), axes=(1,))
     assert numbers == list(range(problem.rows.n_exchanges))

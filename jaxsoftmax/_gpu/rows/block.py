@@ -14,7 +14,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import sync
 from jaxsoftmax._gpu.rows.kernel import RowKernel, Scratch, scratch_of
 from jaxsoftmax._gpu.rows.memory import RowMemory
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
@@ -35,15 +35,15 @@ def launch(kernel: RowKernel, plan: RowPlan) -> list[jax.Array]:
         memory = RowMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows, exact, rank)
         tile = RowTile(memory, scratch.exchange, scratch.pushed, scratch.order)
         if plan.cluster > 1:
-            ptx.prepare_pushes(scratch.pushed)
+            sync.prepare_pushes(scratch.pushed)
         if slots:
             copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
             memory.copy_in(*copies)
-            ptx.await_copies()
+            sync.await_copies()
             memory.fill_around(*copies)
         kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
         if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
-            ptx.cluster_wait()
+            sync.cluster_wait()
 
     scratch = Scratch()
     if plan.takes_block:

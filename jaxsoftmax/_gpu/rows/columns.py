@@ -28,8 +28,24 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, Vector, both, compare, constant, i64, utils
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import (
+    WARP,
+    WARPS,
+    Vector,
+    address_of,
+    both,
+    compare,
+    constant,
+    emit,
+    gather,
+    i64,
+    load_words,
+    shared_address,
+    unknown,
+    utils,
+    words_of,
+)
 from jaxsoftmax._gpu.rows.kernel import RowKernel, scratch_of
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, Steps, filled, placed
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, Storage
@@ -51,13 +67,13 @@ def launch(kernel: RowKernel, plan: ColumnPlan) -> list[jax.Array]:
         memory = ColumnMemory(plan, lax.axis_index("block") * jnp.int32(1), n_tiles, rank=rank)
         tile = ColumnTile(memory, scratch.exchange, scratch.pushed)
         if plan.cluster > 1:
-            ptx.prepare_pushes(scratch.pushed)
+            sync.prepare_pushes(scratch.pushed)
         if slots:
             memory.copy_in([operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots)))
-            ptx.await_copies()
+            sync.await_copies()
         kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
         if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
-            ptx.cluster_wait()
+            sync.cluster_wait()
 
     in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]
     view = (problem.outer * plan.cols, plan.inner)
@@ -79,11 +95,11 @@ class ColumnMemory(Memory):
         def load(slot, step):
             register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
             place = arith.addi(utils.thread_idx(), arith.muli(step, constant(plan.threads)))
-            address = ptx.shared_address(slot, arith.muli(place, constant(plan.vector * itemsize)))
-            return [vector.bitcast(register, ptx.load_words(address, 0, None, ptx.words_of(register), space="shared"))]
+            address = shared_address(slot, arith.muli(place, constant(plan.vector * itemsize)))
+            return [vector.bitcast(register, load_words(address, 0, None, words_of(register), space="shared"))]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
-        return held(lambda step: ptx.emit(load, slot, [self.stage * plan.steps + step], results=kind))
+        return held(lambda step: emit(load, slot, [self.stage * plan.steps + step], results=kind))
 
     def load_row(self, ref) -> jax.Array:
         plan = self.plan
@@ -93,21 +109,21 @@ class ColumnMemory(Memory):
             return [self._of_row(ref, place)[0].load(register)]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape[:1], ref.dtype, layout=plan.row_layout)
-        return ptx.emit(load, ref, self.place, results=kind)
+        return emit(load, ref, self.place, results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
         def store(ref, row, rank, values):
             entry, first = self._of_row(ref, (row, rank))
             Vector(entry.address, 0, entry.itemsize, both(entry.inside, first)).store(values.registers.flat[0])
 
-        ptx.emit(store, ref, self.place, [(values, self.plan.row_layout)])
+        emit(store, ref, self.place, [(values, self.plan.row_layout)])
 
     def _of_row(self, ref, place):
         """Returns the vector of a thread's rows in `ref`, `[outer * inner]`, and whether the thread is their first one."""
         plan, itemsize = self.plan, utils.bytewidth(ref.type.element_type)
         outer, col, place_along, inside = self._own(place)
         start = arith.addi(arith.muli(i64(outer), i64(plan.inner)), i64(col))
-        address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(itemsize)))
+        address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
         return Vector(address, 0, itemsize, inside), compare("eq", place_along, constant(0))
 
     def places(self, place, step):
@@ -147,7 +163,7 @@ class ColumnMemory(Memory):
             col = placed(across, col) if count is None else constant(0)
         entry = arith.addi(arith.muli(i64(outer), i64(plan.cols)), i64(along))
         start = arith.addi(arith.muli(entry, i64(apart)), i64(col))
-        base = i64(0) if ref is None else ptx.address_of(ref)
+        base = i64(0) if ref is None else address_of(ref)
         yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside, apart, places
 
     def _vector(self, step, start, itemsize, whole=False, singly=False):
@@ -197,7 +213,7 @@ class _Repeated(Vector):
         count = len(self.places)
         kind = ir.VectorType.get((count,), register.element_type)
         addresses = [arith.addi(self.address, i64(place)) for place in self.places]
-        loaded = ptx.gather(kind, 1, addresses, [self.offset] * count, [self.inside] * count, bits, policy)
+        loaded = gather(kind, 1, addresses, [self.offset] * count, [self.inside] * count, bits, policy)
         if count == 1:
             return vector.broadcast(register, llvm.extractelement(loaded, constant(0)))
         return loaded
@@ -223,18 +239,18 @@ class ColumnTile(Tile):
         """
         plan = self.memory.plan
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
-        width = ptx.WARPS * plan.width
+        width = WARPS * plan.width
         for slot, part in zip(slots, parts, strict=True):
             compat.store(slot.at[pl.ds(self.memory.group() * width, width)], part)
-        ptx.block_barrier()
+        sync.block_barrier()
         parts = function(plan.warps, *(functools.partial(self._load_kth, slot, 0, plan.warps) for slot in slots))
         if plan.cluster == 1:
             return parts
         if number == 0:
-            ptx.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
+            sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
         for slot, part in zip(slots, parts, strict=True):
-            ptx.push_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.pushed, number)
-        ptx.await_pushes(self.pushed, number, 4 * len(parts) * plan.blocks * plan.width)
+            sync.push_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.pushed, number)
+        sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.blocks * plan.width)
         return function(plan.blocks, *(functools.partial(self._load_kth, slot, plan.warps, plan.blocks) for slot in slots))
 
     # Merges of `count` values of each row, those of warps or of blocks. A place along the rows takes several of them, the k-th
@@ -268,7 +284,7 @@ class ColumnTile(Tile):
         turns = self._turns(count)
         if turns <= _AT_ONCE:
             return functools.reduce(function, map(values, range(turns)), self.accumulator(start))
-        return lax.fori_loop(0, ptx.unknown(turns), lambda k, total: function(total, values(k)), self.accumulator(start))
+        return lax.fori_loop(0, unknown(turns), lambda k, total: function(total, values(k)), self.accumulator(start))
 
     def _load_kth(self, slot, start, count, k, fill, space="shared"):
         """Loads the values that places take in turn k, of `count` in `slot` from the `start`-th on; `space` may be global."""
@@ -282,15 +298,15 @@ class ColumnTile(Tile):
             index = arith.addi(start, index)
             if space == "shared":
                 place = arith.addi(arith.muli(index, constant(plan.width)), first)
-                address = ptx.shared_address(slot, arith.muli(place, constant(4)))
+                address = shared_address(slot, arith.muli(place, constant(4)))
             else:
                 address = self._address_of_state(slot, index, first)
             register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
-            words = ptx.words_of(register)
-            return [vector.bitcast(register, ptx.load_words(address, 0, inside, words, bits, space=space))]
+            words = words_of(register)
+            return [vector.bitcast(register, load_words(address, 0, inside, words, bits, space=space))]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, jnp.float32, layout=plan.layout)
-        return ptx.emit(load, slot, [start, count, k], results=kind)
+        return emit(load, slot, [start, count, k], results=kind)
 
     # States in global memory, for tiles that the grid shares.
 
@@ -311,11 +327,11 @@ class ColumnTile(Tile):
                 Vector(self._address_of_state(ref, number, first), 0, 4, is_first).store(value.registers.flat[0])
 
         rows = [(value, self.memory.plan.row_layout) for value in values]
-        ptx.emit(store, tuple(_parts(states)[: len(values)]), [number], rows)
+        emit(store, tuple(_parts(states)[: len(values)]), [number], rows)
 
     def _address_of_state(self, ref, number, first):
         place = arith.addi(arith.muli(i64(number), i64(self.memory.plan.width)), i64(first))
-        return arith.addi(ptx.address_of(ref), arith.muli(place, i64(4)))
+        return arith.addi(address_of(ref), arith.muli(place, i64(4)))
 
 
 def _parts(states):

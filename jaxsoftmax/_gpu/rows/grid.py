@@ -45,7 +45,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import sync, tickets
 from jaxsoftmax._gpu.rows.columns import ColumnMemory, ColumnTile
 from jaxsoftmax._gpu.rows.kernel import RowKernel, scratch_of
 from jaxsoftmax._gpu.rows.memory import Memory, RowMemory, Steps
@@ -308,7 +308,7 @@ class Slices:
         row = lax.div(ticket, jnp.int32(blocks))
         count = jnp.where(ticket < 0, 0, slices)
         end, index = (row + 1) * blocks, 2 + 2 * row * slices
-        complete, *parts = ptx.await_pairs(counters, index, count, slices, self.plan.threads, end, _PATIENCE, self._scope)
+        complete, *parts = tickets.await_pairs(counters, index, count, slices, self.plan.threads, end, _PATIENCE, self._scope)
         return complete == 1, State(*parts)
 
     def unpublished(self, memory) -> Any:
@@ -325,7 +325,7 @@ class Slices:
         if self.devices.count > 1:
             place = lax.div(ticket, blocks) * self._n_slices + self.devices.rank() * blocks + lax.rem(ticket, blocks)
         for ref in [*self.devices.others(counters), counters]:
-            ptx.publish_pair(ref, 2 + 2 * place, pair, self._scope)
+            tickets.publish_pair(ref, 2 + 2 * place, pair, self._scope)
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class ColumnSlices(Slices):
         row = lax.div(ticket, jnp.int32(plan.blocks))
 
         def look():
-            return ptx.await_row(counters, row, plan.groups, plan.blocks, _PATIENCE, self.answer)
+            return tickets.await_row(counters, row, plan.groups, plan.blocks, _PATIENCE, self.answer)
 
         return lax.cond(ticket < 0, lambda: jnp.int32(1), look) == 1, None
 
@@ -371,14 +371,14 @@ class ColumnSlices(Slices):
         start = group * plan.group
         size = jnp.minimum(plan.group, plan.blocks - start)
         place = 1 + self.count + row * plan.groups + group
-        arrived = ptx.add_one_of_block(counters, place, self.answer)
+        arrived = tickets.add_one_of_block(counters, place, self.answer)
 
         @pl.when(arrived == size - 1)
         def _():
             if state:
                 merged = tile.merge_states(function, self.states, ticket - rank + start, size, plan.group)
                 tile.store_state(self.states, self._group_of(row, group), merged)
-            ptx.add_one_of_block(counters, 1 + row, self.answer)
+            tickets.add_one_of_block(counters, 1 + row, self.answer)
 
     def _group_of(self, row, group):
         """Returns the number of the state of a group: after those of all slices."""
@@ -410,18 +410,18 @@ class _Worker:
 
     def take(self):
         """Takes the next ticket."""
-        return ptx.tell(ptx.take_ticket(self.counters, of_block=True), self.slices.answer)
+        return tickets.tell(tickets.take_ticket(self.counters, of_block=True), self.slices.answer)
 
     def start(self, ticket, stage):
         """Starts the copies of a ticket's slice to a stage of shared memory."""
         is_left = ticket < jnp.int32(self.slices.n_tickets)
         pl.when(is_left)(lambda: self.copy_in(self.slices.memory(ticket, stage)))
-        ptx.end_copies()  # also if no ticket is left, because groups of copies are counted
+        sync.end_copies()  # also if no ticket is left, because groups of copies are counted
 
     def publish(self, ticket, stage):
         """Publishes the state of a ticket's slice."""
         tile = self.slices.unpublished(self.slices.memory(ticket, stage))
-        ptx.await_copies()
+        sync.await_copies()
         self.fill_around(tile.memory)  # not needed again where results are computed
         self.body(tile)
         self.slices.publish(self.counters, ticket, tile)
@@ -429,7 +429,7 @@ class _Worker:
     def finish(self, ticket, stage, states):
         """Computes and stores the results of a ticket's slice."""
         tile = self.slices.complete(self.slices.memory(ticket, stage), states)
-        ptx.await_copies(but=1)  # those of the following ticket
+        sync.await_copies(but=1)  # those of the following ticket
         self.store(tile, self.body(tile))
 
     def put_back(self, turn: Turn) -> Turn:
@@ -444,7 +444,7 @@ class _Worker:
         self.start(new, 1 - stage)
 
         def replaced():
-            ptx.store_by_first_thread(self.counters, self.slices._n_counters + ticket, last)
+            tickets.store_by_first_thread(self.counters, self.slices._n_counters + ticket, last)
             return Turn(following, new, no, no, ticket, 1 - stage)
 
         is_left = new < jnp.int32(self.slices.n_tickets)
@@ -453,21 +453,21 @@ class _Worker:
     def go_on(self, turn: Turn) -> Turn:
         """Publishes the following ticket, and finishes the one at hand if its row is complete."""
         ticket, following, is_published, _, last, stage = turn
-        no, yes, tickets = jnp.bool_(_NO), jnp.bool_(_YES), jnp.int32(self.slices.n_tickets)
+        no, yes, n_tickets = jnp.bool_(_NO), jnp.bool_(_YES), jnp.int32(self.slices.n_tickets)
         pl.when(jnp.logical_not(is_published))(lambda: self.publish(following, stage))
         is_complete, states = self.slices.look(self.counters, ticket)
         # A new ticket is asked for before results are stored, because an answer takes a while.
         takes = jnp.logical_and(is_complete, last < 0)
-        asked = lax.cond(takes, lambda: ptx.take_ticket(self.counters, of_block=True), lambda: jnp.int32(0))
+        asked = lax.cond(takes, lambda: tickets.take_ticket(self.counters, of_block=True), lambda: jnp.int32(0))
         pl.when(jnp.logical_and(ticket >= 0, is_complete))(lambda: self.finish(ticket, 1 - stage, states))
 
         def finished():
             def again():
-                return last, yes, ptx.load_int(self.counters, self.slices._n_counters + last)
+                return last, yes, tickets.load_int(self.counters, self.slices._n_counters + last)
 
             def fresh():
-                ticket = ptx.tell(asked, self.slices.answer)
-                return ticket, ticket >= tickets, jnp.int32(_NONE)
+                ticket = tickets.tell(asked, self.slices.answer)
+                return ticket, ticket >= n_tickets, jnp.int32(_NONE)
 
             ticket, is_published, rest = lax.cond(last >= 0, again, fresh)
             self.start(ticket, 1 - stage)

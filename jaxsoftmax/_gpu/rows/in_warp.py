@@ -24,8 +24,24 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, integer, utils
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import (
+    WARP,
+    WARPS,
+    Vector,
+    address_of,
+    both,
+    compare,
+    constant,
+    emit,
+    gather,
+    i64,
+    integer,
+    load_words,
+    shared_address,
+    store_words,
+    utils,
+)
 from jaxsoftmax._gpu.rows.kernel import RowKernel, Scratch
 from jaxsoftmax._gpu.rows.memory import RowMemory, Steps, filled
 from jaxsoftmax._gpu.rows.plan import RowPlan
@@ -136,35 +152,35 @@ class StagedMemory(RowMemory):
             for ref, slot in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
                 _Piece(self, ref, slot, row).copy_in()
 
-        ptx.emit(copy, (*refs, *slots), [self.row])
+        emit(copy, (*refs, *slots), [self.row])
 
     def copy_out(self, slots, refs) -> None:
         """Copies results from `slots` to where they belong, once all threads have stored theirs."""
-        ptx.block_barrier()
+        sync.block_barrier()
 
         def copy(*operands):
             *operands, row = operands
             for slot, ref in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
                 _Piece(self, ref, slot, row).copy_out()
 
-        ptx.emit(copy, (*slots, *refs), [self.row])
+        emit(copy, (*slots, *refs), [self.row])
 
     def hold(self, ref, fill, slot, dtype) -> Steps:
         plan, bits = self.plan, filled(fill, ref.dtype)
-        ptx.await_copies()
-        ptx.block_barrier()  # threads read what others have copied
+        sync.await_copies()
+        sync.block_barrier()  # threads read what others have copied
 
         def load(slot, row):
             register = plan.layout.to_mgpu().registers_element_type(slot.type.element_type)
             size = plan.word * utils.bytewidth(slot.type.element_type)
 
             def at(address, offsets, inside):
-                return ptx.gather(register, size, [address] * plan.words, offsets, inside, bits, space="shared")
+                return gather(register, size, [address] * plan.words, offsets, inside, bits, space="shared")
 
             return [[at(*place) for place in self._places(slot, row, i)] for i in range(plan.steps)]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
-        held = ptx.emit(load, slot, [self.row], results=[kind] * plan.steps)
+        held = emit(load, slot, [self.row], results=[kind] * plan.steps)
         return lambda step: held[step].astype(dtype)
 
     def store(self, ref, step, values: jax.Array) -> None:
@@ -179,9 +195,9 @@ class StagedMemory(RowMemory):
                 words = vector.bitcast(ir.VectorType.get((plan.words,), kind), register)
                 for k, (offset, own) in enumerate(zip(offsets, inside, strict=True)):
                     value = vector.broadcast(word, llvm.extractelement(words, constant(k)))
-                    ptx.store_words(address, offset, own, value, "shared")
+                    store_words(address, offset, own, value, "shared")
 
-        ptx.emit(store, ref, [self.row], [(values, plan.layout)])
+        emit(store, ref, [self.row], [(values, plan.layout)])
 
     # No plan for masks along the columns, or for scales, which ask for `inside`, has such rows.
 
@@ -202,7 +218,7 @@ class StagedMemory(RowMemory):
         inside = [None if every else compare("ult", own, end) for every, end in zip(whole, ends, strict=True)]
         for local in self._local_rows():
             start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), own), before)
-            address = ptx.shared_address(slot, arith.muli(start, constant(itemsize)))
+            address = shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 
     def places(self, place, step):
@@ -274,8 +290,8 @@ class _Piece:
         self.end = arith.addi(self.before, arith.minui(left, constant(plan.piece)))
         self.left = arith.addi(self.before, left)
         start = arith.subi(start, i64(self.before))
-        self.address = arith.addi(ptx.address_of(ref), arith.muli(start, i64(self.itemsize)))
-        self.target = ptx.shared_address(slot, constant(0))
+        self.address = arith.addi(address_of(ref), arith.muli(start, i64(self.itemsize)))
+        self.target = shared_address(slot, constant(0))
 
     def copy_in(self):
         """Starts copies of all vectors that the piece touches, with neighbours' elements, but nothing outside the array."""
@@ -298,9 +314,9 @@ class _Piece:
         vectors = list(self._inside(first, last))
         for k in range(0, len(vectors), _AT_ONCE):
             some = vectors[k : k + _AT_ONCE]
-            loaded = [ptx.load_words(target, offset, inside, words, space="shared") for offset, inside in some]
+            loaded = [load_words(target, offset, inside, words, space="shared") for offset, inside in some]
             for (offset, inside), value in zip(some, loaded, strict=True):
-                ptx.store_words(address, offset, inside, value)
+                store_words(address, offset, inside, value)
         if self.ragged:
             self._copy_elements(constant(0), "shared")
         if self.ragged or not self.whole:
@@ -332,6 +348,6 @@ class _Piece:
         address, target = arith.addi(address, i64(start)), arith.addi(target, start)
         word = ir.VectorType.get((1,), integer(8 * self.itemsize))
         if source == "global":
-            ptx.store_words(target, 0, inside, ptx.load_words(address, 0, inside, word), space="shared")
+            store_words(target, 0, inside, load_words(address, 0, inside, word), space="shared")
         else:
-            ptx.store_words(address, 0, inside, ptx.load_words(target, 0, inside, word, space="shared"))
+            store_words(address, 0, inside, load_words(target, 0, inside, word, space="shared"))

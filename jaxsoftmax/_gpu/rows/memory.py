@@ -22,8 +22,25 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core import compat
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, Vector, both, compare, constant, i64, utils
+from jaxsoftmax._gpu import arithmetic, sync, tickets
+from jaxsoftmax._gpu.emit import (
+    SPLAT,
+    WARP,
+    WARPS,
+    Vector,
+    address_of,
+    both,
+    compare,
+    constant,
+    emit,
+    i64,
+    integer,
+    load_words,
+    of_threads,
+    shared_address,
+    utils,
+    words_of,
+)
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
 
 # Values that are as large as the rows: a function of a step to the elements of that step. What is computed from it twice need
@@ -53,7 +70,7 @@ class Elements:
     def converted(self, elements: jax.Array) -> jax.Array:
         """Converts elements from the dtype in memory."""
         if self.of == jnp.bfloat16 and self.dtype == jnp.float32 and self.in_words:
-            return ptx.widened(elements, self.plan.layout)
+            return arithmetic.widened(elements, self.plan.layout)
         return elements.astype(self.dtype)
 
     @property
@@ -63,7 +80,7 @@ class Elements:
 
     def maximum(self, steps: Iterable[jax.Array]) -> jax.Array:
         """Computes the maximum at each place over steps, in the dtype in memory; only if elements are `in_words`."""
-        return functools.reduce(functools.partial(ptx.maximum, layout=self.plan.layout), steps)
+        return functools.reduce(functools.partial(arithmetic.maximum, layout=self.plan.layout), steps)
 
 
 @dataclass(frozen=True)
@@ -154,16 +171,16 @@ class Memory:
                 register = plan.layout.to_mgpu().registers_element_type(ref.type.element_type)
                 (start,) = self._starts(ref, (row, rank), itemsize)
                 size = plan.vector * itemsize
-                last = arith.addi(ptx.address_of(ref), i64(math.prod(ref.type.shape) * itemsize - size))
+                last = arith.addi(address_of(ref), i64(math.prod(ref.type.shape) * itemsize - size))
                 place = arith.addi(utils.thread_idx(), arith.muli(stage, constant(plan.steps * plan.threads)))
-                target = ptx.shared_address(slot, arith.muli(place, constant(size)))
+                target = shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(plan.steps):
                     own = self._vector(step, start, itemsize)
                     copies.append((own, register, target, step * plan.threads * size, fill, last))
             function(copies)
 
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
-        ptx.emit(make, (*refs, *slots), [*self.place, self.stage])
+        emit(make, (*refs, *slots), [*self.place, self.stage])
 
     # From memory to registers, and back.
 
@@ -197,7 +214,7 @@ class Memory:
                 self._vector(at[0] if at else step, start, itemsize).store(register)
 
         scalars = self.place if isinstance(step, int) else [*self.place, step]
-        ptx.emit(store, ref, scalars, [(values, self.plan.layout)])
+        emit(store, ref, scalars, [(values, self.plan.layout)])
 
     def _load(self, ref, dtype, fill, source=None, step=None) -> list[jax.Array]:
         """Loads an array for each step from `ref` in global memory; without `ref`, flags of the elements that are of a row.
@@ -214,7 +231,7 @@ class Memory:
             policy = None
             if source is not None:  # other blocks load it too: the L2 cache should rather keep it than what passes through
                 asm = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
-                policy = utils.inline_ptx(asm, result_types=ptx.integer(64))
+                policy = utils.inline_ptx(asm, result_types=integer(64))
 
             # Rows that repeat are not aligned as the rows of the scores are.
             singly = source is not None and not self._has_whole_vectors
@@ -231,7 +248,7 @@ class Memory:
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, dtype, layout=plan.layout)
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
-        return ptx.emit(load, ref, scalars, results=[kind] * (plan.steps if step is None else 1))
+        return emit(load, ref, scalars, results=[kind] * (plan.steps if step is None else 1))
 
     @property
     def _has_whole_vectors(self) -> bool:
@@ -246,18 +263,18 @@ class Memory:
         def add(row, rank, step, values, columns, addends):
             places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
-            return [ptx.plus_where(register, *own) for register, *own in registers]
+            return [arithmetic.plus_where(register, *own) for register, *own in registers]
 
-        of_rows = plan.row_layout if columns.ndim else ptx.SPLAT
+        of_rows = plan.row_layout if columns.ndim else SPLAT
         arrays = [(values, plan.layout), (columns, of_rows), (addends, of_rows)]
         kind = plgpu.ShapeDtypeStruct(plan.shape, jnp.float32, layout=plan.layout)
-        return ptx.emit(add, None, [*self.place, step], arrays, results=kind)
+        return emit(add, None, [*self.place, step], arrays, results=kind)
 
     def columns(self, step) -> jax.Array:
         """Returns the columns of the elements of a step, int32."""
 
         def make(row, rank, step):
-            kind, vectors = ir.VectorType.get((self.plan.vector,), ptx.integer(32)), []
+            kind, vectors = ir.VectorType.get((self.plan.vector,), integer(32)), []
             for places in self.places((row, rank), step):
                 columns = llvm.mlir_undef(kind)
                 for q, (first, offset) in enumerate(places):
@@ -266,7 +283,7 @@ class Memory:
             return vectors
 
         kind = plgpu.ShapeDtypeStruct(self.plan.shape, jnp.int32, layout=self.plan.layout)
-        return ptx.emit(make, None, [*self.place, step], results=kind)
+        return emit(make, None, [*self.place, step], results=kind)
 
 
 @dataclass(frozen=True)
@@ -331,7 +348,7 @@ class RowMemory(Memory):
             return [entry.load(register) for entry in self._row_entries(ref, row, itemsize)]
 
         kind = plgpu.ShapeDtypeStruct((plan.rows,), ref.dtype, layout=plan.row_layout)
-        return ptx.emit(load, ref, [self.row], results=kind)
+        return emit(load, ref, [self.row], results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
         plan, itemsize = self.plan, values.dtype.itemsize
@@ -339,7 +356,7 @@ class RowMemory(Memory):
             ref[self.row] = values
             return
         if plan.takes_block:
-            ptx.store_by_first_thread(ref, self.row, values)
+            tickets.store_by_first_thread(ref, self.row, values)
             return
         if self.exact:
             compat.store(ref.at[pl.ds(self.row, plan.rows)], values)
@@ -350,7 +367,7 @@ class RowMemory(Memory):
             for register, entry in zip(values.registers.flat, self._row_entries(ref, row, itemsize), strict=True):
                 Vector(entry.address, 0, itemsize, both(first, entry.inside)).store(register)
 
-        ptx.emit(store, ref, [self.row], [(values, plan.row_layout)])
+        emit(store, ref, [self.row], [(values, plan.row_layout)])
 
     def places(self, place, step) -> Iterator[list[tuple[Any, int]]]:
         plan = self.plan
@@ -402,7 +419,7 @@ class RowMemory(Memory):
                 before = self._before(own_row)
                 start = arith.subi(start, i64(before))
                 in_slice = arith.subi(element, before)
-            base = i64(0) if ref is None else ptx.address_of(ref)
+            base = i64(0) if ref is None else address_of(ref)
             yield arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length
 
     def _before(self, row):
@@ -430,7 +447,7 @@ class RowMemory(Memory):
             return [compare("ult", arith.addi(first, constant(q)), length) for q in range(plan.vector)]
 
         if singly:
-            return made(None, utils.c(1, ptx.integer(1)), own)
+            return made(None, utils.c(1, integer(1)), own)
         if whole:
             return made(inside)
         if not plan.is_shifted:
@@ -449,7 +466,7 @@ class RowMemory(Memory):
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
-            yield Vector(arith.addi(ptx.address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
+            yield Vector(arith.addi(address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
 
     def _own_rows(self, row):
         """Yields the rows whose elements this thread holds, and whether each row exists, None if always."""
@@ -483,11 +500,11 @@ class RowMemory(Memory):
             return [self.join(row, own, further)]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
-        return ptx.emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
+        return emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
 
     def join(self, row, own, further):
         """Returns a thread's vector of a step, `own`, whose elements before the row are replaced by those of `further`."""
-        words = ptx.words_of(own.type)
+        words = words_of(own.type)
         per_word = self.plan.vector // words.shape[0]  # elements
         first = arith.subi(arith.muli(utils.thread_idx(), constant(self.plan.vector)), self._before(row))
         joined = llvm.mlir_undef(words)
@@ -507,7 +524,7 @@ class RowMemory(Memory):
         plan = self.plan
 
         def make(row, rank):
-            register = plan.layout.to_mgpu().registers_element_type(ptx.integer(8))
+            register = plan.layout.to_mgpu().registers_element_type(integer(8))
             if not isinstance(step, int):
                 return [utils.c(1, register)]
             ((_, first, _, length),) = self._starts(None, (row, rank), 1)
@@ -521,7 +538,7 @@ class RowMemory(Memory):
             return [flags]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, jnp.int8, layout=plan.layout)
-        return ptx.emit(make, None, self.place, results=kind)
+        return emit(make, None, self.place, results=kind)
 
     def sums_in_order(self, scratch, values: jax.Array) -> jax.Array:
         """Sums `values`, accumulators of a step's elements, by vectors in the order of the slice: `[4, 32]`, one a thread.
@@ -553,11 +570,11 @@ class RowMemory(Memory):
                 """Returns the value of the thread that is `distance` further, through the part `first` of the scratch."""
                 at = arith.addi(utils.thread_idx(), constant(first * plan.threads))
                 asm = "st.shared.f32 [$0], $1; bar.sync 0;"
-                address = ptx.shared_address(scratch, arith.muli(at, constant(4)))
+                address = shared_address(scratch, arith.muli(at, constant(4)))
                 utils.inline_ptx(asm, address, value, has_side_effects=True, convergent=True)
                 other = arith.remui(arith.addi(utils.thread_idx(), distance), threads)
                 other = arith.addi(other, constant(first * plan.threads))
-                address = ptx.shared_address(scratch, arith.muli(other, constant(4)))
+                address = shared_address(scratch, arith.muli(other, constant(4)))
                 kind = register.type.element_type
                 return utils.inline_ptx("ld.shared.f32 $0, [$1];", address, result_types=kind, has_side_effects=True)
 
@@ -570,8 +587,8 @@ class RowMemory(Memory):
                 total = exchange(add(head, "ult", inside), 1, arith.addi(vectors, constant(1)))
             return [vector.broadcast(ir.VectorType.get((1,), total.type), total)]
 
-        kind = plgpu.ShapeDtypeStruct((WARPS, WARP), jnp.float32, layout=ptx.of_threads())
-        return ptx.emit(move, scratch, [self.row], [(values, plan.layout)], kind)
+        kind = plgpu.ShapeDtypeStruct((WARPS, WARP), jnp.float32, layout=of_threads())
+        return emit(move, scratch, [self.row], [(values, plan.layout)], kind)
 
 
 @dataclass(frozen=True)
@@ -605,8 +622,8 @@ class Ring:
                     step = self.memory._vector(arith.addi(first, constant(k)), begin, itemsize, whole=True)
                     step.copy(register, self._place(slots, slot, k), 0)
 
-        ptx.emit(copy, (self.ref, self.slots), [*self.memory.place, first, left])
-        ptx.end_copies()
+        emit(copy, (self.ref, self.slots), [*self.memory.place, first, left])
+        sync.end_copies()
 
     def load(self, first, count: int) -> list[jax.Array]:
         """Loads `count` steps, as `RowMemory.read` gives them, once their copies have arrived."""
@@ -614,17 +631,17 @@ class Ring:
 
         def load(slots, row, rank, first):
             register = plan.layout.to_mgpu().registers_element_type(slots.type.element_type)
-            words, slot = ptx.words_of(register), arith.remui(first, constant(self.size))
+            words, slot = words_of(register), arith.remui(first, constant(self.size))
             vectors = []
             for k in range(count + plan.is_joined):
-                loaded = ptx.load_words(self._place(slots, slot, k), 0, None, words, space="shared")
+                loaded = load_words(self._place(slots, slot, k), 0, None, words, space="shared")
                 vectors.append(vector.bitcast(register, loaded))
             if plan.is_joined:
                 vectors = [self.memory.join(row, *pair) for pair in itertools.pairwise(vectors)]
             return [[register] for register in vectors]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, self.ref.dtype, layout=plan.layout)
-        return ptx.emit(load, self.slots, [*self.memory.place, first], results=[kind] * count)
+        return emit(load, self.slots, [*self.memory.place, first], results=[kind] * count)
 
     def _place(self, slots, slot, k: int):
         """Returns the place of the thread's vector of the step that is `k` further than the step in this slot."""
@@ -633,7 +650,7 @@ class Ring:
         slot = arith.addi(slot, constant(k))
         slot = arith.select(compare("uge", slot, constant(self.size)), arith.subi(slot, constant(self.size)), slot)
         place = arith.addi(arith.muli(slot, constant(plan.threads)), utils.thread_idx())
-        return ptx.shared_address(slots, arith.muli(place, constant(size)))
+        return shared_address(slots, arith.muli(place, constant(size)))
 
 
 def filled(fill, dtype) -> int:

@@ -9,7 +9,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from jaxsoftmax._gpu.ptx import WARP, WARPS, tiled
+from jaxsoftmax._gpu.emit import WARP, WARPS, tiled
 
 MOST_OF_A_CLUSTER = 16  # blocks, with a launch attribute that Mosaic sets
 

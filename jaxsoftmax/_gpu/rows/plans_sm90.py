@@ -9,7 +9,7 @@ import math
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu.ptx import WARP
+from jaxsoftmax._gpu.emit import WARP
 from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.plan import MOST_OF_A_CLUSTER, ColumnPlan, RowPlan, Storage
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import arithmetic, sync
+from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, keep_loop, of_warps, replicated, unknown
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, RowMemory, Steps
 from jaxsoftmax._gpu.rows.plan import Storage
 from jaxsoftmax.online import State
@@ -113,9 +114,9 @@ class Tile:
             return functools.partial(online.exponentials, m=m, scale=scale), 1
         unit = jnp.where(jnp.abs(m) < 1.4e9, jnp.float32(math.log2(math.e)), jnp.float32(1))
         t = m * unit
-        off = ptx.fma(m, unit, -t, plan.row_layout if m.ndim else ptx.SPLAT)
+        off = arithmetic.fma(m, unit, -t, plan.row_layout if m.ndim else SPLAT)
         unit, t = (plgpu.layout_cast(self.along(row), plan.layout) for row in (unit, -t))
-        return lambda scores: jnp.exp2(ptx.fma(scores, unit, t, plan.layout)), jnp.exp2(-off)
+        return lambda scores: jnp.exp2(arithmetic.fma(scores, unit, t, plan.layout)), jnp.exp2(-off)
 
     def _push(self, scores, scale, *addends: Addends) -> tuple[State, list[jax.Array]]:
         """Computes the states and sums of rows that a warp reads and does not hold."""
@@ -206,11 +207,11 @@ class Tile:
 
         def iteration(i, carry):
             if plan.storage == Storage.SHARED:
-                ptx.keep_loop()
+                keep_loop()
             return tuple(function([looped.start + i * unroll + k for k in range(unroll)], *carry))
 
         # An unknown number of iterations keeps the compiler from writing out a loop over shared memory.
-        count = ptx.unknown(iterations) if plan.storage == Storage.SHARED else iterations
+        count = unknown(iterations) if plan.storage == Storage.SHARED else iterations
         carry = lax.fori_loop(0, count, iteration, tuple(start)) if iterations else start
         rest = [step for step in range(plan.steps) if step not in looped[: iterations * unroll]]
         return function(rest, *carry) if rest else carry
@@ -265,7 +266,7 @@ class RowTile(Tile):
         has_none = jnp.logical_and(states.d == 0, states.m == jnp.inf)
         states = State(jnp.where(has_none, jnp.full_like(states.m, -jnp.inf), states.m), states.d)
         size = states.d.shape[-1]
-        layout = ptx.replicated(size) if states.d.ndim == 1 else ptx.of_warps(size // ptx.WARP)
+        layout = replicated(size) if states.d.ndim == 1 else of_warps(size // WARP)
         return online.merge_along(states, -1, scale=scale, product=_rounded(layout))
 
     def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
@@ -291,11 +292,11 @@ class RowTile(Tile):
         plan, m = self.memory.plan, jnp.max(top, 1)
         if not self._is_shifted:
             return m
-        warps = ptx.WARPS * plan.warpgroups
+        warps = WARPS * plan.warpgroups
         tops = self.order.at[pl.ds(plan.order_shape[0] - warps, warps)]
-        tops[pl.ds(self.memory.group() * ptx.WARPS, ptx.WARPS)] = m
-        ptx.block_barrier()
-        m = jnp.max(plgpu.load(tops, layout=ptx.replicated(warps), optimized=False))
+        tops[pl.ds(self.memory.group() * WARPS, WARPS)] = m
+        sync.block_barrier()
+        m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
 
     @property
@@ -317,21 +318,21 @@ class RowTile(Tile):
         if plan.cluster > 1:
             group = self.memory.rank * plan.warpgroups + group
             if number == 0:
-                ptx.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
+                sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
             for slot, part in zip(slots, parts, strict=True):
-                ptx.push_to_cluster(slot, group * ptx.WARPS, part, plan.row_layout, plan.cluster, self.pushed, number)
-            ptx.await_pushes(self.pushed, number, 4 * len(parts) * plan.warps)
+                sync.push_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.pushed, number)
+            sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.warps)
         else:
             for slot, part in zip(slots, parts, strict=True):
-                slot[pl.ds(group * ptx.WARPS, ptx.WARPS)] = part
+                slot[pl.ds(group * WARPS, WARPS)] = part
             if plan.warpgroups > 1:
-                ptx.block_barrier()
+                sync.block_barrier()
             else:
                 plgpu.commit_smem()
-        everywhere = ptx.replicated(plan.warps)
+        everywhere = replicated(plan.warps)
         return [plgpu.load(slot, layout=everywhere, optimized=False) for slot in slots]
 
 
 def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns a product of arrays of this layout that is rounded even where it is added to something."""
-    return lambda a, b: ptx.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)
+    return lambda a, b: arithmetic.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)

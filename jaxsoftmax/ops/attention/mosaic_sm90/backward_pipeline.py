@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import ptx, wgmma
+from jaxsoftmax._gpu import sync, tickets, wgmma
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SLOTS, BackwardKernel
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_scores import BackwardScores, along_rows, where_kept
 from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, ROWS, GlobalOperand
@@ -35,7 +35,7 @@ _BOTH = 8  # at which both consumers meet
 _WEIGHTS = 9  # by which one consumer tells the other that weights are in shared memory
 
 # Waits for the other consumer. What both wrote to shared memory is then visible to wgmma.
-_meet = ptx.meeting(_BOTH, CONSUMERS)
+_meet = sync.meeting(_BOTH, CONSUMERS)
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ class WeightsConsumer(BackwardConsumer):
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, at), plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["q_empty"].at[at.stage])
         memory["p"][...] = p
-        ptx.named_barrier_arrive(jnp.int32(_WEIGHTS))
+        sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
         plgpu.barrier_wait(memory["do_full"].at[at.stage_do])
         plgpu.wgmma(dv_acc, kept, memory["do"].at[at.stage_do])
         _meet()  # the derivatives of the scores are there
@@ -482,7 +482,7 @@ class DerivativesConsumer(BackwardConsumer):
         kernel, memory, (dk_acc,) = self.kernel, self.memory, sums
         dp = pl.run_scoped(functools.partial(self._multiply_values, scores, at), plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["do_empty"].at[at.stage_do])
-        ptx.named_barrier_sync(jnp.int32(_WEIGHTS))
+        sync.named_barrier_sync(jnp.int32(_WEIGHTS))
         if kernel.passes_both:
             p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
             scores.add_to_bias(p.astype(jnp.float32) * dp, at)
@@ -544,7 +544,7 @@ class TurnAdder(BackwardRole):
                 before = self.refs["before"][tile.b, tile.block, block]
             else:
                 before = tile.block - kernel.first_key_block(block, KERNEL)
-            ptx.await_count(self.refs["turns"], turn, before)
+            tickets.await_count(self.refs["turns"], turn, before)
             for piece in range(kernel.config.pieces):
                 plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
                 for consumer in range(CONSUMERS):
@@ -552,7 +552,7 @@ class TurnAdder(BackwardRole):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(self.memory["sums_empty"])
             plgpu.wait_smem_to_gmem(0)
-            ptx.add_one(self.refs["turns"], turn)
+            tickets.add_one(self.refs["turns"], turn)
 
         return steps + total
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import ptx, wgmma
+from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_scores import ForwardScores
@@ -117,7 +117,7 @@ class ForwardConsumer:
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
         plgpu.barrier_arrive(memory["q_empty"].at[self.index])
         if config.ping_pong:
-            pl.when(self.index == config.consumers - 1)(lambda: ptx.named_barrier_arrive(jnp.int32(_PING_PONG)))
+            pl.when(self.index == config.consumers - 1)(lambda: sync.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
     def __call__(self, tile, steps):
         """Computes the rows of a tile; returns the number of steps so far."""
@@ -157,13 +157,13 @@ class ForwardConsumer:
     def take_tensor_cores(self) -> None:
         """Waits until the consumer before hands the tensor cores over."""
         if self.kernel.config.ping_pong:
-            ptx.named_barrier_sync(_PING_PONG + self.index)
+            sync.named_barrier_sync(_PING_PONG + self.index)
 
     def pass_tensor_cores(self) -> None:
         """Hands the tensor cores over to the next consumer."""
         if self.kernel.config.ping_pong:
             following = lax.rem(self.index + 1, jnp.int32(self.kernel.config.consumers))
-            ptx.named_barrier_arrive(_PING_PONG + following)
+            sync.named_barrier_arrive(_PING_PONG + following)
 
     def row(self, tile, first):
         """Returns the number of a row among those of all splits."""

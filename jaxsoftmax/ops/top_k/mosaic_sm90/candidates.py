@@ -26,8 +26,21 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import SPLAT, WARP, Vector, compare, constant, i64, integer, utils
+from jaxsoftmax._gpu import arithmetic
+from jaxsoftmax._gpu.emit import (
+    SPLAT,
+    WARP,
+    Vector,
+    address_of,
+    compare,
+    constant,
+    emit,
+    i64,
+    integer,
+    shared_address,
+    utils,
+    words_of,
+)
 from jaxsoftmax._gpu.rows.plan import RowPlan
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import BITS_OF_KEY, KEY, EntryFormat
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import SweepPlan
@@ -133,7 +146,7 @@ class Candidates:
             operands = start_of(head), number
             return [utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True, convergent=True)]
 
-        return ptx.emit(wait, self.head, [number], results=FLAG)
+        return emit(wait, self.head, [number], results=FLAG)
 
     def offer(self, number, values: Sequence[jax.Array], top: jax.Array, columns: StepColumns) -> None:
         """Appends what is above the bound, in the sweep of this number. The caller has asked `is_long`, and cut the list.
@@ -154,7 +167,7 @@ class Candidates:
             scalars = operands[:n_scalars]
             *arrays, top = [list(array.registers.flat) for array in operands[n_scalars:]]
             bound, least = self._load_bound(head, columns.in_order)
-            larger = functools.partial(ptx.larger_of_words, self.memory_dtype)
+            larger = functools.partial(arithmetic.larger_of_words, self.memory_dtype)
             largest = functools.reduce(larger, [word for register in top for word in _words(register)])
             may_be_above = compare("ne", self._no_less([largest], least), constant(0))
             branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
@@ -170,7 +183,7 @@ class Candidates:
             self._tell_length(head, branch.results[0], number)
 
         arrays = [(array, self.row_plan.layout) for array in (*values, top)]
-        ptx.emit(make, (self.entries, self.head), [number, *columns.scalars], arrays)
+        emit(make, (self.entries, self.head), [number, *columns.scalars], arrays)
 
     def _load_bound(self, head, in_order: bool):
         """Returns the bound, and the bits of the lowest value that may be above it; of 0 if there is no bound."""
@@ -266,17 +279,17 @@ class Candidates:
         there are at least twice as many groups as entries are wanted. Groups with NaN do not count, as the maximum does not
         keep the order of NaN, and neither do groups of -inf alone, which may be beyond the row.
         """
-        parts, larger = self.parts_of(len(values)), functools.partial(ptx.larger_of_words, self.memory_dtype)
+        parts, larger = self.parts_of(len(values)), functools.partial(arithmetic.larger_of_words, self.memory_dtype)
 
         def make(entries, _, *arrays):
             for part in range(parts):
                 words = [word for array in arrays[part::parts] for word in _words(array.registers.item())]
                 largest = functools.reduce(larger, words)
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
-                address = ptx.shared_address(entries, arith.muli(place, constant(8)))
+                address = shared_address(entries, arith.muli(place, constant(8)))
                 utils.inline_ptx(self._store_group, address, largest, has_side_effects=True)
 
-        ptx.emit(make, (self.entries, self.head), (), [(array, self.row_plan.layout) for array in values])
+        emit(make, (self.entries, self.head), (), [(array, self.row_plan.layout) for array in values])
         self._run("bar.sync 0;" + _BISECT + _SET_BOUND, n=parts * self.threads, enough=2**self.format.bits)
 
     @property
@@ -324,7 +337,7 @@ class Candidates:
         )
 
         def make(values, indices, entries, row, *sign):
-            start = ptx.shared_address(entries, constant(0))
+            start = shared_address(entries, constant(0))
             base = arith.muli(i64(row), i64(self.k))
             for first in range(0, self.k, self.threads):
                 place = arith.addi(utils.thread_idx(), constant(first))
@@ -338,18 +351,18 @@ class Candidates:
                     value = arith.mulf(value, sign[0].registers.item())
                 for ref, stored in ((values, _cast(value, values.type.element_type)), (indices, column)):
                     size = utils.bytewidth(ref.type.element_type)
-                    address = arith.addi(ptx.address_of(ref), arith.muli(arith.addi(base, i64(rank)), i64(size)))
+                    address = arith.addi(address_of(ref), arith.muli(arith.addi(base, i64(rank)), i64(size)))
                     one = vector.broadcast(ir.VectorType.get((1,), stored.type), stored)
                     Vector(address, 0, size, inside).store(one)
 
-        ptx.emit(make, (*refs, self.entries), [row], [] if sign is None else [(sign, SPLAT)])
+        emit(make, (*refs, self.entries), [row], [] if sign is None else [(sign, SPLAT)])
 
     def _run(self, asm: str, *refs, n: int | None = None, rank=None, enough: int = 1):
         """Runs PTX for all threads, with the names that the texts below use; a bisection ends with a gap of `enough`."""
         names = "entries", "head", "thread", "gathered", "rank"
 
         def make(*operands):
-            addresses = [ptx.shared_address(ref, constant(0)) for ref in operands[: 2 + len(refs)]]
+            addresses = [shared_address(ref, constant(0)) for ref in operands[: 2 + len(refs)]]
             addresses.insert(2, utils.thread_idx())
             operands = *addresses, *operands[2 + len(refs) :]
             placed = {name: f"${i}" for i, name in enumerate(names)}
@@ -364,7 +377,7 @@ class Candidates:
             text = asm.format(**placed, **formats)
             utils.inline_ptx(f"{{ {_REGISTERS} {start} {text} end: }}", *operands, has_side_effects=True, convergent=True)
 
-        ptx.emit(make, (self.entries, self.head, *refs), [] if rank is None else [rank])
+        emit(make, (self.entries, self.head, *refs), [] if rank is None else [rank])
 
     def _value(self, key):
         """Returns the value of a key, in `dtype`."""
@@ -383,12 +396,12 @@ _NO_LESS = {"float32": "geu.f32", "bfloat16": "geu.bf16x2", "float16": "geu.f16x
 
 def start_of(ref):
     """Returns the address of an array in shared memory."""
-    return ptx.shared_address(ref, constant(0))
+    return shared_address(ref, constant(0))
 
 
 def _words(register):
     """Returns the words of a vector."""
-    words = vector.bitcast(ptx.words_of(register.type), register)
+    words = vector.bitcast(words_of(register.type), register)
     return [llvm.extractelement(words, constant(q)) for q in range(words.type.shape[0])]
 
 

@@ -16,9 +16,9 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import WARP, address_of, emit, integer, utils
 from jaxsoftmax._gpu.fused import fused
-from jaxsoftmax._gpu.ptx import utils
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import FLAG, start_of
 from jaxsoftmax.ops.top_k.mosaic_sm90.drawing import Drawing, along, before_filter, is_before, number_of_row, weights
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import SliceStates, Sweep, SweepPlan, SweptRow, arrive, await_cluster, swept
@@ -59,9 +59,9 @@ class Inspection:
 
     def clear(self) -> None:
         """Sets the sums to 0."""
-        ptx.block_barrier()
+        sync.block_barrier()
         self.states.clear()
-        ptx.block_barrier()
+        sync.block_barrier()
 
     def entry(self, column) -> DrawnEntry:
         """Loads the entry in this column."""
@@ -94,7 +94,7 @@ class Inspection:
         """Returns 1 if the entry is rejected, else 0, and the sum of weights, in all blocks of the cluster."""
         if self.row.plan.blocks > 1:
             self.states.send()
-            ptx.cluster_barrier()
+            sync.cluster_barrier()
         d, before = self.states.merge()
         is_less = jnp.logical_and(self.top_p < 1, before > 0)
         rejected = jnp.logical_and(is_less, before >= self.top_p * d)
@@ -150,7 +150,7 @@ class RedrawPlan:
 
     def scratch(self, dtype: Any) -> list[Any]:
         """Returns the types of the arrays in shared memory, for rows of this dtype."""
-        counts = plgpu.SMEM((self.sweeps.row_plan.threads // ptx.WARP + 1,), jnp.int32)
+        counts = plgpu.SMEM((self.sweeps.row_plan.threads // WARP + 1,), jnp.int32)
         return [Winner.scratch(self.sweeps.blocks), counts, *self.sweeps.scratch(dtype, 2)]
 
     def run(self, x, rejected, index, of_rows) -> jax.Array:
@@ -228,10 +228,10 @@ def _copy_kept(rejected, index, result, rows: int, first, step: int) -> None:
             f" add.u64 at, place, $3; @is st.global.b32 [at], word; add.u32 row, row, {step}; bra next;"
             " end: bar.warp.sync 0xffffffff; }"
         )
-        places = map(ptx.address_of, (rejected, index, result))
+        places = map(address_of, (rejected, index, result))
         utils.inline_ptx(asm, first, *places, has_side_effects=True)
 
-    ptx.emit(copy, (rejected, index, result), [first])
+    emit(copy, (rejected, index, result), [first])
 
 
 def _rejected_of_window(rejected, counts, sweeps: SweepPlan, first, number) -> jax.Array:
@@ -240,7 +240,7 @@ def _rejected_of_window(rejected, counts, sweeps: SweepPlan, first, number) -> j
     If the window has only n rejected rows, it is -1 - n. All threads of a block have the result; each looks at `_WINDOW` rows.
     """
     threads = sweeps.row_plan.threads
-    warps, width = threads // ptx.WARP, min(_WINDOW, -(-sweeps.rows // threads))
+    warps, width = threads // WARP, min(_WINDOW, -(-sweeps.rows // threads))
     answer = 4 * warps  # place of the result in shared memory, behind the counts of warps
     load = "mul.wide.u32 at, row, 4; add.u64 at, at, $2; ld.global.b32 word, [at]; setp.ne.u32 is, word, 0;"
     # `sum`: the rejected rows of this thread and of the threads before it in the warp.
@@ -276,7 +276,7 @@ def _rejected_of_window(rejected, counts, sweeps: SweepPlan, first, number) -> j
     )
 
     def find(rejected, counts, first, number):
-        operands = utils.thread_idx(), ptx.address_of(rejected), start_of(counts), first, number
-        return [utils.inline_ptx(asm, *operands, result_types=ptx.integer(32), has_side_effects=True, convergent=True)]
+        operands = utils.thread_idx(), address_of(rejected), start_of(counts), first, number
+        return [utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True, convergent=True)]
 
-    return ptx.emit(find, (rejected, counts), [first, number], results=FLAG)
+    return emit(find, (rejected, counts), [first, number], results=FLAG)

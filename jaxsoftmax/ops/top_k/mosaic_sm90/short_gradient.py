@@ -24,9 +24,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu.emit import compare, constant, emit, i64, integer, load_words, utils
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.ptx import compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
 from jaxsoftmax.ops.top_k.mosaic_sm90.warp_rows import VECTOR, StagedRows, WarpRows, words_type
 from jaxsoftmax.ops.top_k.problem import TopKProblem
@@ -111,7 +110,7 @@ def plan_short_gradient(problem: TopKProblem) -> ShortGradientPlan:
 
 
 def _kernel(plan, *refs):
-    ptx.emit(functools.partial(_emit, plan), refs, [lax.axis_index("block")])
+    emit(functools.partial(_emit, plan), refs, [lax.axis_index("block")])
 
 
 def _emit(plan: ShortGradientPlan, *refs):
@@ -135,7 +134,7 @@ def _emit(plan: ShortGradientPlan, *refs):
     is_first = compare("eq", warp.part, constant(0)) if plan.staged.lanes > 1 else None
     for column, value in zip(columns, wanted, strict=True):
         address = arith.addi(warp.row_start, arith.muli(column, constant(plan.staged.itemsize)))
-        warp_rows.store_words(address, warp_rows.narrow([value], utils.dtype_to_ir_type(plan.dtype)), is_first)
+        warp_rows.store_to_shared(address, warp_rows.narrow([value], utils.dtype_to_ir_type(plan.dtype)), is_first)
     utils.warp_barrier()
     warp.store(out)
 
@@ -195,7 +194,7 @@ def _replace(plan, warp, warp_x, first: int, factor, m) -> None:
     """Stores the gradients of the elements of a lane's vector, `factor * exp(x - m)`, or 0."""
     has_vector, offset = warp_x.has_vector(first), first * VECTOR
     if factor is None:
-        warp_rows.store_words(warp.vector, [constant(0)] * 4, has_vector, offset)
+        warp_rows.store_to_shared(warp.vector, [constant(0)] * 4, has_vector, offset)
         return
     values = warp_rows.widen_vector(plan.x_dtype, warp_x.load_vector(first, has_vector))
     values = [arith.mulf(warp_rows.exponential(arith.subf(value, m)), factor) for value in values]
@@ -206,7 +205,7 @@ def _replace(plan, warp, warp_x, first: int, factor, m) -> None:
         start = arith.addi(warp.row_start, arith.muli(warp.part, constant(n_vectors * VECTOR)))
     for number in range(n_vectors):
         part = words[4 * number : 4 * number + 4]
-        warp_rows.store_words(start, part, has_vector, n_vectors * offset + number * VECTOR)
+        warp_rows.store_to_shared(start, part, has_vector, n_vectors * offset + number * VECTOR)
 
 
 # Operands.
@@ -229,7 +228,7 @@ def _load_row(warp, ref, count: int):
     at_once = next(n for n in (4, 2, 1) if words % n == 0)
     bits = []
     for first in range(0, words, at_once):
-        loaded = ptx.load_words(address, first * word // 8, warp.is_valid, words_type(at_once, word))
+        loaded = load_words(address, first * word // 8, warp.is_valid, words_type(at_once, word))
         bits += [llvm.extractelement(loaded, constant(q)) for q in range(at_once)]
     if word > width:
         halves = [(word, arith.shrui(word, constant(16))) for word in bits]

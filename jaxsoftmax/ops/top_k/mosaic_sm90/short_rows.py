@@ -31,9 +31,9 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import arithmetic
+from jaxsoftmax._gpu.emit import WARP, both, compare, constant, emit, i64, integer, load_words, store_words, utils
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.ptx import WARP, both, compare, constant, i64, integer, utils
 from jaxsoftmax.ops.top_k.mosaic_sm90 import network, warp_rows
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import KEY, VALUE, kernel_dtype
 from jaxsoftmax.ops.top_k.mosaic_sm90.network import Largest
@@ -134,7 +134,7 @@ def plan_short_rows(problem: TopKProblem) -> ShortRowsPlan:
 
 
 def _kernel(plan, x, *refs):
-    ptx.emit(functools.partial(_emit, plan), (x, *refs), [lax.axis_index("block")])
+    emit(functools.partial(_emit, plan), (x, *refs), [lax.axis_index("block")])
 
 
 def _emit(plan: ShortRowsPlan, x, values, indices, *refs):
@@ -216,7 +216,7 @@ def _numbers_of_pairs(plan, warp) -> Iterator[Any]:
 
 def _numbers_of_halves(plan, words, column: int):
     """Returns the numbers, signed, of two pairs of 16-bit elements in two words, which start with this column."""
-    larger = ptx.larger_of_words(plan.dtype, *words)
+    larger = arithmetic.larger_of_words(plan.dtype, *words)
     places = [constant(plan.last ^ (column + q)) for q in (0, 1)]
     signs = utils.inline_ptx("prmt.b32 $0, $1, $1, 0xbb99;", larger, result_types=integer(32))  # 0xFFFF in each negative half
     keys = arith.xori(larger, arith.andi(signs, constant(0x7FFF7FFF)))
@@ -226,7 +226,7 @@ def _numbers_of_halves(plan, words, column: int):
 
 def _number(plan, words, place):
     """Returns the number, signed, of the larger of 32-bit elements, or of a single one, with the bits of `place` below."""
-    word, mask = functools.reduce(functools.partial(ptx.larger_of_words, plan.dtype), words), -(2**plan.bits)
+    word, mask = functools.reduce(functools.partial(arithmetic.larger_of_words, plan.dtype), words), -(2**plan.bits)
     place = constant(place) if isinstance(place, int) else place
     number = arith.ori(arith.andi(word, constant(mask)), place)
     if plan.dtype == jnp.uint32:
@@ -245,7 +245,7 @@ def _elements(plan, warp, number):
         second = arith.xori(second, constant(2))
     else:
         address = arith.addi(warp.row_start, arith.shli(column, constant(2)))
-        loaded = ptx.load_words(address, 0, None, words_type(2, 32), space="shared")
+        loaded = load_words(address, 0, None, words_type(2, 32), space="shared")
         place = arith.andi(number, mask)
         first = _number(plan, [llvm.extractelement(loaded, constant(0))], place)
         second = arith.xori(_number(plan, [llvm.extractelement(loaded, constant(1))], place), constant(1))
@@ -441,7 +441,7 @@ def _store_entries(plan, warp, is_first, refs, results) -> None:
     sizes = [plan.k * utils.bytewidth(ref.type.element_type) for ref in refs]
     offsets = [0, plan.staged.rows_per_warp * sizes[0]]
     for words, size, offset in zip(results, sizes, offsets, strict=True):
-        warp_rows.store_words(arith.addi(warp.start, arith.muli(warp.row, constant(size))), words, is_first, offset)
+        warp_rows.store_to_shared(arith.addi(warp.start, arith.muli(warp.row, constant(size))), words, is_first, offset)
     utils.warp_barrier()
     for ref, size, offset in zip(refs, sizes, offsets, strict=True):
         warp.store_packed(ref, size, offset)
@@ -452,4 +452,4 @@ def _store_state(warp, is_first, refs, state) -> None:
     for ref, value in zip(refs, state, strict=True):
         address = arith.addi(warp.address(ref, 4), i64(arith.muli(warp.row, constant(4))))
         word = llvm.insertelement(llvm.mlir_undef(words_type(1, 32)), arith.bitcast(integer(32), value), constant(0))
-        ptx.store_words(address, 0, both(is_first, warp.is_valid), word)
+        store_words(address, 0, both(is_first, warp.is_valid), word)

@@ -20,7 +20,8 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core import compat
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import ptx
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import WARPS, replicated
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._gpu.rows.memory import Elements, Ring, RowMemory
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
@@ -158,13 +159,13 @@ def scratch_bytes(types: Sequence[Any]) -> int:
 def arrive(plan: SweepPlan) -> None:
     """Tells the other blocks of the cluster that this one has started."""
     if plan.blocks > 1:
-        ptx.arrive_in_cluster()
+        sync.arrive_in_cluster()
 
 
 def await_cluster(plan: SweepPlan) -> None:
     """Waits until all blocks of the cluster have started: their shared memory exists from then on."""
     if plan.blocks > 1:
-        ptx.cluster_wait()
+        sync.cluster_wait()
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ class _Sweeping:
         def iteration(i, loop_carry):
             (ahead, carry), steps = loop_carry, self._steps(i)
             if self.ring is not None:
-                ptx.await_copies(plan.copied - 1)
+                sync.await_copies(plan.copied - 1)
                 load = functools.partial(self._from_ring, steps)
             elif self.is_ahead:
                 load = functools.partial(_from_registers, ahead)
@@ -329,7 +330,7 @@ class SliceStates:
     def clear(self) -> None:
         """Sets all to the state of nothing."""
         for part in range(self.parts):
-            ptx.fill_shared(self.ref.at[part], -math.inf if self._is_maximum(part) else 0.0, self.ref.shape[1])
+            sync.fill_shared(self.ref.at[part], -math.inf if self._is_maximum(part) else 0.0, self.ref.shape[1])
 
     def _is_maximum(self, part: int) -> bool:
         return self.m is None and part == 0
@@ -361,21 +362,21 @@ class SliceStates:
         else:
             m, d = carry
             parts = tile.of_warp(m, d, self.scale)[:2]
-        place = number * self.row.plan.row_plan.warps + tile.memory.group() * ptx.WARPS
+        place = number * self.row.plan.row_plan.warps + tile.memory.group() * WARPS
         for part, values in enumerate(parts):
-            compat.store(self.ref.at[part].at[pl.ds(place, ptx.WARPS)], values)
+            compat.store(self.ref.at[part].at[pl.ds(place, WARPS)], values)
 
     def send(self) -> None:
         """Copies the states of this block to all blocks of the cluster, which have them after a barrier of it."""
         count = self.ref.shape[1] // self.row.plan.blocks
         for part in range(self.parts):
             source, target = self.ref.at[part], self.ref.at[self.parts + part]
-            ptx.copy_to_cluster(source, target, self.row.memory.rank * count, count, self.row.plan.blocks)
+            sync.copy_to_cluster(source, target, self.row.memory.rank * count, count, self.row.plan.blocks)
 
     def merge(self) -> list[jax.Array]:
         """Returns the parts of the row: `m`, 0 if it is infinite, and sums."""
-        ptx.block_barrier()
-        layout, first = ptx.replicated(self.ref.shape[1]), self.ref.shape[0] - self.parts
+        sync.block_barrier()
+        layout, first = replicated(self.ref.shape[1]), self.ref.shape[0] - self.parts
         parts = [plgpu.load(self.ref.at[first + part], layout=layout, optimized=False) for part in range(self.parts)]
         if self.m is not None:
             return [jnp.sum(total) for total in parts]

@@ -15,8 +15,20 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import WARP, WARPS, both, compare, constant, i64, integer, utils
+from jaxsoftmax._gpu.emit import (
+    WARP,
+    WARPS,
+    address_of,
+    both,
+    compare,
+    constant,
+    i64,
+    integer,
+    load_words,
+    shared_address,
+    store_words,
+    utils,
+)
 
 MAX_COLS = 512  # of a row
 MAX_K = 16  # entries of a row that are wanted
@@ -115,7 +127,7 @@ class WarpRows:
         warp = arith.divui(thread, constant(WARP))
         self.lane = arith.remui(thread, constant(WARP))
         self.first = arith.muli(arith.addi(arith.muli(block, constant(WARPS)), warp), constant(plan.rows_per_warp))
-        self.start = ptx.shared_address(shared, arith.muli(warp, constant(plan.warp_bytes)))
+        self.start = shared_address(shared, arith.muli(warp, constant(plan.warp_bytes)))
         self.row = arith.divui(self.lane, constant(plan.lanes))
         self.part = arith.remui(self.lane, constant(plan.lanes))
         self.row_start = arith.addi(self.start, arith.muli(self.row, constant(plan.stride)))
@@ -131,7 +143,7 @@ class WarpRows:
 
     def address(self, ref, row_bytes: int):
         """Returns the address, int64, of the warp's first row in an array in global memory, of rows of `row_bytes`."""
-        return arith.addi(ptx.address_of(ref), arith.muli(i64(self.first), i64(row_bytes)))
+        return arith.addi(address_of(ref), arith.muli(i64(self.first), i64(row_bytes)))
 
     # Between global and shared memory.
 
@@ -153,7 +165,7 @@ class WarpRows:
         plan = self.plan
         target = arith.addi(self.address(ref, plan.vectors * VECTOR), i64(arith.muli(self.lane, constant(VECTOR))))
         for start, source, offset, inside in self._copies():
-            ptx.store_words(target, start, inside, ptx.load_words(source, offset, inside, words_type(4, 32), space="shared"))
+            store_words(target, start, inside, load_words(source, offset, inside, words_type(4, 32), space="shared"))
 
     def store_packed(self, ref, row_bytes: int, offset: int) -> None:
         """Copies to an array what the warp has in its place in shared memory, `row_bytes` for each row without gaps.
@@ -171,15 +183,15 @@ class WarpRows:
             inside = None
             if total is not None or first + WARP > count:
                 inside = compare("slt", arith.addi(self.lane, constant(first)), end)
-            words = ptx.load_words(source, offset + first * VECTOR, inside, words_type(4, 32), space="shared")
-            ptx.store_words(target, first * VECTOR, inside, words)
+            words = load_words(source, offset + first * VECTOR, inside, words_type(4, 32), space="shared")
+            store_words(target, first * VECTOR, inside, words)
         if total is not None and row_bytes % VECTOR:  # less than a vector, of the last rows
             width = utils.bytewidth(ref.type.element_type)
             place = arith.addi(arith.muli(end, constant(VECTOR)), arith.muli(self.lane, constant(width)))
             inside = both(compare("sge", end, constant(0)), compare("slt", place, total))
             one = words_type(1, 8 * width)
-            words = ptx.load_words(arith.addi(self.start, place), offset, inside, one, space="shared")
-            ptx.store_words(arith.addi(self.address(ref, row_bytes), i64(place)), 0, inside, words)
+            words = load_words(arith.addi(self.start, place), offset, inside, one, space="shared")
+            store_words(arith.addi(self.address(ref, row_bytes), i64(place)), 0, inside, words)
 
     def _copies(self) -> Iterator[tuple[int, Any, int, Any]]:
         """Yields the vectors that this lane copies, of all rows of the warp.
@@ -218,7 +230,7 @@ class WarpRows:
 
     def load_vector(self, first: int, inside, fill: int = 0):
         """Loads this lane's vector among those from number `first` on as four words, those of `fill` if it is not `inside`."""
-        return ptx.load_words(self.vector, first * VECTOR, inside, words_type(4, 32), fill, space="shared")
+        return load_words(self.vector, first * VECTOR, inside, words_type(4, 32), fill, space="shared")
 
 
 def words_type(count: int, bits: int):
@@ -228,17 +240,17 @@ def words_type(count: int, bits: int):
 
 def load_word(address, bits: int = 32):
     """Loads a word from shared memory."""
-    return llvm.extractelement(ptx.load_words(address, 0, None, words_type(1, bits), space="shared"), constant(0))
+    return llvm.extractelement(load_words(address, 0, None, words_type(1, bits), space="shared"), constant(0))
 
 
-def store_words(address, words, inside, offset=0) -> None:
+def store_to_shared(address, words, inside, offset=0) -> None:
     """Stores words to shared memory from an address on, the most at a time by which their number is divisible."""
     width, at_once = words[0].type.width, next(n for n in (4, 2, 1) if len(words) % n == 0)
     for start in range(0, len(words), at_once):
         vector = llvm.mlir_undef(words_type(at_once, width))
         for q in range(at_once):
             vector = llvm.insertelement(vector, words[start + q], constant(q))
-        ptx.store_words(address, offset + start * width // 8, inside, vector, "shared")
+        store_words(address, offset + start * width // 8, inside, vector, "shared")
 
 
 # Float32 numbers of a lane, as MLIR values: what `online` is for arrays.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxsoftmax._gpu import ptx
-from jaxsoftmax._gpu.ptx import SPLAT, compare, constant, i64, integer, utils
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import SPLAT, compare, constant, emit, i64, integer, utils
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import FLAG, start_of
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import BITS_OF_KEY, KEY, EntryFormat
 
@@ -51,9 +51,9 @@ class Winner:
             asm, is_first = f"st.shared.b64 [$0], {entry};", compare("eq", utils.thread_idx(), constant(0))
             utils.inline_ptx(asm, start_of(best), predicate=is_first, has_side_effects=True)
 
-        ptx.block_barrier()
-        ptx.emit(clear, self.best)
-        ptx.block_barrier()
+        sync.block_barrier()
+        emit(clear, self.best)
+        sync.block_barrier()
 
     def may_win(self, scores: jax.Array, words: jax.Array, noise: jax.Array | None, layout) -> jax.Array:
         """Tells whether a score with noise may be larger than the entry, in any thread of the warp: an int32, 0 if not.
@@ -78,7 +78,7 @@ class Winner:
             return [utils.inline_ptx(asm, flag, result_types=integer(32), has_side_effects=True, convergent=True)]
 
         arrays = [(scores, layout), (words, layout)] + ([] if noise is None else [(noise, SPLAT)])
-        return ptx.emit(test, self.best, (), arrays, FLAG)
+        return emit(test, self.best, (), arrays, FLAG)
 
     def push(self, scores: jax.Array, columns: jax.Array, layout) -> None:
         """Offers elements of each thread. After a barrier all threads see the entry."""
@@ -94,11 +94,11 @@ class Winner:
             asm = _PUSH_LARGEST.format(bits=self.format.bits, last=self.format.last)
             utils.inline_ptx(asm, start_of(best), largest, utils.thread_idx(), has_side_effects=True, convergent=True)
 
-        ptx.emit(push, self.best, (), [(scores, layout), (columns, layout)])
+        emit(push, self.best, (), [(scores, layout), (columns, layout)])
 
     def share(self, rank) -> None:
         """Makes the entries of all blocks known to each, once they are final. The cluster must have started."""
-        ptx.block_barrier()
+        sync.block_barrier()
         if self.blocks == 1:
             return
         stores = " ".join(
@@ -113,8 +113,8 @@ class Winner:
         def share(best, rank):
             utils.inline_ptx(asm, start_of(best), utils.thread_idx(), rank, has_side_effects=True)
 
-        ptx.emit(share, self.best, [rank])
-        ptx.cluster_barrier()
+        emit(share, self.best, [rank])
+        sync.cluster_barrier()
 
     def column(self) -> jax.Array:
         """Returns the column of the best entry of all blocks, in all threads, after `share`."""
@@ -130,7 +130,7 @@ class Winner:
         def load(best):
             return [utils.inline_ptx(asm, start_of(best), result_types=integer(32), has_side_effects=True)]
 
-        return ptx.emit(load, self.best, results=FLAG)
+        return emit(load, self.best, results=FLAG)
 
 
 def _limits(key, factor):

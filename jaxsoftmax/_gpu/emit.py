@@ -1,0 +1,301 @@
+"""MLIR and PTX inside Pallas kernels: `emit`, values and addresses, loads and stores of vectors, layouts of registers."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from jaxsoftmax._core import compat
+from jaxsoftmax._core.compat import utils
+
+WARP = 32  # lanes
+WARPS = 4  # of a warpgroup
+SPLAT = plgpu.Layout.WG_SPLAT(())
+integer = ir.IntegerType.get_signless
+fragmented = compat.fragmented_array
+SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+
+def emit(
+    make: Callable[..., Any], ref: Any = None, scalars: Sequence[Any] = (), arrays: Sequence[Any] = (), results: Any = None
+) -> Any:
+    """Puts MLIR and PTX into a kernel.
+
+    Args:
+      make: function of `ref`, or of several, of the MLIR values of `scalars`, and of `arrays` of Mosaic GPU. It returns the
+        registers of each result.
+      ref: a reference to shared or global memory, several in a tuple, or None.
+      scalars: int32 scalars.
+      arrays: pairs of an array and its layout.
+      results: `plgpu.ShapeDtypeStruct`, one or a list.
+    """
+    refs = ref if isinstance(ref, tuple) else () if ref is None else (ref,)
+    types = (*(plgpu.RefType() for _ in refs), *(SPLAT for _ in scalars), *(layout for _, layout in arrays))
+    first, last = len(refs), len(refs) + len(scalars)
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=results)
+    def inline(_, *operands):
+        values = (scalar.registers.item() for scalar in operands[first:last])
+        made = make(*operands[:first], *values, *operands[last:])
+        if results is None:
+            return None
+        made, kinds = (made, results) if isinstance(results, list) else ([made], [results])
+        arrays = [
+            fragmented(registers, kind.layout.to_mgpu(), kind.shape, utils.is_signed(kind.dtype))
+            for registers, kind in zip(made, kinds, strict=True)
+        ]
+        return arrays if isinstance(results, list) else arrays[0]
+
+    return inline(*refs, *map(_int32, scalars), *(array for array, _ in arrays))
+
+
+def _int32(number):
+    return number if isinstance(number, jax.Array) and number.dtype == jnp.int32 else jnp.int32(number)
+
+
+def keep_loop() -> None:
+    """Keeps ptxas from unrolling the loop around, which would take registers that more blocks could have."""
+    instruct('.pragma "nounroll";')
+
+
+def unknown(value: int) -> jax.Array:
+    """Returns `value`, int32, in a form that compilers cannot fold: they do not unroll a loop of this many steps."""
+    asm = f"mov.b32 $0, {value};"
+    return emit(lambda: [utils.inline_ptx(asm, result_types=integer(32), has_side_effects=True)], results=SCALAR)
+
+
+def instruct(ptx: str, *scalars) -> None:
+    emit(lambda *values: utils.inline_ptx(ptx, *values, has_side_effects=True, convergent=True), None, scalars)
+
+
+def thread():
+    """Returns the index of a thread in its warpgroup."""
+    return arith.remui(utils.thread_idx(), constant(WARPS * WARP))
+
+
+def address_of(ref):
+    return llvm.ptrtoint(integer(64), utils.memref_ptr(ref))
+
+
+def _shared_address(ref, index):
+    """Returns the address of `ref[index]`, of int32, in shared memory."""
+    return shared_address(ref, arith.muli(index, constant(4 * ref.type.shape[1])))
+
+
+def shared_address(ref, offset):
+    """Returns the address of the byte `offset`, an int32 MLIR value, of an array in shared memory."""
+    return arith.addi(llvm.ptrtoint(integer(32), utils.memref_ptr(ref)), offset)
+
+
+def constant(value: int) -> Any:
+    """Returns an int32 MLIR constant."""
+    return utils.c(value, integer(32))
+
+
+def i64(value):
+    return utils.c(value, integer(64)) if isinstance(value, int) else arith.extui(integer(64), value)
+
+
+def compare(kind: str, a, b):
+    return arith.cmpi(getattr(arith.CmpIPredicate, kind), a, b)
+
+
+def both(a, b):
+    return b if a is None else a if b is None else arith.andi(a, b)
+
+
+@functools.cache
+def tiled(tiles, warp_dims, lane_dims, vector_dim=-1) -> Any:
+    """Returns a tiled layout in the canonical form in which Mosaic GPU compares layouts."""
+    layout = compat.tiled_layout(plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim)
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+@functools.cache
+def replicated(size: int) -> Any:
+    """Returns the layout of `size` values, a power of two, that every warp holds: one in a lane, or a vector of more."""
+    copies = max(1, WARP // size)
+    lanes = (-2,) if copies == 1 else (plgpu.Replicated(copies), -2)
+    return tiled(((size,), (max(1, size // WARP),)), (plgpu.Replicated(WARPS),), lanes)
+
+
+def of_warps(each: int) -> Any:
+    """Returns the layout of `[4, 32 * each]` values: each lane of a warpgroup's four warps has `each` of a row."""
+    return tiled(((WARPS, WARP * each), (1, WARP * each), (each,)), (-5,), (-3, -2))
+
+
+@functools.cache
+def of_threads() -> Any:
+    """Returns the layout of a value for each thread of a warpgroup, `[4, 32]`."""
+    return tiled(((WARPS, WARP), (1, WARP), (1,)), (-5,), (-3, -2))
+
+
+def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None, space="global"):
+    """Loads a vector of type `kind` element by element from several addresses, with `bits` for each that is not inside."""
+    one = ir.VectorType.get((1,), integer(8 * itemsize))
+    gathered = llvm.mlir_undef(ir.VectorType.get((len(inside),), one.element_type))
+    for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
+        loaded = load_words(address, offset, own, one, bits, policy, space)
+        gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
+    return vector.bitcast(kind, gathered)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Consecutive elements in global memory that fill a register.
+
+    Attributes:
+      address: an int64 MLIR value.
+      offset: bytes from the address to the first element, a constant that becomes a part of the instruction.
+      itemsize: bytes of an element.
+      inside: whether to touch all elements; None if always.
+      partial: whether to touch a part of them; None if never.
+      own: makes for each element whether it is of that part.
+    """
+
+    address: ir.Value
+    offset: int
+    itemsize: int
+    inside: ir.Value | None
+    partial: ir.Value | None = None
+    own: Callable[[], Sequence[Any]] = tuple
+
+    def load(self, register, bits=0, policy=None):
+        """Loads a register of type `register`, with `bits` in each word that is not to be touched."""
+        words = words_of(register)
+        if self.partial is None:
+            return vector.bitcast(register, load_words(self.address, self.offset, self.inside, words, bits, policy))
+        branch: Any = scf.IfOp(self.partial, [words], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            own = self.own()
+            scf.yield_([gather(words, self.itemsize, [self.address] * len(own), self._offsets(own), own, bits, policy)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
+        return vector.bitcast(register, branch.results[0])
+
+    def among_others(self, last):
+        """Returns this vector, touched as a whole if a part is to be touched and it starts at or before the address `last`."""
+        if self.partial is None:
+            return self
+        whole: Any = self.inside  # not None, if a part may be to be touched
+        start = arith.addi(self.address, i64(self.offset))
+        whole = arith.ori(whole, arith.andi(self.partial, compare("ule", start, last)))
+        return replace(self, inside=whole, partial=arith.andi(self.partial, compare("ugt", start, last)))
+
+    def fill_around(self, register, target, offset, bits):
+        """Sets the elements to `bits` that were copied along with a part."""
+        if self.partial is None:
+            return
+        words = words_of(register)
+        with utils.when(self.partial):
+            found = vector.bitcast(register, load_words(target, offset, None, words, space="shared"))
+            fill = vector.bitcast(register, vector.broadcast(words, constant(bits)))
+            for q, own in enumerate(self.own()):
+                value = arith.select(own, *(llvm.extractelement(part, constant(q)) for part in (found, fill)))
+                found = llvm.insertelement(found, value, constant(q))
+            store_words(target, offset, None, vector.bitcast(words, found), "shared")
+
+    def copy(self, register, target, offset):
+        """Starts a copy to `target + offset` in shared memory, an int32 and a constant, if all of it is to be touched.
+
+        It arrives after `await_copies`, in the thread that copied it.
+        """
+        if (size := self._size(register)) >= 4:
+            ptx = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0+{offset}], [$1+{self.offset}], {size};"
+            utils.inline_ptx(ptx, target, self.address, predicate=self.inside, has_side_effects=True)
+
+    def copy_rest(self, register, target, offset, bits):
+        """Stores the elements that `copy` leaves: a part that is to be touched, with `bits` around it."""
+        is_left: Any = contextlib.nullcontext()
+        if self._size(register) >= 4:
+            if self.inside is None:
+                return
+            is_left = utils.when(arith.xori(self.inside, utils.c(1, integer(1))))
+        with is_left:
+            words = vector.bitcast(words_of(register), self.load(register, bits))
+            store_words(target, offset, None, words, "shared")
+
+    def _size(self, register):
+        return math.prod(register.shape) * self.itemsize
+
+    def touched(self, register):
+        """Returns a register of int8: 1 for the elements that are to be touched, 0 for the others."""
+        ones, zeros = utils.c(1, register), utils.c(0, register)
+        if self.partial is not None:
+            for q, own in enumerate(self.own()):
+                zeros = llvm.insertelement(zeros, arith.extui(register.element_type, own), constant(q))
+            return zeros
+        return ones if self.inside is None else arith.select(self.inside, ones, zeros)
+
+    def store(self, register):
+        """Stores a register."""
+        store_words(self.address, self.offset, self.inside, vector.bitcast(words_of(register.type), register))
+        if self.partial is None:
+            return
+        with utils.when(self.partial):
+            kind, owned = integer(8 * self.itemsize), self.own()
+            values = vector.bitcast(ir.VectorType.get((len(owned),), kind), register)
+            for q, (offset, own) in enumerate(zip(self._offsets(owned), owned, strict=True)):
+                one = llvm.mlir_undef(ir.VectorType.get((1,), kind))
+                one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
+                store_words(self.address, offset, own, one)
+
+    def _offsets(self, own):
+        return [self.offset + q * self.itemsize for q in range(len(own))]
+
+
+def load_words(address, offset, inside, words, bits=0, policy=None, space="global"):
+    """Loads a vector of type `words`, or `bits` in each word if it is not inside; `policy` is the L2 cache's."""
+    word = words.element_type
+    held = integer(max(16, word.width))  # PTX has no registers of 8 bits
+    loaded = llvm.mlir_undef(words)
+    for first in range(0, words.shape[0], 4):
+        count = min(4, words.shape[0] - first)
+        results = [f"${k}" for k in range(count)]
+        operands, hint, use = [address], "", ""
+        if policy is not None:
+            operands.append(policy)
+            hint, use = "L2::cache_hint.", f", ${count + 1}"
+        place = offset + first * word.width // 8
+        ptx = f"ld.{space}.{hint}{_list(word, results)}, [${count}+{place}]{use};"
+        if inside is not None:
+            fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
+            ptx = f"{fills} @${count + len(operands)} {ptx}"
+            operands.append(inside)
+        found = utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)
+        for k, value in enumerate(found, first):
+            value = value if held == word else arith.trunci(word, value)
+            loaded = llvm.insertelement(loaded, value, constant(k))
+    return loaded
+
+
+def store_words(address, offset, inside, words, space="global"):
+    """Stores a vector of words to global memory, or to another state space of PTX."""
+    word = words.type.element_type
+    for first in range(0, words.type.shape[0], 4):
+        count = min(4, words.type.shape[0] - first)
+        values = [llvm.extractelement(words, constant(first + k)) for k in range(count)]
+        kind, names = _list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+        ptx = f"st.{space}.{kind} [$0+{offset + first * word.width // 8}], {names};"
+        utils.inline_ptx(ptx, address, *values, predicate=inside, has_side_effects=True)
+
+
+def words_of(register):
+    """Returns the type in which PTX moves a vector of type `register`: words of 32 bits, or one of 16 or 8."""
+    bits = math.prod(register.shape) * utils.bitwidth(register.element_type)
+    width = min(32, bits)
+    return ir.VectorType.get((bits // width,), integer(width))
+
+
+def _list(word, names: list[str]) -> str:
+    """Returns the type and the operands of a load or store of several words: `v4.b32 {$0, $1, $2, $3}`."""
+    kind = f"b{word.width}"
+    return f"{kind} {names[0]}" if len(names) == 1 else f"v{len(names)}.{kind} {{{', '.join(names)}}}"
