@@ -1609,7 +1609,7 @@ FAULTS = (
     ),
     Fault(
         "redrawing: weights before an entry are those of a lower bit",
-        f"{_TOP_K}/mosaic_sm90/redrawing.py",
+        f"{_TOP_K}/mosaic_sm90/sampling.py",
         "bits + jnp.where(value > 0, -1, 1))",
         "bits + jnp.where(value > 0, 1, -1))",
         "tests/top_k/test_emulated.py -k filters_of_each_row",
@@ -1630,7 +1630,7 @@ FAULTS = (
     ),
     Fault(
         "winner: blocks keep the smaller of two entries",
-        f"{_TOP_K}/mosaic_sm90/winner.py",
+        f"{_TOP_K}/mosaic_sm90/drawing.py",
         "max.u64 entry, entry, other;",
         "min.u64 entry, entry, other;",
         "tests/top_k/test_emulated.py -k 'samples and blocks_share'",
@@ -1672,7 +1672,7 @@ FAULTS = (
     ),
     Fault(
         "redrawing: rows that are rejected are not counted",
-        f"{_TOP_K}/mosaic_sm90/redrawing.py",
+        f"{_TOP_K}/mosaic_sm90/sampling.py",
         "setp.ge.u32 is, sum, count; @is bra done;",
         "setp.gt.u32 is, sum, count; @is bra done;",
         "tests/top_k/test_emulated.py -k drawn_again",
@@ -1749,7 +1749,7 @@ FAULTS = (
     ),
     Fault(
         "winner: of equal scores the last column wins",
-        f"{_TOP_K}/mosaic_sm90/winner.py",
+        f"{_TOP_K}/mosaic_sm90/drawing.py",
         "largest = arith.maxui(largest, entry)",
         "largest = arith.minui(largest, entry)",
         "tests/top_k/test_emulated.py -k 'that_hurt and none'",
@@ -1819,7 +1819,7 @@ FAULTS = (
     ),
     Fault(
         "top_k: a gradient that XLA would fuse has a kernel",
-        f"{_TOP_K}/mosaic_sm90/softmax_plans.py",
+        f"{_TOP_K}/mosaic_sm90/long_rows.py",
         "problem.fused & set(types)",
         "frozenset()",
         "tests/top_k/test_mosaic.py -k have_the_plan_of_their_kernel",
@@ -1827,8 +1827,8 @@ FAULTS = (
     Fault(
         "top_k: values are not turned back where the scale is negative",
         f"{_TOP_K}/mosaic_sm90/long_rows.py",
-        "jnp.where(self.sign < 0, -1.0, 1.0)",
-        "jnp.where(self.sign < 0, 1.0, 1.0)",
+        "jnp.where(search.sign < 0, -1.0, 1.0)",
+        "jnp.where(search.sign < 0, 1.0, 1.0)",
         "tests/top_k/test_emulated.py -k the_largest_weights",
     ),
     Fault(

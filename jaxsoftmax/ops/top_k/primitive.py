@@ -104,10 +104,7 @@ TOP_K = define(_operation("top_k", (_X, _WHERE, _SCALE), _top_k_types, _results(
 SOFTMAX_TOP_K = define(_operation("softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices")))
 CATEGORICAL = define(
     _operation(
-        "categorical",
-        (Operand("x", _WHOLE, is_scores=True), _ROW, *_OPTIONS, _WHERE),
-        _categorical_types,
-        _results("index"),
+        "categorical", (Operand("x", _WHOLE, is_scores=True), _ROW, *_OPTIONS, _WHERE), _categorical_types, _results("index")
     )
 )
 SOFTMAX_TOP_K_JVP = define(

@@ -17,14 +17,10 @@ _WITH_BATCH = {"categorical": "row", "softmax_top_k_jvp": "indices", "softmax_to
 class TopKProblem(Problem):
     """A problem of `top_k`, of `softmax_top_k` and its derivatives, or of `categorical`."""
 
-    @property
-    def name(self) -> str:
-        return self.operation.name
-
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """Sizes of the axes in front of the rows of the results."""
-        return self.operands[_WITH_BATCH.get(self.name, "x")].shape[:-1]
+        return self.operands[_WITH_BATCH.get(self.operation.name, "x")].shape[:-1]
 
     @functools.cached_property
     def rows(self) -> int:

@@ -154,18 +154,11 @@ def drawn(scores, indices, noise_of_columns, inverse, noise, top_k, top_p, min_p
     compared = lax.stop_gradient(jnp.where(kept, noisy(scores, noise_of_columns, inverse, noise), -jnp.inf))
     indices = jnp.where(kept, indices, jnp.iinfo(jnp.int32).max)
 
-    # One reduction of both: XLA computes what is compared anew, and may round it differently, wherever it is read. Compared
-    # with its own maximum no score of a row would be the largest then.
-    def larger(a, b):
-        (score_a, index_a), (score_b, index_b) = a, b
-        # Equal scores: the lowest index, as where nothing is sorted. 0 is above -0 only in the order of the bits.
-        is_a = (score_a > score_b) | ((score_a == score_b) & (index_a < index_b))
-        return jnp.where(is_a, score_a, score_b), jnp.where(is_a, index_a, index_b)
-
     is_nan = jnp.isnan(compared)  # where one is, they have no order, and the lowest index of those kept is drawn
-    operands = jnp.broadcast_arrays(jnp.where(is_nan, -jnp.inf, compared), indices)
-    initial = jnp.asarray(-jnp.inf, compared.dtype), jnp.asarray(jnp.iinfo(jnp.int32).max, jnp.int32)
-    index = lax.reduce(tuple(operands), initial, larger, (compared.ndim - 1,))[1][..., None]
+    # One reduction of both: XLA computes what is compared anew, and may round it differently, wherever it is read. Compared
+    # with its own maximum no score of a row would be the largest then. Equal scores: the lowest index, as where nothing is
+    # sorted. 0 is above -0 only in the order of the bits.
+    _, index = _largest_entry(-jnp.inf, *jnp.broadcast_arrays(jnp.where(is_nan, -jnp.inf, compared), indices))
     return jnp.where(jnp.any(is_nan, -1, keepdims=True), jnp.min(indices, -1, keepdims=True), index)
 
 
@@ -279,17 +272,22 @@ def _largest(x):
     if keys.dtype.itemsize < 4:
         keys = keys.astype(jnp.int32)
 
+    columns = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    _, index, value = _largest_entry(jnp.iinfo(keys.dtype).min, keys, columns, values)
+    return value.astype(x.dtype) if x.dtype == jnp.bfloat16 else lax.bitcast_convert_type(value, x.dtype), index
+
+
+def _largest_entry(least, keys, columns, *values):
+    """Returns the largest key of each row, at the lowest column among equals, and what other arrays have there."""
+
     def larger(a, b):
-        (key_a, column_a, _), (key_b, column_b, _) = a, b
+        (key_a, column_a, *_), (key_b, column_b, *_) = a, b
         is_a = (key_a > key_b) | ((key_a == key_b) & (column_a < column_b))
         return tuple([jnp.where(is_a, *pair) for pair in zip(a, b, strict=True)])
 
-    columns = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    least = jnp.iinfo(keys.dtype).min, jnp.iinfo(jnp.int32).max, 0
-    operands = keys, columns, values
+    operands, least = (keys, columns, *values), (least, jnp.iinfo(jnp.int32).max, *[0] * len(values))
     initial = tuple([jnp.asarray(value, array.dtype) for value, array in zip(least, operands, strict=True)])
-    _, index, value = (array[..., None] for array in lax.reduce(operands, initial, larger, (x.ndim - 1,)))
-    return value.astype(x.dtype) if x.dtype == jnp.bfloat16 else lax.bitcast_convert_type(value, x.dtype), index
+    return [array[..., None] for array in lax.reduce(operands, initial, larger, (keys.ndim - 1,))]
 
 
 def _first_largest(values):

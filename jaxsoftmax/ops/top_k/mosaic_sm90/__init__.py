@@ -29,16 +29,17 @@ KernelPlan = LongRowsPlan | ShortRowsPlan | ShortGradientPlan | SamplingPlan
 
 def plan(problem: TopKProblem, target: Target) -> Plan | Refusal:
     """Plans an operation of this family."""
-    if (planner := _PLANNERS.get(problem.name)) is None:
-        return Refusal(f"it has no kernel for {problem.name}", lacks_kernel=True)
+    name = problem.operation.name
+    if name not in _PLANNERS:
+        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    return planner(problem, target)
+    return _PLANNERS[name](problem, target)
 
 
 def _plan_largest(problem: TopKProblem, target: Target) -> Plan | Refusal:
     """Plans `top_k` or `softmax_top_k`."""
-    served = DTYPES if problem.name == "top_k" else FLOATS
+    served = DTYPES if problem.operation.name == "top_k" else FLOATS
     if (reason := _refused_dtypes(problem, ["x"], served) or _refused_rows(problem)) is not None:
         return Refusal(reason)
     if not 1 <= problem.k <= MAX_K:
@@ -120,7 +121,7 @@ def _unless_refused(result: KernelPlan | Refusal, target: Target, reason: str | 
 
 def _slower_search(problem: TopKProblem) -> str | None:
     """Says why XLA should be faster at a search for the largest entry alone, which it does without a sort, or returns None."""
-    if problem.name != "top_k" or problem.k > 1 or problem.params["return_state"]:
+    if problem.operation.name != "top_k" or problem.k > 1 or problem.params["return_state"]:
         return None
     if "x" in problem.fused:
         return _computed_with_producer(problem)
@@ -136,4 +137,4 @@ def _slower_samples(problem: TopKProblem) -> str | None:
 
 
 def _computed_with_producer(problem: TopKProblem) -> str:
-    return f"XLA computes {problem.name} together with what produces its operand, which then is never in memory"
+    return f"XLA computes {problem.operation.name} together with what produces its operand, which then is never in memory"

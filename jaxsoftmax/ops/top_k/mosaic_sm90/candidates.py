@@ -28,6 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxsoftmax._gpu import arithmetic
 from jaxsoftmax._gpu.emit import (
+    SCALAR,
     SPLAT,
     WARP,
     Vector,
@@ -45,51 +46,35 @@ from jaxsoftmax._gpu.rows.plan import RowPlan
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import BITS_OF_KEY, KEY, EntryFormat
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import SweepPlan
 
-# A scalar int32 of a kernel.
-FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
-
 _HEAD_WORDS = 12  # of `Candidates.head`
 
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Columns of the elements of a few steps.
+    """Columns of the elements of a few steps."""
 
-    Attributes:
-      make: makes, of the MLIR values of `scalars`, for each step the column of a thread's first element, and for all of them
-        the number of its elements that are of the next step, at the same place: all int32.
-      scalars: int32.
-      in_order: True if all are columns of the row, and higher than those of steps before: then what has the bound's value is
-        below it. Else what is no column of the row is not taken.
-    """
-
+    # Function of the MLIR values of `scalars`, int32, to the column of a thread's first element in each step, and the number of
+    # its elements that are of the next step, at the same place.
     make: Callable[..., tuple[Sequence[Any], Any]]
     scalars: Sequence[Any]
+    # True if all are columns of the row, and higher than those of steps before: then what has the bound's value is below it.
+    # Else what is no column of the row is not taken.
     in_order: bool
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The list of a block.
+    """The list of a block."""
 
-    Attributes:
-      entries: `[2 * size]` int32 in shared memory, two for each entry.
-      head: int32 in shared memory: the length of the list, the largest key of a long list, the bound, two numbers of a
-        bisection, the mbarrier, and after which even and which odd sweep the list was long, counted from 1.
-      k: number of entries that are wanted.
-      limit: the list is cut once it is longer. It has room for as many more as are offered at a time.
-      row_plan: distribution of the row over the threads of a block.
-      dtype: dtype of the values: float32, int32 or uint32.
-      memory_dtype: dtype that they have in memory: the same, or of float32 a narrower one.
-    """
-
-    entries: Any
+    entries: Any  # `[2 * size]` int32 in shared memory, two for each entry
+    # int32 in shared memory: the length of the list, the largest key of a long list, the bound, two numbers of a bisection, the
+    # mbarrier, and after which even and which odd sweep the list was long, counted from 1.
     head: Any
-    k: int
-    limit: int
+    k: int  # number of entries that are wanted
+    limit: int  # the list is cut once it is longer. It has room for as many more as are offered at a time
     row_plan: RowPlan
-    dtype: Any
-    memory_dtype: Any
+    dtype: Any  # of the values: float32, int32 or uint32
+    memory_dtype: Any  # the same, or for float32 a narrower one
 
     @staticmethod
     def scratch(k: int, limit: int, plan: SweepPlan) -> list[Any]:
@@ -146,7 +131,7 @@ class Candidates:
             operands = start_of(head), number
             return [utils.inline_ptx(asm, *operands, result_types=integer(32), has_side_effects=True, convergent=True)]
 
-        return emit(wait, self.head, [number], results=FLAG)
+        return emit(wait, self.head, [number], results=SCALAR)
 
     def offer(self, number, values: Sequence[jax.Array], top: jax.Array, columns: StepColumns) -> None:
         """Appends what is above the bound, in the sweep of this number. The caller has asked `is_long`, and cut the list.
@@ -187,9 +172,7 @@ class Candidates:
 
     def _load_bound(self, head, in_order: bool):
         """Returns the bound, and the bits of the lowest value that may be above it; of 0 if there is no bound."""
-        more = (
-            self.format.last if in_order else 0
-        )  # in order, what has the bound's value is below it: the next key is the least
+        more = self.format.last if in_order else 0  # in order the next key is the least: equal values are below the bound
         asm = (
             "{ .reg .b64 key; ld.shared.u64 $0, [$2+8];"
             f" add.u64 key, $0, {more}; shr.u64 key, key, {self.format.bits};"
@@ -337,7 +320,7 @@ class Candidates:
         )
 
         def make(values, indices, entries, row, *sign):
-            start = shared_address(entries, constant(0))
+            start = start_of(entries)
             base = arith.muli(i64(row), i64(self.k))
             for first in range(0, self.k, self.threads):
                 place = arith.addi(utils.thread_idx(), constant(first))
@@ -362,19 +345,12 @@ class Candidates:
         names = "entries", "head", "thread", "gathered", "rank"
 
         def make(*operands):
-            addresses = [shared_address(ref, constant(0)) for ref in operands[: 2 + len(refs)]]
-            addresses.insert(2, utils.thread_idx())
-            operands = *addresses, *operands[2 + len(refs) :]
+            entries, head, *others = [shared_address(ref, constant(0)) for ref in operands[: 2 + len(refs)]]
+            operands = entries, head, utils.thread_idx(), *others, *operands[2 + len(refs) :]
             placed = {name: f"${i}" for i, name in enumerate(names)}
             start = "" if n is None else f"mov.u32 n, {n};"
-            formats = {
-                "bits": self.format.bits,
-                "last": self.format.last,
-                "k": self.k,
-                "threads": self.threads,
-                "enough": enough,
-            }
-            text = asm.format(**placed, **formats)
+            sizes = {"bits": self.format.bits, "last": self.format.last, "k": self.k, "threads": self.threads}
+            text = asm.format(**placed, **sizes, enough=enough)
             utils.inline_ptx(f"{{ {_REGISTERS} {start} {text} end: }}", *operands, has_side_effects=True, convergent=True)
 
         emit(make, (self.entries, self.head, *refs), [] if rank is None else [rank])

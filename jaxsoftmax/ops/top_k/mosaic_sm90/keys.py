@@ -32,11 +32,7 @@ def _float_of_key(bits: str, key: str) -> str:
 
 
 # PTX that turns the key in the register `key` back into the bits of its value.
-VALUE = {
-    "float32": _float_of_key("key", "key"),
-    "int32": " xor.b32 key, key, 0x80000000;",
-    "uint32": "",
-}
+VALUE = {"float32": _float_of_key("key", "key"), "int32": " xor.b32 key, key, 0x80000000;", "uint32": ""}
 
 # $0: the bits of the float32 with the key $1.
 BITS_OF_KEY = "{ .reg .b32 word;" + _float_of_key("$0", "$1") + " }"
@@ -47,12 +43,9 @@ class EntryFormat:
     """Layout of an entry, a number of 64 bits: the key of a value above, and below how far its column is from `last`.
 
     So entries differ, and of equal values the entry of the lower column is larger. 0 is no entry.
-
-    Attributes:
-      cols: columns of a row.
     """
 
-    cols: int
+    cols: int  # of a row
 
     @functools.cached_property
     def bits(self) -> int:

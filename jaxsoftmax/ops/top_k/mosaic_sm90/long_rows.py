@@ -26,16 +26,17 @@ import numpy as np
 from jax import lax
 
 from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import arithmetic
 from jaxsoftmax._gpu.emit import constant
-from jaxsoftmax.ops.softmax.mosaic_sm90 import select
+from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP, LOGSUMEXP_VJP
+from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import xla
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import Candidates, StepColumns
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import kernel_dtype
-from jaxsoftmax.ops.top_k.mosaic_sm90.softmax_plans import plan_softmax
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import (
     SliceStates,
     Sweep,
@@ -53,19 +54,12 @@ from jaxsoftmax.ops.top_k.problem import TopKProblem
 
 @dataclass(frozen=True)
 class LongRowsPlan:
-    """Runs `top_k` or `softmax_top_k` of rows of any length.
-
-    Attributes:
-      problem: the problem.
-      sweeps: how rows are read.
-      is_ahead: True if the next sweep is loaded to registers before a sweep is visited.
-      state: plan of softmax's kernel that finds the state, or None if this kernel does or nothing needs it.
-    """
+    """Runs `top_k` or `softmax_top_k` of rows of any length."""
 
     problem: TopKProblem
     sweeps: SweepPlan
-    is_ahead: bool
-    state: Plan | None = None
+    is_ahead: bool  # True if the next sweep is loaded to registers before a sweep is visited
+    state: Plan | None = None  # of softmax's kernel that finds the state; None if this kernel does or nothing needs it
     remark = None
 
     def describe(self) -> str:
@@ -119,7 +113,7 @@ class LongRowsPlan:
         results = self._find(x, where, scale)
         if self.state is not None:
             results += self.state.run(x=x, where=where, scale=scale)[1:]
-        if problem.name == "softmax_top_k":
+        if problem.operation.name == "softmax_top_k":
             results = xla.weighed(results, where, scale, problem.params["normalize"], problem.dtype)
         return results[: 2 + 2 * problem.params["return_state"]]
 
@@ -137,7 +131,7 @@ class LongRowsPlan:
             operands["where"] = where.reshape(-1, cols)
             source = None if where.shape == x.shape else RowProblem(x.shape, (x.ndim - 1,)).indexed(where.shape)
         # Values are those of `x`: weights are computed from them.
-        dtype = x.dtype if problem.name == "softmax_top_k" else problem.dtype
+        dtype = x.dtype if problem.operation.name == "softmax_top_k" else problem.dtype
         results = [jax.ShapeDtypeStruct((rows * k,), dtype if self.is_float else self.dtype)]
         results += [jax.ShapeDtypeStruct((rows * k,), jnp.int32)]
         results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * self.parts
@@ -149,16 +143,11 @@ class LongRowsPlan:
 
 def plan_long_rows(problem: TopKProblem, target: Target) -> LongRowsPlan | Refusal:
     """Plans `top_k` or `softmax_top_k` of rows of any length."""
-    state = None
-    has_state = problem.needs_state
+    state, has_state = None, problem.needs_state
     if has_state and "where" in problem.operands:  # softmax's kernel skips what is masked
-        params = {"axes": (len(problem.batch),), "dtype": jnp.float32, "return_state": True}
-        state = plan_softmax(LOGSUMEXP, problem, target, **params)
+        state, has_state = plan_state(problem, target, _types_of_scores(problem)), False
         if isinstance(state, Refusal):
-            if state.plan is None:
-                return state
-            state = state.plan  # its speed does not decide
-        has_state = False
+            return state
     sweeps = plan_sweeps(problem.rows, problem.cols, kernel_dtype(problem.operands["x"].dtype).itemsize, target, has_state)
     # 512 rows are four blocks on each of 128 multiprocessors, with up to 64 registers a thread, or 128 if blocks have 128
     # threads. To load ahead takes more, unless there are so few blocks.
@@ -182,6 +171,28 @@ def plan_sweeps(rows: int, cols: int, itemsize: int, target: Target, has_state: 
     return (sweeps if has_state else sweeps.copying(itemsize)).distributed(target, has_state)
 
 
+# Softmax's kernels over whole rows, for the state and for gradients.
+
+
+def plan_state(problem: TopKProblem, target: Target, types: dict[str, Any]) -> Plan | Refusal:
+    """Plans the state of rows of these types of `x`, `where` and `scale`. The speed of softmax's kernel does not decide."""
+    state = _plan_softmax(LOGSUMEXP, problem, target, types, dtype=jnp.float32, return_state=True)
+    return state.plan if isinstance(state, Refusal) and state.plan is not None else state
+
+
+def _types_of_scores(problem: TopKProblem) -> dict[str, Any]:
+    return {name: problem.operands[name] for name in ("x", "where", "scale") if name in problem.operands}
+
+
+def _plan_softmax(
+    operation: Operation, problem: TopKProblem, target: Target, types: dict[str, Any], **params: Any
+) -> Plan | Refusal:
+    """Plans an operation of the softmax family on scores of these types; operands of rows, such as `m`, do not matter."""
+    params["axes"] = (types["x"].ndim - 1,)
+    dtypes = {name: dtype for name, dtype in problem.dtypes.items() if name in types}
+    return softmax.plan(SoftmaxProblem(operation, types, params, dtypes, problem.fused & set(types)), target)
+
+
 # The kernel.
 
 
@@ -192,10 +203,14 @@ def _kernel(plan: LongRowsPlan, names, source, x_ref, *refs) -> None:
     entries, head, gathered, *scratch = refs
     row = SweptRow(plan.sweeps, scratch)
     search = _Search(plan, row, x_ref, operands, source)
-    states = search.start_states(scratch[-1])
+    states = None
+    if plan.parts:
+        states = SliceStates(row, scratch[-1], None if search.sign is None else jnp.abs(search.sign))
+        states.clear()
     arrive(plan.sweeps)
-    candidates = search.start_list(entries, head)
-    row.sweep(x_ref, search.elements, search.visit, states, plan.is_ahead)
+    candidates = search.list_in(entries, head)
+    candidates.clear()
+    row.sweep(x_ref, search.elements, functools.partial(search.visit, candidates, states), states, plan.is_ahead)
     candidates.cut()
     if plan.sweeps.blocks > 1:  # the first block gets what all blocks have
         await_cluster(plan.sweeps)
@@ -209,43 +224,21 @@ def _kernel(plan: LongRowsPlan, names, source, x_ref, *refs) -> None:
         if plan.sweeps.blocks > 1:
             best = search.list_in(gathered, head)
             best.cut_to(plan.sweeps.blocks * plan.problem.k)
-        best.store(row.memory.row, (values, indices), search.direction())
+        back_to_values = None if search.sign is None else jnp.where(search.sign < 0, -1.0, 1.0)
+        best.store(row.memory.row, (values, indices), back_to_values)
         if states is not None:
             for ref, value in zip(state_refs, states.merge(), strict=True):
                 row.memory.store_row(ref, value)
 
 
 class _Search:
-    """The search of a block in its row, or in its slices of one.
-
-    Attributes:
-      plan: the plan.
-      row: the row.
-      elements: what loads the elements of a step.
-      sign: a number with the sign of the scale, or None if there is no scale.
-      seen: the mask as a function of a step, or None.
-    """
+    """The search of a block in its row, or in its slices of one."""
 
     def __init__(self, plan: LongRowsPlan, row: SweptRow, x_ref, operands, source):
         self.plan, self.row, self.is_plain = plan, row, plan.problem.is_plain
         self.elements = row.memory.read(x_ref, plan.fill, plan.score_dtype)
-        self.sign = operands["scale"][row.memory.row] if "scale" in operands else None
+        self.sign = operands["scale"][row.memory.row] if "scale" in operands else None  # a number with the sign of the scale
         self.seen = _mask(row.tile, operands["where"], source) if "where" in operands else None
-        self.states: Any = None
-        self.candidates: Any = None
-
-    def start_states(self, ref) -> SliceStates | None:
-        """Starts to keep the state of the row, if it is asked for."""
-        if self.plan.parts:
-            self.states = SliceStates(self.row, ref, None if self.sign is None else jnp.abs(self.sign))
-            self.states.clear()
-        return self.states
-
-    def start_list(self, entries, head) -> Candidates:
-        """Starts an empty list."""
-        self.candidates = self.list_in(entries, head)
-        self.candidates.clear()
-        return self.candidates
 
     def list_in(self, entries, head) -> Candidates:
         """Returns a list in shared memory."""
@@ -253,9 +246,9 @@ class _Search:
         memory_dtype = plan.dtype if self.is_plain else plan.score_dtype
         return Candidates(entries, head, plan.problem.k, plan.limit, plan.sweeps.row_plan, plan.score_dtype, memory_dtype)
 
-    def visit(self, sweep: Sweep, carry):
-        """Offers the elements of a sweep to the list, and pushes them to the state."""
-        candidates, elements = self.candidates, self.elements
+    def visit(self, candidates: Candidates, states: SliceStates | None, sweep: Sweep, carry):
+        """Offers the elements of a sweep to the list, and pushes them to the state if it is asked for."""
+        elements = self.elements
         pl.when(candidates.is_long(sweep.number) != 0)(candidates.cut)
         loaded = sweep.load()
         arrays = loaded if self.is_plain else self._directed(sweep, loaded)
@@ -266,10 +259,10 @@ class _Search:
         in_words = self.is_plain and elements.in_words
         top = elements.maximum(arrays) if in_words else functools.reduce(jnp.maximum, arrays)
         candidates.offer(sweep.number, arrays, top, columns)
-        if self.states is None:
+        if states is None:
             return carry
         scores = list(map(elements.converted, loaded)) if self.is_plain else arrays
-        return self.states.push(carry, scores, top.astype(jnp.float32))
+        return states.push(carry, scores, top.astype(jnp.float32))
 
     def _directed(self, sweep: Sweep, loaded):
         """Returns what is put in order: `x` turned round if the scale is negative, without what is masked."""
@@ -278,12 +271,8 @@ class _Search:
             arrays = [choose(self.sign < 0, -a, a) for a in arrays]
         is_turned_beyond = self.sign is not None and not sweep.is_whole  # -inf beyond the end may be +inf
         for is_there in filter(None, (self.seen, self.row.memory.inside() if is_turned_beyond else None)):
-            arrays = [select(is_there(step), a, self.plan.fill) for step, a in zip(sweep.steps, arrays, strict=True)]
+            arrays = [softmax.select(is_there(step), a, self.plan.fill) for step, a in zip(sweep.steps, arrays, strict=True)]
         return arrays
-
-    def direction(self):
-        """Returns the factor that turns scores back to values, or None for 1."""
-        return None if self.sign is None else jnp.where(self.sign < 0, -1.0, 1.0)
 
 
 def _mask(tile, ref, source):
@@ -308,15 +297,10 @@ def _first_columns(swept_row: SweptRow, row, *steps):
 
 @dataclass(frozen=True)
 class LongGradientPlan:
-    """Runs `softmax_top_k_vjp` of rows that are normalized as a whole: the gradient at the indices is put in its place last.
-
-    Attributes:
-      problem: the problem.
-      whole: plan of softmax's kernel that computes the part of the gradient that all elements of a row have.
-    """
+    """Runs `softmax_top_k_vjp` of rows that are normalized as a whole: the gradient at the indices is put in its place last."""
 
     problem: TopKProblem
-    whole: Plan
+    whole: Plan  # of softmax's kernel that computes the part of the gradient that all elements of a row have
     remark = None
 
     def describe(self) -> str:
@@ -339,8 +323,8 @@ class LongGradientPlan:
 
 def plan_long_gradient(problem: TopKProblem, target: Target) -> LongGradientPlan | Refusal:
     """Plans `softmax_top_k_vjp` of rows that are normalized as a whole."""
-    params = {"axes": (len(problem.batch),), "dtype": problem.dtype, "scale_tangent": problem.params["scale_tangent"]}
-    whole = plan_softmax(LOGSUMEXP_VJP, problem, target, **params)
+    params = {"dtype": problem.dtype, "scale_tangent": problem.params["scale_tangent"]}
+    whole = _plan_softmax(LOGSUMEXP_VJP, problem, target, _types_of_scores(problem), **params)
     if not isinstance(whole, Refusal):
         return LongGradientPlan(problem, whole)
     return whole if whole.plan is None else Refusal(whole.reason, LongGradientPlan(problem, whole.plan))

@@ -16,30 +16,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Comparators:
-    """The operations of a network.
-
-    Attributes:
-      maximum: function of two numbers, one in each lane, to the larger one.
-      minimum: function of two numbers to the smaller one.
-      tells_dropped: True if the largest number that is dropped is wanted.
-    """
+    """The operations of a network: the larger of two numbers, one in each lane, and the smaller one."""
 
     maximum: Callable[[Any, Any], Any]
     minimum: Callable[[Any, Any], Any]
-    tells_dropped: bool = True
+    tells_dropped: bool = True  # True if the largest number that is dropped is wanted
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest numbers of a row, or of a part of it.
-
-    Attributes:
-      largest: the numbers in decreasing order.
-      dropped: the largest number that was dropped; None if none was, or it is not wanted.
-    """
+    """The largest numbers of a row, or of a part of it, in decreasing order."""
 
     largest: list[Any]
-    dropped: Any = None
+    dropped: Any = None  # the largest number that was dropped; None if none was, or it is not wanted
 
 
 def largest(comparators: Comparators, numbers: Iterable[Any], k: int) -> Largest:

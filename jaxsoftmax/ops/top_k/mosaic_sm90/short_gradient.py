@@ -33,25 +33,15 @@ from jaxsoftmax.ops.top_k.problem import TopKProblem
 
 @dataclass(frozen=True)
 class ShortGradientPlan:
-    """Runs `softmax_top_k_vjp` of short rows.
+    """Runs `softmax_top_k_vjp` of short rows."""
 
-    Attributes:
-      staged: distribution of the gradient's rows over warps and lanes.
-      staged_x: the same of `x`, whose rows have the place of the gradient's if elements have as many bytes.
-      batch: sizes of the axes in front of the rows.
-      k: entries of a row that have cotangents.
-      names: names of the operands that the kernel reads, in its order.
-      dtype: dtype of the gradient.
-      x_dtype: dtype of `x`, or None if it is not read.
-    """
-
-    staged: StagedRows
-    staged_x: StagedRows
-    batch: tuple[int, ...]
-    k: int
-    names: tuple[str, ...]
-    dtype: np.dtype
-    x_dtype: np.dtype | None
+    staged: StagedRows  # rows of the gradient
+    staged_x: StagedRows  # rows of `x`, in the place of the gradient's if elements have one size
+    batch: tuple[int, ...]  # sizes of the axes in front of the rows
+    k: int  # entries of a row that have cotangents
+    names: tuple[str, ...]  # of the operands that the kernel reads, in its order
+    dtype: np.dtype  # of the gradient
+    x_dtype: np.dtype | None  # None if `x` is not read
     remark = None
 
     def describe(self) -> str:
@@ -196,7 +186,7 @@ def _replace(plan, warp, warp_x, first: int, factor, m) -> None:
     if factor is None:
         warp_rows.store_to_shared(warp.vector, [constant(0)] * 4, has_vector, offset)
         return
-    values = warp_rows.widen_vector(plan.x_dtype, warp_x.load_vector(first, has_vector))
+    values = warp_x.load_floats(plan.x_dtype, first, has_vector)
     values = [arith.mulf(warp_rows.exponential(arith.subf(value, m)), factor) for value in values]
     words = warp_rows.narrow(values, utils.dtype_to_ir_type(plan.dtype))
     n_vectors = len(words) // 4  # more than one if the gradient is wider than `x`
@@ -214,7 +204,8 @@ def _replace(plan, warp, warp_x, first: int, factor, m) -> None:
 def _element(plan, warp_x, column):
     """Loads the element of a lane's row in this column, as float32."""
     size = plan.staged_x.itemsize
-    word = warp_rows.load_word(arith.addi(warp_x.row_start, arith.muli(column, constant(size))), 8 * size)
+    address = arith.addi(warp_x.row_start, arith.muli(column, constant(size)))
+    word = llvm.extractelement(load_words(address, 0, None, words_type(1, 8 * size), space="shared"), constant(0))
     return warp_rows.widen(plan.x_dtype, word if size == 4 else arith.extui(integer(32), word))[0]
 
 

@@ -45,24 +45,14 @@ _LOWEST = -(2**31)
 
 @dataclass(frozen=True)
 class ShortRowsPlan:
-    """Runs `top_k` or `softmax_top_k` of short rows.
-
-    Attributes:
-      staged: distribution of rows over warps and lanes.
-      batch: sizes of the axes in front of the rows.
-      k: entries of a row.
-      dtype: dtype of the elements.
-      out_dtype: dtype of the values or weights.
-      normalize: "all" or "selected", the entries over which weights are normalized; None for values.
-      return_state: True if the state of rows is a result.
-    """
+    """Runs `top_k` or `softmax_top_k` of short rows."""
 
     staged: StagedRows
-    batch: tuple[int, ...]
+    batch: tuple[int, ...]  # sizes of the axes in front of the rows
     k: int
-    dtype: np.dtype
-    out_dtype: np.dtype
-    normalize: str | None
+    dtype: np.dtype  # in which elements are loaded
+    out_dtype: np.dtype  # of the values or weights
+    normalize: str | None  # "all" or "selected", the entries over which weights are normalized; None for values
     return_state: bool
     remark = None
 
@@ -147,7 +137,7 @@ def _emit(plan: ShortRowsPlan, x, values, indices, *refs):
     bits, columns = _confirm(plan, warp, numbers, is_unsure)
     state = None
     if plan.normalize == "all" or plan.return_state:
-        state = _state_of_row(plan, warp, _float(plan, bits[0]))
+        state = _state_of_row(plan, warp, warp_rows.floats_above(plan.dtype, bits[:1])[0])
     results = _results(plan, values.type.element_type, bits, state)
     utils.warp_barrier()  # rows are not needed any more: results take their place in shared memory
     is_first = compare("eq", warp.part, constant(0)) if plan.staged.lanes > 1 else None
@@ -191,7 +181,7 @@ def _largest_pairs(plan, warp) -> Largest:
     comparators, k = plan.comparators, plan.k
     pairs = network.largest(comparators, _numbers_of_pairs(plan, warp), k)
     if plan.staged.lanes > 1:
-        part = arith.muli(warp.part, constant(plan.staged.vector))
+        part = arith.muli(warp.part, constant(warp_rows.VECTOR // plan.dtype.itemsize))
         pairs = Largest([arith.xori(number, part) for number in pairs.largest], pairs.dropped)
     for bit in plan.staged.lane_bits:
         dropped = None if pairs.dropped is None else _from_lane(pairs.dropped, bit)
@@ -238,14 +228,14 @@ def _number(plan, words, place):
 
 def _elements(plan, warp, number):
     """Returns the numbers of both elements of the pair that has this number, the larger one first."""
-    mask = constant(plan.last)
+    pair, mask = words_type(2, 32), constant(plan.last)
     column = arith.xori(arith.andi(number, mask), mask)
     if plan.is_half:
         first, second = _halves_of_pair(warp, column, number)
         second = arith.xori(second, constant(2))
     else:
         address = arith.addi(warp.row_start, arith.shli(column, constant(2)))
-        loaded = load_words(address, 0, None, words_type(2, 32), space="shared")
+        loaded = load_words(address, 0, None, pair, space="shared")
         place = arith.andi(number, mask)
         first = _number(plan, [llvm.extractelement(loaded, constant(0))], place)
         second = arith.xori(_number(plan, [llvm.extractelement(loaded, constant(1))], place), constant(1))
@@ -315,17 +305,16 @@ def _confirm(plan, warp, numbers, is_unsure):
             above = arith.andi(number, constant(-(2**16)))
             bits.append(arith.xori(above, arith.andi(arith.shrsi(number, constant(31)), constant(0x7FFF0000))))
     else:
-        bits = [_word_at(warp, column) for column in columns]
+        bits, word = [], words_type(1, 32)
+        for column in columns:
+            address = arith.addi(warp.row_start, arith.shli(column, constant(2)))
+            bits.append(llvm.extractelement(load_words(address, 0, None, word, space="shared"), constant(0)))
         for a, b in itertools.pairwise(bits):
             is_wrong = _is_less(plan, a, b)
             is_unsure = is_wrong if is_unsure is None else arith.ori(is_unsure, is_wrong)
     if is_unsure is None:  # one column, or k is all columns: nothing was dropped
         return bits, columns
     return _search_again(plan, warp, bits, columns, both(is_unsure, warp.is_valid))
-
-
-def _word_at(warp, column):
-    return warp_rows.load_word(arith.addi(warp.row_start, arith.shli(column, constant(2))))
 
 
 def _is_less(plan, a, b):
@@ -394,8 +383,7 @@ def _state_of_row(plan, warp, largest):
     sums: list[Any] = [None] * 4
     fill = 0xFF800000 if plan.dtype.itemsize == 4 else {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00}[plan.dtype.name]
     for number, first in enumerate(range(0, plan.staged.vectors, plan.staged.lanes)):
-        vector = warp.load_vector(first, warp.has_vector(first), fill)
-        values, at = warp_rows.widen_vector(plan.dtype, vector), number % 4
+        values, at = warp.load_floats(plan.dtype, first, warp.has_vector(first), fill), number % 4
         total = warp_rows.sum_of([warp_rows.exponential(arith.subf(value, m)) for value in values])
         sums[at] = total if sums[at] is None else arith.addf(sums[at], total)
     d = warp_rows.sum_of([partial for partial in sums if partial is not None])
@@ -407,11 +395,11 @@ def _state_of_row(plan, warp, largest):
 def _results(plan, kind, bits, state):
     """Returns the words of weights, or of values, in a type of MLIR."""
     if plan.normalize is not None:
-        return warp_rows.narrow(_weights(plan, [_float(plan, b) for b in bits], state), kind)
+        return warp_rows.narrow(_weights(plan, warp_rows.floats_above(plan.dtype, bits), state), kind)
     if not plan.is_half:
         return bits
     if utils.bitwidth(kind) == 32:  # float32 of a narrower one
-        return [arith.bitcast(integer(32), _float(plan, b)) for b in bits]
+        return warp_rows.narrow(warp_rows.floats_above(plan.dtype, bits), kind)
     halves = [arith.trunci(integer(16), arith.shrui(b, constant(16))) for b in bits]
     if len(halves) % 2:
         return halves
@@ -426,11 +414,6 @@ def _weights(plan, values, state):
     d = state[1] if plan.normalize == "all" else functools.reduce(arith.addf, weights)
     factor = warp_rows.normalizer(d)
     return [arith.mulf(weight, factor) for weight in weights]
-
-
-def _float(plan, bits):
-    """Returns the float32 of the bits of an element, of a 16-bit one in the upper half."""
-    return warp_rows.as_float(plan.dtype, arith.shrui(bits, constant(16)) if plan.dtype == jnp.float16 else bits)
 
 
 def _store_entries(plan, warp, is_first, refs, results) -> None:

@@ -36,20 +36,14 @@ _MIN_SWEEPS_OF_SLICE = 6  # of a row with states: the end of a slice takes as lo
 class SweepPlan:
     """Distributes the rows of an array over blocks, which read them in sweeps.
 
-    Attributes:
-      row_plan: distribution of a row over the threads of a block, in steps: a step is a vector of every thread. The steps of an
-        iteration of its loop are a sweep.
-      rows: rows of the array.
-      blocks: blocks of a cluster, which share a row.
-      slices: slices of a row, a multiple of `blocks`.
-      copied: sweeps that are on their way to shared memory at a time. 0 if sweeps are loaded to registers.
+    A step is a vector of every thread of a block. The steps of an iteration of the loop of `row_plan` are a sweep.
     """
 
     row_plan: RowPlan
     rows: int
-    blocks: int = 1
-    slices: int = _MAX_BLOCKS
-    copied: int = 0
+    blocks: int = 1  # of a cluster, which share a row
+    slices: int = _MAX_BLOCKS  # of a row, a multiple of `blocks`
+    copied: int = 0  # sweeps that are on their way to shared memory at a time. 0 if sweeps are loaded to registers
 
     def describe(self) -> str:
         share = f"a cluster of {self.blocks} blocks a row" if self.blocks > 1 else "a block a row"
@@ -170,29 +164,16 @@ def await_cluster(plan: SweepPlan) -> None:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Elements of a few thousand columns that a block visits at a time.
+    """Elements of a few thousand columns that a block visits at a time."""
 
-    Attributes:
-      number: number of the sweep in this block, from 0; an int if there is no loop before it.
-      steps: its steps.
-      load: function that loads all of them, or with an index one of them.
-      is_whole: True if it is one of the loop: all elements are columns of the row, higher than those of sweeps before.
-    """
-
-    number: Any
+    number: Any  # of the sweep in this block, from 0; an int if there is no loop before it
     steps: Sequence[Any]
-    load: Callable[..., Any]
-    is_whole: bool
+    load: Callable[..., Any]  # loads all steps, or with an index one of them
+    is_whole: bool  # True if it is one of the loop: all elements are columns of the row, higher than those of sweeps before
 
 
 class SweptRow:
-    """The row of a block, or the part of it that the block has.
-
-    Attributes:
-      plan: distribution of the row.
-      tile: reductions over the block.
-      memory: loads and stores.
-    """
+    """The row of a block, or the part of it that the block has: `memory` loads and stores, `tile` reduces over the block."""
 
     def __init__(self, plan: SweepPlan, scratch, row=None):
         self.plan = plan
@@ -312,19 +293,12 @@ class SliceStates:
     A carry has at each place of a step the maximum `m`, and the sum `d` of the weights if `ref` has room for it; or, if the
     row's `m` is known, a sum for each part that `ref` has room for. Sums depend on the order of their addends, so every slice
     has its own. A maximum does not: without sums a block has one.
-
-    Attributes:
-      row: the row.
-      ref: float32 in shared memory, of `SweepPlan.scratch`.
-      scale: scale of the scores, or None for 1.
-      m: maximum of the row, or None if it is not known.
-      parts: parts of a carry.
-      has_sums: True if a part is a sum.
     """
 
     def __init__(self, row: SweptRow, ref, scale, m: Any = None):
-        self.row, self.ref, self.scale, self.m = row, ref, scale, m
-        self.parts = ref.shape[0] // (1 + (row.plan.blocks > 1))
+        self.row, self.ref = row, ref  # in shared memory, of `SweepPlan.scratch`
+        self.scale, self.m = scale, m  # None for a scale of 1, and for a maximum that is not known
+        self.parts = ref.shape[0] // (1 + (row.plan.blocks > 1))  # of a carry
         self.has_sums = m is not None or self.parts > 1
 
     def clear(self) -> None:

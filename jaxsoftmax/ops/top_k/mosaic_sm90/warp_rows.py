@@ -7,7 +7,6 @@ padded so that lanes which touch one place of different rows meet in no bank.
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,31 +42,18 @@ def serves(cols: int, itemsize: int) -> bool:
 
 @dataclass(frozen=True)
 class StagedRows:
-    """Distributes the rows of an array over warps and lanes, and says where a warp keeps its rows.
-
-    Attributes:
-      rows: rows of the array.
-      cols: elements of a row.
-      itemsize: bytes of an element.
-      rows_per_warp: rows of a warp, a power of two from 8 to 32.
-      min_row_bytes: bytes for each row that the place of a warp has at least.
-    """
+    """Distributes the rows of an array over warps and lanes, and says where a warp keeps its rows."""
 
     rows: int
     cols: int
     itemsize: int
-    rows_per_warp: int
-    min_row_bytes: int = 0
-
-    @functools.cached_property
-    def vector(self) -> int:
-        """Elements of a vector."""
-        return VECTOR // self.itemsize
+    rows_per_warp: int  # a power of two from 8 to 32
+    min_row_bytes: int = 0  # bytes for each row that the place of a warp has at least
 
     @functools.cached_property
     def vectors(self) -> int:
         """Vectors of a row."""
-        return self.cols // self.vector
+        return self.cols * self.itemsize // VECTOR
 
     @functools.cached_property
     def lanes(self) -> int:
@@ -109,29 +95,22 @@ def rows_per_warp(row_bytes: int) -> int:
 
 
 class WarpRows:
-    """The rows of a warp in a kernel. All attributes are MLIR values, int32.
-
-    Attributes:
-      lane: lane of this thread.
-      first: number of the warp's first row.
-      row: number, within the warp, of this lane's row.
-      part: number of this lane among the lanes that share its row.
-      start: address of the warp's first row in shared memory.
-      row_start: address of this lane's row there.
-      vector: address of this lane's first vector of the row. Its other vectors are `lanes` vectors apart.
-      valid: number of the warp's rows that exist, not positive behind the last one; None if it is always all.
-    """
+    """The rows of a warp in a kernel. Attributes other than `plan` are MLIR values, int32; addresses are in shared memory."""
 
     def __init__(self, plan: StagedRows, shared, block):
         self.plan, thread = plan, utils.thread_idx()
         warp = arith.divui(thread, constant(WARP))
         self.lane = arith.remui(thread, constant(WARP))
+        # Number of the warp's first row, and its address.
         self.first = arith.muli(arith.addi(arith.muli(block, constant(WARPS)), warp), constant(plan.rows_per_warp))
         self.start = shared_address(shared, arith.muli(warp, constant(plan.warp_bytes)))
+        # This lane's row in the warp, the lane's number among the lanes that share the row, and the row's address.
         self.row = arith.divui(self.lane, constant(plan.lanes))
         self.part = arith.remui(self.lane, constant(plan.lanes))
         self.row_start = arith.addi(self.start, arith.muli(self.row, constant(plan.stride)))
+        # Address of the lane's first vector. Its others are `lanes` vectors apart.
         self.vector = arith.addi(self.row_start, arith.muli(self.part, constant(VECTOR)))
+        # Number of the warp's rows that exist, not positive behind the last one; None if it is always all.
         self.valid: Any = None
         if plan.rows % (plan.rows_per_warp * WARPS):
             self.valid = arith.minsi(arith.subi(constant(plan.rows), self.first), constant(plan.rows_per_warp))
@@ -149,11 +128,7 @@ class WarpRows:
 
     def fetch(self, ref) -> None:
         """Starts to copy the rows of an array to shared memory."""
-        plan = self.plan
-        source = arith.addi(self.address(ref, plan.vectors * VECTOR), i64(arith.muli(self.lane, constant(VECTOR))))
-        for start, target, offset, inside in self._copies():
-            asm = f"cp.async.cg.shared.global [$0+{offset}], [$1+{start}], {VECTOR};"
-            utils.inline_ptx(asm, target, source, predicate=inside, has_side_effects=True)
+        self._copy(ref, is_fetched=True)
 
     def await_rows(self) -> None:
         """Waits until all lanes have what the warp fetches."""
@@ -162,51 +137,20 @@ class WarpRows:
 
     def store(self, ref) -> None:
         """Copies the rows in shared memory to an array."""
-        plan = self.plan
-        target = arith.addi(self.address(ref, plan.vectors * VECTOR), i64(arith.muli(self.lane, constant(VECTOR))))
-        for start, source, offset, inside in self._copies():
-            store_words(target, start, inside, load_words(source, offset, inside, words_type(4, 32), space="shared"))
+        self._copy(ref, is_fetched=False)
 
-    def store_packed(self, ref, row_bytes: int, offset: int) -> None:
-        """Copies to an array what the warp has in its place in shared memory, `row_bytes` for each row without gaps.
-
-        It starts `offset` bytes behind the start of the place. `row_bytes` is a multiple of an element's bytes.
-        """
-        plan, lanes = self.plan, arith.muli(self.lane, constant(VECTOR))
-        source, target = arith.addi(self.start, lanes), arith.addi(self.address(ref, row_bytes), i64(lanes))
-        count = plan.rows_per_warp * row_bytes // VECTOR
-        total, end = None, constant(count)
-        if self.valid is not None:
-            total = arith.muli(self.valid, constant(row_bytes))
-            end = arith.divsi(total, constant(VECTOR))
-        for first in range(0, count, WARP):
-            inside = None
-            if total is not None or first + WARP > count:
-                inside = compare("slt", arith.addi(self.lane, constant(first)), end)
-            words = load_words(source, offset + first * VECTOR, inside, words_type(4, 32), space="shared")
-            store_words(target, first * VECTOR, inside, words)
-        if total is not None and row_bytes % VECTOR:  # less than a vector, of the last rows
-            width = utils.bytewidth(ref.type.element_type)
-            place = arith.addi(arith.muli(end, constant(VECTOR)), arith.muli(self.lane, constant(width)))
-            inside = both(compare("sge", end, constant(0)), compare("slt", place, total))
-            one = words_type(1, 8 * width)
-            words = load_words(arith.addi(self.start, place), offset, inside, one, space="shared")
-            store_words(arith.addi(self.address(ref, row_bytes), i64(place)), 0, inside, words)
-
-    def _copies(self) -> Iterator[tuple[int, Any, int, Any]]:
-        """Yields the vectors that this lane copies, of all rows of the warp.
-
-        Each is a byte in global memory, from the lane's first one on; an address in shared memory, and bytes from there; and a
-        predicate, None if the vector always exists. Bytes are constants, which instructions hold.
-        """
-        plan = self.plan
+    def _copy(self, ref, is_fetched: bool) -> None:
+        """Copies rows from global to shared memory, or back: the lanes copy vectors in the order of global memory."""
+        plan, words = self.plan, words_type(4, 32)
         row_vectors, count = plan.vectors, plan.rows_per_warp * plan.vectors
+        in_global = arith.addi(self.address(ref, row_vectors * VECTOR), i64(arith.muli(self.lane, constant(VECTOR))))
         for first in range(0, count, WARP):
             vector, inside = arith.addi(self.lane, constant(first)), None
             if self.valid is not None:
                 inside = compare("slt", vector, arith.muli(self.valid, constant(row_vectors)))
             elif first + WARP > count:
                 inside = compare("slt", vector, constant(count))
+            # Constants that instructions hold are apart from addresses: `offset` from the lane's first vector.
             if row_vectors * VECTOR == plan.stride:  # rows follow each other in shared memory, too
                 row, column, offset = constant(0), self.lane, first * VECTOR
             elif WARP % row_vectors == 0:
@@ -218,8 +162,38 @@ class WarpRows:
             else:
                 row, column = (operation(vector, constant(row_vectors)) for operation in (arith.divui, arith.remui))
                 offset = 0
-            address = arith.addi(arith.muli(row, constant(plan.stride)), arith.muli(column, constant(VECTOR)))
-            yield first * VECTOR, arith.addi(self.start, address), offset, inside
+            in_shared = arith.addi(arith.muli(row, constant(plan.stride)), arith.muli(column, constant(VECTOR)))
+            in_shared = arith.addi(self.start, in_shared)
+            if is_fetched:
+                asm = f"cp.async.cg.shared.global [$0+{offset}], [$1+{first * VECTOR}], {VECTOR};"
+                utils.inline_ptx(asm, in_shared, in_global, predicate=inside, has_side_effects=True)
+            else:
+                store_words(in_global, first * VECTOR, inside, load_words(in_shared, offset, inside, words, space="shared"))
+
+    def store_packed(self, ref, row_bytes: int, offset: int) -> None:
+        """Copies to an array what the warp has in its place in shared memory, `row_bytes` for each row without gaps.
+
+        It starts `offset` bytes behind the start of the place. `row_bytes` is a multiple of an element's bytes.
+        """
+        plan, lanes, vector = self.plan, arith.muli(self.lane, constant(VECTOR)), words_type(4, 32)
+        source, target = arith.addi(self.start, lanes), arith.addi(self.address(ref, row_bytes), i64(lanes))
+        count = plan.rows_per_warp * row_bytes // VECTOR
+        total, end = None, constant(count)
+        if self.valid is not None:
+            total = arith.muli(self.valid, constant(row_bytes))
+            end = arith.divsi(total, constant(VECTOR))
+        for first in range(0, count, WARP):
+            inside = None
+            if total is not None or first + WARP > count:
+                inside = compare("slt", arith.addi(self.lane, constant(first)), end)
+            words = load_words(source, offset + first * VECTOR, inside, vector, space="shared")
+            store_words(target, first * VECTOR, inside, words)
+        if total is not None and row_bytes % VECTOR:  # less than a vector, of the last rows
+            width = utils.bytewidth(ref.type.element_type)
+            place = arith.addi(arith.muli(end, constant(VECTOR)), arith.muli(self.lane, constant(width)))
+            inside = both(compare("sge", end, constant(0)), compare("slt", place, total))
+            words = load_words(arith.addi(self.start, place), offset, inside, words_type(1, 8 * width), space="shared")
+            store_words(arith.addi(self.address(ref, row_bytes), i64(place)), 0, inside, words)
 
     # This lane's row in shared memory.
 
@@ -232,22 +206,25 @@ class WarpRows:
         """Loads this lane's vector among those from number `first` on as four words, those of `fill` if it is not `inside`."""
         return load_words(self.vector, first * VECTOR, inside, words_type(4, 32), fill, space="shared")
 
+    def load_floats(self, dtype, first: int, inside, fill: int = 0):
+        """Loads the elements of the same vector as float32."""
+        vector = self.load_vector(first, inside, fill)
+        if dtype.itemsize == 4:
+            return [arith.bitcast(ir.F32Type.get(), llvm.extractelement(vector, constant(q))) for q in range(4)]
+        return [value for q in range(4) for value in widen(dtype, llvm.extractelement(vector, constant(q)))]
+
 
 def words_type(count: int, bits: int):
     """Returns the type of a vector of words."""
     return ir.VectorType.get((count,), integer(bits))
 
 
-def load_word(address, bits: int = 32):
-    """Loads a word from shared memory."""
-    return llvm.extractelement(load_words(address, 0, None, words_type(1, bits), space="shared"), constant(0))
-
-
 def store_to_shared(address, words, inside, offset=0) -> None:
     """Stores words to shared memory from an address on, the most at a time by which their number is divisible."""
     width, at_once = words[0].type.width, next(n for n in (4, 2, 1) if len(words) % n == 0)
+    kind = words_type(at_once, width)
     for start in range(0, len(words), at_once):
-        vector = llvm.mlir_undef(words_type(at_once, width))
+        vector = llvm.mlir_undef(kind)
         for q in range(at_once):
             vector = llvm.insertelement(vector, words[start + q], constant(q))
         store_words(address, offset + start * width // 8, inside, vector, "shared")
@@ -287,13 +264,6 @@ def sum_of(values):
     return values[0] if not half else arith.addf(sum_of(values[:half]), sum_of(values[half:]))
 
 
-def widen_vector(dtype, vector):
-    """Returns the elements of four words as float32."""
-    if dtype.itemsize == 4:
-        return [arith.bitcast(ir.F32Type.get(), llvm.extractelement(vector, constant(q))) for q in range(4)]
-    return [value for q in range(4) for value in widen(dtype, llvm.extractelement(vector, constant(q)))]
-
-
 def widen(dtype, word):
     """Returns the elements of a word as float32."""
     if dtype.itemsize == 4:
@@ -309,6 +279,11 @@ def as_float(dtype, bits):
         return arith.bitcast(ir.F32Type.get(), bits)
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
     return utils.inline_ptx(text, bits, result_types=ir.F32Type.get())
+
+
+def floats_above(dtype, words):
+    """Returns the float32 of elements, the bits of 16-bit ones in the upper halves of words."""
+    return [as_float(dtype, arith.shrui(bits, constant(16)) if dtype == jnp.float16 else bits) for bits in words]
 
 
 def narrow(values, kind):
