@@ -153,14 +153,15 @@ class Candidates:
             *arrays, top = [list(array.registers.flat) for array in operands[n_scalars:]]
             bound, least = self._load_bound(head, columns.in_order)
             larger = functools.partial(arithmetic.larger_of_words, self.memory_dtype)
-            largest = functools.reduce(larger, [word for register in top for word in _words(register)])
+            largest = functools.reduce(larger, _words(top))
             may_be_above = compare("ne", self._no_less([largest], least), constant(0))
             branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
             with ir.InsertionPoint(branch.then_block):
                 firsts, n_following = columns.make(*scalars)
-                words = [word for array in arrays for word in _words(array[0])]
+                words = _words([array[0] for array in arrays])
                 flags = self._no_less(words, least)
-                inputs = *words, *firsts, n_following, flags, bound, start_of(head), start_of(entries)
+                addresses = [shared_address(ref, constant(0)) for ref in (head, entries)]
+                inputs = *words, *firsts, n_following, flags, bound, *addresses
                 asm = self._append(len(words), len(arrays), columns.in_order)
                 scf.yield_([utils.inline_ptx(asm, *inputs, result_types=integer(32), has_side_effects=True)])
             with ir.InsertionPoint(branch.else_block):
@@ -266,8 +267,7 @@ class Candidates:
 
         def make(entries, _, *arrays):
             for part in range(parts):
-                words = [word for array in arrays[part::parts] for word in _words(array.registers.item())]
-                largest = functools.reduce(larger, words)
+                largest = functools.reduce(larger, _words([array.registers.item() for array in arrays[part::parts]]))
                 place = arith.addi(utils.thread_idx(), constant(part * self.threads))
                 address = shared_address(entries, arith.muli(place, constant(8)))
                 utils.inline_ptx(self._store_group, address, largest, has_side_effects=True)
@@ -375,10 +375,13 @@ def start_of(ref):
     return shared_address(ref, constant(0))
 
 
-def _words(register):
-    """Returns the words of a vector."""
-    words = vector.bitcast(words_of(register.type), register)
-    return [llvm.extractelement(words, constant(q)) for q in range(words.type.shape[0])]
+def _words(registers):
+    """Returns the words of vectors, one after another."""
+    result = []
+    for register in registers:
+        words = vector.bitcast(words_of(register.type), register)
+        result += [llvm.extractelement(words, constant(q)) for q in range(words.type.shape[0])]
+    return result
 
 
 def _cast(value, kind):
