@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jaxsoftmax._triton import addresses, functions, online
+from jaxsoftmax._triton import functions, online
 
 INF = online.INF
 PRECISION = tl.constexpr("tf32x3")  # products of float32 are made of three of TF32; those of 16 bits are exact
@@ -49,37 +49,22 @@ class AttentionPointers(NamedTuple):
 
 
 class VisitedBlocks(NamedTuple):
-    """The blocks of the other side that a program visits, and the ones among them that all of its rows see whole.
-
-    Attributes:
-      low: first block that the program visits.
-      high: block behind the last one.
-      whole_low: first block that all rows see whole.
-      whole_high: block behind the last one.
-    """
+    """The blocks of the other side that a program visits, and the ones among them that all of its rows see whole."""
 
     low: Any
-    high: Any
+    high: Any  # behind the last one
     whole_low: Any
     whole_high: Any
 
 
 class VisibleRows(NamedTuple):
-    """The rows of both sides that a program may see.
+    """The rows of both sides that a program may see."""
 
-    Attributes:
-      queries: number of queries.
-      keys: number of keys.
-      end: row of the other side from which on no row of the program sees anything.
-      offset: position of the first query.
-      shift: number to add to rows of the program to compare them with rows of the other side.
-    """
-
-    queries: Any
+    queries: Any  # their number
     keys: Any
-    end: Any
-    offset: Any
-    shift: Any
+    end: Any  # row of the other side from which on no row of the program sees anything
+    offset: Any  # position of the first query
+    shift: Any  # number to add to rows of the program to compare them with rows of the other side
 
 
 class ProgramBlock(NamedTuple):
@@ -104,7 +89,7 @@ class QueryTiles(NamedTuple):
 
 @triton.constexpr_function
 def _dims(launch, name):
-    """Returns the places of an operand by batch entry, head, row and column, see `addresses.offset`; None if it is absent."""
+    """Returns the places of an operand by batch entry, head, row and column, see `functions.offset`; None if it is absent."""
     return dict(launch.dims).get(name)
 
 
@@ -126,7 +111,7 @@ def _start(pointer, NAME: tl.constexpr, b, head, LAUNCH: tl.constexpr):
     if _dims(LAUNCH, NAME) is None:
         return pointer
     else:
-        return pointer + (addresses.offset(b, _dims(LAUNCH, NAME), 0) + addresses.offset(head, _dims(LAUNCH, NAME), 1))
+        return pointer + (functions.offset(b, _dims(LAUNCH, NAME), 0) + functions.offset(head, _dims(LAUNCH, NAME), 1))
 
 
 @triton.jit
@@ -162,7 +147,7 @@ def _program(LAUNCH: tl.constexpr):
     several, place = tl.program_id(0) // at_once, tl.program_id(0) % at_once
     heads = tl.minimum(LAUNCH.pairs - several * LAUNCH.heads_at_once, LAUNCH.heads_at_once)
     block, pair = place // heads, (several * LAUNCH.heads_at_once + place % heads).to(tl.int64)
-    if LAUNCH.last_first:
+    if LAUNCH.after is not None:
         block = LAUNCH.blocks - 1 - block
     return pair // LAUNCH.own_heads, pair % LAUNCH.own_heads, block
 
@@ -210,7 +195,7 @@ def _visited(spans, b, block, visible, LAUNCH: tl.constexpr):
         high = tl.where(first < n_rows, high, 0)
         whole_high = tl.where(first + OWN <= n_rows, whole_high, 0)
     if _dims(LAUNCH, "spans") is not None:
-        at = _start(spans, "spans", b, 0, LAUNCH) + addresses.offset(block, _dims(LAUNCH, "spans"), 2)
+        at = _start(spans, "spans", b, 0, LAUNCH) + functions.offset(block, _dims(LAUNCH, "spans"), 2)
         low, high = tl.maximum(low, tl.load(at)), tl.minimum(high, tl.load(at + 1))
         whole_low, whole_high = tl.maximum(whole_low, tl.load(at + 2)), tl.minimum(whole_high, tl.load(at + 3))
     high = tl.maximum(high, low)
@@ -232,9 +217,9 @@ def _masked(i, visited):
 @triton.jit
 def _tile_at(pointer, NAME: tl.constexpr, first, ROWS: tl.constexpr, LAUNCH: tl.constexpr):
     """Computes the addresses of a tile. Only its start needs 64 bits, and the rest is the same for all tiles."""
-    start = pointer + addresses.offset(first.to(tl.int64), _dims(LAUNCH, NAME), 2)
+    start = pointer + functions.offset(first.to(tl.int64), _dims(LAUNCH, NAME), 2)
     row, col = tl.arange(0, ROWS), tl.arange(0, _width(LAUNCH, NAME))
-    return start + (addresses.offset(row, _dims(LAUNCH, NAME), 2)[:, None] + col[None, :])
+    return start + (functions.offset(row, _dims(LAUNCH, NAME), 2)[:, None] + col[None, :])
 
 
 @triton.jit
@@ -310,7 +295,7 @@ def _hidden(at, rows, cols, visible, LAUNCH: tl.constexpr):
 @triton.jit
 def _load_scores(pointer, NAME: tl.constexpr, rows, cols, LAUNCH: tl.constexpr):
     """Loads the part of a bias or mask that belongs to scores; it may have size 1 along rows and columns."""
-    at = pointer + addresses.offset(rows.to(tl.int64), _dims(LAUNCH, NAME), 2) + addresses.offset(cols, _dims(LAUNCH, NAME), 3)
+    at = pointer + functions.offset(rows.to(tl.int64), _dims(LAUNCH, NAME), 2) + functions.offset(cols, _dims(LAUNCH, NAME), 3)
     return tl.load(at, mask=(rows < LAUNCH.sizes.queries) & (cols < LAUNCH.sizes.keys), other=0)
 
 
@@ -566,8 +551,8 @@ def _add_to_bias(d_bias, ds, rows, cols, LAUNCH: tl.constexpr):
         ds, cols = tl.sum(ds, 1)[:, None], tl.min(cols, 1)[:, None]
     at = (
         d_bias
-        + addresses.offset(rows.to(tl.int64), _dims(LAUNCH, "bias"), 2)
-        + addresses.offset(cols, _dims(LAUNCH, "bias"), 3)
+        + functions.offset(rows.to(tl.int64), _dims(LAUNCH, "bias"), 2)
+        + functions.offset(cols, _dims(LAUNCH, "bias"), 3)
     )
     inside = (rows < LAUNCH.sizes.queries) & (cols < LAUNCH.sizes.keys)
     if LAUNCH.bias_is_whole:

@@ -24,19 +24,12 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class AttentionTiling:
-    """The tiles of a program, and its threads.
+    """The tiles of a program, and its threads."""
 
-    Attributes:
-      block_q: queries of a tile, a power of two.
-      block_kv: keys of a tile, a power of two.
-      warps: warps of a program, of 32 threads.
-      stages: tiles of the other side, which the program visits one after the other, that are in shared memory at once.
-    """
-
-    block_q: int
-    block_kv: int
+    block_q: int  # queries of a tile, a power of two
+    block_kv: int  # keys of a tile, a power of two
     warps: int
-    stages: int
+    stages: int  # tiles of the other side, which the program visits one after the other, that are in shared memory at once
 
     def describe(self) -> str:
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
@@ -125,25 +118,14 @@ def shared_bytes(
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The sizes of an attention problem.
+    """The sizes of an attention problem."""
 
-    Attributes:
-      entries: number of entries of the batch.
-      queries: number of queries.
-      keys: number of keys.
-      heads: number of query heads.
-      key_heads: number of key heads.
-      size: head size of queries and keys.
-      value_size: head size of values.
-      itemsize: bytes of an element.
-    """
-
-    entries: int
+    entries: int  # of the batch
     queries: int
     keys: int
-    heads: int
+    heads: int  # of queries
     key_heads: int
-    size: int
+    size: int  # head size of queries and keys
     value_size: int
     itemsize: int
 
@@ -173,19 +155,12 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Turns products of queries and keys to scores, as `online.push_log2` takes them.
-
-    Attributes:
-      scale: factor of the products.
-      soft_cap: None, or the bound of scores `soft_cap * tanh(score / soft_cap)`.
-      has_bias: True if a bias is added to the scores.
-      headroom: see `online.push_log2`.
-    """
+    """Turns products of queries and keys to scores, as `online.push_log2` takes them."""
 
     scale: float
-    soft_cap: float | None
+    soft_cap: float | None  # bound of scores `soft_cap * tanh(score / soft_cap)`
     has_bias: bool
-    headroom: float
+    headroom: float  # see `online.push_log2`
 
     @property
     def factor(self) -> float:
@@ -207,16 +182,10 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of attention weights: the constants of its hash, and the factor of the weights that it keeps.
+    """Dropout of attention weights: the constants of its hash."""
 
-    Attributes:
-      dropped: number of random words, of 2^32, that drop a weight.
-      multipliers: multipliers of the hash: of a row, of a row in the second hash, of a column, and the first and second of the
-        mixer.
-    """
-
-    dropped: int
-    multipliers: tuple[int, ...]
+    dropped: int  # number of random words, of 2^32, that drop a weight
+    multipliers: tuple[int, ...]  # of a row, of a row in the second hash, of a column, and the first and second of the mixer
 
 
 _L2 = 24 << 20  # bytes of the other side that programs may share at a time
@@ -224,33 +193,18 @@ _L2 = 24 << 20  # bytes of the other side that programs may share at a time
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """The constants of a launch of a kernel of attention.
-
-    Attributes:
-      kernel: name of the kernel.
-      tiling: tiles of a program.
-      sizes: sizes of the problem.
-      window: number of keys that a query sees before its own position and behind it; None for all.
-      scores: how products become scores.
-      dropout: None if no weight is dropped.
-      kept: factor of the weights that dropout keeps.
-      is_partial: True if the kernel computes derivatives of queries that are parts of sums, which are multiplied with the scale
-        later.
-      bias_is_whole: True if each score has a bias of its own.
-      dims: names of the operands and results that are present, and their places by batch entry, head, row and column, see
-        `index_dims`.
-    """
+    """The constants of a launch of a kernel of attention."""
 
     kernel: KernelName
     tiling: AttentionTiling
     sizes: AttentionSizes
-    window: Window
+    window: Window  # number of keys that a query sees before its own position and behind it; None for all
     scores: ScoreScale
     dropout: WeightDropout | None
-    kept: float
-    is_partial: bool
-    bias_is_whole: bool
-    dims: tuple[tuple[str, Dims], ...]
+    kept: float  # factor of the weights that dropout keeps
+    is_partial: bool  # True if derivatives of queries are parts of sums, which are multiplied with the scale later
+    bias_is_whole: bool  # True if each score has a bias of its own
+    dims: tuple[tuple[str, Dims], ...]  # of the operands and results that are present, by name: see `index_dims`
 
     def has(self, *names: str) -> bool:
         """Tells whether one of these operands is present."""
@@ -323,11 +277,6 @@ class AttentionLaunch:
         bytes_of_head = sizes.itemsize * rows * (sizes.size + sizes.value_size) * heads // self.own_heads
         return max(1, min(8, _L2 // bytes_of_head))
 
-    @property
-    def last_first(self) -> bool:
-        """True if the last block starts first: those that take longest do so."""
-        return self.after is not None
-
     # What may be hidden.
 
     @property
@@ -386,15 +335,10 @@ def launch_attention(
     """Runs a kernel of attention on operands by name; `results` are types by name."""
     from jaxsoftmax._triton import attention as kernels  # it imports Triton
 
-    kernel = {
-        "forward": kernels.attention_forward,
-        "backward_keys": kernels.attention_backward_keys,
-        "backward_queries": kernels.attention_backward_queries,
-    }[launch.kernel]
     names = (*POINTERS, *_OWN_POINTERS[launch.kernel])
     absent: dict[str, Any] = {"d_bias": None} if launch.kernel == "backward_queries" and "d_bias" not in results else {}
     return custom_call.launch(
-        kernel,
+        getattr(kernels, f"attention_{launch.kernel}"),
         [operands.get(name, operands["query"]) for name in names],  # an absent operand is not read
         list(results.values()),
         programs=launch.pairs * launch.blocks,

@@ -28,35 +28,23 @@ class RowFormula:
     """Says what the kernel computes of each row.
 
     A row of scores `s` has a state: the maximum `m`, and the sum `d` of `exp(s - m)`. Its weights are `p = exp(s - m) / d`.
-
-    Attributes:
-      name: name of the kernel, which profiles show.
-      result: equation of the result. It is as large as the rows, or one number for each row: see `is_of_rows`.
-      reduces: what the result needs of its whole row: the "state" of its scores, the "sum" of `summand`, or "nothing".
-      operand: name of the operand that is as large as the rows: "x" holds scores, "y" weights.
-      summand: equation of the terms of the sum.
-      tangent: elements of `t` that count: the "weighted" ones, whose `p` is not 0, or the "seen" ones, which the mask shows.
-        None if `t` has no elements, but one number for each row, or is absent.
-      rescales: True if `t` is multiplied with the scale.
-      cap: None, or the bound of scores `cap * tanh(x / cap)`.
-      has_total: True if the sum of the scores of each row is a result, too.
-      smoothing: label smoothing, for the gradient of a loss from its state.
-      z_loss: factor of the z-loss, likewise.
     """
 
-    name: str
+    name: str  # of the kernel, which profiles show
     result: Literal[
         "p", "log p", "m + log d", "m, d", "p * (t - sum)", "t - sum", "t - p * sum", "sum", "p * t", "a * p + b * onehot + c"
     ]
+    # What the result needs of its whole row: the state of its scores, the sum of `summand`, or nothing.
     reduces: Literal["state", "sum", "nothing"] = "state"
-    operand: Literal["x", "y"] = "x"
+    operand: Literal["x", "y"] = "x"  # the operand that is as large as the rows: scores, or weights
     summand: Literal["p * t", "t"] = "p * t"
+    # Elements of `t` that count: those whose `p` is not 0, or those that the mask shows. None if `t` is no array of elements.
     tangent: Literal["weighted", "seen"] | None = None
-    rescales: bool = False
-    cap: float | None = None
-    has_total: bool = False
-    smoothing: float = 0.0
-    z_loss: float = 0.0
+    rescales: bool = False  # True if `t` is multiplied with the scale
+    cap: float | None = None  # bound of scores `cap * tanh(x / cap)`
+    has_total: bool = False  # True if the sum of the scores of each row is a result, too
+    smoothing: float = 0.0  # label smoothing, for the gradient of a loss from its state
+    z_loss: float = 0.0  # factor of the z-loss, likewise
 
     @property
     def is_of_rows(self) -> bool:
@@ -69,19 +57,12 @@ class RowFormula:
 
 @dataclass(frozen=True)
 class RowTiling:
-    """The tile of a program, and its threads.
+    """The tile of a program, and its threads."""
 
-    Attributes:
-      rows: rows of a tile, a power of two.
-      cols: columns of a tile, a power of two.
-      warps: warps of a program, of 32 threads.
-      slice: columns of a slice of rows that are longer than a tile, a multiple of `cols`.
-    """
-
-    rows: int
-    cols: int
+    rows: int  # a power of two
+    cols: int  # a power of two
     warps: int
-    slice: int
+    slice: int  # columns of a slice of rows that are longer than a tile, a multiple of `cols`
 
 
 # Elements of a tile of several short rows, by the number of arrays that are read.
@@ -173,29 +154,18 @@ def power_of_two(least: int) -> int:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """The constants of a launch of the kernel in `rows.py`.
-
-    Attributes:
-      formula: what is computed.
-      tiling: tile of a program.
-      outer, cols, inner: sizes of the three axes of the arrays.
-      where: None, or for each of the three axes where the mask has the elements of an index; see `RowProblem.indexed`.
-      scale: None, or the same for the scale, for the first and the last axis.
-      is_wide: True if offsets in the mask need 64 bits.
-      step: "all"; or, in two runs, "states" and "finish".
-      programs: number of programs that share the rows of a tile: 1, or `n_slices`.
-    """
+    """The constants of a launch of the kernel in `rows.py`."""
 
     formula: RowFormula
     tiling: RowTiling
-    outer: int
+    outer: int  # sizes of the three axes of the arrays
     cols: int
     inner: int
-    where: tuple[tuple[int, ...], ...] | None
-    scale: tuple[tuple[int, ...], ...] | None
-    is_wide: bool
-    step: Literal["all", "states", "finish"] = "all"
-    programs: int = 1
+    where: tuple[tuple[int, ...], ...] | None  # places in the mask by each of the axes, see `RowProblem.indexed`
+    scale: tuple[tuple[int, ...], ...] | None  # places in the scale by the first and the last axis
+    is_wide: bool  # True if offsets in the mask need 64 bits
+    step: Literal["all", "states", "finish"] = "all"  # "all"; or, in two runs, "states" and "finish"
+    programs: int = 1  # number of programs that share the rows of a tile: 1, or `n_slices`
 
     @property
     def n_slices(self) -> int:
@@ -226,19 +196,12 @@ _POINTERS = ("t", "m", "d", "where", "scale", "a", "b", "c", "labels")
 
 @dataclass(frozen=True)
 class TritonRowPlan:
-    """Computes rows by one kernel, which runs twice for rows that several programs share.
-
-    Attributes:
-      launch: constants of the kernel.
-      results: types of the results. A state, and the sum of the scores, come last.
-      target: the GPU.
-      replaces: True if the first result takes the place of the first operand.
-    """
+    """Computes rows by one kernel, which runs twice for rows that several programs share."""
 
     launch: RowLaunch
-    results: tuple[Any, ...]
+    results: tuple[Any, ...]  # types of the results. A state, and the sum of the scores, come last
     target: Target
-    replaces: bool = False
+    replaces: bool = False  # True if the first result takes the place of the first operand
 
     @property
     def remark(self) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jaxsoftmax._triton import addresses, functions, online
+from jaxsoftmax._triton import functions, online
 
 INF = tl.constexpr(float("inf"))
 
@@ -33,24 +33,14 @@ def _name(kernel):
 
 
 class ProgramRows(NamedTuple):
-    """The rows of a program.
+    """The rows of a program, with a number for each."""
 
-    Attributes:
-      exists: False for rows beyond the last one.
-      row: number of each row.
-      base: place of its first element in arrays that are as large as the rows.
-      columns: the columns of a tile, from its first one on.
-      mask_base: place of its first element in the mask.
-      m, d: its saved state.
-      scale: its scale.
-    """
-
-    exists: Any
+    exists: Any  # False for rows beyond the last one
     row: Any
-    base: Any
-    columns: Any
-    mask_base: Any
-    m: Any
+    base: Any  # place of the first element in arrays that are as large as the rows
+    columns: Any  # the columns of a tile, from its first one on
+    mask_base: Any  # place of the first element in the mask
+    m: Any  # of the saved state
     d: Any
     scale: Any
 
@@ -73,16 +63,11 @@ class LossPointers(NamedTuple):
     labels: Any
 
 
-class StatePointers(NamedTuple):
-    """Pointers to states of rows or of their slices, and to sums of scores."""
-
-    m: Any
-    d: Any
-    total: Any
-
-
 class RowState(NamedTuple):
-    """State of each row, and the sum of its scores. The sum of a derivative is the `d` of a state whose `m` is 0."""
+    """State of each row or slice, and the sum of its scores, or pointers to these.
+
+    The sum of a derivative is the `d` of a state whose `m` is 0.
+    """
 
     m: Any
     d: Any
@@ -90,19 +75,12 @@ class RowState(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A tile as results need it.
+    """A tile as results need it."""
 
-    Attributes:
-      entries: scores, `-inf` where the mask hides them; weights `p` if the state is known.
-      others: tangents if there are any; else scores without the mask.
-      seen: True where there is an element that the mask shows.
-      inside: True where there is an element.
-    """
-
-    entries: Any
-    others: Any
-    seen: Any
-    inside: Any
+    entries: Any  # scores, `-inf` where the mask hides them; weights `p` if the state is known
+    others: Any  # tangents if there are any; else scores without the mask
+    seen: Any  # True where there is an element that the mask shows
+    inside: Any  # True where there is an element
 
 
 # Where rows and elements are.
@@ -132,12 +110,12 @@ def _rows_of(block, scale, m, d, LAUNCH: tl.constexpr):
         outer_in_mask = outer
         if LAUNCH.is_wide:
             outer_in_mask = outer.to(tl.int64)
-        mask_base = addresses.offset(outer_in_mask, WHERE, 0) + addresses.offset(inner, WHERE, 2)
+        mask_base = functions.offset(outer_in_mask, WHERE, 0) + functions.offset(inner, WHERE, 2)
     ROWS: tl.constexpr = LAUNCH.tiling.rows
     factor = tl.full([ROWS], 1.0, tl.float32)
     if LAUNCH.scale is not None:
         SCALE: tl.constexpr = LAUNCH.scale
-        scale_at = addresses.offset(outer, SCALE, 0) + addresses.offset(inner, SCALE, 1)
+        scale_at = functions.offset(outer, SCALE, 0) + functions.offset(inner, SCALE, 1)
         factor = tl.load(scale + scale_at, mask=exists, other=1).to(tl.float32)
     saved_m, saved_d = factor, factor
     if FORMULA.reduces != "state" and FORMULA.operand == "x":
@@ -180,7 +158,7 @@ def _terms(arrays, rows, start, BOUNDED: tl.constexpr, LAUNCH: tl.constexpr):
         WHERE: tl.constexpr = LAUNCH.where
         if LAUNCH.is_wide:
             cols = cols.to(tl.int64)
-        mask_at = rows.mask_base[:, None] + addresses.offset(cols, WHERE, 1)
+        mask_at = rows.mask_base[:, None] + functions.offset(cols, WHERE, 1)
         seen = tl.load(arrays.where + mask_at, mask=inside, other=0).to(tl.int1)
     x_at, t_at = _at(arrays.x, rows, start, LAUNCH), _at(arrays.t, rows, start, LAUNCH)
     if FORMULA.operand == "y":
@@ -428,7 +406,7 @@ def _store_numbers(out, states_out, state, rows, part, LAUNCH: tl.constexpr):
     elif RESULT == "sum":
         tl.store(out + rows.row, state.d, mask=stores)
     elif RESULT == "m, d":
-        _store_state(rows.row, stores, state, StatePointers(out, states_out.m, states_out.d))
+        _store_state(rows.row, stores, state, RowState(out, states_out.m, states_out.d))
     if RESULT != "m, d" and states_out.m is not None:
         m = state.m
         if RESULT == "a * p + b * onehot + c":
@@ -444,27 +422,14 @@ def rows(
     x, t, m, d, where, scale, a, b, c, labels, slices_m, slices_d, slices_total, out, out_m, out_d, out_total,
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Computes the formula of a launch.
+    """Computes the formula of LAUNCH, a `RowLaunch`. An operand that the formula does not have is any array.
 
-    Args:
-      x: scores, or weights. An operand that the formula does not have is any array.
-      t: tangents or cotangents; for "p * t", and for the gradient of a loss from its state, one number for each row.
-      m: maximum of the saved state of each row.
-      d: sum of the saved state of each row.
-      where: the mask.
-      scale: scale of the scores.
-      a: number of each row for the gradient of a loss from a saved state.
-      b: a second such number.
-      c: a third one.
-      labels: labels of a loss.
-      slices_m: for the step "finish" the maxima of the states of the slices, `[rows, slices]`.
-      slices_d: sums of these states.
-      slices_total: sums of the scores of the slices.
-      out: the result. If that is a state, as in the step "states", it is its `m`, and `d` and the sum of the scores follow.
-      out_m: maximum of the state of each row, or None.
-      out_d: sum of this state, or None.
-      out_total: sum of the scores of each row, or None.
-      LAUNCH: a `RowLaunch`.
+    `x` holds scores or weights. `t` holds tangents or cotangents; for "p * t", and for the gradient of a loss from its state,
+    one number for each row. `m` and `d` are the saved state of each row, and `a`, `b`, `c` its numbers for the gradient of a
+    loss from a saved state. For the step "finish" the states of the slices, and sums of their scores, are `[rows, slices]`.
+
+    `out` is the result. If that is a state, as in the step "states", it is its `m`, and `d` and the sum of the scores follow.
+    Else the others are the state of each row, and the sum of its scores, or None.
     """
     FORMULA: tl.constexpr = LAUNCH.formula
     if out is None:  # it takes the place of `x`
@@ -490,7 +455,7 @@ def rows(
                 state_d = state_d * block.scale
         elif FORMULA.reduces != "nothing":
             if LAUNCH.step == "finish":
-                state_m, state_d, total = _merged_slices(StatePointers(slices_m, slices_d, slices_total), block, LAUNCH)
+                state_m, state_d, total = _merged_slices(RowState(slices_m, slices_d, slices_total), block, LAUNCH)
             elif LAUNCH.is_one_tile:
                 state_m, state_d, total = _lift(terms, block.scale, FORMULA)
             else:
@@ -503,4 +468,4 @@ def rows(
                 _store_tile(out, terms, state, factors, block, 0, LAUNCH)
             else:
                 _store_tiles(out, arrays, state, factors, block, part, LAUNCH)
-        _store_numbers(out, StatePointers(out_m, out_d, out_total), state, block, part, LAUNCH)
+        _store_numbers(out, RowState(out_m, out_d, out_total), state, block, part, LAUNCH)

@@ -218,7 +218,7 @@ def test_dims_find_every_element():
 
 
 def offset(index, triples):
-    """What `addresses.offset` computes."""
+    """What `functions.offset` computes."""
     total = 0
     for divisor, size, stride in zip(*[iter(triples)] * 3, strict=True):
         part = index // divisor

@@ -592,7 +592,7 @@ FAULTS = (
     # Triton.
     Fault(
         "triton addresses: an index is not taken modulo",
-        f"{_TRITON}/addresses.py",
+        f"{_TRITON}/functions.py",
         "part = part % DIMS[AXIS][k + 1]",
         "part = part",
         "tests/softmax/triton_interpreted.py -k masks",

@@ -30,15 +30,10 @@ _GRADIENT = "a * p + b * onehot + c"
 
 @dataclass(frozen=True)
 class TritonLossPlan:
-    """Runs a problem of cross-entropy by one kernel over rows.
-
-    Attributes:
-      problem: the problem.
-      rows: plan of the kernel.
-    """
+    """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: TritonRowPlan
+    rows: TritonRowPlan  # of the kernel
 
     @property
     def remark(self) -> str | None:
@@ -111,8 +106,4 @@ def _losses_and_gradient(rows: TritonRowPlan, params: Mapping[str, Any], operand
     return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"])]
 
 
-_COMPUTE = {
-    "cross_entropy": _losses,
-    "cross_entropy_vjp": _gradient,
-    "cross_entropy_gradient": _losses_and_gradient,
-}
+_COMPUTE = {"cross_entropy": _losses, "cross_entropy_vjp": _gradient, "cross_entropy_gradient": _losses_and_gradient}
