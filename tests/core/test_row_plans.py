@@ -193,8 +193,8 @@ def bytes_of_shared_memory(plan, problem, is_staged):
     if is_staged:
         return sum(math.prod(plan.slot_shape) * itemsize for itemsize in itemsizes)
     slots = [jnp.dtype(plans.NARROW[itemsize]) for itemsize in itemsizes]
-    scratch = scratch_of(plan, slots, getattr(plan, "order_shape", None), has_answer=plan.persistent_blocks > 0)
-    references = jax.tree.leaves(scratch.types, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    scratch = scratch_of(plan, slots)
+    references = jax.tree.leaves(scratch, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     return sum(math.prod(reference.shape) * jnp.dtype(reference.dtype).itemsize for reference in references)
 
 

@@ -325,7 +325,7 @@ FAULTS = (
     ),
     Fault(
         "arithmetic: halves of words change places",
-        f"{_GPU}/arithmetic.py",
+        f"{_GPU}/emit.py",
         "return [[lower], [upper]]",
         "return [[upper], [lower]]",
         "tests/top_k/test_emulated.py",

@@ -58,11 +58,7 @@ _PATIENCE = 20_000  # nanoseconds, longer than a row takes if all blocks run
 
 def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
     """Runs a kernel on rows, or on tiles of rows along another axis, that the blocks of the grid share."""
-    problem = kernel.problem
-    is_columns = isinstance(plan, ColumnPlan)
-    count = problem.outer * plan.tiles if is_columns else problem.outer
-    view = (problem.outer * plan.cols, plan.inner) if is_columns else (count, plan.cols)
-    states = []
+    count, states = plan.count(kernel.problem.outer), []
     if isinstance(plan, ColumnPlan):  # of all slices, and of groups of them
         states = [jax.ShapeDtypeStruct((2, count * (plan.blocks + plan.groups) * plan.width), jnp.float32)]
 
@@ -70,7 +66,7 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
         operands, results, scratch = kernel.split(refs)
         slots = dict(zip(kernel.rows, scratch.slots, strict=False))
         copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
-        if is_columns:
+        if states:
             slices: Slices = ColumnSlices(plan, count, scratch.exchange, None, scratch.answer, states=results.pop())
         else:
             slices = Slices(plan, count, scratch.exchange, scratch.order, scratch.answer, Devices(kernel.devices))
@@ -82,10 +78,9 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
         )
 
     in_slots = [array.dtype for array in kernel.rows.values()]
-    scratch = scratch_of(plan, in_slots, None if is_columns else plan.order_shape, has_answer=True)
-    blocks = min(plan.persistent_blocks, count * plan.blocks)
+    view, blocks = plan.view(kernel.problem.outer), min(plan.persistent_blocks, count * plan.blocks)
     # The examples of a vmap would share tickets.
-    return kernel.call(run, plan, view, scratch, blocks=blocks, is_sequential=True, states=states)
+    return kernel.call(run, plan, view, scratch_of(plan, in_slots), blocks=blocks, is_sequential=True, states=states)
 
 
 # A body runs twice on a slice: first for what the slice tells the others, then, when the row is complete, for the results.

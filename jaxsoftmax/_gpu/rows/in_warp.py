@@ -115,7 +115,6 @@ class StagedPlan(RowPlan):
 def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
     """Runs a kernel on short rows, a piece of them in each block."""
     n_rows, dtypes = kernel.problem.outer, [jnp.dtype(dtype) for dtype in kernel.whole]
-    view = (n_rows, plan.cols)
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
     shared = next((name for name, array in kernel.rows.items() if dtypes == [array.dtype]), None)
 
@@ -133,9 +132,8 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
 
     in_slots = [array.dtype for array in kernel.rows.values()] + ([] if shared else dtypes)
     scratch = Scratch([plgpu.SMEM(plan.slot_shape, dtype) for dtype in in_slots])
-    return kernel.call(
-        run, plan, view, scratch, blocks=pl.cdiv(n_rows, plan.rows), is_sequential=kernel.may_start_inside_a_vector
-    )
+    is_sequential, blocks = kernel.may_start_inside_a_vector, pl.cdiv(n_rows, plan.rows)
+    return kernel.call(run, plan, plan.view(n_rows), scratch, blocks=blocks, is_sequential=is_sequential)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -67,36 +67,25 @@ class Inside:
 RowOperand = Whole | Mask | PerRow | Scalar | Inside
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Types of the shared memory of a block, and in a kernel the references to it.
+class Scratch(NamedTuple):
+    """Types of the shared memory of a block, and in a kernel the references to it."""
 
-    Attributes:
-      slots: a slot for each operand, and result, that is held in shared memory.
-      exchange, pushed: see `Tile`.
-      order: see `RowTile`.
-      answer: an int32 through which one thread tells the others what it read, or None.
-    """
-
-    slots: Sequence[Any] = ()
-    exchange: Any = None
+    slots: list[Any]  # one for each operand, and result, that is held in shared memory
+    exchange: Any = None  # see `Tile`, also for the next two
     pushed: Any = None
     order: Any = None
-    answer: Any = None
-
-    @property
-    def types(self) -> tuple[Any, ...]:
-        return [*self.slots], self.exchange, self.pushed, self.order, self.answer
+    answer: Any = None  # an int32 through which one thread tells the others what it read, or None
 
 
-def scratch_of(plan, dtypes: Sequence[Any], order_shape=None, has_answer: bool = False) -> Scratch:
+def scratch_of(plan, dtypes: Sequence[Any]) -> Scratch:
     """Returns the types of the shared memory of a block that holds operands of these dtypes."""
+    order_shape = plan.order_shape
     return Scratch(
         [plgpu.SMEM(plan.slot_shape, dtype) for dtype in dtypes],
         plgpu.SMEM(plan.exchange_shape, jnp.float32),
         plgpu.SMEM((2, 2), jnp.int32) if plan.cluster > 1 else None,
         None if order_shape is None else plgpu.SMEM(order_shape, jnp.float32),
-        plgpu.SMEM((1,), jnp.int32) if has_answer else None,
+        plgpu.SMEM((1,), jnp.int32) if plan.persistent_blocks else None,
     )
 
 
@@ -152,11 +141,11 @@ class RowKernel:
     def split(self, refs: Sequence[Any]) -> tuple[dict[str, Any], list[Any], Scratch]:
         """Splits the references that a kernel gets into operands by name, results and scratch."""
         *refs, slots, exchange, pushed, order, answer = refs
-        names = [*self.rows, *self.others]
+        scratch, names = Scratch(slots, exchange, pushed, order, answer), [*self.rows, *self.others]
         operands, results = dict(zip(names, refs, strict=False)), refs[len(names) :]
         if self.replaced is not None:
             results.insert(0, operands[self.replaced])
-        return operands, results, Scratch(slots, exchange, pushed, order, answer)
+        return operands, results, scratch
 
     def load(self, tile: Tile, refs, slots, rows_last: bool = False) -> dict[str, Any]:
         """Loads the operands as the body gets them, those that are held in shared memory from `slots`."""
@@ -222,7 +211,7 @@ class RowKernel:
             out_type=[*results, *states],
             grid=(blocks,),
             grid_names=("block",),
-            scratch_types=scratch.types,
+            scratch_types=tuple(scratch),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             kernel_name=self.name,
             **options,

@@ -1,8 +1,7 @@
 """Loads and stores of a block's rows: by Pallas if rows end with its steps, else by PTX.
 
 Pallas loads and stores whole tiles of an array. Rows may have any length, any number, and any alignment that follows from
-these.
-Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside the array is touched.
+these. Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside the array is touched.
 """
 
 import functools
@@ -22,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core import compat
-from jaxsoftmax._gpu import arithmetic, sync, tickets
+from jaxsoftmax._gpu import sync, tickets
 from jaxsoftmax._gpu.emit import (
     SPLAT,
     WARP,
@@ -36,9 +35,12 @@ from jaxsoftmax._gpu.emit import (
     i64,
     integer,
     load_words,
+    maximum,
     of_threads,
+    plus_where,
     shared_address,
     utils,
+    widened,
     words_of,
 )
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
@@ -50,17 +52,10 @@ Steps = Callable[[Any], jax.Array]
 
 @dataclass(frozen=True)
 class Elements:
-    """An operand as large as the rows, as a function of a step to its elements in `dtype`.
+    """An operand as large as the rows, as a function of a step to its elements in `dtype`."""
 
-    Attributes:
-      load: function of a step to its elements as they are in memory.
-      of: dtype in memory.
-      dtype: dtype of the elements.
-      plan: plan of the rows.
-    """
-
-    load: Steps
-    of: Any
+    load: Steps  # to elements as they are in memory
+    of: Any  # dtype in memory
     dtype: Any
     plan: Any
 
@@ -70,17 +65,17 @@ class Elements:
     def converted(self, elements: jax.Array) -> jax.Array:
         """Converts elements from the dtype in memory."""
         if self.of == jnp.bfloat16 and self.dtype == jnp.float32 and self.in_words:
-            return arithmetic.widened(elements, self.plan.layout)
+            return widened(elements, self.plan.layout)
         return elements.astype(self.dtype)
 
-    @property
+    @functools.cached_property
     def in_words(self) -> bool:
         """True if a thread has two elements in each word."""
         return self.of.itemsize == 2 and self.plan.vector % 2 == 0
 
     def maximum(self, steps: Iterable[jax.Array]) -> jax.Array:
         """Computes the maximum at each place over steps, in the dtype in memory; only if elements are `in_words`."""
-        return functools.reduce(functools.partial(arithmetic.maximum, layout=self.plan.layout), steps)
+        return functools.reduce(functools.partial(maximum, layout=self.plan.layout), steps)
 
 
 @dataclass(frozen=True)
@@ -88,25 +83,17 @@ class Memory:
     """The rows of a block in memory, for any distribution of rows over threads.
 
     A subclass says where the vectors of a thread start (`_starts`), which vector it has in a step (`_vector`), and which
-    columns the elements of that vector have (`places`).
-
-    Attributes:
-      plan: plan of the rows.
-      row: number of the first row, or of the tile of rows; a scalar int32.
-      count: number of rows, or of tiles, of the arrays.
-      exact: True if Pallas can load and store the rows.
-      rank: number of the block among those that share the row; a scalar int32.
-      stage: number of the stage of shared memory that holds the rows; a scalar int32.
+    columns the elements of that vector have (`places`). `row`, `rank` and `stage` are scalars, int32.
     """
 
     plan: Any
-    row: Any
-    count: int
-    exact: bool = False
-    rank: Any = 0
-    stage: Any = 0
+    row: Any  # number of the first row, or of the tile of rows
+    count: int  # rows, or tiles, of the arrays
+    exact: bool = False  # Pallas can load and store the rows
+    rank: Any = 0  # number of the block among those that share the row
+    stage: Any = 0  # of shared memory, that holds the rows
 
-    @property
+    @functools.cached_property
     def place(self) -> list[Any]:
         return [self.row, self.rank]
 
@@ -263,7 +250,7 @@ class Memory:
         def add(row, rank, step, values, columns, addends):
             places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
-            return [arithmetic.plus_where(register, *own) for register, *own in registers]
+            return [plus_where(register, *own) for register, *own in registers]
 
         of_rows = plan.row_layout if columns.ndim else SPLAT
         arrays = [(values, plan.layout), (columns, of_rows), (addends, of_rows)]
@@ -412,7 +399,7 @@ class RowMemory(Memory):
             first = arith.addi(first, slice_start)
             left = arith.maxsi(arith.subi(length, slice_start), constant(0))
             length = arith.minsi(left, arith.muli(own_lines, constant(plan.line)))
-        for own_row, inside in self._own_rows(place[0]):
+        for own_row, inside in [(place[0], None)] if plan.takes_block else self._own_rows(place[0]):
             array_row = own_row if source is None else placed(source[0], own_row, plan.cols)
             start, in_slice = arith.addi(arith.muli(i64(array_row), i64(plan.cols)), i64(first)), element
             if plan.is_shifted:
@@ -469,11 +456,8 @@ class RowMemory(Memory):
             yield Vector(arith.addi(address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
 
     def _own_rows(self, row):
-        """Yields the rows whose elements this thread holds, and whether each row exists, None if always."""
+        """Yields the rows inside a warp whose elements this thread holds, and whether each row exists, None if always."""
         plan = self.plan
-        if plan.takes_block:
-            yield row, None
-            return
         own = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
         for i in range(plan.rows_per_lanes):
             here = arith.addi(own, constant(i * WARPS * (WARP // plan.lanes)))
@@ -592,22 +576,16 @@ class RowMemory(Memory):
 
 
 @dataclass(frozen=True)
-class Ring:
+class CopyRing:
     """Steps of a loop on their way from global memory: a thread copies its own vectors to shared memory, and reads them there.
 
     So it waits for no other thread. What was read of a slot must have been used before the slot is copied to again.
-
-    Attributes:
-      memory: rows of the block.
-      ref: array that is read.
-      slots: `[size * threads * vector]` of its dtype, in shared memory. Vectors must have 4, 8 or 16 bytes.
-      size: number of steps that it holds.
     """
 
     memory: RowMemory
-    ref: Any
-    slots: Any
-    size: int
+    ref: Any  # array that is read
+    slots: Any  # `[size * threads * vector]` of its dtype, in shared memory; vectors must have 4, 8 or 16 bytes
+    size: int  # number of steps that it holds
 
     def copy(self, first, count: int, left) -> None:
         """Starts a group of copies: of `count` steps from `first` on if `left` is more than 0, else of none."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import arithmetic
+from jaxsoftmax._gpu.emit import least_halves
 from jaxsoftmax._gpu.fused import fused, product
 from jaxsoftmax.ops.top_k import noise
 from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import Sweep, SweptRow
@@ -90,7 +90,7 @@ class Drawing:
         """
         step_noise = _SweepNoise(self, sweep, kept)
         top, groups = tops
-        least = arithmetic.least_halves(step_noise.words, self.layout)
+        least = least_halves(step_noise.words, self.layout)
 
         @pl.when(step_noise.may_win(step_noise.at_temperature(top), jnp.minimum(*least)))
         def _():
