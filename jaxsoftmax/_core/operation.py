@@ -69,16 +69,6 @@ class Operand:
         return replace(self, name=name)
 
 
-def _never(**params: Any) -> bool:
-    del params
-    return False
-
-
-def _no_names(**params: Any) -> tuple[str, ...]:
-    del params
-    return ()
-
-
 @dataclass(frozen=True, eq=False)
 class Operation:
     """Describes one primitive: an op, or one of its derivatives.
@@ -114,9 +104,9 @@ class Operation:
     is_cut: bool = False
     knows_machine: bool = False
     joined: tuple[str, ...] = ()
-    is_reordered: Callable[..., bool] = _never
-    depends_on_cuts: Callable[..., bool] = _never
-    whole_in_batch: Callable[..., Sequence[str]] = _no_names
+    is_reordered: Callable[..., bool] = lambda **params: False
+    depends_on_cuts: Callable[..., bool] = lambda **params: False
+    whole_in_batch: Callable[..., Sequence[str]] = lambda **params: ()
 
     # These follow from the others: operands by name, and whether operands and results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxsoftmax._core import lower, sharding
+from jaxsoftmax._core import compat, lower, sharding
 from jaxsoftmax._core.operation import Operation
 
 # Each operation has two primitives of one name. The first needs devices while it is lowered, because XLA may cut its operands:
@@ -32,8 +32,9 @@ def define(operation: Operation) -> Operation:
         primitive.def_abstract_eval(functools.partial(_types, operation))
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
         batching.primitive_batchers[primitive] = functools.partial(_batch, operation)
-        lower.register(operation, primitive)
-    lower.require_devices(operation, _primitives[operation][0])
+        mlir.register_lowering(primitive, functools.partial(lower.lower, operation), cacheable=False)
+    if operation.op.kernels:
+        compat.require_devices(_primitives[operation][0])
     if operation.linear:
         set_jvp(operation, functools.partial(_jvp_of_linear, operation))
     return operation

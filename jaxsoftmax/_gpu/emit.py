@@ -151,23 +151,14 @@ def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None, spac
 
 @dataclass(frozen=True)
 class Vector:
-    """Consecutive elements in global memory that fill a register.
+    """Consecutive elements in global memory that fill a register."""
 
-    Attributes:
-      address: an int64 MLIR value.
-      offset: bytes from the address to the first element, a constant that becomes a part of the instruction.
-      itemsize: bytes of an element.
-      inside: whether to touch all elements; None if always.
-      partial: whether to touch a part of them; None if never.
-      own: makes for each element whether it is of that part.
-    """
-
-    address: ir.Value
-    offset: int
-    itemsize: int
-    inside: ir.Value | None
-    partial: ir.Value | None = None
-    own: Callable[[], Sequence[Any]] = tuple
+    address: ir.Value  # int64
+    offset: int  # bytes from the address to the first element, which become a part of the instruction
+    itemsize: int  # bytes of an element
+    inside: ir.Value | None  # True to touch all elements; None for always
+    partial: ir.Value | None = None  # True to touch a part of them; None for never
+    own: Callable[[], Sequence[Any]] = tuple  # makes a flag for each element, True if it is of that part
 
     def load(self, register, bits=0, policy=None):
         """Loads a register of type `register`, with `bits` in each word that is not to be touched."""

@@ -174,13 +174,9 @@ def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Repeated(Vector):
-    """The bytes of a register, which are not neighbours in global memory.
+    """The bytes of a register, which are not neighbours in global memory."""
 
-    Attributes:
-      places: places of the bytes from `address` on, int32 MLIR values, one for each byte or one for all of them.
-    """
-
-    places: Sequence[ir.Value] = ()
+    places: Sequence[ir.Value] = ()  # of the bytes from `address` on, int32, one for each byte or one for all of them
 
     def load(self, register, bits=0, policy=None):
         """Loads a register of type `register`, with `bits` in each word that is not to be touched."""

@@ -19,17 +19,11 @@ from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 @dataclass(frozen=True)
 class Whole:
-    """An operand as large as the rows. A body gets it as a function of a step.
-
-    Attributes:
-      array: the operand.
-      fill: value beyond the end of a row.
-      dtype: dtype in which the body gets it; None for the dtype of the array.
-    """
+    """An operand as large as the rows. A body gets it as a function of a step."""
 
     array: jax.Array
-    fill: float = 0
-    dtype: Any = None
+    fill: float = 0  # beyond the end of a row
+    dtype: Any = None  # in which the body gets it; None for the dtype of the array
 
 
 @dataclass(frozen=True)
@@ -41,15 +35,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class PerRow:
-    """An operand of size 1 along the rows, which broadcasts with them. A body gets a value for each row of the block.
-
-    Attributes:
-      array: the operand.
-      dtype: dtype in which the body gets it; None for the dtype of the array.
-    """
+    """An operand of size 1 along the rows, which broadcasts with them. A body gets a value for each row of the block."""
 
     array: jax.Array
-    dtype: Any = None
+    dtype: Any = None  # in which the body gets it; None for the dtype of the array
 
 
 @dataclass(frozen=True)
@@ -93,29 +82,22 @@ def scratch_of(plan, dtypes: Sequence[Any]) -> Scratch:
 class RowKernel:
     """A kernel over rows.
 
-    Attributes:
-      name: name of the kernel in the program.
-      body: function of a `Tile` and of operands by name, None for absent ones. It returns the results: those as large as the
-        rows, each a function of a step or an `Either`, and then those with a value for each row.
-      operands: the operands in the order in which they are loaded; at least one is `Whole`.
-      problem: the rows, and what they are read and written as.
-      whole: dtypes of the results as large as the rows.
-      per_row: dtypes of the results with a value for each row.
-      n_exchanges: number of times that the body merges or sums over the warps of a row.
-      replaced: name of the operand in whose memory the one whole result is written, of the same dtype, or None. XLA copies the
-        operand if something else may read it later.
-      devices: names and sizes of the mesh axes whose devices share the rows; rows are then shared by the grid.
+    The body is a function of a `Tile` and of operands by name, None for absent ones. It returns the results: those as large as
+    the rows, each a function of a step or an `Either`, and then those with a value for each row.
+
+    If an operand is `replaced`, the one whole result, of the same dtype, is written in its memory. XLA copies the operand if
+    something else may read it later.
     """
 
-    name: str
+    name: str  # of the kernel in the program
     body: Callable[..., list[Any]]
-    operands: Mapping[str, RowOperand | None]
+    operands: Mapping[str, RowOperand | None]  # in the order in which they are loaded; at least one is `Whole`
     problem: RowProblem
-    whole: Sequence[Any] = ()
-    per_row: Sequence[Any] = ()
-    n_exchanges: int = 1
+    whole: Sequence[Any] = ()  # dtypes of the results as large as the rows
+    per_row: Sequence[Any] = ()  # dtypes of the results with a value for each row
+    n_exchanges: int = 1  # number of times that the body merges or sums over the warps of a row
     replaced: str | None = None
-    devices: tuple[tuple[str, int], ...] = ()
+    devices: tuple[tuple[str, int], ...] = ()  # mesh axes, with sizes, whose devices share the rows: then the grid does, too
 
     @functools.cached_property
     def present(self) -> dict[str, RowOperand]:
@@ -186,16 +168,11 @@ class RowKernel:
     def call(
         self, run, plan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
     ) -> list[jax.Array]:
-        """Calls the kernel.
+        """Calls the kernel on a grid of blocks or clusters.
 
-        Args:
-          run: function of the references that `split` takes.
-          plan: plan of the rows.
-          view: shape in which the kernel sees what is as large as the rows.
-          scratch: types of the shared memory of a block.
-          blocks: number of blocks or clusters.
-          is_sequential: True if the examples of a `vmap` must not share one call.
-          states: types of further results, which are dropped.
+        `run` is a function of the references that `split` takes. `view` is the shape in which it sees what is as large as the
+        rows, `scratch` the types of a block's shared memory. If the call `is_sequential`, the examples of a `vmap` do not share
+        it. `states` are types of further results, which are dropped.
         """
         arrays = [array.reshape(view) for array in self.rows.values()]
         arrays += [self._flat(self.present[name], view) for name in self.others]

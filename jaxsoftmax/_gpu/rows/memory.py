@@ -172,7 +172,7 @@ class Memory:
     # From memory to registers, and back.
 
     def load_mask(self, ref, source) -> Steps:
-        """Loads a mask, as a function of a step to bools.
+        """Loads a mask, as a function of a step to bools; without `ref`, flags of the elements that are of a row.
 
         `source` is `RowProblem.indexed` of a mask that repeats along axes of the rows; None for one as large as the rows.
         """
@@ -183,12 +183,7 @@ class Memory:
 
     def inside(self) -> Steps | None:
         """Tells which elements are of a row, as a function of a step to bools; None if all are."""
-        if self.plan.whole_steps == range(self.plan.steps):
-            return None
-        if self.plan.storage != Storage.REGISTERS:
-            return lambda step: self._load(None, jnp.dtype(jnp.int8), 0, step=step)[0] != 0
-        flags = self._load(None, jnp.dtype(jnp.int8), 0)
-        return lambda step: flags[step] != 0
+        return None if self.plan.whole_steps == range(self.plan.steps) else self.load_mask(None, None)
 
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores the results of a step."""
@@ -221,7 +216,7 @@ class Memory:
                 policy = utils.inline_ptx(asm, result_types=integer(64))
 
             # Rows that repeat are not aligned as the rows of the scores are.
-            singly = source is not None and not self._has_whole_vectors
+            singly = source is not None and not plan.has_whole_vectors
 
             def held(step, start, whole=False):
                 held = self._vector(step, start, dtype.itemsize, whole, singly)
@@ -236,10 +231,6 @@ class Memory:
         kind = plgpu.ShapeDtypeStruct(plan.shape, dtype, layout=plan.layout)
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
         return emit(load, ref, scalars, results=[kind] * (plan.steps if step is None else 1))
-
-    @property
-    def _has_whole_vectors(self) -> bool:
-        return True
 
     # Columns.
 
@@ -446,10 +437,6 @@ class RowMemory(Memory):
             return made(complete)
         touched = compare("ult", arith.addi(first, last), arith.addi(length, last))
         return made(complete, arith.xori(complete, touched), own)
-
-    @property
-    def _has_whole_vectors(self) -> bool:
-        return self.plan.has_whole_vectors
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):

@@ -191,7 +191,7 @@ class ColumnPlan:
 
     # As in a `RowPlan`; tiles count as rows.
     rows, takes_block, tells_rows_apart = 1, True, False
-    is_shifted, is_exact, order_shape = False, False, None
+    has_whole_vectors, is_shifted, is_exact, order_shape = True, False, False, None
 
     def describe(self) -> str:
         how = f"tiles of {self.width} neighbouring rows, {self.threads} threads a block"

@@ -23,8 +23,9 @@ _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by byt
 
 def plan_rows(problem: RowProblem, target: Target, devices: bool = False) -> RowPlan | ColumnPlan | Refusal:
     """Plans rows along any axis; refuses rows that do not fit shared memory. `devices` says that devices share the rows."""
-    if devices:
-        plan = _of_devices(problem, target)
+    if devices:  # blocks of the grid hold a device's part of a row, however short it is
+        size = len(problem.read) * max(2048, problem.cols * problem.widest)
+        plan = _grid(problem, target, min(_STAGE[problem.widest], size))
     else:
         plan = _columns(problem, target) if problem.inner > 1 else _rows(problem, target)
     if isinstance(plan, Refusal | StagedPlan) or plan.storage != Storage.SHARED:
@@ -63,9 +64,7 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     if is_streamed and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if cols * itemsize > 2**20 else 128
         blocks = min(8, _power(cols / 65536))
-        return RowPlan(
-            cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=not is_streamed
-        )
+        return RowPlan(cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=False)
     has_whole_lines = cols % (8 * widest) == 0
     # Results that need a second exponential keep one for each element, or masks: then a thread has too many registers.
     few = problem.masked or problem.exponentiates_twice
@@ -96,12 +95,6 @@ def _shared(problem: RowProblem, target: Target, has_whole_lines: bool) -> RowPl
     return RowPlan(cols, widest, threads, blocks=blocks, storage=Storage.SHARED, unroll=unroll, is_stored=is_stored)
 
 
-def _of_devices(problem: RowProblem, target: Target) -> RowPlan | Refusal:
-    """Plans a device's part of rows that devices share: blocks of the grid hold it, however short it is."""
-    itemsize, operands = problem.widest, len(problem.read)
-    return _grid(problem, target, min(_STAGE[itemsize], operands * max(2048, problem.cols * itemsize)))
-
-
 def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
     """Plans slices of up to `stage` bytes that blocks of the grid hold in shared memory."""
     cols, itemsize = problem.cols, problem.widest
@@ -114,16 +107,8 @@ def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
         return Refusal(
             f"rows of {cols} entries are {blocks} slices, more than two thirds of the {2 * resident} that the grid holds"
         )
-    return RowPlan(
-        cols,
-        vector,
-        threads,
-        blocks=blocks,
-        storage=Storage.SHARED,
-        unroll=4,
-        persistent_blocks=resident,
-        is_stored=bool(problem.written),
-    )
+    options = {"persistent_blocks": resident, "is_stored": bool(problem.written)}
+    return RowPlan(cols, vector, threads, blocks=blocks, storage=Storage.SHARED, unroll=4, **options)
 
 
 def _resident(target: Target, stage: int) -> int:

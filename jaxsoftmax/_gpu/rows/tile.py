@@ -141,7 +141,8 @@ class Tile:
 
     @property
     def _product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return _rounded(self.memory.plan.layout)
+        plan = self.memory.plan
+        return operator.mul if plan.is_exact else _rounded(plan.layout)
 
     def _top(self, scores: Steps) -> jax.Array:
         """Computes the maximum over steps at each place of a step."""
@@ -279,10 +280,6 @@ class RowTile(Tile):
         sync.block_barrier()
         m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
-
-    @property
-    def _product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return operator.mul if self.memory.plan.is_exact else _rounded(self.memory.plan.layout)
 
     def _exchange(self, number: int, *parts):
         """Exchanges a value, or two, of each warp through shared memory, in a block or a cluster: returns those of all warps.

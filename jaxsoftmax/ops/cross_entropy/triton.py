@@ -30,12 +30,7 @@ _GRADIENT = "a * p + b * onehot + c"
 
 @dataclass(frozen=True)
 class TritonLossPlan:
-    """Runs a problem of cross-entropy by one kernel over rows.
-
-    Attributes:
-      problem: the problem.
-      rows: plan of the kernel.
-    """
+    """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
     rows: TritonRowPlan

@@ -41,15 +41,10 @@ _MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "lo
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """Runs a problem of the softmax family by one kernel over rows.
-
-    Attributes:
-      problem: the problem.
-      rows: how rows are distributed over threads.
-    """
+    """Runs a problem of the softmax family by one kernel over rows."""
 
     problem: SoftmaxProblem
-    rows: RowPlan | ColumnPlan
+    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:

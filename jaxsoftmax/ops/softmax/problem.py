@@ -17,7 +17,7 @@ _OF_ROWS = ("logsumexp", "logsumexp_jvp")  # whose results are numbers of rows
 class SoftmaxProblem(RowwiseProblem):
     """A problem of softmax, log_softmax, logsumexp or one of their derivatives."""
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
         """Dtype of the result."""
         return jnp.dtype(self.params["dtype"])

@@ -214,19 +214,8 @@ def select(where, values, otherwise):
     return (lax.select if where.shape == values.shape else jnp.where)(where, values, other)
 
 
-_FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        softmax,
-        log_softmax,
-        logsumexp,
-        softmax_jacobian,
-        log_softmax_jvp,
-        log_softmax_vjp,
-        logsumexp_jvp,
-        logsumexp_vjp,
-    )
-}
+_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
+_FUNCTIONS = {function.__name__: function for function in _ALL}
 
 
 def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:
