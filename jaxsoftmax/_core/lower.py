@@ -225,10 +225,6 @@ class Placement:
         # Types that say how arrays are sharded are in the way of a reference that reshapes.
         return not choice.is_reference or is_cut or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
 
-    def needs_rule(self, choice: Choice) -> bool:
-        """Tells whether one device, too, needs the rule for shared sequences."""
-        return bool(self.manual) or self.depends_on_cuts or (self.is_reordered and not choice.is_reference)
-
 
 def _placement(platform, ctx, site: Site) -> Placement:
     """Finds out what the context of a lowering rule says of the devices."""
@@ -270,7 +266,9 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
         return _emit(function, compat.on_mesh_that_is_set(bare), operands)
 
     def whole(*operands):
-        if placement.needs_rule(choice):
+        # One device, too, may need the rule for shared sequences.
+        is_reordered = placement.is_reordered and not choice.is_reference
+        if placement.manual or placement.depends_on_cuts or is_reordered:
             return placement.on_shard(*operands, over={})
         return runner.run(choice, site.named(operands))
 

@@ -207,7 +207,7 @@ class Turn(NamedTuple):
     stage: Any  # of the following ticket
 
 
-_NONE, _NO, _YES = -1, False, True
+_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Slices:
         """
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((self._n_counters + self.n_tickets,)))
         worker = _Worker(self, counters, copy_in, fill_around, body, store)
-        none, no = jnp.int32(_NONE), jnp.bool_(_NO)
+        none, no = jnp.int32(_NONE), jnp.bool_(False)
         first, stage = worker.take(), jnp.int32(0)
         worker.start(first, stage)
         start = Turn(none, first, first >= jnp.int32(self.n_tickets), no, none, stage)
@@ -393,7 +393,7 @@ class _Worker:
         one was published since, which waits for all copies.
         """
         ticket, following, _, _, last, stage = turn
-        no, yes = jnp.bool_(_NO), jnp.bool_(_YES)
+        no, yes = jnp.bool_(False), jnp.bool_(True)
         new = self.take()
         self.start(new, 1 - stage)
 
@@ -407,7 +407,7 @@ class _Worker:
     def go_on(self, turn: Turn) -> Turn:
         """Publishes the following ticket, and finishes the one at hand if its row is complete."""
         ticket, following, is_published, _, last, stage = turn
-        no, yes, n_tickets = jnp.bool_(_NO), jnp.bool_(_YES), jnp.int32(self.slices.n_tickets)
+        no, yes, n_tickets = jnp.bool_(False), jnp.bool_(True), jnp.int32(self.slices.n_tickets)
         pl.when(jnp.logical_not(is_published))(lambda: self.publish(following, stage))
         is_complete, states = self.slices.look(self.counters, ticket)
         # A new ticket is asked for before results are stored, because an answer takes a while.

@@ -62,11 +62,12 @@ class Elements:
     def __call__(self, step) -> jax.Array:
         return self.converted(self.load(step))
 
-    def converted(self, elements: jax.Array) -> jax.Array:
+    @functools.cached_property
+    def converted(self) -> Callable[[jax.Array], jax.Array]:
         """Converts elements from the dtype in memory."""
         if self.of == jnp.bfloat16 and self.dtype == jnp.float32 and self.in_words:
-            return widened(elements, self.plan.layout)
-        return elements.astype(self.dtype)
+            return functools.partial(widened, layout=self.plan.layout)
+        return lambda elements: elements.astype(self.dtype)
 
     @functools.cached_property
     def in_words(self) -> bool:
@@ -295,13 +296,9 @@ class RowMemory(Memory):
 
     def read(self, ref, fill, dtype) -> Elements:
         """Reads an operand as large as the rows from global memory, whenever a step of it is asked for."""
-
-        def load(step):
-            if self.plan.is_joined:
-                return self._load_joined(ref, fill, step)
-            return self._load(ref, ref.dtype, fill, step=step)[0]
-
-        return Elements(load, ref.dtype, dtype, self.plan)
+        if self.plan.is_joined:
+            return Elements(functools.partial(self._load_joined, ref, fill), ref.dtype, dtype, self.plan)
+        return Elements(lambda step: self._load(ref, ref.dtype, fill, step=step)[0], ref.dtype, dtype, self.plan)
 
     def inside(self) -> Steps | None:
         if self.plan.is_joined and self.plan.whole_steps != range(self.plan.steps):
