@@ -74,15 +74,13 @@ class RowPlan:
     stages: int = _derived()  # slots of shared memory in which a block may hold a slice
 
     def __post_init__(self):
-        cols, vector, threads, blocks, put = self.cols, self.vector, self.threads, self.blocks, vars(self).update
-        put(
-            takes_block=threads > WARP,
-            cluster=1 if self.persistent_blocks else blocks,
-            stages=2 if self.persistent_blocks else 1,
-        )
+        cols, vector, threads, blocks = self.cols, self.vector, self.threads, self.blocks
+        put = vars(self).update  # the dataclass is frozen
+        cluster, stages = (1, 2) if self.persistent_blocks else (blocks, 1)
+        put(takes_block=threads > WARP, cluster=cluster, stages=stages)
         put(warpgroups=max(1, threads // (WARP * WARPS)), lanes=min(threads, WARP), step_cols=threads * vector)
         put(rows=1 if self.takes_block else WARPS * (WARP // self.lanes) * self.rows_per_lanes)
-        put(warps=WARPS * self.warpgroups * self.cluster)
+        put(warps=WARPS * self.warpgroups * cluster)
         put(shape=(WARPS if self.takes_block else self.rows, self.lanes * vector))
 
         put(line=8 * vector, has_whole_vectors=cols % vector == 0)
