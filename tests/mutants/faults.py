@@ -324,7 +324,7 @@ FAULTS = (
         "tests/softmax/test_emulated.py",
     ),
     Fault(
-        "arithmetic: halves of words change places",
+        "emit: halves of words change places",
         f"{_GPU}/emit.py",
         "return [[lower], [upper]]",
         "return [[upper], [lower]]",
