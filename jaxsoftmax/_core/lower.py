@@ -51,6 +51,7 @@ def lower(operation: Operation, ctx, *operands, names, implementation, axis_name
     for index, name in enumerate(names):
         is_scores = operation.by_name[name].is_scores
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
+            # Kernels see the narrow type alone: a kernel that refuses it is not asked about float32.
             sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
         if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], functions):
@@ -282,5 +283,7 @@ def _emit(function: Callable[..., Any], ctx, operands):
     return mlir.lower_fun(function)(ctx, *operands)
 
 
+# The rule for None looks at the first of its platforms alone. Kernels for a platform other than CUDA need a rule of
+# that platform here.
 for _platform in (None, "cuda"):
     mlir.register_lowering(_call, functools.partial(_lower_call, _platform), platform=_platform)

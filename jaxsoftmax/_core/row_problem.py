@@ -15,7 +15,7 @@ class RowProblem:
 
     Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
 
-    The fields after `exponentiates_twice` follow from those before.
+    The fields after `keeps_scores` follow from those before.
     """
 
     shape: tuple[int, ...]  # of the arrays
@@ -26,7 +26,7 @@ class RowProblem:
     needs_end: bool = False  # True if the kernel must know which elements lie beyond the end of a row
     reduces: Literal["state", "sum", "nothing"] = "state"  # what a result needs of its whole row
     n_exchanges: int = 1  # number of times that the kernel merges or sums over the warps of a row
-    exponentiates_twice: bool = False  # True if the results need a second exponential of each element, or the first one held
+    keeps_scores: bool = False  # True if results are made of the scores, which then stay beside their exponentials
 
     members: tuple[range, range, range] = field(init=False)  # axes of the arrays that form `outer`, `cols` and `inner`
     outer: int = field(init=False)

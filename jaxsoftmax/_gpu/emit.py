@@ -86,7 +86,7 @@ def address_of(ref):
     return llvm.ptrtoint(integer(64), utils.memref_ptr(ref))
 
 
-def _shared_address(ref, index):
+def shared_word_address(ref, index):
     """Returns the address of `ref[index]`, of int32, in shared memory."""
     return shared_address(ref, arith.muli(index, constant(4 * ref.type.shape[1])))
 
@@ -257,7 +257,7 @@ def load_words(address, offset, inside, words, bits=0, policy=None, space="globa
             operands.append(policy)
             hint, use = "L2::cache_hint.", f", ${count + 1}"
         place = offset + first * word.width // 8
-        ptx = f"ld.{space}.{hint}{_list(word, results)}, [${count}+{place}]{use};"
+        ptx = f"ld.{space}.{hint}{operand_list(word, results)}, [${count}+{place}]{use};"
         if inside is not None:
             fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
             ptx = f"{fills} @${count + len(operands)} {ptx}"
@@ -275,7 +275,7 @@ def store_words(address, offset, inside, words, space="global"):
     for first in range(0, words.type.shape[0], 4):
         count = min(4, words.type.shape[0] - first)
         values = [llvm.extractelement(words, constant(first + k)) for k in range(count)]
-        kind, names = _list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+        kind, names = operand_list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
         ptx = f"st.{space}.{kind} [$0+{offset + first * word.width // 8}], {names};"
         utils.inline_ptx(ptx, address, *values, predicate=inside, has_side_effects=True)
 
@@ -287,7 +287,7 @@ def words_of(register):
     return ir.VectorType.get((bits // width,), integer(width))
 
 
-def _list(word, names: list[str]) -> str:
+def operand_list(word, names: list[str]) -> str:
     """Returns the type and the operands of a load or store of several words: `v4.b32 {$0, $1, $2, $3}`."""
     kind = f"b{word.width}"
     return f"{kind} {names[0]}" if len(names) == 1 else f"v{len(names)}.{kind} {{{', '.join(names)}}}"

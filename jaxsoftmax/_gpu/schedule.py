@@ -35,6 +35,9 @@ from jaxsoftmax._gpu import tickets
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
 TILE_COST = 1.5  # steps that starting and ending a tile takes
+# NCCL's kernel becomes ready at about the time when the kernel of a ring's step does. If the step's kernel has all
+# multiprocessors, NCCL's kernel on the other GPU waits for its peer until the step is done, and occupies
+# multiprocessors there.
 MOST_WAVES = 4  # waves of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 

@@ -180,7 +180,7 @@ def row_problems(draw):
         needs_end=draw(st.booleans()),
         reduces=draw(st.sampled_from(["state", "sum", "nothing"])),
         n_exchanges=draw(st.integers(0, 2)),
-        exponentiates_twice=draw(st.booleans()),
+        keeps_scores=draw(st.booleans()),
     )
 
 

@@ -207,6 +207,8 @@ class StagedMemory(RowMemory):
         plan, itemsize = self.plan, utils.bytewidth(slot.type.element_type)
         own = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
         before, apart = self.before(row, itemsize), plan.lanes * plan.word
+        # Words count from the start of the row: an element has the same lane and place wherever its row starts in
+        # memory, and so a row always has the same bits.
         offsets = [(step * plan.words + k) * apart for k in range(plan.words)]
         whole = [offset + apart <= plan.cols for offset in offsets]
         ends = [constant(max(0, plan.cols - offset)) for offset in offsets]

@@ -276,6 +276,7 @@ class RowMemory(Memory):
             for own, *where, _ in copies:
                 own.fill_around(*where)
 
+        # Neighbours that came along at both ends are filled, so that a loop over the row needs no predicates.
         if self.plan.is_shifted and not self.plan.has_whole_vectors:
             self._each_copy(fill, refs, slots, fills)
 

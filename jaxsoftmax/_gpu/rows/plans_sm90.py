@@ -1,7 +1,7 @@
 """Plans of kernels over rows for Hopper: tables and models, as measured on an H100 and an H200.
 
-The measurements are in `benchmarks/results/h200/softmax.csv`. The number of rows does not matter to a plan, so the bits of a
-row do not depend on it.
+The measurements are in `benchmarks/results/h200/softmax.csv` and `softmax_sweep.csv`. The number of rows does not matter to a
+plan, so the bits of a row do not depend on it.
 """
 
 import math
@@ -50,11 +50,11 @@ def most_blocks(target: Target) -> int:
 def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     """Plans rows along the last axis.
 
-    Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A thread
-      holds up to 128 bytes of a row in registers, which is fastest. If that takes too many threads, or in 16 bits if rows do
-      not start with a line of the cache, rows are in shared memory, up to 250 elements for each thread, so that a
-      multiprocessor has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
-      longer ones by the grid. Long rows that are read once and not written are held nowhere.
+    Short rows are inside a warp, and a block has several, because a block takes as long to start as 3 KiB take to be read. In
+    registers, which are fastest, a thread holds up to 128 bytes of a row. Where that takes too many threads, and in 16 bits
+    where rows do not start with a line of the cache, rows are in shared memory, with up to 192 elements for each thread. A
+    multiprocessor then has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
+    longer ones by the grid. Long rows that are read once and not written are held nowhere.
     """
     cols, itemsize, is_streamed = problem.cols, problem.widest, not problem.written
     widest, operands = 16 // itemsize, len(problem.read)
@@ -66,8 +66,8 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
         blocks = min(8, _power(cols / 65536))
         return RowPlan(cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=False)
     has_whole_lines = cols % (8 * widest) == 0
-    # Results that need a second exponential keep one for each element, or masks: then a thread has too many registers.
-    few = problem.masked or problem.exponentiates_twice
+    # A thread has too few registers for both the scores and their exponentials, or for the mask, of longer rows.
+    few = problem.masked or problem.keeps_scores
     in_registers = 131072 if (itemsize, operands) == (4, 1) and has_whole_lines else _IN_REGISTERS[itemsize, operands]
     if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.masked):
         per_thread = 128 // itemsize  # elements
@@ -90,6 +90,8 @@ def _shared(problem: RowProblem, target: Target, has_whole_lines: bool) -> RowPl
     blocks = min(most, _power(cols / share))
     if size == (2, 1) and has_whole_lines and cols > 65536:  # as fast, and faster if rows are few
         blocks = most
+    # A float32 row gives each of 256 threads up to 64 elements. A row of 16 bits gives each of 128 up to 192, because
+    # instructions count as much as bytes there (measured on an H200: `benchmarks/results/h200/softmax_sweep.csv`).
     threads = 256 if cols > 8192 and size != (2, 1) else 128
     unroll = 4 if cols > 200_000 else 1 if size == (2, 2) and cols > 8192 else 2
     return RowPlan(cols, widest, threads, blocks=blocks, storage=Storage.SHARED, unroll=unroll, is_stored=is_stored)
@@ -103,6 +105,7 @@ def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
     held = stage // (step * itemsize * len(problem.read)) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside a line
     resident = _resident(target, stage)
+    # Blocks would wait for the last slices of such a row with little else to do.
     if 3 * blocks > 4 * resident:  # a row is then more than two thirds of the slices that all blocks hold, each in two stages
         return Refusal(
             f"rows of {cols} entries are {blocks} slices, more than two thirds of the {2 * resident} that the grid holds"

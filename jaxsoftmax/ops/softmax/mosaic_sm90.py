@@ -104,7 +104,7 @@ def slower_rows(problem: RowwiseProblem) -> str | None:
     rows = problem.rows
     is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
     reason = profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=is_forward)
-    if reason is None and is_forward and not rows.exponentiates_twice:
+    if reason is None and is_forward and not rows.keeps_scores:
         reason = profit.cast_favours_xla(problem)
     return reason
 
