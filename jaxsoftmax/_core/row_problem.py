@@ -33,7 +33,7 @@ class RowProblem:
     cols: int = field(init=False)
     inner: int = field(init=False)
     widest: int = field(init=False)  # bytes of the widest element
-    masked: Literal[False, True, "end"] = field(init=False)  # True for `has_mask`, "end" for `needs_end` alone
+    is_masked: bool = field(init=False)  # True if a kernel leaves out some elements that it loads
 
     def __post_init__(self):
         shape, ndim = self.shape, len(self.shape)
@@ -45,7 +45,7 @@ class RowProblem:
             cols=entries(shape, self.axes),
             inner=math.prod(shape[end:]),
             widest=max((*self.read, *self.written), default=0),
-            masked=True if self.has_mask else "end" if self.needs_end else False,
+            is_masked=self.has_mask or self.needs_end,
         )
 
     @property

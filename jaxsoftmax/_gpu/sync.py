@@ -27,7 +27,7 @@ def block_barrier() -> None:
     instruct("bar.sync 0;")
 
 
-def prepare_pushes(barriers) -> None:
+def prepare_exchange(barriers) -> None:
     """Tells the cluster, without waiting, that this block has started and its `barriers`, `[2, 2]` int32, are ready."""
 
     def prepare(barriers):
@@ -44,12 +44,12 @@ def prepare_pushes(barriers) -> None:
 
 
 def cluster_wait() -> None:
-    """Waits until all blocks of the cluster have come to `prepare_pushes`, so that their shared memory exists."""
+    """Waits until all blocks of the cluster have come to `prepare_exchange`, so that their shared memory exists."""
     instruct("barrier.cluster.wait.aligned;")
 
 
-def await_pushes(barriers, round_: int, size: int) -> None:
-    """Waits until `size` bytes were pushed to this block in a round: 0 is the first, 1 the second, and so on."""
+def await_exchange(barriers, round_: int, size: int) -> None:
+    """Waits until `size` bytes were sent to this block in a round: 0 is the first, 1 the second, and so on."""
     ptx = (
         "{ .reg .pred done; .reg .pred first; setp.eq.u32 first, $1, 0;"
         f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
@@ -63,11 +63,11 @@ def await_pushes(barriers, round_: int, size: int) -> None:
     emit(wait, barriers)
 
 
-def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, barriers, round_: int) -> None:
+def send_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, barriers, round_: int) -> None:
     """Stores a float32 of each warp to `ref[index + warp]` in the shared memory of all blocks of the cluster.
 
-    It does not wait: `await_pushes` of the round does, in the block that gets the values. They must have been read before the
-    round after the next one pushes.
+    It does not wait: `await_exchange` of the round does, in the block that gets the values. They must have been read before the
+    round after the next one sends.
 
     Args:
       ref: one-dimensional, in shared memory, at the same address in all blocks.
@@ -75,7 +75,7 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
       values: `[4]`, one for each warp of the warpgroup.
       layout: layout of `values`, which every lane of the warp holds.
       blocks: blocks of the cluster, at most 16; one lane stores to each.
-      barriers: barriers of `prepare_pushes`.
+      barriers: barriers of `prepare_exchange`.
       round_: number of the round.
     """
 
@@ -96,10 +96,10 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
     emit(push, (ref, barriers), [index], [(values, layout)])
 
 
-def push_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
-    """Pushes a float32 for each of a block's rows to `ref[index * width :]` of all blocks, as `push_to_cluster`.
+def send_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
+    """Sends a float32 for each of a block's rows to `ref[index * width :]` of all blocks, as `send_to_cluster`.
 
-    `values` are `[4 * width]`, alike in all warps: the first one pushes. In the layout of a `ColumnPlan` several lanes have the
+    `values` are `[4 * width]`, alike in all warps: the first one sends. In the layout of a `ColumnPlan` several lanes have the
     same rows: they store to different blocks.
     """
 

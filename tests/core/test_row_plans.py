@@ -203,7 +203,7 @@ def check_fits(plan, problem, target):
     assert plan.describe()
     assert "\n" not in plan.describe()
     assert is_columns == (problem.inner > 1)
-    assert not (is_staged and problem.masked)  # it does not know the columns of its elements
+    assert not (is_staged and problem.is_masked)  # it does not know the columns of its elements
     # Threads.
     if is_columns or plan.takes_block:
         assert plan.threads in range(128, 1025, 128)

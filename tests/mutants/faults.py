@@ -438,7 +438,7 @@ FAULTS = (
     Fault(
         "plans: short rows with a mask are staged",
         f"{_ROWS}/plans_sm90.py",
-        "return bool(problem.masked) or (problem.widest == 4 and",
+        "return problem.is_masked or (problem.widest == 4 and",
         "return bool(problem.widest == 4 and",
         "tests/core/test_row_plans.py -k random_rows",
     ),

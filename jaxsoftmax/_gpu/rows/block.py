@@ -39,9 +39,9 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
         slots = dict(zip(kernel.rows, scratch.slots, strict=False))
         rank = lax.axis_index("rank") if plan.cluster > 1 else jnp.int32(0)
         memory = memory_of(plan, lax.axis_index("block") * jnp.int32(plan.rows), count, exact, rank)
-        tile = tile_of(memory, scratch.exchange, scratch.pushed, scratch.order)
+        tile = tile_of(memory, scratch.exchange, scratch.arrivals, scratch.order)
         if plan.cluster > 1:
-            sync.prepare_pushes(scratch.pushed)
+            sync.prepare_exchange(scratch.arrivals)
         if slots:
             copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
             memory.copy_in(*copies)

@@ -219,8 +219,8 @@ class ColumnTile(Tile):
         if number == 0:
             sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
         for slot, part in zip(slots, parts, strict=True):
-            sync.push_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.pushed, number)
-        sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.blocks * plan.width)
+            sync.send_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.arrivals, number)
+        sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.blocks * plan.width)
         return function(plan.blocks, *(functools.partial(self._load_kth, slot, plan.warps, plan.blocks) for slot in slots))
 
     # Merges of `count` values of each row, those of warps or of blocks. A place along the rows takes several of them, the k-th

@@ -121,7 +121,7 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
         memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows)
         memory.copy_in([operands[name] for name in slots], list(slots.values()), [])
         targets = [slots[shared]] if shared else scratch.slots[len(slots) :]
-        tile = StagedTile(memory, scratch.exchange, scratch.pushed, scratch.order)
+        tile = StagedTile(memory, scratch.exchange, scratch.arrivals, scratch.order)
         values = kernel.load(tile, operands, slots, rows_last=True)  # last, because copies are waited for then
         kernel.store(tile, [*targets, *results[len(dtypes) :]], kernel.body(tile, **values))
         if dtypes:

@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
 
     slots: list[Any]  # one for each operand, and result, that is held in shared memory
     exchange: Any = None  # see `Tile`, also for the next two
-    pushed: Any = None
+    arrivals: Any = None
     order: Any = None
     answer: Any = None  # an int32 through which one thread tells the others what it read, or None
 
@@ -122,8 +122,8 @@ class RowKernel:
 
     def split(self, refs: Sequence[Any]) -> tuple[dict[str, Any], list[Any], Scratch]:
         """Splits the references that a kernel gets into operands by name, results and scratch."""
-        *refs, slots, exchange, pushed, order, answer = refs
-        scratch, names = Scratch(slots, exchange, pushed, order, answer), [*self.rows, *self.others]
+        *refs, slots, exchange, arrivals, order, answer = refs
+        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.rows, *self.others]
         operands, results = dict(zip(names, refs, strict=False)), refs[len(names) :]
         if self.replaced is not None:
             results.insert(0, operands[self.replaced])

@@ -71,7 +71,7 @@ class RowPlan:
     whole_steps: range = _derived()  # steps in which all threads have whole vectors of any slice
     looped_steps: range = _derived()  # steps that a loop goes over
     is_exact: bool = _derived()  # True if Pallas can load and store rows
-    stages: int = _derived()  # slots of shared memory in which a block may hold a slice
+    stages: int = _derived()  # copies of the slots: slices that a block may hold at a time
 
     def __post_init__(self):
         cols, vector, threads, blocks = self.cols, self.vector, self.threads, self.blocks
@@ -123,7 +123,7 @@ class RowPlan:
         return (outer, self.cols)
 
     @property
-    def tells_rows_apart(self) -> bool:
+    def allows_either(self) -> bool:
         """True if results may be `Either`: with one row in the block, code of its own for each case is worth its length."""
         return self.takes_block and not self.persistent_blocks
 
@@ -188,7 +188,7 @@ class ColumnPlan:
     persistent_blocks: int = 0
 
     # As in a `RowPlan`; tiles count as rows.
-    rows, takes_block, tells_rows_apart = 1, True, False
+    rows, takes_block, allows_either = 1, True, False
     has_whole_vectors, is_shifted, is_exact, order_shape = True, False, False, None
 
     def describe(self) -> str:

@@ -67,9 +67,9 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
         return RowPlan(cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=False)
     has_whole_lines = cols % (8 * widest) == 0
     # A thread has too few registers for both the scores and their exponentials, or for the mask, of longer rows.
-    few = problem.masked or problem.keeps_scores
+    few = problem.is_masked or problem.keeps_scores
     in_registers = 131072 if (itemsize, operands) == (4, 1) and has_whole_lines else _IN_REGISTERS[itemsize, operands]
-    if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.masked):
+    if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.is_masked):
         per_thread = 128 // itemsize  # elements
         most_threads = 512 if itemsize == 4 and (has_whole_lines or problem.reduces != "nothing") else 256
         threads = min(most_threads, max(128, _power(cols / per_thread)))
@@ -131,7 +131,7 @@ def _bytes_in_a_warp(problem: RowProblem) -> int:
 def _is_plain(problem: RowProblem) -> bool:
     """Tells whether short rows reach the bandwidth as they are, in registers: small arrays of them are then fastest so, too."""
     is_read_once = not problem.written and len(problem.read) == 1
-    return bool(problem.masked) or (problem.widest == 4 and not is_read_once)
+    return problem.is_masked or (problem.widest == 4 and not is_read_once)
 
 
 def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:

@@ -51,7 +51,7 @@ class Tile:
 
     memory: Any
     exchange: Any  # float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row
-    pushed: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
+    arrivals: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
     order: Any = None  # float32 in shared memory of `RowPlan.order_shape`, or None
 
     def along(self, row: jax.Array) -> jax.Array:
@@ -299,8 +299,8 @@ class RowTile(Tile):
             if number == 0:
                 sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
             for slot, part in zip(slots, parts, strict=True):
-                sync.push_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.pushed, number)
-            sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.warps)
+                sync.send_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
+            sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.warps)
         else:
             for slot, part in zip(slots, parts, strict=True):
                 slot[pl.ds(group * WARPS, WARPS)] = part

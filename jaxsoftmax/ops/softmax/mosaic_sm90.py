@@ -124,7 +124,7 @@ def _softmax(problem, x, where, scale) -> RowKernel:
         weights, alike = tile.weights(local.m, size)
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
-        if where is None or not tile.memory.plan.tells_rows_apart:
+        if where is None or not tile.memory.plan.allows_either:
             return [apply_mask(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then masked elements have weight 0 by themselves
         return [Either(finite, y, apply_mask(where, y, 0))]
