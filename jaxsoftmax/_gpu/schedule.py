@@ -20,8 +20,8 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -68,31 +68,30 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     return table
 
 
-class TiledKernel(Protocol):
-    """A kernel whose work is cut into tiles.
+@dataclass(frozen=True)
+class TiledKernel:
+    """A kernel whose work is cut into tiles. Subclasses set the attributes, and say what the methods return."""
 
-    Attributes:
-      n_tiles: number of tiles.
-      n_blocks: number of blocks of threads of a wave.
-      by_ticket: True if blocks of threads take tickets for tiles.
-    """
-
-    @property
-    def n_tiles(self) -> int: ...
-
-    @property
-    def n_blocks(self) -> int: ...
-
-    @property
-    def by_ticket(self) -> bool: ...
+    n_tiles: int = field(init=False)
+    n_blocks: int = field(init=False)  # blocks of threads of a wave
+    by_ticket: bool = field(init=False)  # blocks of threads take tickets for tiles, as operands decide how long a tile takes
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each of the tiles of a head."""
-        ...
+        raise NotImplementedError
 
-    def group(self, costs: tuple[int, ...], /) -> int:
+    def group(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together."""
-        ...
+        raise NotImplementedError
+
+    def scratch(self) -> dict[str, Any]:
+        """Describes the arrays and barriers in the shared memory of a block of threads."""
+        raise NotImplementedError
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a block of threads."""
+        return bytes_of(self.scratch())
 
 
 def table(kernel: TiledKernel) -> jax.Array | None:
@@ -166,27 +165,16 @@ def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """The tiles of a kernel, as one block of threads gets them.
-
-    Attributes:
-      kernel: the kernel.
-      block: number of this block of threads.
-      table: the table of `schedule`, or with tickets the one of `order`. None to go by number.
-      memory: shared memory, with what `ticket_memory` describes if the block works by tickets.
-      tile: function that returns a tile from its number and facts.
-      last_first: True if tiles that go by number start with the last one.
-      counter: `ticket_counter()` if all tickets are taken in order of arrival, by the first warp of the producer alone.
-      waves: number of waves of blocks, with tickets.
-    """
+    """The tiles of a kernel, as one block of threads gets them."""
 
     kernel: TiledKernel
-    block: Any
-    table: Any
-    memory: dict[str, Any]
-    tile: Callable[..., Any]
-    last_first: bool = False
-    counter: Any = None
-    waves: int = 1
+    block: Any  # number of this block of threads
+    table: Any  # of `schedule`, or with tickets of `order`; None to go by number
+    memory: dict[str, Any]  # with what `ticket_memory` describes if the block works by tickets
+    tile: Callable[..., Any]  # makes a tile from its number and facts
+    last_first: bool = False  # tiles that go by number start with the last one
+    counter: Any = None  # `ticket_counter()` if all tickets are taken in order of arrival, by the producer's first warp alone
+    waves: int = 1  # waves of blocks, with tickets
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.

@@ -76,7 +76,7 @@ class TritonForwardPlan:
         present = {name: array for name, array in operands.items() if array is not None}
         arrays = _in_order(dequantised(without_pages(present) if "page_table" in present else present))
         batch, sizes, dtype = batch_of(arrays), _sizes(arrays), arrays["query"].dtype
-        is_partial, earlier = params.get("is_partial", False), params.get("onto")
+        is_partial, earlier = params.get("is_partial", False), params.get("initial")
         results = {
             "out": jax.ShapeDtypeStruct(
                 (*batch, sizes.queries, sizes.heads, sizes.value_size),
@@ -130,7 +130,7 @@ class TritonBackwardPlan:
             computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
             cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
-        if (earlier := params.get("onto")) is not None:  # the sum for queries so far
+        if (earlier := params.get("initial")) is not None:  # the sum for queries so far
             cotangents["query"] += earlier
         return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
 
@@ -270,7 +270,7 @@ def _launch(
     """Launches a kernel on operands, and on rows of a gradient, that are present, by name; `results` are types by name."""
     batch, sizes, blocks = batch_of(_in_order(arrays)), _sizes(arrays), (tiling.block_q, tiling.block_kv)
     # What segments and masks leave to visit is a table that XLA computes before the kernel runs.
-    spans = key_blocks.spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
+    spans = key_blocks.find_spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
     arrays = {**arrays, **({} if spans is None else {"spans": spans})}
     letters = {"N": sizes.heads, "K": sizes.key_heads, "T": sizes.queries, "S": sizes.keys}
     # Spans belong to blocks: there may be several blocks of keys where there is one query.

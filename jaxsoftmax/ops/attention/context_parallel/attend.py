@@ -131,7 +131,7 @@ def _columns(shard, x, part, places):
     return jnp.concatenate(columns, at)
 
 
-def _attend_by_lengths(shard, part, keys, operands, *, onto, **options):
+def _attend_by_lengths(shard, part, keys, operands, *, initial, **options):
     """Attends to halves of keys: early and late queries are entries of a batch, and a length says how many keys each sees.
 
     The entries share the keys, and nothing is copied. (Forward on an H100, 16384 queries and keys, head size 128: 1812 us
@@ -142,8 +142,8 @@ def _attend_by_lengths(shard, part, keys, operands, *, onto, **options):
     lengths = jnp.where(is_behind, np.array([size // 2] * 2, np.int32), np.array([0, size], np.int32))
     operands["key_lengths"] = lengths.reshape(*(1,) * at, 2)
     names = ("out", "lse")
-    before = [cut.split_pieces(name, jnp.squeeze(x, at), 2, at) for name, x in zip(names, onto, strict=True)]
-    results = shard.run(primitive.ATTENTION, operands, part.window, onto=before, **options)
+    before = [cut.split_pieces(name, jnp.squeeze(x, at), 2, at) for name, x in zip(names, initial, strict=True)]
+    results = shard.run(primitive.ATTENTION, operands, part.window, initial=before, **options)
     return [jnp.expand_dims(cut.join_pieces(name, x, at), at) for name, x in zip(names, results, strict=True)]
 
 
@@ -218,7 +218,7 @@ def add_cotangents(shard: AttentionShard, wanted: Sequence[str], sums, keys: Key
         # Kernels add to the sum of the queries in place.
         options: dict[str, Any] = {"wanted": names, "is_partial": True}
         if "query" in names:
-            options["onto"] = cut.take_pieces(sums["query"], part.queries, at)
+            options["initial"] = cut.take_pieces(sums["query"], part.queries, at)
         results = attend(shard, primitive.ATTENTION_VJP, part, keys, **options) if names else ()
         for name, x in zip(names, results, strict=True):
             if name == "bias":

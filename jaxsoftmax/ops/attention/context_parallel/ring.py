@@ -57,7 +57,7 @@ def attention(shard: AttentionShard) -> list[jax.Array]:
         for part in parts:
             options, extra = {}, None
             if state is not None:
-                options = {"onto": [cut.take_pieces(x, part.queries, at) for x in state]}
+                options = {"initial": [cut.take_pieces(x, part.queries, at) for x in state]}
             elif sinks is not None:
                 extra = {"sinks": jnp.expand_dims(sinks, at)}
             # The last call rounds the output itself, if it has all queries.

@@ -85,7 +85,7 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     if "page_table" in types and not decode.serves_pages(types):
         prepare.append(without_pages)
         types = problem.types
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("onto") is None
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("initial") is None
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)
@@ -93,4 +93,4 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
     n_results = 2 if params.get("return_lse", True) else 1
     plan_type = decode.DecodePlan if is_few else ForwardPlan
-    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("onto"))
+    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("initial"))
