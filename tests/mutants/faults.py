@@ -813,7 +813,7 @@ FAULTS = (
     ),
     Fault(
         "context parallel: the last state is not merged",
-        f"{_CONTEXT}/loop.py",
+        f"{_CONTEXT}/attend.py",
         "range(start, stop), carry)",
         "range(start, stop - 1), carry)",
         "tests/attention/test_context_parallel.py -k replicated_queries",
@@ -827,7 +827,7 @@ FAULTS = (
     ),
     Fault(
         "context parallel: arrays as large as XLA combines are packed",
-        f"{_CONTEXT}/packing.py",
+        f"{_CONTEXT}/ring.py",
         "size <= int(most)",
         "size < int(most)",
         "tests/attention/test_context_parallel.py -k packed_unless",
@@ -932,7 +932,7 @@ FAULTS = (
     ),
     Fault(
         "attention: pages count as keys and values as they are",
-        f"{_ATTENTION}/problem.py",
+        f"{_ATTENTION}/operands.py",
         """types_without_pages(self.operands) if "page_table" in self.operands else self.operands""",
         "self.operands",
         "tests/attention/test_paged.py -k as_numpy_plays_it",

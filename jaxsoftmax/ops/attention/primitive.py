@@ -45,12 +45,12 @@ from jaxsoftmax.ops.attention.operands import (
     PAGED_OPERANDS,
     RESULTS,
     TANGENTS,
+    AttentionProblem,
     batch_of,
     dequantised,
+    summed_to,
     without_pages,
 )
-from jaxsoftmax.ops.attention.problem import AttentionProblem
-from jaxsoftmax.ops.attention.xla import summed_to
 
 # The names of out and lse where derivatives save them.
 SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")

@@ -34,10 +34,10 @@ from jaxsoftmax.ops.attention.operands import (
     cotangents_of_sinks,
     dequantised,
     merged,
+    summed_to,
     types_without_pages,
     without_pages,
 )
-from jaxsoftmax.ops.attention.xla import summed_to
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
 MAX_HEAD_SIZE_BACKWARD = {"float16": 256, "bfloat16": 256, "float32": 128}
@@ -52,17 +52,11 @@ _BACKWARD: dict[KernelName, tuple[str, ...]] = {"backward_keys": ("key", "value"
 
 @dataclass(frozen=True)
 class TritonForwardPlan:
-    """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened.
-
-    Attributes:
-      problem: the problem.
-      target: the GPU.
-      tiling: tiles of a program.
-    """
+    """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened."""
 
     problem: Problem
     target: Target
-    tiling: AttentionTiling
+    tiling: AttentionTiling  # tiles of a program
 
     @property
     def remark(self) -> str | None:
@@ -93,17 +87,11 @@ class TritonForwardPlan:
 
 @dataclass(frozen=True)
 class TritonBackwardPlan:
-    """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another.
-
-    Attributes:
-      problem: the problem.
-      target: the GPU.
-      tilings: the kernels that run, by name, and the tiles of their programs.
-    """
+    """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another."""
 
     problem: Problem
     target: Target
-    tilings: tuple[tuple[KernelName, AttentionTiling], ...]
+    tilings: tuple[tuple[KernelName, AttentionTiling], ...]  # the kernels that run, by name, and the tiles of their programs
 
     @property
     def remark(self) -> str | None:

@@ -34,7 +34,7 @@ from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.context_parallel.order import position_of
-from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
+from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, summed_to, without_pages
 
 # The scores of all heads are one tile up to this number.
 ONE_TILE = 2**24
@@ -576,12 +576,6 @@ def _ungrouped(name, array, shape):
 def _heads_last(array):
     """Returns `[*batch, T, N, H]` from `[*batch, K, G, T, H]`."""
     return jnp.swapaxes(lax.collapse(array, -4, -2), -2, -3)
-
-
-def summed_to(array, shape):
-    """Sums an array along the axes where `shape` has size 1."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
-    return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
 def _product(a, b, attention=None):

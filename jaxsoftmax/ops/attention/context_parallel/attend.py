@@ -8,6 +8,7 @@ same shapes run one compiled kernel. Kernels skip what positions rule out.
 The derivatives take the log-sum-exp and the output of all keys, so those of parts add up. Sums are float32, or float64.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,33 +25,25 @@ from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH, OF_KEYS, OF_Q
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart
 
+MOST_UNROLLED = 16  # steps that are written out; each traces and lowers a kernel call
+
 
 @dataclass(frozen=True, eq=False)
 class KeyShard:
-    """Keys that queries attend to.
+    """Keys that queries attend to."""
 
-    Attributes:
-      arrays: keys, values and their segments by name, with an axis of pieces.
-      device: number of the device that these keys belong to. None if they are the keys of all devices in the usual order.
-    """
-
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, jax.Array]  # keys, values and their segments by name, with an axis of pieces
+    # Number of the device that these keys belong to. None if they are the keys of all devices in the usual order.
     device: jax.Array | None
 
 
 @dataclass(frozen=True, eq=False)
 class _PartStarts:
-    """Says where a part is in the sequences, int32 `[pieces]` each.
+    """Says where a part is in the sequences, int32 `[pieces]` each."""
 
-    Attributes:
-      queries: first positions of the pieces of queries.
-      keys: first positions of the pieces of keys.
-      places: first columns of the pieces of keys in masks and biases. None if these keys are all keys.
-    """
-
-    queries: jax.Array
+    queries: jax.Array  # first positions
     keys: jax.Array
-    places: jax.Array | None
+    places: jax.Array | None  # first columns of the pieces of keys in masks and biases; None if these keys are all keys
 
 
 def attend(
@@ -255,3 +248,13 @@ def finish_cotangent(shard: AttentionShard, name: str, x) -> jax.Array:
     x = x * shard.scale if name == "query" else x
     x = x if name == "sinks" else cut.join_pieces(name, x, shard.n_batch_axes)
     return shard.summed(name, x).astype(shard.operands[name].dtype)
+
+
+def repeat(step, start: int, stop: int, carry):
+    """Repeats `carry = step(i, carry)` for `i` in `range(start, stop)`, in a loop if there are `MOST_UNROLLED` or more.
+
+    The body of the loop has two steps, which swap their buffers, so that XLA copies none.
+    """
+    if stop - start < MOST_UNROLLED:
+        return functools.reduce(lambda carry, i: step(i, carry), range(start, stop), carry)
+    return lax.fori_loop(start, stop, step, carry, unroll=2)

@@ -17,8 +17,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
-from jaxsoftmax.ops.attention.operands import dequantised, without_pages
-from jaxsoftmax.ops.attention.problem import AttentionProblem
+from jaxsoftmax.ops.attention.operands import AttentionProblem, dequantised, without_pages
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)

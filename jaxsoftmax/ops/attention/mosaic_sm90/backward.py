@@ -44,9 +44,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardKernel, plan_backward
 from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
-from jaxsoftmax.ops.attention.operands import OPERANDS, cotangents_of_rows, cotangents_of_sinks
-from jaxsoftmax.ops.attention.problem import AttentionProblem
-from jaxsoftmax.ops.attention.xla import summed_to
+from jaxsoftmax.ops.attention.operands import OPERANDS, AttentionProblem, cotangents_of_rows, cotangents_of_sinks, summed_to
 
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 

@@ -135,6 +135,15 @@ class TmaCopies:
         return f"{name[0]}_bytes" if self.kernel.config.byte_stages and name != "query" else name[0]
 
 
+def visit(tile: ForwardTile, steps, work) -> Any:
+    """Does `work()` unless the tile visits no key block; returns the number of steps so far, `steps` before this tile."""
+    if tile.is_empty is False:
+        work()
+        return steps + tile.high - tile.low
+    pl.when(~tile.is_empty)(work)
+    return jnp.where(tile.is_empty, steps, steps + tile.high - tile.low)
+
+
 @dataclass(frozen=True)
 class ForwardProducer:
     """A producer warpgroup, which copies what its `letters` name: queries "q", keys "k" and values "v"."""
@@ -145,8 +154,7 @@ class ForwardProducer:
 
     def __call__(self, tile, steps):
         """Copies what a tile needs, the last key block first; returns the number of steps so far."""
-        tile.unless_empty(lambda: self._copy_tile(tile, steps))
-        return tile.after(steps)
+        return visit(tile, steps, lambda: self._copy_tile(tile, steps))
 
     def _copy_tile(self, tile, steps):
         kernel, config, copies = self.kernel, self.kernel.config, self.copies
@@ -314,8 +322,7 @@ class ForwardConsumer:
         """Computes the rows of a tile; returns the number of steps so far."""
         first = tile.block * self.kernel.block_q + self.index * ROWS
         pl.when(tile.is_empty)(lambda: self._store_nothing(tile, first))
-        tile.unless_empty(lambda: self._attend(tile, first, steps))
-        return tile.after(steps)
+        return visit(tile, steps, lambda: self._attend(tile, first, steps))
 
     def _attend(self, tile, first, steps):
         """Computes the rows from `first` on, and leaves key blocks that only other rows of the tile see to their consumers."""

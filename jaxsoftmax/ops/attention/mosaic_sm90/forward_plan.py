@@ -364,19 +364,6 @@ class ForwardTile:
     high: Any  # the one behind the last; there is at least one
     is_empty: Any  # the tile is of a split that has no key block which a row sees, and visits none. False if there is one split
 
-    def unless_empty(self, work) -> None:
-        """Does `work()` unless the tile visits nothing."""
-        if self.is_empty is False:
-            work()
-        else:
-            pl.when(~self.is_empty)(work)
-
-    def after(self, steps):
-        """Returns the number of steps of all tiles of the block of threads so far, after `steps` before this one."""
-        if self.is_empty is False:
-            return steps + self.high - self.low
-        return jnp.where(self.is_empty, steps, steps + self.high - self.low)
-
 
 @dataclass(frozen=True)
 class ForwardTiles:
