@@ -159,7 +159,10 @@ def ticket_counter():
 
 
 def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
-    """Returns four times the average number of tiles of a block, so that some blocks can have many short ones."""
+    """Returns the number of tiles that a block works through at most in order of arrival: it takes no ticket then, and ends.
+
+    It is four times the average number of tiles of a block, so that some blocks can have many short ones.
+    """
     return 4 * pl.cdiv(n_tiles, n_blocks)
 
 
@@ -249,13 +252,9 @@ class BlockTiles:
         wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
         return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
 
-    @property
-    def most(self) -> int:
-        """Number of tiles that a block works through at most in order of arrival: it takes no ticket then, and ends."""
-        return most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
-
     def _each_on_arrival(self, work, look_up):
         """Works by tickets in order of arrival: also the first one is of the counter."""
+        most = most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
 
         def take():
             return tickets.of_first_lane(tickets.take_ticket(self.counter))
@@ -267,7 +266,7 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
-            return i + 1, self._next(i + 1, take, self.most), steps
+            return i + 1, self._next(i + 1, take, most), steps
 
         self._while_there_are(one, take())
 
@@ -284,7 +283,7 @@ class BlockTiles:
         def step(_, carry):
             return lax.cond(condition(carry), body, lambda carry: carry, carry)
 
-        return lax.fori_loop(0, self.most, step, carry)
+        return lax.fori_loop(0, most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks), step, carry)
 
     def _say(self, i, values):
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""

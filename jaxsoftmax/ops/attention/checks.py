@@ -179,18 +179,14 @@ def scaled(function, query, scale) -> tuple[jax.Array, float]:
     if scale is None:
         return query, 1 / math.sqrt(query.shape[-1])
     if not isinstance(scale, jax.core.Tracer):
-        return query, _scale(function, scale, kind)
+        number, limits = arguments.number(function, "scale", scale), jnp.finfo(kind)
+        if not abs(number) <= float(limits.max):
+            raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {number}")
+        return query, number
     scale = arguments.array(function, "scale", scale)
     if scale.shape != () or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
         raise TypeError(f"{function}: scale must be a real number, got {arguments.shown(scale)}")
     return (query.astype(kind) * scale.astype(kind)).astype(query.dtype), 1.0
-
-
-def _scale(function, value, kind):
-    scale, limits = arguments.number(function, "scale", value), jnp.finfo(kind)
-    if not abs(scale) <= float(limits.max):
-        raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {scale}")
-    return scale
 
 
 _PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # names of jax.lax.Precision

@@ -1,8 +1,9 @@
 """Attention as JAX primitives.
 
-    dot_product_attention      out, and with `return_lse` lse dot_product_attention_jvp  tangents of out and lse, from the
-    operands, out, lse and the tangents of `MOVING` dot_product_attention_vjp  cotangents of the `wanted` operands, from the
-    operands, out, lse and the cotangents of out and lse paged_attention            the first, with keys and values in pages
+    dot_product_attention      out, and with `return_lse` lse
+    dot_product_attention_jvp  tangents of out and lse, from the operands, out, lse and the tangents of `MOVING`
+    dot_product_attention_vjp  cotangents of the `wanted` operands, from the operands, out, lse and the cotangents of both
+    paged_attention            the first, with keys and values in pages
 
 The jvp is linear in the tangents, and the vjp is its transpose. So every implementation saves the same arrays: the operands,
 out and lse; out and lse under the names `SAVED_NAMES`, for the policies of `jax.checkpoint`. A policy that saves both names

@@ -211,24 +211,6 @@ class _TiledAttention:
     Operands have five axes behind the batch, and any of them may have size 1: key heads K, query heads of each key head G, then
     rows and columns: queries, keys or the head size. So the query is `[*batch, K, G, T, H]`, the key `[*batch, K, 1, S, H]`,
     the bias `[*batch, K, G, T, S]`, and a number of each query `[*batch, K, G, T, 1]`.
-
-    Attributes:
-      scale, window, soft_cap, dropout_rate, zigzag: parameters of the primitive.
-      dtype: dtype of the arithmetic.
-      lengths: numbers of queries and of keys.
-      batch: shape of the batch.
-      rows: `(*batch, K, G, T)`.
-      arrays: grouped operands by name; None is absent.
-      block: queries and keys of a tile.
-      unit: the scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact,
-        and only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded, by
-        512 at 1e10.
-      has_whole_rows: True if a tile has all keys of its queries. Weights are then normalized anew in derivatives: a large lse
-        cannot hold the logarithm of a sum.
-      is_one_tile: True if the scores are one tile.
-      is_on_gpu: True if the program is for a GPU alone.
-      precision: precision of products with float32 weights.
-      sees_all: True if the scores are one tile, each query sees a key and each key is seen, except for scores of -inf.
     """
 
     def __init__(self, arguments: dict[str, Any], is_partial: bool = False):
@@ -239,18 +221,24 @@ class _TiledAttention:
         )
         self.zigzag = arguments.get("zigzag")
         machine = arguments.get("machine", ONE_DEVICE)
-        self.dtype = accumulator(query.dtype)
+        self.dtype = accumulator(query.dtype)  # of the arithmetic
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
         self.batch = batch_of(operands)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in operands.items()}
-        self.block = self._block(machine.devices)
+        self.block = self._block(machine.devices)  # queries and keys of a tile
+        # The scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact, and
+        # only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded, by 512
+        # at 1e10.
         self.unit: Any = None
         if self["bias"] is None:
             self.unit = np.asarray(abs(self.scale) if self.soft_cap is None else self.soft_cap, self.dtype)
+        # If a tile has all keys of its queries, derivatives normalize the weights anew: a large lse cannot hold the logarithm of a
+        # sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
         self.is_one_tile = self.block == self.lengths
+        # The program is for a GPU alone.
         self.is_on_gpu = machine.target is not None and machine.target.platform in ("cuda", "rocm")
         # Three bfloat16 products err by 2^-16 each, which is enough if operands have 16 bits: the gradient of [1, 512, 8, 64]
         # takes 56 us on an H100 with them, 85 in float32, and 42 with `jax.nn`, which rounds more.
@@ -258,6 +246,7 @@ class _TiledAttention:
         gpu = machine.target  # it has a name if it is known: a program without a known GPU must run on all
         has_three = gpu is not None and gpu.name is not None and (gpu.compute_capability or (0, 0)) >= (8, 0)
         self.precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if is_coarse and has_three else lax.Precision.HIGHEST
+        # Each query sees a key and each key is seen, except for scores of -inf.
         self.sees_all = self.is_one_tile and self._sees_all()
 
     def __getitem__(self, name) -> Any:
@@ -378,14 +367,10 @@ class _ScoreTile:
 
     All tiles have one size. If the size does not divide a length, the last tile begins earlier, and the rows or columns that it
     shares with the tile before count as not seen.
-
-    Attributes:
-      attention: the operands, and the size of the tiles.
-      index: index of the tile along rows and along columns.
     """
 
     attention: _TiledAttention
-    index: tuple[Any, Any]
+    index: tuple[Any, Any]  # of the tile along rows and along columns
 
     def _first(self, axis):
         size, length = self.attention.block[axis], self.attention.lengths[axis]

@@ -119,7 +119,7 @@ def _columns(shard, x, part, places):
     x = cut.take_pieces(x, part.queries, at) if x.shape[at] > 1 else x
     if places is None or x.shape[-1] == 1:
         return x
-    pieces = [x] if places.shape[0] == 1 else [cut.take_piece(x, i, at) for i in range(places.shape[0])]
+    pieces = [x] if places.shape[0] == 1 else [cut.take_pieces(x, slice(i, i + 1), at) for i in range(places.shape[0])]
     columns = [lax.dynamic_slice_in_dim(piece, places[i], size, -1) for i, piece in enumerate(pieces)]
     return jnp.concatenate(columns, at)
 
@@ -160,9 +160,7 @@ def add_tangents(shard: AttentionShard, sums, keys: KeyShard, parts: Iterable[At
     """
     at, n_pieces = shard.n_batch_axes, shard.sequences.queries.n_pieces
     for part in parts:
-        extra = {}
-        if d_sinks is not None and sums is None:
-            extra = {"d_sinks": jnp.expand_dims(d_sinks, at)}
+        extra = {"d_sinks": jnp.expand_dims(d_sinks, at)} if d_sinks is not None and sums is None else {}
         results = attend(shard, primitive.ATTENTION_JVP, part, keys, extra, is_partial=True)
         results = [cut.pad_pieces(x.astype(shard.sum_dtype), part.queries, n_pieces, at) for x in results]
         sums = results if sums is None else [a + b for a, b in zip(sums, results, strict=True)]
@@ -236,7 +234,7 @@ def _with_columns(shard, sums, x, part, device):
         return sums + (cut.pad_pieces(x, part.queries, queries.n_pieces, at) if does_vary else x)
     places = keys.places(device)[part.keys]
     for i in range(places.shape[0]):
-        piece, start = x if places.shape[0] == 1 else cut.take_piece(x, i, at), [np.int32(0)] * x.ndim
+        piece, start = x if places.shape[0] == 1 else cut.take_pieces(x, slice(i, i + 1), at), [np.int32(0)] * x.ndim
         start[at] = np.int32(part.queries.indices(queries.n_pieces)[0] + i if does_vary else 0)
         start[-1] = places[i]
         sums = lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, start, piece.shape) + piece, start)

@@ -99,11 +99,6 @@ def take_pieces(x, pieces: slice, at: int):
     return x if pieces == EVERYTHING or x.shape[at] == 1 else lax.slice_in_dim(x, start, stop, axis=at)
 
 
-def take_piece(x, i: int, at: int):
-    """Returns one piece of an array, and keeps the axis of pieces."""
-    return take_pieces(x, slice(i, i + 1), at)
-
-
 def put_pieces(x, pieces: slice, part, at: int):
     """Replaces some pieces of an array, which has all of them, by those in `part`."""
     if pieces == EVERYTHING:

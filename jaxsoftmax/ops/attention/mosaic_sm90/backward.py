@@ -101,23 +101,14 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
 
 
 def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False, initial=None) -> dict[str, jax.Array]:
-    """Runs the kernel for the whole batch.
+    """Runs the kernel for the whole batch, on operands by name; `lse` and `delta` are those of `BackwardKernel.lines`.
 
-    Args:
-      kernel: how it runs.
-      operands: its operands by name.
-      lse: log-sum-exp of the queries, see `BackwardKernel.lines`.
-      delta: deltas of the queries, see there.
-      d_out: cotangent of the output.
-      is_partial: True for cotangents in float32, and that of the queries not multiplied by the scale.
-      initial: such a cotangent of the queries, to which the kernel adds, or None for 0.
+    `is_partial` and `initial` are those of `BackwardPlan`.
 
     Returns:
       The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
     """
-    tables = {}
-    if kernel.is_varying:
-        tables["spans"] = _spans(kernel, operands)
+    tables = {"spans": _spans(kernel, operands)} if kernel.is_varying else {}
     refs, records = _laid_out(kernel, operands | tables, lse, delta, d_out)
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]

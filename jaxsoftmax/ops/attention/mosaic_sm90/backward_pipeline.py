@@ -141,7 +141,7 @@ class BackwardRole:
 class BackwardScores:
     """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other."""
 
-    def __init__(self, role, tile, first, *, needs_segments=True):
+    def __init__(self, role, tile, first, *, needs_segments):
         self.kernel, self.operands, self.refs = role.kernel, role.operands, role.refs
         self.tile, self.first = tile, first
         kernel, names = role.kernel, role.kernel.names
@@ -265,6 +265,7 @@ class BackwardConsumer(BackwardRole):
 
     index: Any  # number of the consumer
     SUMS = ()  # names of the sums
+    WEIGHS = True  # it makes weights, which segments mask
 
     def start(self) -> None:
         """Says that all of shared memory is empty."""
@@ -273,17 +274,15 @@ class BackwardConsumer(BackwardRole):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
 
-    def scores(self, tile) -> BackwardScores:
-        """Returns the scores of its keys."""
-        raise NotImplementedError
-
     def step(self, tile, scores, at, sums) -> None:
         """Adds a block of queries to the sums, and the part of dQ that the consumer makes to dQ."""
         raise NotImplementedError
 
     def __call__(self, tile, steps):
         """Computes and stores the sums of a tile; returns the number of steps so far."""
-        kernel, scores = self.kernel, self.scores(tile)
+        kernel, first = self.kernel, tile.block * self.kernel.block_kv
+        first = first if kernel.config.roles else first + self.index * ROWS
+        scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
 
         def visit_head(sums, end, i, _):
             head = tile.head * kernel.groups + i
@@ -408,9 +407,6 @@ class HalfConsumer(BackwardConsumer):
 
     SUMS = ("dk", "dv")
 
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv + self.index * ROWS)
-
     def step(self, tile, scores, at, sums):
         kernel, memory, keys_first = self.kernel, self.memory, self.kernel.config.keys_first
         dk_acc, dv_acc = sums
@@ -477,9 +473,6 @@ class WeightsConsumer(BackwardConsumer):
 
     SUMS = ("dv",)
 
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv)
-
     def step(self, tile, scores, at, sums):
         memory, (dv_acc,) = self.memory, sums
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, at), plgpu.ACC(scores.shape, jnp.float32))
@@ -520,9 +513,7 @@ class DerivativesConsumer(BackwardConsumer):
     """
 
     SUMS = ("dk",)
-
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv, needs_segments=False)
+    WEIGHS = False
 
     def step(self, tile, scores, at, sums):
         kernel, memory, (dk_acc,) = self.kernel, self.memory, sums

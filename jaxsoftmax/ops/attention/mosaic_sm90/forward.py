@@ -71,15 +71,10 @@ _PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits conver
 
 
 def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, waves=1, is_ordered=True) -> list[jax.Array]:
-    """Runs the kernel.
+    """Runs the kernel on operands by name, in several `waves` of blocks of threads.
 
-    Args:
-      kernel: how it runs.
-      operands: its operands by name.
-      is_partial: True for an output in float32.
-      initial: output and log-sum-exp of other keys, from which rows start, or None.
-      waves: number of waves of blocks of threads.
-      is_ordered: True if tiles come in the order of `schedule.table`, False if they come by number.
+    `is_partial` and `initial` are those of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless
+    `is_ordered`.
 
     Returns:
       The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
