@@ -228,14 +228,14 @@ class _TiledAttention:
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in operands.items()}
         self.block = self._block(machine.devices)  # queries and keys of a tile
-        # The scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact, and
-        # only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded, by 512
-        # at 1e10.
+        # The scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact,
+        # and only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded,
+        # by 512 at 1e10.
         self.unit: Any = None
         if self["bias"] is None:
             self.unit = np.asarray(abs(self.scale) if self.soft_cap is None else self.soft_cap, self.dtype)
-        # If a tile has all keys of its queries, derivatives normalize the weights anew: a large lse cannot hold the logarithm of a
-        # sum.
+        # A tile has all keys of its queries. Derivatives then normalize the weights anew: a large lse cannot hold the logarithm
+        # of a sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
         self.is_one_tile = self.block == self.lengths
         # The program is for a GPU alone.
