@@ -70,11 +70,18 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
 
 @dataclass(frozen=True)
 class TiledKernel:
-    """A kernel whose work is cut into tiles. Subclasses set the attributes, and say what the methods return."""
+    """A kernel whose work is cut into tiles. Subclasses say what the methods return, and call `_derive` when they are made."""
 
+    multiprocessors: int
     n_tiles: int = field(init=False)
     n_blocks: int = field(init=False)  # blocks of threads of a wave
     by_ticket: bool = field(init=False)  # blocks of threads take tickets for tiles, as operands decide how long a tile takes
+
+    def _derive(self, n_tiles: int, **others: Any) -> None:
+        """Sets the attributes that follow from the others."""
+        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each of the tiles of a head."""

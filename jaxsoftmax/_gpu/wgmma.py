@@ -477,8 +477,9 @@ def _product_position():
 def _constants(values):
     """Makes int32 constants of MLIR, once for all registers that need them: a scalar for a number, a vector for two."""
     i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
-
-    def of_two(numbers):
-        return arith.constant(vector_of_two, ir.DenseElementsAttr.get(np.array(numbers, np.int32), type=vector_of_two))
-
-    return [utils.c(value, i32) if isinstance(value, int) else of_two(value) for value in values]
+    return [
+        utils.c(value, i32)
+        if isinstance(value, int)
+        else arith.constant(vector_of_two, ir.DenseElementsAttr.get(np.array(value, np.int32), type=vector_of_two))
+        for value in values
+    ]

@@ -53,13 +53,6 @@ class AttentionKernel(schedule.TiledKernel):
     window: tuple[int | None, int | None]  # numbers of keys before and after its own position that a query sees, None for all
     soft_cap: float | None
     dropout_rate: float
-    multiprocessors: int
-
-    def _derive(self, n_tiles: int, **others: Any) -> None:
-        """Sets the attributes that follow from the others."""
-        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
