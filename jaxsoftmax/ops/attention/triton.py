@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.implementation import Plan, Refusal
-from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import attention_launch, availability
 from jaxsoftmax._triton.attention_launch import (
@@ -29,13 +28,13 @@ from jaxsoftmax.ops.attention import dropout, key_blocks
 from jaxsoftmax.ops.attention.operands import (
     AXES,
     OPERANDS,
+    AttentionProblem,
     batch_of,
     cotangents_of_rows,
     cotangents_of_sinks,
     dequantised,
     merged,
     summed_to,
-    types_without_pages,
     without_pages,
 )
 
@@ -54,7 +53,7 @@ _BACKWARD: dict[KernelName, tuple[str, ...]] = {"backward_keys": ("key", "value"
 class TritonForwardPlan:
     """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened."""
 
-    problem: Problem
+    problem: AttentionProblem
     target: Target
     tiling: AttentionTiling  # tiles of a program
 
@@ -89,7 +88,7 @@ class TritonForwardPlan:
 class TritonBackwardPlan:
     """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another."""
 
-    problem: Problem
+    problem: AttentionProblem
     target: Target
     tilings: tuple[tuple[KernelName, AttentionTiling], ...]  # the kernels that run, by name, and the tiles of their programs
 
@@ -123,7 +122,7 @@ class TritonBackwardPlan:
         return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
+def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     """Plans a problem of attention."""
     name, params = problem.operation.name, problem.params
     if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
@@ -132,7 +131,7 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
         return Refusal("it does not merge over devices")
     if (reason := availability.missing()) is not None:
         return Refusal(reason)
-    types = _in_order(types_without_pages(problem.operands) if name == "paged_attention" else problem.operands)
+    types = problem.types
     is_forward = name != "dot_product_attention_vjp"
     reason = _refused_types(types, params["precision"], MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD)
     reason = reason or _refused_shapes(types) or (None if is_forward else _refused_gradients(types, params))
