@@ -630,7 +630,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     def steps_of(block, warpgroup):
         first = block * plan.block_q + warpgroup * ROWS
         tile = tiles.tile(block, *tiles.look_up(block))
-        assert tile.is_empty is None
+        assert tile.is_empty is False
         low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
