@@ -691,7 +691,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     @jax.vmap
     def steps_of(number):
         tile = tiles.tile(number, *tiles.look_up(number))
-        high = tile.high if tile.is_empty is None else jnp.where(tile.is_empty, tile.low, tile.high)
+        high = tile.high if tile.is_empty is False else jnp.where(tile.is_empty, tile.low, tile.high)
         scores = ForwardScores(plan, tiles.operands, tile, jnp.int32(0))
         positions.append(scores.is_banded)
         whole = tiles.seen_whole(tile, jnp.int32(0), ROWS)
