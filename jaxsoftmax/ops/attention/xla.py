@@ -269,6 +269,7 @@ class _TiledAttention:
         block = min(queries, rows * max(1, cols // keys)), min(keys, cols * max(1, rows // queries))
         if devices == 1 or devices * np.mean(self._visible(block)) < 1:
             return block
+        # A causal mask leaves out no such tile: devices that share batch entries or heads do up to twice the work.
         return queries, min(keys, max(BLOCK[1] // 4, rows * cols // queries))
 
     def over_tiles(self, step, carry):
@@ -502,6 +503,8 @@ class _ScoreTile:
         if unit is not None and unit < jnp.finfo(unit.dtype).tiny:
             weights = online.weights(scores, m[..., 0], scale=unit)
         else:
+            # One subtraction makes the exponentials, without the selects of `online.weights`: XLA:CPU then compiles one
+            # vectorised loop (see `ops/softmax/xla.py`).
             exponent = scores - online.finite(m)
             weights = jnp.exp(exponent if unit is None else unit * exponent)
         return m, weights, jnp.sum(weights, -1, keepdims=True)

@@ -28,6 +28,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     """Plans attention, attention with pages, or the cotangents of attention."""
     name = problem.operation.name
     if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
+        # The tangent makes five products of a tile, where attention makes two; the reference runs it.
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
