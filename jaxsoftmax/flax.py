@@ -37,6 +37,8 @@ _NAME = "attention_fn"
 _WITH_ROPE = "attention_fn_with_rope"
 
 
+# Every argument has a name of its own: linen passes only arguments that the signature names, and nnx passes all that it
+# has.
 def attention_fn(
     query: ArrayLike,
     key: ArrayLike,

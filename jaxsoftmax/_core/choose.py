@@ -216,20 +216,12 @@ def check_implementation(op: Op, function: str, name: str | None) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that runs a problem.
-
-    Attributes:
-      problem: the problem.
-      plan: the plan.
-      implementation: name of the implementation whose plan it is.
-      refusals: pairs `(name, reason)`, one for each preferred implementation that does not run.
-      target: the platform and GPU.
-    """
+    """The plan that runs a problem."""
 
     problem: Problem
     plan: Plan
-    implementation: str
-    refusals: tuple[tuple[str, str], ...]
+    implementation: str  # name of the one whose plan it is
+    refusals: tuple[tuple[str, str], ...]  # pairs `(name, reason)`, one for each preferred implementation that does not run
     target: Target
 
     @property

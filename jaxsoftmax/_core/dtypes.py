@@ -1,10 +1,13 @@
 """The dtype of the arithmetic inside an op."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 
+@functools.cache
 def accumulator(*dtypes: DTypeLike) -> np.dtype:
     """Returns float32, or the widest float64 or complex dtype among `dtypes`.
 

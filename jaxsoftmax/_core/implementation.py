@@ -31,14 +31,10 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Says why an implementation does not run a problem.
+    """Says in words why an implementation does not run a problem.
 
-    Attributes:
-      reason: the reason, in words.
-      plan: plan that runs the problem where the user asks for this implementation. It is there if the reason is only that the
-        reference should be faster.
-      lacks_kernel: True if no kernel exists for such operands on any target. Where the user asks for this implementation, the
-        reference runs.
+    If the reason is only that the reference should be faster, the refusal has a plan, which runs where the user asks for this
+    implementation. If it `lacks_kernel`, no kernel exists for such operands on any target, and the reference runs even there.
     """
 
     reason: str

@@ -1,6 +1,6 @@
 """Lowers a primitive: finds what produces its operands, chooses a plan, and runs it on one device or on shards.
 
-JAX caches lowering rules, and a cached rule does not see what produces the operands. So there are two steps. `_lower`, which is
+JAX caches lowering rules, and a cached rule does not see what produces the operands. So there are two steps. `lower`, which is
 not cached, looks at the producers and binds a second primitive. `_lower_call`, the rule of that one, is cached: it chooses the
 implementation and traces its plan in place, so that equal calls lower their kernel once. It has a version for CUDA, which a
 rule that is not cached must not have.
@@ -29,52 +29,32 @@ _call.multiple_results = True
 _call.def_abstract_eval(lambda *operands, results, **params: list(results))
 
 
-def register(operation: Operation, primitive: Primitive) -> None:
-    """Gives a primitive of an operation its lowering rule."""
-    mlir.register_lowering(primitive, functools.partial(_lower, operation), cacheable=False)
-
-
-def require_devices(operation: Operation, primitive: Primitive) -> None:
-    """Makes devices known while a primitive is lowered that runs on shards: where XLA cuts its operands, it asks back."""
-    if operation.op.kernels:
-        compat.require_devices(primitive)
-
-
 @dataclass(frozen=True)
 class Site:
-    """One call of an operation in a program: the parameters of the second step.
-
-    Attributes:
-      operation: the operation.
-      names: names of the operands that are present.
-      dtypes: their dtypes after casts to float32, after which the reference gets them.
-      fused: names of the operands that XLA would compute together with the reference.
-      implementation: name of the implementation that must run, or None.
-      axis_name: mesh axes of a `shard_map` around over which rows are sharded.
-      params: the other parameters of the operation, by name.
-    """
+    """One call of an operation in a program: the parameters of the second step."""
 
     operation: Operation
-    names: tuple[str, ...]
-    dtypes: tuple[Any, ...]
-    fused: frozenset[str]
-    implementation: str | None
-    axis_name: tuple[str, ...]
-    params: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]  # of the operands that are present
+    dtypes: tuple[Any, ...]  # of these after casts to float32, after which the reference gets them
+    fused: frozenset[str]  # names of the operands that XLA would compute together with the reference
+    implementation: str | None  # name of the one that must run, or None
+    axis_name: tuple[str, ...]  # mesh axes of a `shard_map` around over which rows are sharded
+    params: tuple[tuple[str, Any], ...]  # the other parameters of the operation, by name
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.names, operands, strict=True))
 
 
-def _lower(operation: Operation, ctx, *operands, names, implementation, axis_name=(), **params):
+def lower(operation: Operation, ctx, *operands, names, implementation, axis_name=(), **params):
     """Binds the second step, on operands as they were before casts to float32."""
-    sources, avals, fused = list(operands), list(ctx.avals_in), []
+    sources, avals, fused, functions = list(operands), list(ctx.avals_in), [], compat.of_module(ctx, "symbol_table")
     for index, name in enumerate(names):
         is_scores = operation.by_name[name].is_scores
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
+            # Kernels see the narrow type alone: a kernel that refuses it is not asked about float32.
             sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
-        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], compat.of_module(ctx, "symbol_table")):
+        if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], functions):
             fused.append(name)
     dtypes = tuple(aval.dtype for aval in ctx.avals_in)
     site = Site(operation, names, dtypes, frozenset(fused), implementation, axis_name, tuple(params.items()))
@@ -85,25 +65,15 @@ def _lower(operation: Operation, ctx, *operands, names, implementation, axis_nam
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs operations where one call is lowered, each by the plan that is chosen for its operands.
-
-    Attributes:
-      target: the platform and GPU that the program is lowered for.
-      known_target: the same if the program is for no other platform, else None: the reference may depend on it.
-      forced: name of the implementation that must run, or None.
-      widened: dtypes of operands before and after casts to float32, by name.
-      fused: names of the operands that XLA would compute together with the reference.
-      reaches_peers: True if a kernel may store to the memory of the other devices.
-      obstacle: a reason that leaves everything to the reference, or None.
-    """
+    """Runs operations where one call is lowered, each by the plan that is chosen for its operands."""
 
     target: Target
-    known_target: Target | None
-    forced: str | None
-    widened: dict[str, tuple[Any, Any]]
-    fused: frozenset[str]
-    reaches_peers: bool
-    obstacle: str | None = None
+    known_target: Target | None  # the same if the program is for no other platform: the reference may depend on it
+    forced: str | None  # name of the implementation that must run, or None
+    widened: dict[str, tuple[Any, Any]]  # dtypes of operands before and after casts to float32, by name
+    fused: frozenset[str]  # names of the operands that XLA would compute together with the reference
+    reaches_peers: bool  # True if a kernel may store to the memory of the other devices
+    obstacle: str | None = None  # a reason that leaves everything to the reference, or None
 
     def choose(self, operation: Operation, types, n_devices: int = 1, obstacle=None, **params) -> Choice:
         """Chooses the plan for operands of these types by name; XLA would run the reference on `n_devices`."""
@@ -227,25 +197,15 @@ def _across_devices(
 
 @dataclass(frozen=True)
 class Placement:
-    """Places the second step: on how many devices it runs, and what is known of how they share the operands.
-
-    Attributes:
-      site: the call.
-      runner: runs operations on one device.
-      n_devices: number of devices over which XLA may shard the operands.
-      obstacle: a reason why kernels cannot run on shards, or None.
-      manual: how a `shard_map` of the user cuts what is joined; empty if it does not.
-      depends_on_cuts: True if a parameter depends on how sequences are cut, and it is known which axes are whole.
-      is_reordered: True if operands are in an order that only the rule for shared sequences undoes.
-    """
+    """Places the second step: on how many devices it runs, and what is known of how they share the operands."""
 
     site: Site
-    runner: Runner
-    n_devices: int
-    obstacle: str | None
-    manual: dict[Any, Cut]
-    depends_on_cuts: bool
-    is_reordered: bool
+    runner: Runner  # of operations on one device
+    n_devices: int  # over which XLA may shard the operands
+    obstacle: str | None  # a reason why kernels cannot run on shards, or None
+    manual: dict[Any, Cut]  # how a `shard_map` of the user cuts what is joined; empty if it does not
+    depends_on_cuts: bool  # True if a parameter depends on how sequences are cut, and it is known which axes are whole
+    is_reordered: bool  # True if operands are in an order that only the rule for shared sequences undoes
 
     def on_shard(self, *operands, over) -> list[Any]:
         """Computes the results from shards of the operands, which are cut as `over` says."""
@@ -265,10 +225,6 @@ class Placement:
         is_cut = operation.is_cut and self.obstacle is None
         # Types that say how arrays are sharded are in the way of a reference that reshapes.
         return not choice.is_reference or is_cut or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
-
-    def needs_rule(self, choice: Choice) -> bool:
-        """Tells whether one device, too, needs the rule for shared sequences."""
-        return bool(self.manual) or self.depends_on_cuts or (self.is_reordered and not choice.is_reference)
 
 
 def _placement(platform, ctx, site: Site) -> Placement:
@@ -311,7 +267,9 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
         return _emit(function, compat.on_mesh_that_is_set(bare), operands)
 
     def whole(*operands):
-        if placement.needs_rule(choice):
+        # One device, too, may need the rule for shared sequences.
+        is_reordered = placement.is_reordered and not choice.is_reference
+        if placement.manual or placement.depends_on_cuts or is_reordered:
             return placement.on_shard(*operands, over={})
         return runner.run(choice, site.named(operands))
 
@@ -325,5 +283,7 @@ def _emit(function: Callable[..., Any], ctx, operands):
     return mlir.lower_fun(function)(ctx, *operands)
 
 
+# The rule for None looks at the first of its platforms alone. Kernels for a platform other than CUDA need a rule of
+# that platform here.
 for _platform in (None, "cuda"):
     mlir.register_lowering(_call, functools.partial(_lower_call, _platform), platform=_platform)

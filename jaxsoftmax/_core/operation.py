@@ -14,9 +14,8 @@ Axes = tuple[str | None, ...]
 class Kernels:
     """Says where an implementation with kernels runs, so that its modules load only there.
 
-    Attributes:
-      generations: functions that load the module of a GPU generation, by the major number of the compute capability.
-      platforms: the platforms where it runs. A platform without generations has its module under 0.
+    Functions load the modules of GPU generations, by the major number of the compute capability. A platform without generations
+    has its module under 0.
     """
 
     generations: Mapping[int, Callable[[], Any]]
@@ -25,19 +24,12 @@ class Kernels:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A family of operations that have the same implementations.
+    """A family of operations that have the same implementations."""
 
-    Attributes:
-      name: name of the folder in `ops`.
-      kernels: implementations with kernels by name, the preferred one first.
-      reference: loads the module of the reference, which is called "xla" and runs everywhere.
-      across_devices: loads the rules for operations whose rows, or sequences, devices share: a mapping from the name of an
-        operation to a function. None if devices never share any.
-    """
-
-    name: str
-    kernels: dict[str, Kernels]
-    reference: Callable[[], Any]
+    name: str  # of the folder in `ops`
+    kernels: dict[str, Kernels]  # implementations with kernels by name, the preferred one first
+    reference: Callable[[], Any]  # loads the module of the reference, which is called "xla" and runs everywhere
+    # Loads the rules for operations whose rows, or sequences, devices share, by name; None if devices never share any.
     across_devices: Callable[[], Mapping[str, Callable[..., Any]]] | None = None
 
     @property
@@ -50,33 +42,21 @@ class Op:
 class Operand:
     """Describes an operand or a result of an operation.
 
-    Attributes:
-      name: name of the argument by which implementations get it.
-      axes: names of its last axes, behind those of the batch. Axes of one name are sharded alike; an axis named None is whole
-        on every device. Empty if all operands of the operation have the same axes: an axis is named by its position then.
-      is_scores: True if it is as large as the scores. Kernels get such an operand as it was before a cast to float32, and
-        problems say whether XLA would keep it out of memory.
-      may_be_one: True if it may have size 1 along an axis of the batch along which other operands are larger.
+    `axes` names the last axes, behind those of the batch. Axes of one name are sharded alike; an axis named None is whole on
+    every device. If all operands of the operation have the same axes, none is named here: an axis is named by its position.
+
+    If an operand `is_scores`, it is as large as the scores. Kernels get it as it was before a cast to float32, and problems say
+    whether XLA would keep it out of memory.
     """
 
-    name: str
+    name: str  # of the argument by which implementations get it
     axes: Axes = ()
     is_scores: bool = False
-    may_be_one: bool = True
+    may_be_one: bool = True  # True if it may have size 1 along an axis of the batch along which other operands are larger
 
     def called(self, name: str) -> "Operand":
         """Returns the same operand under another name, for a tangent or a cotangent."""
         return replace(self, name=name)
-
-
-def _never(**params: Any) -> bool:
-    del params
-    return False
-
-
-def _no_names(**params: Any) -> tuple[str, ...]:
-    del params
-    return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +94,9 @@ class Operation:
     is_cut: bool = False
     knows_machine: bool = False
     joined: tuple[str, ...] = ()
-    is_reordered: Callable[..., bool] = _never
-    depends_on_cuts: Callable[..., bool] = _never
-    whole_in_batch: Callable[..., Sequence[str]] = _no_names
+    is_reordered: Callable[..., bool] = lambda **params: False
+    depends_on_cuts: Callable[..., bool] = lambda **params: False
+    whole_in_batch: Callable[..., Sequence[str]] = lambda **params: ()
 
     # These follow from the others: operands by name, and whether operands and results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)

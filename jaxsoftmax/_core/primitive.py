@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxsoftmax._core import lower, sharding
+from jaxsoftmax._core import compat, lower, sharding
 from jaxsoftmax._core.operation import Operation
 
 # Each operation has two primitives of one name. The first needs devices while it is lowered, because XLA may cut its operands:
@@ -30,10 +30,16 @@ def define(operation: Operation) -> Operation:
     for primitive in _primitives[operation]:
         primitive.multiple_results = True
         primitive.def_abstract_eval(functools.partial(_types, operation))
+        # An eager call runs as one of JAX does: `apply_primitive` compiles it once for each set of parameters and
+        # types, also under `jax.disable_jit` and `jax.debug_nans`.
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
         batching.primitive_batchers[primitive] = functools.partial(_batch, operation)
-        lower.register(operation, primitive)
-    lower.require_devices(operation, _primitives[operation][0])
+        # The rule names no platform: in JAX 0.11 and 0.12 a rule that is not cacheable and has a version for one platform
+        # fails if the program is for several.
+        mlir.register_lowering(primitive, functools.partial(lower.lower, operation), cacheable=False)
+    # JAX refuses to lower a primitive that needs devices for an `AbstractMesh`. An op with a reference alone needs none.
+    if operation.op.kernels:
+        compat.require_devices(_primitives[operation][0])
     if operation.linear:
         set_jvp(operation, functools.partial(_jvp_of_linear, operation))
     return operation
@@ -90,7 +96,7 @@ def set_transpose(operation: Operation, rule: Callable[..., Operands]) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def reverse_only(message: str, x: jax.Array) -> jax.Array:
-    """Returns `x`. A tangent of it raises TypeError with operation message, unless reverse mode transposes it."""
+    """Returns `x`. A tangent of it raises `TypeError(message)` unless reverse mode transposes it."""
     del message
     return x
 

@@ -16,24 +16,16 @@ if TYPE_CHECKING:
 class Problem:
     """One call of an operation: what is to be computed, from types and parameters alone.
 
-    Attributes:
-      operation: the operation.
-      operands: types of the operands that are present, by name. An operand that the program casts to float32 has its type from
-        before the cast.
-      params: parameters of the operation, by name.
-      dtypes: dtypes of the operands after such casts, by name; those that are missing are not cast.
-      fused: names of the operands that XLA would compute together with the reference, without writing them to memory.
-      devices: names and sizes of the mesh axes whose devices share the rows, if the kernel itself has to merge over them.
-      machine: the devices that XLA would run the reference on.
+    `operands` and `params` are by name. An operand that the program casts to float32 has its type from before the cast.
     """
 
     operation: "Operation"
-    operands: Mapping[str, Any]
+    operands: Mapping[str, Any]  # types of the operands that are present
     params: Mapping[str, Any]
-    dtypes: Mapping[str, np.dtype] = field(default_factory=dict)
-    fused: frozenset[str] = frozenset()
-    devices: tuple[tuple[str, int], ...] = ()
-    machine: Machine = ONE_DEVICE
+    dtypes: Mapping[str, np.dtype] = field(default_factory=dict)  # of operands after such casts; others are not cast
+    fused: frozenset[str] = frozenset()  # operands that XLA would compute with the reference, without writing them to memory
+    devices: tuple[tuple[str, int], ...] = ()  # mesh axes, with sizes, over which the kernel itself has to merge rows
+    machine: Machine = ONE_DEVICE  # on which XLA would run the reference
 
     @property
     def is_cast(self) -> bool:

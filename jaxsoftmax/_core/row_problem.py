@@ -15,59 +15,44 @@ class RowProblem:
 
     Axes of size 1 count nowhere: rows along axes 1 and 3 of `[4, 65536, 8, 1]` are `[4, 65536, 8]`.
 
-    Attributes:
-      shape: shape of the arrays.
-      axes: axes of a row.
-      read: bytes of an element of each operand that is as large as the rows.
-      written: bytes of an element of each result that is as large as the rows.
-      has_mask: True if there is a mask along the columns.
-      needs_end: True if the kernel must know which elements lie beyond the end of a row.
-      reduces: what a result needs of its whole row: a state, a sum, or nothing.
-      n_exchanges: number of times that the kernel merges or sums over the warps of a row.
-      exponentiates_twice: True if the results need a second exponential of each element, or the first one held.
-      members: axes of the arrays that form `outer`, `cols` and `inner`.
-      outer, cols, inner: sizes of the three axes that kernels see.
-      widest: bytes of the widest element.
-      masked: True for a mask along the columns; "end" if a kernel must know which elements lie beyond the end of a row.
+    The fields after `keeps_scores` follow from those before.
     """
 
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    read: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
-    has_mask: bool = False
-    needs_end: bool = False
-    reduces: Literal["state", "sum", "nothing"] = "state"
-    n_exchanges: int = 1
-    exponentiates_twice: bool = False
+    shape: tuple[int, ...]  # of the arrays
+    axes: tuple[int, ...]  # of a row
+    read: tuple[int, ...] = ()  # bytes of an element of each operand that is as large as the rows
+    written: tuple[int, ...] = ()  # bytes of an element of each result that is as large as the rows
+    has_mask: bool = False  # True if there is a mask along the columns
+    needs_end: bool = False  # True if the kernel must know which elements lie beyond the end of a row
+    reduces: Literal["state", "sum", "nothing"] = "state"  # what a result needs of its whole row
+    n_exchanges: int = 1  # number of times that the kernel merges or sums over the warps of a row
+    keeps_scores: bool = False  # True if results are made of the scores, which then stay beside their exponentials
 
-    members: tuple[range, range, range] = field(init=False)
+    members: tuple[range, range, range] = field(init=False)  # axes of the arrays that form `outer`, `cols` and `inner`
     outer: int = field(init=False)
     cols: int = field(init=False)
     inner: int = field(init=False)
-    widest: int = field(init=False)
-    masked: Literal[False, True, "end"] = field(init=False)
+    widest: int = field(init=False)  # bytes of the widest element
+    is_masked: bool = field(init=False)  # True if a kernel leaves out some elements that it loads
 
     def __post_init__(self):
         shape, ndim = self.shape, len(self.shape)
         along = [axis for axis in self.axes if shape[axis] != 1]
         first, end = (min(along), max(along) + 1) if along else (ndim, ndim)
-        derived = {
-            "members": (range(first), range(first, end), range(end, ndim)),
-            "outer": math.prod(shape[:first]),
-            "cols": entries(shape, self.axes),
-            "inner": math.prod(shape[end:]),
-            "widest": max((*self.read, *self.written), default=0),
-            "masked": True if self.has_mask else "end" if self.needs_end else False,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            members=(range(first), range(first, end), range(end, ndim)),
+            outer=math.prod(shape[:first]),
+            cols=entries(shape, self.axes),
+            inner=math.prod(shape[end:]),
+            widest=max((*self.read, *self.written), default=0),
+            is_masked=self.has_mask or self.needs_end,
+        )
 
     @property
     def rows(self) -> int:
         return self.outer * self.inner
 
-    @property
+    @functools.cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of an array with one entry for each row."""
         return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.shape))

@@ -36,13 +36,11 @@ Names = Sequence[Axes]
 class Cut:
     """Describes how an axis is sharded along which devices merge.
 
-    Attributes:
-      over: names of the mesh axes.
-      size: size of the whole axis. If devices do not share it evenly, shards have one size, and the last ones end in padding.
+    If devices do not share it evenly, shards have one size, and the last ones end in padding.
     """
 
-    over: tuple[str, ...]
-    size: int
+    over: tuple[str, ...]  # names of the mesh axes
+    size: int  # of the whole axis
 
     @classmethod
     def of_part(cls, over: tuple[str, ...], size: int) -> "Cut":

@@ -14,21 +14,13 @@ from jaxsoftmax._core import arguments
 
 @dataclass(frozen=True)
 class Target:
-    """The platform and GPU that a program is lowered for.
+    """The platform and GPU that a program is lowered for."""
 
-    Attributes:
-      platform: "cpu", "cuda", "rocm" or "tpu".
-      compute_capability: compute capability of the GPU, such as `(9, 0)` for Hopper. None on platforms other than "cuda".
-      multiprocessors: number of multiprocessors of the GPU, or a common number for this capability if `name` is None.
-      shared_memory: largest number of bytes of shared memory that one block of threads can have.
-      name: name of the GPU. None stands for any GPU of this capability, however few multiprocessors it has.
-    """
-
-    platform: str
-    compute_capability: tuple[int, int] | None = None
-    multiprocessors: int = 0
-    shared_memory: int = 0
-    name: str | None = None
+    platform: str  # "cpu", "cuda", "rocm" or "tpu"
+    compute_capability: tuple[int, int] | None = None  # of the GPU, such as `(9, 0)` for Hopper; None elsewhere than on "cuda"
+    multiprocessors: int = 0  # of the GPU, or a common number for this capability if `name` is None
+    shared_memory: int = 0  # largest number of bytes that one block of threads can have
+    name: str | None = None  # of the GPU; None for any GPU of this capability, however few multiprocessors it has
 
     def __str__(self) -> str:
         if self.compute_capability is None:
@@ -42,15 +34,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that XLA runs a reference on.
+    """The devices that XLA runs a reference on."""
 
-    Attributes:
-      devices: number of devices over which XLA may shard the operands.
-      target: target of each device. None if the program is for several platforms.
-    """
-
-    devices: int
-    target: Target | None = None
+    devices: int  # over which XLA may shard the operands
+    target: Target | None = None  # of each device; None if the program is for several platforms
 
 
 ONE_DEVICE = Machine(1)

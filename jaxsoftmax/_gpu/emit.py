@@ -1,4 +1,4 @@
-"""MLIR and PTX inside Pallas kernels: `emit`, values and addresses, loads and stores of vectors, layouts of registers."""
+"""MLIR and PTX inside Pallas kernels: `emit`, values and addresses, layouts of registers, vectors in memory, arithmetic."""
 
 import contextlib
 import functools
@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import math as math_dialect
 
 from jaxsoftmax._core import compat
 from jaxsoftmax._core.compat import utils
@@ -85,7 +86,7 @@ def address_of(ref):
     return llvm.ptrtoint(integer(64), utils.memref_ptr(ref))
 
 
-def _shared_address(ref, index):
+def shared_word_address(ref, index):
     """Returns the address of `ref[index]`, of int32, in shared memory."""
     return shared_address(ref, arith.muli(index, constant(4 * ref.type.shape[1])))
 
@@ -150,23 +151,14 @@ def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None, spac
 
 @dataclass(frozen=True)
 class Vector:
-    """Consecutive elements in global memory that fill a register.
+    """Consecutive elements in global memory that fill a register."""
 
-    Attributes:
-      address: an int64 MLIR value.
-      offset: bytes from the address to the first element, a constant that becomes a part of the instruction.
-      itemsize: bytes of an element.
-      inside: whether to touch all elements; None if always.
-      partial: whether to touch a part of them; None if never.
-      own: makes for each element whether it is of that part.
-    """
-
-    address: ir.Value
-    offset: int
-    itemsize: int
-    inside: ir.Value | None
-    partial: ir.Value | None = None
-    own: Callable[[], Sequence[Any]] = tuple
+    address: ir.Value  # int64
+    offset: int  # bytes from the address to the first element, which become a part of the instruction
+    itemsize: int  # bytes of an element
+    inside: ir.Value | None  # True to touch all elements; None for always
+    partial: ir.Value | None = None  # True to touch a part of them; None for never
+    own: Callable[[], Sequence[Any]] = tuple  # makes a flag for each element, True if it is of that part
 
     def load(self, register, bits=0, policy=None):
         """Loads a register of type `register`, with `bits` in each word that is not to be touched."""
@@ -265,7 +257,7 @@ def load_words(address, offset, inside, words, bits=0, policy=None, space="globa
             operands.append(policy)
             hint, use = "L2::cache_hint.", f", ${count + 1}"
         place = offset + first * word.width // 8
-        ptx = f"ld.{space}.{hint}{_list(word, results)}, [${count}+{place}]{use};"
+        ptx = f"ld.{space}.{hint}{operand_list(word, results)}, [${count}+{place}]{use};"
         if inside is not None:
             fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
             ptx = f"{fills} @${count + len(operands)} {ptx}"
@@ -283,7 +275,7 @@ def store_words(address, offset, inside, words, space="global"):
     for first in range(0, words.type.shape[0], 4):
         count = min(4, words.type.shape[0] - first)
         values = [llvm.extractelement(words, constant(first + k)) for k in range(count)]
-        kind, names = _list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
+        kind, names = operand_list(word, [f"${k + 1}" for k in range(count)]).split(" ", 1)
         ptx = f"st.{space}.{kind} [$0+{offset + first * word.width // 8}], {names};"
         utils.inline_ptx(ptx, address, *values, predicate=inside, has_side_effects=True)
 
@@ -295,7 +287,106 @@ def words_of(register):
     return ir.VectorType.get((bits // width,), integer(width))
 
 
-def _list(word, names: list[str]) -> str:
+def operand_list(word, names: list[str]) -> str:
     """Returns the type and the operands of a load or store of several words: `v4.b32 {$0, $1, $2, $3}`."""
     kind = f"b{word.width}"
     return f"{kind} {names[0]}" if len(names) == 1 else f"v{len(names)}.{kind} {{{', '.join(names)}}}"
+
+
+# Arithmetic on arrays of Mosaic GPU by instructions that neither Pallas nor MLIR makes.
+
+_MAXIMUM = {"float32": "NaN.f32", "bfloat16": "NaN.bf16x2", "float16": "NaN.f16x2", "int32": "s32", "uint32": "u32"}
+
+
+def widened(values: jax.Array, layout: Any) -> jax.Array:
+    """Converts bfloat16 to float32 by one operation for each value; `arith.extf` takes two for the second of a word."""
+    kind = plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout)
+    return emit(lambda values: list(map(widened_register, values.registers.flat)), arrays=[(values, layout)], results=kind)
+
+
+def widened_register(register):
+    """Converts a vector of bfloat16, of an even size, to float32."""
+    words = vector.bitcast(words_of(register.type), register)
+    bits = llvm.mlir_undef(ir.VectorType.get((2 * words.type.shape[0],), integer(32)))
+    for k in range(words.type.shape[0]):
+        word = llvm.extractelement(words, constant(k))
+        for q, half in enumerate((arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))):
+            bits = llvm.insertelement(bits, half, constant(2 * k + q))
+    return vector.bitcast(ir.VectorType.get(register.type.shape, ir.F32Type.get()), bits)
+
+
+def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
+    """Computes the maximum of 16-bit floats, or NaN, two by each operation."""
+
+    def larger(given, other):
+        registers = []
+        for pair in zip(given.registers.flat, other.registers.flat, strict=True):
+            own, others = (vector.bitcast(words_of(register.type), register) for register in pair)
+            for k in range(own.type.shape[0]):
+                word = larger_of_words(a.dtype, *(llvm.extractelement(part, constant(k)) for part in (own, others)))
+                own = llvm.insertelement(own, word, constant(k))
+            registers.append(vector.bitcast(pair[0].type, own))
+        return registers
+
+    return emit(larger, None, (), [(a, layout), (b, layout)], plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout))
+
+
+def larger_of_words(dtype: Any, a, b):
+    """Computes the larger elements of two words; of floats NaN of sign 0 where one is NaN."""
+    return utils.inline_ptx(f"max.{_MAXIMUM[jnp.dtype(dtype).name]} $0, $1, $2;", a, b, result_types=integer(32))
+
+
+def fma(a: jax.Array, b: jax.Array, c: jax.Array, layout: Any) -> jax.Array:
+    """Computes `a * b + c` of float32 arrays, rounded once."""
+
+    def multiply_add(*arrays):
+        return [math_dialect.fma(*registers) for registers in zip(*(array.registers.flat for array in arrays), strict=True)]
+
+    kind = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+    return emit(multiply_add, None, (), [(a, layout), (b, layout), (c, layout)], kind)
+
+
+def plus_where(register, places, place, addend):
+    """Adds `addend` to the elements of an MLIR vector of float32 whose `places`, an int32 plus a number, are `place`.
+
+    `place` and `addend` are one for all, or one for each element. An addition with a predicate is one instruction,
+    where a selection would be another.
+    """
+    total = llvm.mlir_undef(register.type)
+    for q, (first, offset) in enumerate(places):
+        at, more = (_element(value, q) for value in (place, addend))
+        value = llvm.extractelement(register, constant(q))
+        asm = f"{{ .reg .pred here; setp.eq.s32 here, $2, {offset}; mov.b32 $0, $1; @here add.f32 $0, $1, $3; }}"
+        value = utils.inline_ptx(asm, value, arith.subi(at, first), more, result_types=value.type)
+        total = llvm.insertelement(total, value, constant(q))
+    return total
+
+
+def _element(value, q: int):
+    """Returns the q-th element of a vector, or its only one; a value that is no vector itself."""
+    if not isinstance(value.type, ir.VectorType):
+        return value
+    return llvm.extractelement(value, constant(q if value.type.shape[0] > 1 else 0))
+
+
+def before_row(first, step, width: int):
+    """Returns the elements between a thread's first one in a step, at column `first`, and the row's start; negative inside."""
+    return arith.subi(arith.muli(step, constant(width)), first)
+
+
+def least_halves(words: Sequence[jax.Array], layout: Any) -> list[jax.Array]:
+    """Computes the least lower and the least upper 16-bit half of uint32 arrays at each place, as upper halves of words."""
+
+    def find(*arrays):
+        (kind,) = {array.registers.item().type for array in arrays}
+        lower, upper = llvm.mlir_undef(kind), llvm.mlir_undef(kind)
+        for q in range(kind.shape[0]):
+            least, *others = [llvm.extractelement(array.registers.item(), constant(q)) for array in arrays]
+            for other in others:  # two halves in an operation
+                least = utils.inline_ptx("min.u16x2 $0, $1, $2;", least, other, result_types=integer(32))
+            lower = llvm.insertelement(lower, arith.shli(least, constant(16)), constant(q))
+            upper = llvm.insertelement(upper, arith.andi(least, constant(-(2**16))), constant(q))
+        return [[lower], [upper]]
+
+    kind = plgpu.ShapeDtypeStruct(words[0].shape, jnp.uint32, layout=layout)
+    return emit(find, arrays=[(word, layout) for word in words], results=[kind] * 2)

@@ -20,8 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu import arithmetic
-from jaxsoftmax._gpu.emit import SPLAT, constant, emit, fragmented, integer
+from jaxsoftmax._gpu.emit import SPLAT, constant, emit, fragmented, integer, widened_register
 
 
 def fused(function: Callable[..., Any], static: tuple[Any, ...], arrays: Sequence[jax.Array], layout: Any) -> Any:
@@ -147,7 +146,7 @@ def _whole(number, shape, layout):
 
 def _converted(array, *, new_dtype, **params):
     if array.mlir_dtype == ir.BF16Type.get() and new_dtype == jnp.float32 and array.layout.vector_length % 2 == 0:
-        return fragmented(list(map(arithmetic.widened_register, array.registers.flat)), array.layout, array.shape, None)
+        return fragmented(list(map(widened_register, array.registers.flat)), array.layout, array.shape, None)
     return array.astype(utils.dtype_to_ir_type(new_dtype), is_signed=utils.is_signed(new_dtype))
 
 

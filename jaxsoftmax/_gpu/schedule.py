@@ -20,8 +20,8 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -35,6 +35,9 @@ from jaxsoftmax._gpu import tickets
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
 TILE_COST = 1.5  # steps that starting and ending a tile takes
+# NCCL's kernel becomes ready at about the time when the kernel of a ring's step does. If the step's kernel has all
+# multiprocessors, NCCL's kernel on the other GPU waits for its peer until the step is done, and occupies
+# multiprocessors there.
 MOST_WAVES = 4  # waves of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 
@@ -68,31 +71,37 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
     return table
 
 
-class TiledKernel(Protocol):
-    """A kernel whose work is cut into tiles.
+@dataclass(frozen=True)
+class TiledKernel:
+    """A kernel whose work is cut into tiles. Subclasses say what the methods return, and call `_derive` when they are made."""
 
-    Attributes:
-      n_tiles: number of tiles.
-      n_blocks: number of blocks of threads of a wave.
-      by_ticket: True if blocks of threads take tickets for tiles.
-    """
+    multiprocessors: int
+    n_tiles: int = field(init=False)
+    n_blocks: int = field(init=False)  # blocks of threads of a wave
+    by_ticket: bool = field(init=False)  # blocks of threads take tickets for tiles, as operands decide how long a tile takes
 
-    @property
-    def n_tiles(self) -> int: ...
-
-    @property
-    def n_blocks(self) -> int: ...
-
-    @property
-    def by_ticket(self) -> bool: ...
+    def _derive(self, n_tiles: int, **others: Any) -> None:
+        """Sets the attributes that follow from the others."""
+        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each of the tiles of a head."""
-        ...
+        raise NotImplementedError
 
-    def group(self, costs: tuple[int, ...], /) -> int:
+    def group(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together."""
-        ...
+        raise NotImplementedError
+
+    def scratch(self) -> dict[str, Any]:
+        """Describes the arrays and barriers in the shared memory of a block of threads."""
+        raise NotImplementedError
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a block of threads."""
+        return bytes_of(self.scratch())
 
 
 def table(kernel: TiledKernel) -> jax.Array | None:
@@ -160,33 +169,25 @@ def ticket_counter():
 
 
 def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
-    """Returns four times the average number of tiles of a block, so that some blocks can have many short ones."""
+    """Returns the number of tiles that a block works through at most in order of arrival: it takes no ticket then, and ends.
+
+    It is four times the average number of tiles of a block, so that some blocks can have many short ones.
+    """
     return 4 * pl.cdiv(n_tiles, n_blocks)
 
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """The tiles of a kernel, as one block of threads gets them.
-
-    Attributes:
-      kernel: the kernel.
-      block: number of this block of threads.
-      table: the table of `schedule`, or with tickets the one of `order`. None to go by number.
-      memory: shared memory, with what `ticket_memory` describes if the block works by tickets.
-      tile: function that returns a tile from its number and facts.
-      last_first: True if tiles that go by number start with the last one.
-      counter: `ticket_counter()` if all tickets are taken in order of arrival, by the first warp of the producer alone.
-      waves: number of waves of blocks, with tickets.
-    """
+    """The tiles of a kernel, as one block of threads gets them."""
 
     kernel: TiledKernel
-    block: Any
-    table: Any
-    memory: dict[str, Any]
-    tile: Callable[..., Any]
-    last_first: bool = False
-    counter: Any = None
-    waves: int = 1
+    block: Any  # number of this block of threads
+    table: Any  # of `schedule`, or with tickets of `order`; None to go by number
+    memory: dict[str, Any]  # with what `ticket_memory` describes if the block works by tickets
+    tile: Callable[..., Any]  # makes a tile from its number and facts
+    last_first: bool = False  # tiles that go by number start with the last one
+    counter: Any = None  # `ticket_counter()` if all tickets are taken in order of arrival, by the producer's first warp alone
+    waves: int = 1  # waves of blocks, with tickets
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
@@ -261,13 +262,9 @@ class BlockTiles:
         wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
         return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
 
-    @property
-    def most(self) -> int:
-        """Number of tiles that a block works through at most in order of arrival: it takes no ticket then, and ends."""
-        return most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
-
     def _each_on_arrival(self, work, look_up):
         """Works by tickets in order of arrival: also the first one is of the counter."""
+        most = most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
 
         def take():
             return tickets.of_first_lane(tickets.take_ticket(self.counter))
@@ -279,7 +276,7 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
-            return i + 1, self._next(i + 1, take, self.most), steps
+            return i + 1, self._next(i + 1, take, most), steps
 
         self._while_there_are(one, take())
 
@@ -296,7 +293,7 @@ class BlockTiles:
         def step(_, carry):
             return lax.cond(condition(carry), body, lambda carry: carry, carry)
 
-        return lax.fori_loop(0, self.most, step, carry)
+        return lax.fori_loop(0, most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks), step, carry)
 
     def _say(self, i, values):
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""

@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, _list, compare, constant, emit, instruct, integer, shared_address
+from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, compare, constant, emit, instruct, integer, operand_list, shared_address
 
 
 def end_copies() -> None:
@@ -27,12 +27,14 @@ def block_barrier() -> None:
     instruct("bar.sync 0;")
 
 
-def prepare_pushes(barriers) -> None:
+def prepare_exchange(barriers) -> None:
     """Tells the cluster, without waiting, that this block has started and its `barriers`, `[2, 2]` int32, are ready."""
 
     def prepare(barriers):
         first = compare("eq", utils.thread_idx(), constant(0))
         for k in range(2):
+            # The barrier is in the block that receives. At a barrier of the whole cluster a block waits for all its
+            # copies in flight, which cost a tenth of the time (H200).
             ptx = f"mbarrier.init.shared::cta.b64 [$0+{8 * k}], 1;"
             utils.inline_ptx(ptx, shared_address(barriers, constant(0)), predicate=first, has_side_effects=True)
         ptx = "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"
@@ -42,12 +44,12 @@ def prepare_pushes(barriers) -> None:
 
 
 def cluster_wait() -> None:
-    """Waits until all blocks of the cluster have come to `prepare_pushes`, so that their shared memory exists."""
+    """Waits until all blocks of the cluster have come to `prepare_exchange`, so that their shared memory exists."""
     instruct("barrier.cluster.wait.aligned;")
 
 
-def await_pushes(barriers, round_: int, size: int) -> None:
-    """Waits until `size` bytes were pushed to this block in a round: 0 is the first, 1 the second, and so on."""
+def await_exchange(barriers, round_: int, size: int) -> None:
+    """Waits until `size` bytes were sent to this block in a round: 0 is the first, 1 the second, and so on."""
     ptx = (
         "{ .reg .pred done; .reg .pred first; setp.eq.u32 first, $1, 0;"
         f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"
@@ -61,11 +63,11 @@ def await_pushes(barriers, round_: int, size: int) -> None:
     emit(wait, barriers)
 
 
-def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, barriers, round_: int) -> None:
+def send_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, barriers, round_: int) -> None:
     """Stores a float32 of each warp to `ref[index + warp]` in the shared memory of all blocks of the cluster.
 
-    It does not wait: `await_pushes` of the round does, in the block that gets the values. They must have been read before the
-    round after the next one pushes.
+    It does not wait: `await_exchange` of the round does, in the block that gets the values. They must have been read before the
+    round after the next one sends.
 
     Args:
       ref: one-dimensional, in shared memory, at the same address in all blocks.
@@ -73,7 +75,7 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
       values: `[4]`, one for each warp of the warpgroup.
       layout: layout of `values`, which every lane of the warp holds.
       blocks: blocks of the cluster, at most 16; one lane stores to each.
-      barriers: barriers of `prepare_pushes`.
+      barriers: barriers of `prepare_exchange`.
       round_: number of the round.
     """
 
@@ -94,12 +96,11 @@ def push_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
     emit(push, (ref, barriers), [index], [(values, layout)])
 
 
-def push_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
-    """Pushes a float32 for each of a block's rows to `ref[index * width :]` of all blocks, as `push_to_cluster`.
+def send_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
+    """Sends a float32 for each of a block's rows to `ref[index * width :]` of all blocks, as `send_to_cluster`.
 
-    `values` are `[4 * width]`, alike in all warps: the first one pushes. By `layout`, a `ColumnPlan`, several lanes have the
-    same
-    rows: they store to different blocks.
+    `values` are `[4 * width]`, alike in all warps: the first one sends. In the layout of a `ColumnPlan` several lanes have the
+    same rows: they store to different blocks.
     """
 
     def push(ref, barriers, index, values):
@@ -115,7 +116,7 @@ def push_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_
             rank = arith.select(compare("ult", lane, constant(WARP)), rank, constant(layout.blocks))
             for start in range(0, layout.vector, at_once):
                 parts = [llvm.extractelement(words, constant(start + q)) for q in range(at_once)]
-                kind, names = _list(integer(32), [f"${4 + q}" for q in range(at_once)]).split(" ", 1)
+                kind, names = operand_list(integer(32), [f"${4 + q}" for q in range(at_once)]).split(" ", 1)
                 ptx = (
                     "{ .reg .u32 there; .reg .u32 barrier; .reg .pred is; setp.lt.u32 is, $2, $3;"
                     " @is mapa.shared::cluster.u32 there, $0, $2; @is mapa.shared::cluster.u32 barrier, $1, $2;"

@@ -245,7 +245,7 @@ def store_product(ref, row, col, limits, values: jax.Array) -> None:
 
 
 def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False):
-    """Gives the places of both elements of each pair of a thread, in `count` columns.
+    """Returns an iterator of the places of both elements of each pair of a thread, in `count` columns.
 
     A place is an address, bytes from there, and true if the element is inside the limits. If `transposed`, the rows of the
     product are columns of `ref`. Both limits hold, also along what does not vary.
@@ -265,10 +265,11 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
             entry = arith.addi(entry, i64(arith.addi(first[1], at[1])))
         addresses.append(arith.addi(address_of(ref), arith.muli(entry, i64(itemsize))))
     step = itemsize * (width, 1)[along] if varies[along] else 0
-    for index in range(count // 8 * 2):
-        columns = range(index // 2 * 8, index // 2 * 8 + 2)
-        tests = [both(inside[index % 2], compare("sgt", limit, constant(column))) for column in columns]
-        yield [(addresses[index % 2], column * step, test) for column, test in zip(columns, tests, strict=True)]
+    return (
+        [(address, at * step, both(is_row, compare("sgt", limit, constant(at)))) for at in (column, column + 1)]
+        for column in range(0, count, 8)
+        for address, is_row in zip(addresses, inside, strict=True)
+    )
 
 
 def add_transposed(ref, row, col, limits, values: jax.Array, *, varies: tuple[bool, bool]) -> None:
@@ -476,8 +477,9 @@ def _product_position():
 def _constants(values):
     """Makes int32 constants of MLIR, once for all registers that need them: a scalar for a number, a vector for two."""
     i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
-
-    def of_two(numbers):
-        return arith.constant(vector_of_two, ir.DenseElementsAttr.get(np.array(numbers, np.int32), type=vector_of_two))
-
-    return [utils.c(value, i32) if isinstance(value, int) else of_two(value) for value in values]
+    return [
+        utils.c(value, i32)
+        if isinstance(value, int)
+        else arith.constant(vector_of_two, ir.DenseElementsAttr.get(np.array(value, np.int32), type=vector_of_two))
+        for value in values
+    ]

@@ -354,7 +354,7 @@ def attention_forward(
 ):  # fmt: skip
     """Computes attention of a block of queries, and its log-sum-exp.
 
-    Operands are those of the primitive, spans as `key_blocks.spans` makes them; LAUNCH is an `AttentionLaunch`.
+    Operands are those of the primitive, spans as `key_blocks.find_spans` makes them; LAUNCH is an `AttentionLaunch`.
     """
     b, head, block = _program(LAUNCH)
     whole = AttentionPointers(

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import ContextParallel, explain, unzigzag, zigzag
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.attention.context_parallel import choose, loop, merge, visible
+from jaxsoftmax.ops.attention.context_parallel import attend as shard_attend
+from jaxsoftmax.ops.attention.context_parallel import choose, merge, visible
 from jaxsoftmax.ops.attention.context_parallel.shard import shard_of
 
 from ..support import cases, kernels, oracle, xla_cuda
@@ -473,7 +474,7 @@ COMBINED = "--xla_gpu_collective_permute_combine_threshold_bytes"  # up to this 
 )
 def test_a_long_ring_is_a_loop(kind, n, features, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{COMBINED}=0")
-    monkeypatch.setattr(loop, "MOST_UNROLLED", 2)
+    monkeypatch.setattr(shard_attend, "MOST_UNROLLED", 2)
     text = check(kind, features, n=n, more={"strategy": "ring"}, over={"shape": (8,)}, length=32, keys=32)
     assert " while(" in text
     of_keys = 2 if "segments" in features else 1  # packed arrays: one of each dtype
@@ -497,7 +498,7 @@ def test_a_thousand_devices_are_lowered_for_without_a_model_of_each_pair(n, monk
 
 @X64
 def test_states_of_many_devices_are_merged_in_a_loop(monkeypatch):
-    monkeypatch.setattr(loop, "MOST_UNROLLED", 2)
+    monkeypatch.setattr(shard_attend, "MOST_UNROLLED", 2)
     assert " while(" in check(
         "explicit", ("lengths", "sinks"), replicated_queries=True, over={"shape": (6,)}, length=24, keys=24
     )
@@ -850,7 +851,7 @@ def test_native_rings_whose_blocks_come_in_waves(flags, feature, monkeypatch):
 @pytest.mark.parametrize("feature", ["causal", "deterministic", "dropout", "segments"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_native_rings_that_are_loops(in_order, feature, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_UNROLLED", 1)
+    monkeypatch.setattr(shard_attend, "MOST_UNROLLED", 1)
     test_devices_are_within_the_budget_of_one("mosaic", "explicit", "ring", in_order, feature, 64)
 
 

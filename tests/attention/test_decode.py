@@ -21,9 +21,8 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
-from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FoldedRows, ForwardKernel
 
 from ..support import cases, kernels
 from ..support.attention import lowering, values

@@ -24,11 +24,10 @@ from jaxsoftmax import explain, online
 from jaxsoftmax._core.target import HOPPER, Target, lowering_for
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._triton import availability
-from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import key_blocks, operands, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention import operands, primitive
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels, oracle
 from ..support.attention import lowering
@@ -928,7 +927,7 @@ def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before
         own = lowering.a_mask(data, length, keys)[None, None]
         if data.draw(st.booleans()):
             own = np.concatenate([own, own[..., ::-1, ::-1]])
-        mask = blocks.seen(own, (length, keys), config.block_q, plan.block_kv)
+        mask = key_blocks.mark_visible(own, (length, keys), config.block_q, plan.block_kv)
         shown &= own[:, 0]
     spans = jax.jit(plan.spans)({name: jnp.asarray(own) for name, own in given.items()}, mask)
     before = np.asarray(plan.turns_before(spans))

@@ -24,16 +24,20 @@ from jaxsoftmax import explain
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention import dropout, primitive
-from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import dropout, key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90 import forward, scores
-from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardConfig, ForwardKernel, Pages, forward_config
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_scores import ForwardScores
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTiles
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, GlobalOperand, batch_index
-from jaxsoftmax.ops.attention.mosaic_sm90.pages import page_numbers
+from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import load_page_numbers
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
+    FoldedRows,
+    ForwardConfig,
+    ForwardKernel,
+    ForwardTiles,
+    Pages,
+    forward_config,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.standalone import standalone_attention
 
 from ..support import cases, kernels, oracle
@@ -545,7 +549,7 @@ def test_costs_count_the_key_blocks_that_any_query_sees(length, keys, window, co
             assert high - low <= 1
 
 
-jitted_ranges = jax.jit(blocks.ranges, static_argnames=("block_q", "block_kv"))
+jitted_ranges = jax.jit(key_blocks.find_segment_spans, static_argnames=("block_q", "block_kv"))
 
 
 def ranges_of(plan, query_segments, key_segments):
@@ -554,8 +558,8 @@ def ranges_of(plan, query_segments, key_segments):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def shown_by(mask, lengths, block_q, block_kv):
-    seen = blocks.seen(mask, lengths, block_q, block_kv)
-    return seen, blocks.mask_reach(mask, lengths, block_q, block_kv), blocks.ends(seen)
+    seen = key_blocks.mark_visible(mask, lengths, block_q, block_kv)
+    return seen, key_blocks.measure_mask(mask, lengths, block_q, block_kv), key_blocks.find_ends(seen)
 
 
 @compiled
@@ -577,8 +581,8 @@ def test_blocks_that_a_mask_shows(problem, data):
 
 
 def test_masks_of_heads_are_read_once():
-    assert blocks.seen(np.ones((1, 2, 8, 8), bool), (8, 8), 128, 128) is None
-    assert blocks.seen(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
+    assert key_blocks.mark_visible(np.ones((1, 2, 8, 8), bool), (8, 8), 128, 128) is None
+    assert key_blocks.mark_visible(np.ones((2, 1, 8, 8), bool), (8, 8), 128, 128) is not None
 
 
 def tiles_of(plan, arrays):
@@ -610,7 +614,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         seen &= ids[:length, None] == ids[None, :keys]
     if data.draw(st.booleans()):
         mask = a_mask(data, length, keys)
-        arrays["mask_reach"] = blocks.mask_reach(mask[None, None], (length, keys), plan.block_q, config.block_kv)
+        arrays["mask_reach"] = key_blocks.measure_mask(mask[None, None], (length, keys), plan.block_q, config.block_kv)
         # What a mask hides within a block is hidden in every step, banded or not.
         shown = blocks_of(np.broadcast_to(mask, seen.shape), plan, np.any, ROWS)
     else:
@@ -626,7 +630,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
     def steps_of(block, warpgroup):
         first = block * plan.block_q + warpgroup * ROWS
         tile = tiles.tile(block, *tiles.look_up(block))
-        assert tile.is_empty is None
+        assert tile.is_empty is False
         low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
@@ -687,7 +691,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     @jax.vmap
     def steps_of(number):
         tile = tiles.tile(number, *tiles.look_up(number))
-        high = tile.high if tile.is_empty is None else jnp.where(tile.is_empty, tile.low, tile.high)
+        high = tile.high if tile.is_empty is False else jnp.where(tile.is_empty, tile.low, tile.high)
         scores = ForwardScores(plan, tiles.operands, tile, jnp.int32(0))
         positions.append(scores.is_banded)
         whole = tiles.seen_whole(tile, jnp.int32(0), ROWS)
@@ -728,7 +732,7 @@ def test_the_pages_of_a_key_block(page):
         last = max(int(length) - 1, 0) // page
         for block in range(plan.blocks_kv):
             places = [min(block * 128 // page + i, last) for i in range(max(1, 128 // page))]
-            numbers = list(map(int, page_numbers(plan, tiles.operands, tile, block)))
+            numbers = list(map(int, load_page_numbers(plan, tiles.operands, tile, block)))
             assert numbers == [np.clip(table[b, at], 0, 8) for at in places]
 
 
@@ -791,7 +795,7 @@ def test_dropout_of_a_block_is_that_of_its_places(is_transposed, monkeypatch):
     monkeypatch.setattr(plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis))
     seeds = np.random.default_rng(0).integers(0, 2**32, (2, 3, 4), np.uint32)
     shape, (first, block) = (64, 16), (128, 5)
-    found = scores.dropout_keeps(jnp.asarray(seeds), 1, 2, first, block, shape, 0.5, is_transposed=is_transposed)
+    found = common.dropout_keeps(jnp.asarray(seeds), 1, 2, first, block, shape, 0.5, is_transposed=is_transposed)
     rows, cols = (
         np.uint32(start) + np.arange(size, dtype=np.uint32)
         for start, size in zip((first, block * shape[1]), shape, strict=True)
@@ -803,8 +807,8 @@ def test_dropout_of_a_block_is_that_of_its_places(is_transposed, monkeypatch):
 
 def test_what_other_segments_have_is_hidden():
     s, rows, cols = np.ones((3, 4), np.float32), np.array([0, 1, 2], np.int32), np.array([1, 1, 0, 5], np.int32)
-    np.testing.assert_array_equal(scores.in_one_segment(s, rows, cols) > 0, rows[:, None] == cols)
-    np.testing.assert_array_equal(scores.in_one_segment(s, rows, cols, hidden=0), rows[:, None] == cols)
+    np.testing.assert_array_equal(common.in_one_segment(s, rows, cols) > 0, rows[:, None] == cols)
+    np.testing.assert_array_equal(common.in_one_segment(s, rows, cols, hidden=0), rows[:, None] == cols)
 
 
 # The interpreter.
@@ -855,7 +859,7 @@ def of_parts(query, keys, vectors):
     found = None
     for i, (key, value) in enumerate(zip(keys, vectors, strict=True)):
         part = {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
-        found = run(part, **options, is_partial=i + 1 < len(keys), onto=found)
+        found = run(part, **options, is_partial=i + 1 < len(keys), initial=found)
     return found
 
 

@@ -64,7 +64,7 @@ def test_the_kernel_as_numpy_plays_it(feature, page, monkeypatch):
     check(paged(page=page, most=1 + 1000 // page), feature, "mosaic")
     (plan,) = plans
     assert plan.pages.size == page
-    assert plan.pages.of_block(plan.config.block_kv) == max(1, plan.config.block_kv // page)
+    assert plan.pages.count_in_block(plan.config.block_kv) == max(1, plan.config.block_kv // page)
     assert plan.splits > 1
 
 

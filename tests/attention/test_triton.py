@@ -18,8 +18,7 @@ from jaxsoftmax import explain
 from jaxsoftmax._core import target as targets
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._triton import attention_launch
-from jaxsoftmax.ops.attention import key_blocks as blocks
-from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention import key_blocks, primitive
 from jaxsoftmax.ops.attention import triton as ours
 
 from ..support import cases, kernels, triton_kernels
@@ -239,7 +238,7 @@ def test_spans_hold_every_block_with_something_to_see(kinds, by_keys):
     if "mask" in kinds:
         given["mask"] = (np.arange(keys) < np.arange(length)[:, None] + rng.integers(-9, 30, (2, 1, 1)))[:, None]
         seen &= given["mask"][:, 0]
-    found = np.asarray(blocks.spans(given, (length, keys), block_q, block_kv, by_keys=by_keys))
+    found = np.asarray(key_blocks.find_spans(given, (length, keys), block_q, block_kv, by_keys=by_keys))
     padded = np.pad(seen, [(0, 0), (0, -length % block_q), (0, -keys % block_kv)])
     some = padded.reshape(2, -1, block_q, padded.shape[2] // block_kv, block_kv).any((2, 4))
     some = np.swapaxes(some, 1, 2) if by_keys else some

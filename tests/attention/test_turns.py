@@ -14,7 +14,7 @@ import jaxsoftmax
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardKernel, backward_config
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels
 

@@ -140,12 +140,12 @@ def attention_cases() -> Iterator[Case]:
 
 
 def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[Case]:
-    """A case, unless there is no plan for it. `params["onto"]` names the operands from which a step of a ring starts."""
+    """A case, unless there is no plan for it. `params["initial"]` names the operands from which a step of a ring starts."""
 
     def planned(operands):
         present, given = dict(operands), dict(params)
-        if "onto" in given:
-            given["onto"] = tuple(present.pop(name) for name in given["onto"])
+        if "initial" in given:
+            given["initial"] = tuple(present.pop(name) for name in given["initial"])
         return attention.plan(operation.problem(operation, present, given), HOPPER), present
 
     def run(operands):
@@ -215,7 +215,7 @@ def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[C
     if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
         heads, length, _ = lengths
         of_ring = given | {"out": shaped(B, length, heads, value_size), "lse": shaped(B, heads, length)}
-        step = params | {"is_partial": True, "onto": ("out", "lse")}
+        step = params | {"is_partial": True, "initial": ("out", "lse")}
         yield from _attention(f"{name} step of a ring", ATTENTION, step, dtype, of_ring, "forward, onto")
 
 

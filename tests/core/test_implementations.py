@@ -149,4 +149,4 @@ def test_what_is_no_implementation_is_noticed():
     with pytest.raises(AssertionError):
         check_refusal(Refusal(""))
     with pytest.raises(AssertionError):
-        check_plan(mock.Mock(remark=None, describe=lambda: ""), is_adapted=False)
+        check_plan(mock.Mock(remark=None, describe=lambda: ""))

@@ -103,7 +103,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
         block = array[first * cols : (first + plan.rows) * cols]
         slot = np.full(plan.slot_elements, -1)
         machine.spaces = {"global": array, "shared": slot}
-        in_warp._Piece(memory, machine.ref, slot, memory.row).copy_in()
+        in_warp._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_in()
         computed, touched = np.full_like(slot, -2), []
         for step, k in itertools.product(range(plan.steps), range(plan.words)):
             word = (step * plan.words + k) * plan.lanes
@@ -120,7 +120,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
                 touched.append(slot[found][own].ravel())
         np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
         machine.spaces = {"global": results, "shared": computed}
-        in_warp._Piece(memory, machine.ref, slot, memory.row).copy_out()
+        in_warp._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_out()
         expected = np.where(array < (first + plan.rows) * cols, 2 * array, -1)
         np.testing.assert_array_equal(results, expected)
 

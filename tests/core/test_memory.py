@@ -40,7 +40,7 @@ def numbers(monkeypatch):
             "i64": np.int64,
             "compare": compare,
             "both": lambda a, b: b if a is None else a if b is None else a & b,
-            "ptx": SimpleNamespace(address_of=lambda _: np.int64(0)),
+            "address_of": lambda _: np.int64(0),
             "utils": SimpleNamespace(thread_idx=lambda: np.arange(threads)),
         }.items():
             monkeypatch.setattr(memory, name, fake)

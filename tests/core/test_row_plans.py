@@ -180,7 +180,7 @@ def row_problems(draw):
         needs_end=draw(st.booleans()),
         reduces=draw(st.sampled_from(["state", "sum", "nothing"])),
         n_exchanges=draw(st.integers(0, 2)),
-        exponentiates_twice=draw(st.booleans()),
+        keeps_scores=draw(st.booleans()),
     )
 
 
@@ -193,8 +193,8 @@ def bytes_of_shared_memory(plan, problem, is_staged):
     if is_staged:
         return sum(math.prod(plan.slot_shape) * itemsize for itemsize in itemsizes)
     slots = [jnp.dtype(plans.NARROW[itemsize]) for itemsize in itemsizes]
-    scratch = scratch_of(plan, slots, getattr(plan, "order_shape", None), has_answer=plan.persistent_blocks > 0)
-    references = jax.tree.leaves(scratch.types, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    scratch = scratch_of(plan, slots)
+    references = jax.tree.leaves(scratch, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     return sum(math.prod(reference.shape) * jnp.dtype(reference.dtype).itemsize for reference in references)
 
 
@@ -203,7 +203,7 @@ def check_fits(plan, problem, target):
     assert plan.describe()
     assert "\n" not in plan.describe()
     assert is_columns == (problem.inner > 1)
-    assert not (is_staged and problem.masked)  # it does not know the columns of its elements
+    assert not (is_staged and problem.is_masked)  # it does not know the columns of its elements
     # Threads.
     if is_columns or plan.takes_block:
         assert plan.threads in range(128, 1025, 128)

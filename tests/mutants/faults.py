@@ -324,8 +324,8 @@ FAULTS = (
         "tests/softmax/test_emulated.py",
     ),
     Fault(
-        "arithmetic: halves of words change places",
-        f"{_GPU}/arithmetic.py",
+        "emit: halves of words change places",
+        f"{_GPU}/emit.py",
         "return [[lower], [upper]]",
         "return [[upper], [lower]]",
         "tests/top_k/test_emulated.py",
@@ -438,7 +438,7 @@ FAULTS = (
     Fault(
         "plans: short rows with a mask are staged",
         f"{_ROWS}/plans_sm90.py",
-        "return bool(problem.masked) or (problem.widest == 4 and",
+        "return problem.is_masked or (problem.widest == 4 and",
         "return bool(problem.widest == 4 and",
         "tests/core/test_row_plans.py -k random_rows",
     ),
@@ -813,7 +813,7 @@ FAULTS = (
     ),
     Fault(
         "context parallel: the last state is not merged",
-        f"{_CONTEXT}/loop.py",
+        f"{_CONTEXT}/attend.py",
         "range(start, stop), carry)",
         "range(start, stop - 1), carry)",
         "tests/attention/test_context_parallel.py -k replicated_queries",
@@ -827,7 +827,7 @@ FAULTS = (
     ),
     Fault(
         "context parallel: arrays as large as XLA combines are packed",
-        f"{_CONTEXT}/packing.py",
+        f"{_CONTEXT}/ring.py",
         "size <= int(most)",
         "size < int(most)",
         "tests/attention/test_context_parallel.py -k packed_unless",
@@ -932,7 +932,7 @@ FAULTS = (
     ),
     Fault(
         "attention: pages count as keys and values as they are",
-        f"{_ATTENTION}/problem.py",
+        f"{_ATTENTION}/operands.py",
         """types_without_pages(self.operands) if "page_table" in self.operands else self.operands""",
         "self.operands",
         "tests/attention/test_paged.py -k as_numpy_plays_it",
@@ -947,8 +947,8 @@ FAULTS = (
     Fault(
         "mosaic attention: the kernel for few queries takes dropout",
         f"{_MOSAIC}/__init__.py",
-        """.shape) and not options["dropout_rate"] and params.get("onto") is None""",
-        """.shape) and params.get("onto") is None""",
+        """.shape) and not options["dropout_rate"] and params.get("initial") is None""",
+        """.shape) and params.get("initial") is None""",
         "tests/attention/test_decode.py -k which_kernel",
     ),
     Fault(
@@ -968,7 +968,7 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: derivatives of weights that dropout keeps are too small",
-        f"{_MOSAIC}/backward_scores.py",
+        f"{_MOSAIC}/backward_pipeline.py",
         "where_kept(kept, dp * self.kept_factor)",
         "where_kept(kept, dp)",
         "tests/attention/test_mosaic_backward.py -m gpu -k one_of_each_kind",
@@ -1004,21 +1004,21 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: a block of which a query does not see the last key is not masked",
-        f"{_MOSAIC}/forward_tiles.py",
+        f"{_MOSAIC}/forward_plan.py",
         "jnp.maximum(position + right + 1, 0)",
         "jnp.maximum(position + right + 2, 0)",
         "tests/attention/test_mosaic_forward.py -k at_the_edges_of_a_window",
     ),
     Fault(
         "mosaic attention: the first split does without the sinks",
-        f"{_MOSAIC}/forward_tiles.py",
+        f"{_MOSAIC}/forward_plan.py",
         "is_empty &= split > 0",
         "is_empty &= split >= 0",
         "tests/attention/test_mosaic_forward.py -k splits_hold",
     ),
     Fault(
         "mosaic attention: slack and headroom of float16 are more than it holds",
-        f"{_MOSAIC}/forward_scores.py",
+        f"{_MOSAIC}/forward_pipeline.py",
         '"float16": (2, 13)',
         '"float16": (8, 13)',
         "tests/attention/test_values.py -m gpu",
@@ -1033,7 +1033,7 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: the index of an operand that has size 1 in a batch",
-        f"{_MOSAIC}/operands.py",
+        f"{_MOSAIC}/common.py",
         "stride, below = stride * own, below * size",
         "stride, below = stride * own, below * own",
         "tests/attention/test_mosaic_forward.py -k index_of_a_batch_entry",
@@ -1054,14 +1054,14 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: folded rows begin with the query of their number",
-        f"{_MOSAIC}/folding.py",
+        f"{_MOSAIC}/forward_plan.py",
         "return arithmetic.divide(first, self.group), (n_rows",
         "return first, (n_rows",
         "tests/attention/test_decode.py -k spans_of_folded_rows",
     ),
     Fault(
         "mosaic attention: numbers of pages are not clipped",
-        f"{_MOSAIC}/pages.py",
+        f"{_MOSAIC}/forward_formats.py",
         "jnp.clip(table[tile.b, at], 0, pages.count - 1)",
         "table[tile.b, at]",
         "tests/attention/test_mosaic_forward.py -k pages_of_a_key_block",
@@ -1076,13 +1076,13 @@ FAULTS = (
     Fault(
         "mosaic attention: queries have slots of bytes",
         f"{_MOSAIC}/forward_pipeline.py",
-        """if self.kernel.config.byte_stages and letter in "kv" else""",
+        """if self.kernel.config.byte_stages and name != "query" else""",
         "if self.kernel.config.byte_stages else",
         "tests/attention/test_quantized.py -k bytes_are_read_as_they_are",
     ),
     Fault(
         "mosaic attention: high terms of float32 are multiplied twice",
-        f"{_MOSAIC}/float32.py",
+        f"{_MOSAIC}/forward_formats.py",
         "(right[0], right[1], right[0])",
         "(right[1], right[0], right[0])",
         "tests/attention/test_values.py -m gpu -k float32",
@@ -1090,7 +1090,7 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: bytes of floats are those of integers",
-        f"{_MOSAIC}/eight_bits.py",
+        f"{_MOSAIC}/forward_formats.py",
         """bytes_dtype != "int8\"""",
         """bytes_dtype == "int8\"""",
         "tests/attention/test_quantized.py -m gpu",
@@ -1105,14 +1105,14 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: dropout takes keys for queries where scores are transposed",
-        f"{_MOSAIC}/scores.py",
+        f"{_MOSAIC}/common.py",
         "origins = (key_start, query_start) if is_transposed else (query_start, key_start)",
         "origins = query_start, key_start",
         "tests/attention/test_mosaic_forward.py -k dropout_of_a_block",
     ),
     Fault(
         "mosaic attention: what belongs to other segments is seen",
-        f"{_MOSAIC}/scores.py",
+        f"{_MOSAIC}/common.py",
         "return jnp.where(same, s, hidden)",
         "return jnp.where(same, s, s)",
         "tests/attention/test_mosaic_forward.py -k other_segments",

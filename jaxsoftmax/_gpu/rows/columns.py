@@ -46,38 +46,12 @@ from jaxsoftmax._gpu.emit import (
     utils,
     words_of,
 )
-from jaxsoftmax._gpu.rows.kernel import RowKernel, scratch_of
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, Steps, filled, placed
-from jaxsoftmax._gpu.rows.plan import ColumnPlan, Storage
+from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
-_AT_ONCE = 8  # the most turns of `ColumnTile._over` that are no loop
-
-
-def launch(kernel: RowKernel, plan: ColumnPlan) -> list[jax.Array]:
-    """Runs a kernel on tiles of rows along another axis, each in a block or a cluster."""
-    problem = kernel.problem
-    n_tiles = problem.outer * plan.tiles
-
-    def run(*refs):
-        operands, results, scratch = kernel.split(refs)
-        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
-        rank = lax.axis_index("rank") if plan.cluster > 1 else jnp.int32(0)
-        memory = ColumnMemory(plan, lax.axis_index("block") * jnp.int32(1), n_tiles, rank=rank)
-        tile = ColumnTile(memory, scratch.exchange, scratch.pushed)
-        if plan.cluster > 1:
-            sync.prepare_pushes(scratch.pushed)
-        if slots:
-            memory.copy_in([operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots)))
-            sync.await_copies()
-        kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
-        if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
-            sync.cluster_wait()
-
-    in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]
-    view = (problem.outer * plan.cols, plan.inner)
-    return kernel.call(run, plan, view, scratch_of(plan, in_slots), blocks=n_tiles)
+_AT_ONCE = 8  # the most turns of `ColumnTile._fold_turns` that are no loop
 
 
 @dataclass(frozen=True)
@@ -200,13 +174,9 @@ def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Repeated(Vector):
-    """The bytes of a register, which are not neighbours in global memory.
+    """The bytes of a register, which are not neighbours in global memory."""
 
-    Attributes:
-      places: places of the bytes from `address` on, int32 MLIR values, one for each byte or one for all of them.
-    """
-
-    places: Sequence[ir.Value] = ()
+    places: Sequence[ir.Value] = ()  # of the bytes from `address` on, int32, one for each byte or one for all of them
 
     def load(self, register, bits=0, policy=None):
         """Loads a register of type `register`, with `bits` in each word that is not to be touched."""
@@ -249,8 +219,8 @@ class ColumnTile(Tile):
         if number == 0:
             sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
         for slot, part in zip(slots, parts, strict=True):
-            sync.push_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.pushed, number)
-        sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.blocks * plan.width)
+            sync.send_rows_to_cluster(slot, plan.warps + self.memory.rank, part, plan, self.arrivals, number)
+        sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.blocks * plan.width)
         return function(plan.blocks, *(functools.partial(self._load_kth, slot, plan.warps, plan.blocks) for slot in slots))
 
     # Merges of `count` values of each row, those of warps or of blocks. A place along the rows takes several of them, the k-th

@@ -58,11 +58,7 @@ _PATIENCE = 20_000  # nanoseconds, longer than a row takes if all blocks run
 
 def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
     """Runs a kernel on rows, or on tiles of rows along another axis, that the blocks of the grid share."""
-    problem = kernel.problem
-    is_columns = isinstance(plan, ColumnPlan)
-    count = problem.outer * plan.tiles if is_columns else problem.outer
-    view = (problem.outer * plan.cols, plan.inner) if is_columns else (count, plan.cols)
-    states = []
+    count, states = plan.count(kernel.problem.outer), []
     if isinstance(plan, ColumnPlan):  # of all slices, and of groups of them
         states = [jax.ShapeDtypeStruct((2, count * (plan.blocks + plan.groups) * plan.width), jnp.float32)]
 
@@ -70,7 +66,7 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
         operands, results, scratch = kernel.split(refs)
         slots = dict(zip(kernel.rows, scratch.slots, strict=False))
         copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
-        if is_columns:
+        if states:
             slices: Slices = ColumnSlices(plan, count, scratch.exchange, None, scratch.answer, states=results.pop())
         else:
             slices = Slices(plan, count, scratch.exchange, scratch.order, scratch.answer, Devices(kernel.devices))
@@ -82,10 +78,9 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
         )
 
     in_slots = [array.dtype for array in kernel.rows.values()]
-    scratch = scratch_of(plan, in_slots, None if is_columns else plan.order_shape, has_answer=True)
-    blocks = min(plan.persistent_blocks, count * plan.blocks)
+    view, blocks = plan.view(kernel.problem.outer), min(plan.persistent_blocks, count * plan.blocks)
     # The examples of a vmap would share tickets.
-    return kernel.call(run, plan, view, scratch, blocks=blocks, is_sequential=True, states=states)
+    return kernel.call(run, plan, view, scratch_of(plan, in_slots), blocks=blocks, is_sequential=True, states=states)
 
 
 # A body runs twice on a slice: first for what the slice tells the others, then, when the row is complete, for the results.
@@ -119,13 +114,9 @@ class UnpublishedSlice(RowTile):
 
 @dataclass(frozen=True)
 class CompleteSlice(RowTile):
-    """A slice of a complete row: `lift` and `sum` give the state and the sum of the row, from those of all slices.
+    """A slice of a complete row: `lift` and `sum` give the state and the sum of the row, from those of all slices."""
 
-    Attributes:
-      states: states of all slices; each thread of the block has some.
-    """
-
-    states: State = field(kw_only=True)
+    states: State = field(kw_only=True)  # of all slices; each thread of the block has some
 
     def lift(self, scores, scale=None) -> State:
         return super().merge(self.merge_along(self.states, scale), scale, exchange=1)  # 0 was that of the unpublished slice
@@ -152,15 +143,10 @@ class UnpublishedColumns(ColumnTile):
 
 @dataclass(frozen=True)
 class CompleteColumns(ColumnTile):
-    """A `CompleteSlice` of a tile.
+    """A `CompleteSlice` of a tile."""
 
-    Attributes:
-      states: states of slices and of groups of them, in global memory.
-      first: number of the state of the tile's first group.
-    """
-
-    states: Any = field(kw_only=True)
-    first: Any = field(kw_only=True)
+    states: Any = field(kw_only=True)  # of slices and of groups of them, in global memory
+    first: Any = field(kw_only=True)  # number of the state of the tile's first group
 
     def lift(self, scores, scale=None) -> State:
         return State(*self._merge_groups(functools.partial(self._merge_states, scale)))
@@ -183,13 +169,9 @@ def _check_once(published):
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that share rows.
+    """The devices that share rows."""
 
-    Attributes:
-      axes: names of the mesh axes, and the number of devices along each; empty if rows are whole.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()  # names of the mesh axes, and the devices along each; empty if rows are whole
 
     @property
     def count(self) -> int:
@@ -215,46 +197,29 @@ class Devices:
 
 
 class Turn(NamedTuple):
-    """A block's state between two turns of its loop, scalars of int32 and bool.
+    """A block's state between two turns of its loop, scalars of int32 and bool."""
 
-    Attributes:
-      ticket: the ticket at hand, published, in stage `1 - stage`; -1 if there is none.
-      following: the following ticket, in stage `stage`.
-      is_published: True if the following ticket is published.
-      is_late: True if the row of the ticket at hand was not complete in time.
-      last: the ticket that was put back last, -1 if there is none.
-      stage: stage of the following ticket.
-    """
-
-    ticket: Any
-    following: Any
-    is_published: Any
-    is_late: Any
-    last: Any
-    stage: Any
+    ticket: Any  # the ticket at hand, published, in stage `1 - stage`; -1 if there is none
+    following: Any  # the following ticket, in stage `stage`
+    is_published: Any  # True if the following ticket is published
+    is_late: Any  # True if the row of the ticket at hand was not complete in time
+    last: Any  # the ticket that was put back last, -1 if there is none
+    stage: Any  # of the following ticket
 
 
-_NONE, _NO, _YES = -1, False, True
+_NONE = -1
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of rows along the last axis, which blocks of the grid take by tickets.
-
-    Attributes:
-      plan: plan of a slice.
-      count: number of rows.
-      exchange, order: see `RowTile`.
-      answer: an int32 in shared memory for an answer that one thread got.
-      devices: devices that share each row.
-    """
+    """The slices of rows along the last axis, which blocks of the grid take by tickets."""
 
     plan: Any
-    count: int
-    exchange: Any
-    order: Any
-    answer: Any
-    devices: Devices = Devices()
+    count: int  # number of rows
+    exchange: Any  # see `Tile`
+    order: Any  # see `Tile`
+    answer: Any  # an int32 in shared memory for an answer that one thread got
+    devices: Devices = Devices()  # that share each row
 
     def work(self, copy_in, fill_around, body, store) -> None:
         """Does tickets until none is left.
@@ -267,7 +232,7 @@ class Slices:
         """
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((self._n_counters + self.n_tickets,)))
         worker = _Worker(self, counters, copy_in, fill_around, body, store)
-        none, no = jnp.int32(_NONE), jnp.bool_(_NO)
+        none, no = jnp.int32(_NONE), jnp.bool_(False)
         first, stage = worker.take(), jnp.int32(0)
         worker.start(first, stage)
         start = Turn(none, first, first >= jnp.int32(self.n_tickets), no, none, stage)
@@ -280,7 +245,8 @@ class Slices:
     def memory(self, ticket, stage) -> Memory:
         """Returns the slice of a ticket."""
         blocks = jnp.int32(self.plan.blocks)
-        return RowMemory(self.plan, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), stage)
+        memory_of: Any = ColumnMemory if isinstance(self.plan, ColumnPlan) else RowMemory
+        return memory_of(self.plan, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), stage)
 
     # Blocks tell each other the states of a row at once, in pairs of numbers that are 0 before.
 
@@ -330,17 +296,9 @@ class Slices:
 
 @dataclass(frozen=True)
 class ColumnSlices(Slices):
-    """The slices of tiles of rows along another axis; they arrive in groups.
+    """The slices of tiles of rows along another axis; they arrive in groups."""
 
-    Attributes:
-      states: states of slices, and of groups of them, in global memory.
-    """
-
-    states: Any = None
-
-    def memory(self, ticket, stage) -> Memory:
-        blocks = jnp.int32(self.plan.blocks)
-        return ColumnMemory(self.plan, lax.div(ticket, blocks), self.count, False, lax.rem(ticket, blocks), stage)
+    states: Any = None  # of slices, and of groups of them, in global memory
 
     @property
     def _n_counters(self) -> int:
@@ -389,16 +347,12 @@ class ColumnSlices(Slices):
 class _Worker:
     """The loop of a block: see the head of this file.
 
-    Attributes:
-      slices: the slices.
-      counters: counters and pairs in global memory, and behind them the links of tickets that were put back, each to the ticket
-        that was put back before.
-      copy_in, fill_around, body, store: see `Slices.work`.
+    Behind the counters and pairs in global memory are the links of tickets that were put back, each to the one before.
     """
 
     slices: Slices
     counters: Any
-    copy_in: Callable[..., Any]
+    copy_in: Callable[..., Any]  # see `Slices.work`, also for what follows
     fill_around: Callable[..., Any]
     body: Callable[..., Any]
     store: Callable[..., Any]
@@ -439,7 +393,7 @@ class _Worker:
         one was published since, which waits for all copies.
         """
         ticket, following, _, _, last, stage = turn
-        no, yes = jnp.bool_(_NO), jnp.bool_(_YES)
+        no, yes = jnp.bool_(False), jnp.bool_(True)
         new = self.take()
         self.start(new, 1 - stage)
 
@@ -453,7 +407,7 @@ class _Worker:
     def go_on(self, turn: Turn) -> Turn:
         """Publishes the following ticket, and finishes the one at hand if its row is complete."""
         ticket, following, is_published, _, last, stage = turn
-        no, yes, n_tickets = jnp.bool_(_NO), jnp.bool_(_YES), jnp.int32(self.slices.n_tickets)
+        no, yes, n_tickets = jnp.bool_(False), jnp.bool_(True), jnp.int32(self.slices.n_tickets)
         pl.when(jnp.logical_not(is_published))(lambda: self.publish(following, stage))
         is_complete, states = self.slices.look(self.counters, ticket)
         # A new ticket is asked for before results are stored, because an answer takes a while.

@@ -1,6 +1,6 @@
-"""Short rows through shared memory: the rows of a block are neighbours, and so one piece of the array.
+"""Short rows through shared memory: the rows of a block are neighbours, and so one part of the array.
 
-1. The piece is copied to shared memory by vectors of 16 bytes, wherever in a row they start, so that rows of any length are
+1. This part is copied to shared memory by vectors of 16 bytes, wherever in a row they start, so that rows of any length are
    read and written as fast as long ones.
 2. Each thread takes the elements of its rows into registers, by words of up to 4 bytes: one by one if need be.
 3. The rows are reduced inside warps, as those that are loaded to registers directly (`block`).
@@ -60,12 +60,9 @@ class StagedPlan(RowPlan):
     lane p has the words p, p + `lanes`, and so on. Its words of one step form one vector, so that a body is written out for few
     steps. Groups of lanes touch different rows at once. If those start in the same banks of shared memory, lanes wait for each
     other; rows that are further apart may not, and so the rows of neighbouring groups are `apart`.
-
-    Attributes:
-      itemsize: bytes of the widest element.
     """
 
-    itemsize: int = 4
+    itemsize: int = 4  # bytes of the widest element
 
     def describe(self) -> str:
         return f"{self.rows} rows a block, {self.threads} lanes a row, in registers through shared memory"
@@ -92,7 +89,7 @@ class StagedPlan(RowPlan):
         return min((k for k in range(1, rows + 1) if rows % k == 0), key=self.wavefronts)
 
     @property
-    def piece(self) -> int:
+    def size(self) -> int:
         """Elements of the rows of a block."""
         return self.rows * self.cols
 
@@ -102,8 +99,8 @@ class StagedPlan(RowPlan):
 
     @property
     def slot_elements(self) -> int:
-        """Elements of the shared memory for a piece, which may start a vector before it and end a vector behind it."""
-        return self.piece + _COPIED
+        """Elements of the shared memory for the rows, which may start a vector before them and end a vector behind them."""
+        return self.size + _COPIED
 
     def wavefronts(self, apart: int) -> int:
         """Counts the accesses to shared memory by which a warp touches a word of each lane, if its rows are this far apart."""
@@ -113,9 +110,8 @@ class StagedPlan(RowPlan):
 
 
 def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
-    """Runs a kernel on short rows, a piece of them in each block."""
+    """Runs a kernel on short rows, some of them in each block."""
     n_rows, dtypes = kernel.problem.outer, [jnp.dtype(dtype) for dtype in kernel.whole]
-    view = (n_rows, plan.cols)
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
     shared = next((name for name, array in kernel.rows.items() if dtypes == [array.dtype]), None)
 
@@ -125,7 +121,7 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
         memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows)
         memory.copy_in([operands[name] for name in slots], list(slots.values()), [])
         targets = [slots[shared]] if shared else scratch.slots[len(slots) :]
-        tile = StagedTile(memory, scratch.exchange, scratch.pushed, scratch.order)
+        tile = StagedTile(memory, scratch.exchange, scratch.arrivals, scratch.order)
         values = kernel.load(tile, operands, slots, rows_last=True)  # last, because copies are waited for then
         kernel.store(tile, [*targets, *results[len(dtypes) :]], kernel.body(tile, **values))
         if dtypes:
@@ -133,9 +129,8 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
 
     in_slots = [array.dtype for array in kernel.rows.values()] + ([] if shared else dtypes)
     scratch = Scratch([plgpu.SMEM(plan.slot_shape, dtype) for dtype in in_slots])
-    return kernel.call(
-        run, plan, view, scratch, blocks=pl.cdiv(n_rows, plan.rows), is_sequential=kernel.may_start_inside_a_vector
-    )
+    is_sequential, blocks = kernel.may_start_inside_a_vector, pl.cdiv(n_rows, plan.rows)
+    return kernel.call(run, plan, plan.view(n_rows), scratch, blocks=blocks, is_sequential=is_sequential)
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class StagedMemory(RowMemory):
         def copy(*operands):
             *operands, row = operands
             for ref, slot in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
-                _Piece(self, ref, slot, row).copy_in()
+                _RowsOfBlock(self, ref, slot, row).copy_in()
 
         emit(copy, (*refs, *slots), [self.row])
 
@@ -161,7 +156,7 @@ class StagedMemory(RowMemory):
         def copy(*operands):
             *operands, row = operands
             for slot, ref in zip(operands[: len(refs)], operands[len(refs) :], strict=True):
-                _Piece(self, ref, slot, row).copy_out()
+                _RowsOfBlock(self, ref, slot, row).copy_out()
 
         emit(copy, (*slots, *refs), [self.row])
 
@@ -212,6 +207,8 @@ class StagedMemory(RowMemory):
         plan, itemsize = self.plan, utils.bytewidth(slot.type.element_type)
         own = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
         before, apart = self.before(row, itemsize), plan.lanes * plan.word
+        # Words count from the start of the row: an element has the same lane and place wherever its row starts in
+        # memory, and so a row always has the same bits.
         offsets = [(step * plan.words + k) * apart for k in range(plan.words)]
         whole = [offset + apart <= plan.cols for offset in offsets]
         ends = [constant(max(0, plan.cols - offset)) for offset in offsets]
@@ -232,7 +229,7 @@ class StagedMemory(RowMemory):
     def before(self, row, itemsize):
         """Returns the number of elements between the start of the vector that is copied first and the first row."""
         width = _COPIED // itemsize
-        if self.plan.piece % width == 0:
+        if self.plan.size % width == 0:
             return constant(0)
         first = arith.muli(row, constant(self.plan.cols))  # what overflows does not matter to the remainder
         return arith.andi(first, constant(width - 1))
@@ -260,41 +257,31 @@ class StagedTile(RowTile):
         return self.memory.columns(step)
 
 
-class _Piece:
-    """The rows of a block in an array and in a slot, by vectors that start where vectors of the array do.
-
-    Attributes:
-      kind, itemsize: the type of an element, and its bytes.
-      width: elements of a vector.
-      ragged: True if a piece may start or end inside a vector where the array does not end.
-      whole: True if the array consists of whole vectors.
-      exact: True if every piece is whole and consists of whole vectors.
-      vectors: most vectors that a piece touches.
-      before: elements of the first vector that lie before the piece.
-      end: end of the piece, from the start of the first vector.
-      left: end of the array, or a number beyond the whole vectors that the piece touches.
-      address, target: address of the first vector in the array, and of the slot.
-    """
+class _RowsOfBlock:
+    """The rows of a block in an array and in a slot, by vectors that start where vectors of the array do."""
 
     def __init__(self, memory, ref, slot, row):
         plan, self.kind = memory.plan, ref.type.element_type
         self.itemsize = utils.bytewidth(self.kind)
-        self.width = _COPIED // self.itemsize
-        self.ragged, self.whole = plan.piece % self.width != 0, memory.count * plan.cols % self.width == 0
+        self.width = _COPIED // self.itemsize  # elements of a vector
+        # Rows are ragged if they may start or end inside a vector where the array does not end; the array is whole if it
+        # consists of whole vectors. Rows are exact if every block has all of its rows, and these consist of whole vectors.
+        self.ragged, self.whole = plan.size % self.width != 0, memory.count * plan.cols % self.width == 0
         self.exact = memory.count % plan.rows == 0 and not self.ragged
-        self.vectors = -(-(plan.piece + (self.width - 1) * self.ragged) // self.width)
-        self.before = memory.before(row, self.itemsize)
+        self.vectors = -(-(plan.size + (self.width - 1) * self.ragged) // self.width)  # that the rows touch, at most
+        self.before = memory.before(row, self.itemsize)  # elements of the first vector that lie before the rows
         start = arith.muli(i64(row), i64(plan.cols))
-        left = arith.minui(arith.subi(i64(memory.count * plan.cols), start), i64(plan.piece + self.width))
+        left = arith.minui(arith.subi(i64(memory.count * plan.cols), start), i64(plan.size + self.width))
         left = arith.trunci(integer(32), left)
-        self.end = arith.addi(self.before, arith.minui(left, constant(plan.piece)))
+        # The ends of the rows and of the array, from the start of the first vector; the latter is at most a vector further.
+        self.end = arith.addi(self.before, arith.minui(left, constant(plan.size)))
         self.left = arith.addi(self.before, left)
         start = arith.subi(start, i64(self.before))
         self.address = arith.addi(address_of(ref), arith.muli(start, i64(self.itemsize)))
         self.target = shared_address(slot, constant(0))
 
     def copy_in(self):
-        """Starts copies of all vectors that the piece touches, with neighbours' elements, but nothing outside the array."""
+        """Starts copies of all vectors that the rows touch, with neighbours' elements, but nothing outside the array."""
         last = arith.ceildivui(self.end, constant(self.width))
         if not self.whole:
             last = arith.minui(last, arith.divui(self.left, constant(self.width)))
@@ -338,7 +325,7 @@ class _Piece:
         return arith.addi(self.address, i64(offset)), arith.addi(self.target, offset)
 
     def _copy_elements(self, number, source):
-        """Copies the elements of the vector `number` that are of the piece, from global to shared memory or back."""
+        """Copies the elements of the vector `number` that are of the rows, from global to shared memory or back."""
         start = arith.muli(number, constant(self.width))
         place = arith.addi(start, utils.thread_idx())
         inside = both(compare("ult", utils.thread_idx(), constant(self.width)), compare("ult", place, self.end))

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,17 +19,11 @@ from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 @dataclass(frozen=True)
 class Whole:
-    """An operand as large as the rows. A body gets it as a function of a step.
-
-    Attributes:
-      array: the operand.
-      fill: value beyond the end of a row.
-      dtype: dtype in which the body gets it; None for the dtype of the array.
-    """
+    """An operand as large as the rows. A body gets it as a function of a step."""
 
     array: jax.Array
-    fill: float = 0
-    dtype: Any = None
+    fill: float = 0  # beyond the end of a row
+    dtype: Any = None  # in which the body gets it; None for the dtype of the array
 
 
 @dataclass(frozen=True)
@@ -41,15 +35,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class PerRow:
-    """An operand of size 1 along the rows, which broadcasts with them. A body gets a value for each row of the block.
-
-    Attributes:
-      array: the operand.
-      dtype: dtype in which the body gets it; None for the dtype of the array.
-    """
+    """An operand of size 1 along the rows, which broadcasts with them. A body gets a value for each row of the block."""
 
     array: jax.Array
-    dtype: Any = None
+    dtype: Any = None  # in which the body gets it; None for the dtype of the array
 
 
 @dataclass(frozen=True)
@@ -67,36 +56,25 @@ class Inside:
 RowOperand = Whole | Mask | PerRow | Scalar | Inside
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Types of the shared memory of a block, and in a kernel the references to it.
+class Scratch(NamedTuple):
+    """Types of the shared memory of a block, and in a kernel the references to it."""
 
-    Attributes:
-      slots: a slot for each operand, and result, that is held in shared memory.
-      exchange, pushed: see `Tile`.
-      order: see `RowTile`.
-      answer: an int32 through which one thread tells the others what it read, or None.
-    """
-
-    slots: Sequence[Any] = ()
-    exchange: Any = None
-    pushed: Any = None
+    slots: list[Any]  # one for each operand, and result, that is held in shared memory
+    exchange: Any = None  # see `Tile`, also for the next two
+    arrivals: Any = None
     order: Any = None
-    answer: Any = None
-
-    @property
-    def types(self) -> tuple[Any, ...]:
-        return [*self.slots], self.exchange, self.pushed, self.order, self.answer
+    answer: Any = None  # an int32 through which one thread tells the others what it read, or None
 
 
-def scratch_of(plan, dtypes: Sequence[Any], order_shape=None, has_answer: bool = False) -> Scratch:
+def scratch_of(plan, dtypes: Sequence[Any]) -> Scratch:
     """Returns the types of the shared memory of a block that holds operands of these dtypes."""
+    order_shape = plan.order_shape
     return Scratch(
         [plgpu.SMEM(plan.slot_shape, dtype) for dtype in dtypes],
         plgpu.SMEM(plan.exchange_shape, jnp.float32),
         plgpu.SMEM((2, 2), jnp.int32) if plan.cluster > 1 else None,
         None if order_shape is None else plgpu.SMEM(order_shape, jnp.float32),
-        plgpu.SMEM((1,), jnp.int32) if has_answer else None,
+        plgpu.SMEM((1,), jnp.int32) if plan.persistent_blocks else None,
     )
 
 
@@ -104,29 +82,22 @@ def scratch_of(plan, dtypes: Sequence[Any], order_shape=None, has_answer: bool =
 class RowKernel:
     """A kernel over rows.
 
-    Attributes:
-      name: name of the kernel in the program.
-      body: function of a `Tile` and of operands by name, None for absent ones. It returns the results: those as large as the
-        rows, each a function of a step or an `Either`, and then those with a value for each row.
-      operands: the operands in the order in which they are loaded; at least one is `Whole`.
-      problem: the rows, and what they are read and written as.
-      whole: dtypes of the results as large as the rows.
-      per_row: dtypes of the results with a value for each row.
-      n_exchanges: number of times that the body merges or sums over the warps of a row.
-      replaced: name of the operand in whose memory the one whole result is written, of the same dtype, or None. XLA copies the
-        operand if something else may read it later.
-      devices: names and sizes of the mesh axes whose devices share the rows; rows are then shared by the grid.
+    The body is a function of a `Tile` and of operands by name, None for absent ones. It returns the results: those as large as
+    the rows, each a function of a step or an `Either`, and then those with a value for each row.
+
+    If an operand is `replaced`, the one whole result, of the same dtype, is written in its memory. XLA copies the operand if
+    something else may read it later.
     """
 
-    name: str
+    name: str  # of the kernel in the program
     body: Callable[..., list[Any]]
-    operands: Mapping[str, RowOperand | None]
+    operands: Mapping[str, RowOperand | None]  # in the order in which they are loaded; at least one is `Whole`
     problem: RowProblem
-    whole: Sequence[Any] = ()
-    per_row: Sequence[Any] = ()
-    n_exchanges: int = 1
+    whole: Sequence[Any] = ()  # dtypes of the results as large as the rows
+    per_row: Sequence[Any] = ()  # dtypes of the results with a value for each row
+    n_exchanges: int = 1  # number of times that the body merges or sums over the warps of a row
     replaced: str | None = None
-    devices: tuple[tuple[str, int], ...] = ()
+    devices: tuple[tuple[str, int], ...] = ()  # mesh axes, with sizes, whose devices share the rows: then the grid does, too
 
     @functools.cached_property
     def present(self) -> dict[str, RowOperand]:
@@ -151,12 +122,12 @@ class RowKernel:
 
     def split(self, refs: Sequence[Any]) -> tuple[dict[str, Any], list[Any], Scratch]:
         """Splits the references that a kernel gets into operands by name, results and scratch."""
-        *refs, slots, exchange, pushed, order, answer = refs
-        names = [*self.rows, *self.others]
+        *refs, slots, exchange, arrivals, order, answer = refs
+        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.rows, *self.others]
         operands, results = dict(zip(names, refs, strict=False)), refs[len(names) :]
         if self.replaced is not None:
             results.insert(0, operands[self.replaced])
-        return operands, results, Scratch(slots, exchange, pushed, order, answer)
+        return operands, results, scratch
 
     def load(self, tile: Tile, refs, slots, rows_last: bool = False) -> dict[str, Any]:
         """Loads the operands as the body gets them, those that are held in shared memory from `slots`."""
@@ -197,16 +168,11 @@ class RowKernel:
     def call(
         self, run, plan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
     ) -> list[jax.Array]:
-        """Calls the kernel.
+        """Calls the kernel on a grid of blocks or clusters.
 
-        Args:
-          run: function of the references that `split` takes.
-          plan: plan of the rows.
-          view: shape in which the kernel sees what is as large as the rows.
-          scratch: types of the shared memory of a block.
-          blocks: number of blocks or clusters.
-          is_sequential: True if the examples of a `vmap` must not share one call.
-          states: types of further results, which are dropped.
+        `run` is a function of the references that `split` takes. `view` is the shape in which it sees what is as large as the
+        rows, `scratch` the types of a block's shared memory. If the call `is_sequential`, the examples of a `vmap` do not share
+        it. `states` are types of further results, which are dropped.
         """
         arrays = [array.reshape(view) for array in self.rows.values()]
         arrays += [self._flat(self.present[name], view) for name in self.others]
@@ -222,7 +188,7 @@ class RowKernel:
             out_type=[*results, *states],
             grid=(blocks,),
             grid_names=("block",),
-            scratch_types=scratch.types,
+            scratch_types=tuple(scratch),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             kernel_name=self.name,
             **options,

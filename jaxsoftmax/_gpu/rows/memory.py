@@ -1,8 +1,7 @@
 """Loads and stores of a block's rows: by Pallas if rows end with its steps, else by PTX.
 
 Pallas loads and stores whole tiles of an array. Rows may have any length, any number, and any alignment that follows from
-these.
-Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside the array is touched.
+these. Loads give `fill` beyond the end, and stores leave out what lies there: nothing outside the array is touched.
 """
 
 import functools
@@ -22,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core import compat
-from jaxsoftmax._gpu import arithmetic, sync, tickets
+from jaxsoftmax._gpu import sync, tickets
 from jaxsoftmax._gpu.emit import (
     SPLAT,
     WARP,
@@ -36,9 +35,12 @@ from jaxsoftmax._gpu.emit import (
     i64,
     integer,
     load_words,
+    maximum,
     of_threads,
+    plus_where,
     shared_address,
     utils,
+    widened,
     words_of,
 )
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
@@ -50,37 +52,31 @@ Steps = Callable[[Any], jax.Array]
 
 @dataclass(frozen=True)
 class Elements:
-    """An operand as large as the rows, as a function of a step to its elements in `dtype`.
+    """An operand as large as the rows, as a function of a step to its elements in `dtype`."""
 
-    Attributes:
-      load: function of a step to its elements as they are in memory.
-      of: dtype in memory.
-      dtype: dtype of the elements.
-      plan: plan of the rows.
-    """
-
-    load: Steps
-    of: Any
+    load: Steps  # to elements as they are in memory
+    of: Any  # dtype in memory
     dtype: Any
     plan: Any
 
     def __call__(self, step) -> jax.Array:
         return self.converted(self.load(step))
 
-    def converted(self, elements: jax.Array) -> jax.Array:
+    @functools.cached_property
+    def converted(self) -> Callable[[jax.Array], jax.Array]:
         """Converts elements from the dtype in memory."""
         if self.of == jnp.bfloat16 and self.dtype == jnp.float32 and self.in_words:
-            return arithmetic.widened(elements, self.plan.layout)
-        return elements.astype(self.dtype)
+            return functools.partial(widened, layout=self.plan.layout)
+        return lambda elements: elements.astype(self.dtype)
 
-    @property
+    @functools.cached_property
     def in_words(self) -> bool:
         """True if a thread has two elements in each word."""
         return self.of.itemsize == 2 and self.plan.vector % 2 == 0
 
     def maximum(self, steps: Iterable[jax.Array]) -> jax.Array:
         """Computes the maximum at each place over steps, in the dtype in memory; only if elements are `in_words`."""
-        return functools.reduce(functools.partial(arithmetic.maximum, layout=self.plan.layout), steps)
+        return functools.reduce(functools.partial(maximum, layout=self.plan.layout), steps)
 
 
 @dataclass(frozen=True)
@@ -88,25 +84,17 @@ class Memory:
     """The rows of a block in memory, for any distribution of rows over threads.
 
     A subclass says where the vectors of a thread start (`_starts`), which vector it has in a step (`_vector`), and which
-    columns the elements of that vector have (`places`).
-
-    Attributes:
-      plan: plan of the rows.
-      row: number of the first row, or of the tile of rows; a scalar int32.
-      count: number of rows, or of tiles, of the arrays.
-      exact: True if Pallas can load and store the rows.
-      rank: number of the block among those that share the row; a scalar int32.
-      stage: number of the stage of shared memory that holds the rows; a scalar int32.
+    columns the elements of that vector have (`places`). `row`, `rank` and `stage` are scalars, int32.
     """
 
     plan: Any
-    row: Any
-    count: int
-    exact: bool = False
-    rank: Any = 0
-    stage: Any = 0
+    row: Any  # number of the first row, or of the tile of rows
+    count: int  # rows, or tiles, of the arrays
+    exact: bool = False  # Pallas can load and store the rows
+    rank: Any = 0  # number of the block among those that share the row
+    stage: Any = 0  # of shared memory, that holds the rows
 
-    @property
+    @functools.cached_property
     def place(self) -> list[Any]:
         return [self.row, self.rank]
 
@@ -185,7 +173,7 @@ class Memory:
     # From memory to registers, and back.
 
     def load_mask(self, ref, source) -> Steps:
-        """Loads a mask, as a function of a step to bools.
+        """Loads a mask, as a function of a step to bools; without `ref`, flags of the elements that are of a row.
 
         `source` is `RowProblem.indexed` of a mask that repeats along axes of the rows; None for one as large as the rows.
         """
@@ -196,12 +184,7 @@ class Memory:
 
     def inside(self) -> Steps | None:
         """Tells which elements are of a row, as a function of a step to bools; None if all are."""
-        if self.plan.whole_steps == range(self.plan.steps):
-            return None
-        if self.plan.storage != Storage.REGISTERS:
-            return lambda step: self._load(None, jnp.dtype(jnp.int8), 0, step=step)[0] != 0
-        flags = self._load(None, jnp.dtype(jnp.int8), 0)
-        return lambda step: flags[step] != 0
+        return None if self.plan.whole_steps == range(self.plan.steps) else self.load_mask(None, None)
 
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores the results of a step."""
@@ -234,7 +217,7 @@ class Memory:
                 policy = utils.inline_ptx(asm, result_types=integer(64))
 
             # Rows that repeat are not aligned as the rows of the scores are.
-            singly = source is not None and not self._has_whole_vectors
+            singly = source is not None and not plan.has_whole_vectors
 
             def held(step, start, whole=False):
                 held = self._vector(step, start, dtype.itemsize, whole, singly)
@@ -250,10 +233,6 @@ class Memory:
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
         return emit(load, ref, scalars, results=[kind] * (plan.steps if step is None else 1))
 
-    @property
-    def _has_whole_vectors(self) -> bool:
-        return True
-
     # Columns.
 
     def plus_at(self, step, values: jax.Array, columns: jax.Array, addends: jax.Array) -> jax.Array:
@@ -263,7 +242,7 @@ class Memory:
         def add(row, rank, step, values, columns, addends):
             places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
-            return [arithmetic.plus_where(register, *own) for register, *own in registers]
+            return [plus_where(register, *own) for register, *own in registers]
 
         of_rows = plan.row_layout if columns.ndim else SPLAT
         arrays = [(values, plan.layout), (columns, of_rows), (addends, of_rows)]
@@ -297,6 +276,7 @@ class RowMemory(Memory):
             for own, *where, _ in copies:
                 own.fill_around(*where)
 
+        # Neighbours that came along at both ends are filled, so that a loop over the row needs no predicates.
         if self.plan.is_shifted and not self.plan.has_whole_vectors:
             self._each_copy(fill, refs, slots, fills)
 
@@ -317,13 +297,9 @@ class RowMemory(Memory):
 
     def read(self, ref, fill, dtype) -> Elements:
         """Reads an operand as large as the rows from global memory, whenever a step of it is asked for."""
-
-        def load(step):
-            if self.plan.is_joined:
-                return self._load_joined(ref, fill, step)
-            return self._load(ref, ref.dtype, fill, step=step)[0]
-
-        return Elements(load, ref.dtype, dtype, self.plan)
+        if self.plan.is_joined:
+            return Elements(functools.partial(self._load_joined, ref, fill), ref.dtype, dtype, self.plan)
+        return Elements(lambda step: self._load(ref, ref.dtype, fill, step=step)[0], ref.dtype, dtype, self.plan)
 
     def inside(self) -> Steps | None:
         if self.plan.is_joined and self.plan.whole_steps != range(self.plan.steps):
@@ -412,7 +388,7 @@ class RowMemory(Memory):
             first = arith.addi(first, slice_start)
             left = arith.maxsi(arith.subi(length, slice_start), constant(0))
             length = arith.minsi(left, arith.muli(own_lines, constant(plan.line)))
-        for own_row, inside in self._own_rows(place[0]):
+        for own_row, inside in [(place[0], None)] if plan.takes_block else self._own_rows(place[0]):
             array_row = own_row if source is None else placed(source[0], own_row, plan.cols)
             start, in_slice = arith.addi(arith.muli(i64(array_row), i64(plan.cols)), i64(first)), element
             if plan.is_shifted:
@@ -460,20 +436,13 @@ class RowMemory(Memory):
         touched = compare("ult", arith.addi(first, last), arith.addi(length, last))
         return made(complete, arith.xori(complete, touched), own)
 
-    @property
-    def _has_whole_vectors(self) -> bool:
-        return self.plan.has_whole_vectors
-
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
             yield Vector(arith.addi(address_of(ref), arith.muli(i64(own_row), i64(itemsize))), 0, itemsize, inside)
 
     def _own_rows(self, row):
-        """Yields the rows whose elements this thread holds, and whether each row exists, None if always."""
+        """Yields the rows inside a warp whose elements this thread holds, and whether each row exists, None if always."""
         plan = self.plan
-        if plan.takes_block:
-            yield row, None
-            return
         own = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
         for i in range(plan.rows_per_lanes):
             here = arith.addi(own, constant(i * WARPS * (WARP // plan.lanes)))
@@ -592,22 +561,16 @@ class RowMemory(Memory):
 
 
 @dataclass(frozen=True)
-class Ring:
+class CopyRing:
     """Steps of a loop on their way from global memory: a thread copies its own vectors to shared memory, and reads them there.
 
     So it waits for no other thread. What was read of a slot must have been used before the slot is copied to again.
-
-    Attributes:
-      memory: rows of the block.
-      ref: array that is read.
-      slots: `[size * threads * vector]` of its dtype, in shared memory. Vectors must have 4, 8 or 16 bytes.
-      size: number of steps that it holds.
     """
 
     memory: RowMemory
-    ref: Any
-    slots: Any
-    size: int
+    ref: Any  # array that is read
+    slots: Any  # `[size * threads * vector]` of its dtype, in shared memory; vectors must have 4, 8 or 16 bytes
+    size: int  # number of steps that it holds
 
     def copy(self, first, count: int, left) -> None:
         """Starts a group of copies: of `count` steps from `first` on if `left` is more than 0, else of none."""

@@ -7,7 +7,9 @@ pass through shared memory. `plans_sm90` chooses the numbers.
 import enum
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxsoftmax._gpu.emit import WARP, WARPS, tiled
 
@@ -20,6 +22,9 @@ class Storage(enum.Enum):
     REGISTERS = "registers"  # every step is written out, without a loop
     SHARED = "shared memory"  # longer rows; threads need few registers, so that one block loads while another one stores
     NOWHERE = "nowhere"  # each pass reads global memory: rows that are read once, or whose blocks need nothing of each other
+
+
+_derived: Callable[[], Any] = functools.partial(field, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -35,115 +40,69 @@ class RowPlan:
     `line - 1` elements before the slice, because a warp that touches one line more than it must is slower. Elements outside the
     slice are filled. Where in its line a row starts depends on the number of the row: see `RowMemory.sums_in_order`.
 
-    Attributes:
-      cols: elements of a row.
-      vector: elements of one load or store of a thread; a power of two, at most 16 bytes.
-      threads: threads of a block that share a row: a power of two up to 32 (lanes of one warp), or a multiple of 128.
-      rows_per_lanes: rows of each group of lanes, one after the other. 1 if a row takes a whole block.
-      blocks: blocks that share a row. Up to 16 form a cluster and exchange states through distributed shared memory.
-      storage: where the rows are kept.
-      unroll: steps in one iteration of a loop. 0, and no loop, in registers.
-      persistent_blocks: number of blocks that take the slices of long rows by tickets (`grid`). 0 if every block has the slice
-        of its index.
-      is_stored: True if a result is as large as the rows, so that elements are stored where they were loaded.
-
-    These follow from them, as `__post_init__` says:
-      takes_block: True if all threads of a block share one row.
-      cluster, warpgroups, lanes, rows: blocks of a cluster; warpgroups of a block; lanes of a warp that share a row; rows of a
-        block.
-      warps: warps that share a row of a whole block, in all blocks of the cluster.
-      line: elements of a line of 128 bytes, if a vector has 16 bytes.
-      has_whole_vectors: True if rows consist of whole vectors.
-      is_shifted: True if slices start elsewhere than vectors may.
-      is_joined: True if a thread joins vectors of two steps, so that steps end where they do in the order of the slice.
-      slice_lines, n_longer_slices: lines of a slice, except that this many of the first slices have one more; the last slice
-        may end inside a line.
-      step_cols: elements that the threads of a block, or the lanes of a row, have in one step.
-      steps: vectors of a slice that a thread holds; the last of them may lie beyond the end.
-      whole_steps: steps in which all threads have whole vectors of any slice.
-      looped_steps: steps that a loop goes over.
-      is_exact: True if Pallas can load and store rows.
-      stages: slots of shared memory in which a block may hold a slice.
-      shape: what a warpgroup holds in one step: rows, or its warps, by elements.
+    The fields after `is_stored` follow from those before.
     """
 
-    cols: int
-    vector: int
-    threads: int
-    rows_per_lanes: int = 1
-    blocks: int = 1
+    cols: int  # elements of a row
+    vector: int  # elements of one load or store of a thread: a power of two, at most 16 bytes
+    threads: int  # threads of a block that share a row: a power of two up to 32, lanes of one warp, or a multiple of 128
+    rows_per_lanes: int = 1  # rows of each group of lanes, one after the other; 1 if a row takes a whole block
+    blocks: int = 1  # blocks that share a row; up to 16 form a cluster and exchange states through distributed shared memory
     storage: Storage = Storage.REGISTERS
-    unroll: int = 0
-    persistent_blocks: int = 0
-    is_stored: bool = True
+    unroll: int = 0  # steps in one iteration of a loop; 0, and no loop, in registers
+    persistent_blocks: int = 0  # blocks that take slices of long rows by tickets (`grid`); 0 if each has the slice of its index
+    is_stored: bool = True  # True if a result is as large as the rows, so that elements are stored where they were loaded
 
-    takes_block: bool = field(init=False, repr=False)
-    cluster: int = field(init=False, repr=False)
-    warpgroups: int = field(init=False, repr=False)
-    lanes: int = field(init=False, repr=False)
-    rows: int = field(init=False, repr=False)
-    warps: int = field(init=False, repr=False)
-    line: int = field(init=False, repr=False)
-    has_whole_vectors: bool = field(init=False, repr=False)
-    is_shifted: bool = field(init=False, repr=False)
-    is_joined: bool = field(init=False, repr=False)
-    slice_lines: int = field(init=False, repr=False)
-    n_longer_slices: int = field(init=False, repr=False)
-    step_cols: int = field(init=False, repr=False)
-    steps: int = field(init=False, repr=False)
-    whole_steps: range = field(init=False, repr=False)
-    looped_steps: range = field(init=False, repr=False)
-    is_exact: bool = field(init=False, repr=False)
-    stages: int = field(init=False, repr=False)
-    shape: tuple[int, int] = field(init=False, repr=False)
+    takes_block: bool = _derived()  # True if all threads of a block share one row
+    cluster: int = _derived()  # blocks of a cluster
+    warpgroups: int = _derived()  # of a block
+    lanes: int = _derived()  # lanes of a warp that share a row
+    rows: int = _derived()  # of a block
+    warps: int = _derived()  # warps that share a row of a whole block, in all blocks of the cluster
+    shape: tuple[int, int] = _derived()  # what a warpgroup holds in one step: rows, or its warps, by elements
+    line: int = _derived()  # elements of a line of 128 bytes, if a vector has 16 bytes
+    has_whole_vectors: bool = _derived()  # True if rows consist of whole vectors
+    is_shifted: bool = _derived()  # True if slices start elsewhere than vectors may
+    is_joined: bool = _derived()  # True if a thread joins vectors of two steps, so that they end where they do in the slice
+    slice_lines: int = _derived()  # lines of a slice; the last slice may end inside a line
+    n_longer_slices: int = _derived()  # number of the first slices, which have one line more
+    step_cols: int = _derived()  # elements that the threads of a block, or the lanes of a row, have in one step
+    steps: int = _derived()  # vectors of a slice that a thread holds; the last of them may lie beyond the end
+    whole_steps: range = _derived()  # steps in which all threads have whole vectors of any slice
+    looped_steps: range = _derived()  # steps that a loop goes over
+    is_exact: bool = _derived()  # True if Pallas can load and store rows
+    stages: int = _derived()  # copies of the slots: slices that a block may hold at a time
 
     def __post_init__(self):
         cols, vector, threads, blocks = self.cols, self.vector, self.threads, self.blocks
-        takes_block = threads > WARP
-        cluster = 1 if self.persistent_blocks else blocks
-        warpgroups, lanes = max(1, threads // (WARP * WARPS)), min(threads, WARP)
-        rows = 1 if takes_block else WARPS * (WARP // lanes) * self.rows_per_lanes
+        put = vars(self).update  # the dataclass is frozen
+        cluster, stages = (1, 2) if self.persistent_blocks else (blocks, 1)
+        put(takes_block=threads > WARP, cluster=cluster, stages=stages)
+        put(warpgroups=max(1, threads // (WARP * WARPS)), lanes=min(threads, WARP), step_cols=threads * vector)
+        put(rows=1 if self.takes_block else WARPS * (WARP // self.lanes) * self.rows_per_lanes)
+        put(warps=WARPS * self.warpgroups * cluster)
+        put(shape=(WARPS if self.takes_block else self.rows, self.lanes * vector))
 
-        line, has_whole_vectors = 8 * vector, cols % vector == 0
-        is_shifted = takes_block and cols % line != 0
+        put(line=8 * vector, has_whole_vectors=cols % vector == 0)
+        put(is_shifted=self.takes_block and cols % self.line != 0)
         # Elements that are read in a loop, kept nowhere and not stored at their place can be put in order in no other way.
-        is_joined = is_shifted and self.storage == Storage.NOWHERE and not self.is_stored
-        slice_lines, n_longer_slices = divmod(-(-cols // line), blocks)
+        put(is_joined=self.is_shifted and self.storage == Storage.NOWHERE and not self.is_stored)
+        slice_lines, n_longer_slices = divmod(-(-cols // self.line), blocks)
+        put(slice_lines=slice_lines, n_longer_slices=n_longer_slices)
 
-        step_cols = threads * vector
+        line, is_shifted, step_cols = self.line, self.is_shifted, self.step_cols
         longest = cols if blocks == 1 else -(-cols // (blocks * line)) * line
         shortest = cols if blocks == 1 else max(0, (slice_lines - 1) * line + 1)
-        before = line - (vector if has_whole_vectors else 1) if is_shifted and not is_joined else 0  # of its first line
+        is_ragged = is_shifted and not self.is_joined
+        before = line - (vector if self.has_whole_vectors else 1) if is_ragged else 0  # of its first line
         steps = -(-(longest + before) // step_cols)
         whole_steps = range(1 if is_shifted else 0, shortest // step_cols)
         # Rows that are not in shared memory leave some steps to code of their own, because a branch in a loop makes it slow.
         looped_steps = range(steps) if self.storage == Storage.SHARED else whole_steps
-        if is_joined:
+        if self.is_joined:
             looped_steps = range(whole_steps.stop - 1)
-
-        derived = {
-            "takes_block": takes_block,
-            "cluster": cluster,
-            "warpgroups": warpgroups,
-            "lanes": lanes,
-            "rows": rows,
-            "warps": WARPS * warpgroups * cluster,
-            "line": line,
-            "has_whole_vectors": has_whole_vectors,
-            "is_shifted": is_shifted,
-            "is_joined": is_joined,
-            "slice_lines": slice_lines,
-            "n_longer_slices": n_longer_slices,
-            "step_cols": step_cols,
-            "steps": steps,
-            "whole_steps": whole_steps,
-            "looped_steps": looped_steps,
-            "is_exact": cols == steps * step_cols and blocks == 1 and self.storage != Storage.SHARED,
-            "stages": 2 if self.persistent_blocks else 1,
-            "shape": (WARPS if takes_block else rows, lanes * vector),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        put(steps=steps, whole_steps=whole_steps, looped_steps=looped_steps)
+        put(is_exact=cols == steps * step_cols and blocks == 1 and self.storage != Storage.SHARED)
 
     def describe(self) -> str:
         if not self.takes_block:
@@ -155,8 +114,16 @@ class RowPlan:
             return f"{self.blocks} slices a row over {self.persistent_blocks} blocks of the grid, {how}"
         return f"a cluster of {self.blocks} blocks a row, {how}" if self.blocks > 1 else f"a block a row, {how}"
 
+    def count(self, outer: int) -> int:
+        """Returns the number of rows of an array."""
+        return outer
+
+    def view(self, outer: int) -> tuple[int, ...]:
+        """Returns the shape in which kernels see an array, unless its rows end with their steps."""
+        return (outer, self.cols)
+
     @property
-    def tells_rows_apart(self) -> bool:
+    def allows_either(self) -> bool:
         """True if results may be `Either`: with one row in the block, code of its own for each case is worth its length."""
         return self.takes_block and not self.persistent_blocks
 
@@ -208,25 +175,21 @@ class ColumnPlan:
     A block has `width` neighbouring rows, a tile. In one step a thread has a vector of `inner` at one of `height` places along
     the rows. Blocks of a cluster have their places in turn; blocks of the grid share a tile in slices, one below another,
     because what they hold at one time should be close together.
-
-    Attributes:
-      cols: elements of a row.
-      inner: rows that are neighbours in memory.
-      vector: neighbouring rows in one load or store of a thread; a power of two, at most 16 bytes.
-      threads: threads of a block, a multiple of 128.
-      lanes: lanes of a warp along `inner`, a power of two; the others are at other places along the rows.
-      blocks, storage, unroll, persistent_blocks: see `RowPlan`.
     """
 
-    cols: int
-    inner: int
-    vector: int
-    threads: int
-    lanes: int
-    blocks: int = 1
+    cols: int  # elements of a row
+    inner: int  # rows that are neighbours in memory
+    vector: int  # neighbouring rows in one load or store of a thread: a power of two, at most 16 bytes
+    threads: int  # of a block, a multiple of 128
+    lanes: int  # of a warp along `inner`, a power of two; the others are at other places along the rows
+    blocks: int = 1  # see `RowPlan`, also for what follows
     storage: Storage = Storage.SHARED
     unroll: int = 1
     persistent_blocks: int = 0
+
+    # As in a `RowPlan`; tiles count as rows.
+    rows, takes_block, allows_either = 1, True, False
+    has_whole_vectors, is_shifted, is_exact, order_shape = True, False, False, None
 
     def describe(self) -> str:
         how = f"tiles of {self.width} neighbouring rows, {self.threads} threads a block"
@@ -234,6 +197,14 @@ class ColumnPlan:
         if self.persistent_blocks:
             return f"{self.blocks} slices a tile over {self.persistent_blocks} blocks of the grid, {how}"
         return f"a cluster of {self.blocks} blocks a tile, {how}" if self.blocks > 1 else how
+
+    def count(self, outer: int) -> int:
+        """Returns the number of tiles of an array."""
+        return outer * self.tiles
+
+    def view(self, outer: int) -> tuple[int, int]:
+        """Returns the shape in which kernels see an array."""
+        return (outer * self.cols, self.inner)
 
     @property
     def width(self) -> int:
@@ -257,10 +228,6 @@ class ColumnPlan:
     def warps(self) -> int:
         """Warps of a block."""
         return WARPS * self.warpgroups
-
-    @property
-    def tells_rows_apart(self) -> bool:
-        return False
 
     # Places along the rows.
 

@@ -1,7 +1,7 @@
 """Plans of kernels over rows for Hopper: tables and models, as measured on an H100 and an H200.
 
-The measurements are in `benchmarks/results/h200/softmax.csv`. The number of rows does not matter to a plan, so the bits of a
-row do not depend on it.
+The measurements are in `benchmarks/results/h200/softmax.csv` and `softmax_sweep.csv`. The number of rows does not matter to a
+plan, so the bits of a row do not depend on it.
 """
 
 import math
@@ -23,8 +23,9 @@ _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by byt
 
 def plan_rows(problem: RowProblem, target: Target, devices: bool = False) -> RowPlan | ColumnPlan | Refusal:
     """Plans rows along any axis; refuses rows that do not fit shared memory. `devices` says that devices share the rows."""
-    if devices:
-        plan = _of_devices(problem, target)
+    if devices:  # blocks of the grid hold a device's part of a row, however short it is
+        size = len(problem.read) * max(2048, problem.cols * problem.widest)
+        plan = _grid(problem, target, min(_STAGE[problem.widest], size))
     else:
         plan = _columns(problem, target) if problem.inner > 1 else _rows(problem, target)
     if isinstance(plan, Refusal | StagedPlan) or plan.storage != Storage.SHARED:
@@ -49,11 +50,11 @@ def most_blocks(target: Target) -> int:
 def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     """Plans rows along the last axis.
 
-    Short rows are inside a warp, and a block has several: it costs as much time to start as 3 KiB take to be read. A thread
-      holds up to 128 bytes of a row in registers, which is fastest. If that takes too many threads, or in 16 bits if rows do
-      not start with a line of the cache, rows are in shared memory, up to 250 elements for each thread, so that a
-      multiprocessor has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
-      longer ones by the grid. Long rows that are read once and not written are held nowhere.
+    Short rows are inside a warp, and a block has several, because a block takes as long to start as 3 KiB take to be read. In
+    registers, which are fastest, a thread holds up to 128 bytes of a row. Where that takes too many threads, and in 16 bits
+    where rows do not start with a line of the cache, rows are in shared memory, with up to 192 elements for each thread. A
+    multiprocessor then has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
+    longer ones by the grid. Long rows that are read once and not written are held nowhere.
     """
     cols, itemsize, is_streamed = problem.cols, problem.widest, not problem.written
     widest, operands = 16 // itemsize, len(problem.read)
@@ -63,14 +64,12 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     if is_streamed and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if cols * itemsize > 2**20 else 128
         blocks = min(8, _power(cols / 65536))
-        return RowPlan(
-            cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=not is_streamed
-        )
+        return RowPlan(cols, 4, threads, blocks=blocks, storage=Storage.NOWHERE, unroll=16 // itemsize, is_stored=False)
     has_whole_lines = cols % (8 * widest) == 0
-    # Results that need a second exponential keep one for each element, or masks: then a thread has too many registers.
-    few = problem.masked or problem.exponentiates_twice
+    # A thread has too few registers for both the scores and their exponentials, or for the mask, of longer rows.
+    few = problem.is_masked or problem.keeps_scores
     in_registers = 131072 if (itemsize, operands) == (4, 1) and has_whole_lines else _IN_REGISTERS[itemsize, operands]
-    if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.masked):
+    if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.is_masked):
         per_thread = 128 // itemsize  # elements
         most_threads = 512 if itemsize == 4 and (has_whole_lines or problem.reduces != "nothing") else 256
         threads = min(most_threads, max(128, _power(cols / per_thread)))
@@ -91,15 +90,11 @@ def _shared(problem: RowProblem, target: Target, has_whole_lines: bool) -> RowPl
     blocks = min(most, _power(cols / share))
     if size == (2, 1) and has_whole_lines and cols > 65536:  # as fast, and faster if rows are few
         blocks = most
+    # A float32 row gives each of 256 threads up to 64 elements. A row of 16 bits gives each of 128 up to 192, because
+    # instructions count as much as bytes there (measured on an H200: `benchmarks/results/h200/softmax_sweep.csv`).
     threads = 256 if cols > 8192 and size != (2, 1) else 128
     unroll = 4 if cols > 200_000 else 1 if size == (2, 2) and cols > 8192 else 2
     return RowPlan(cols, widest, threads, blocks=blocks, storage=Storage.SHARED, unroll=unroll, is_stored=is_stored)
-
-
-def _of_devices(problem: RowProblem, target: Target) -> RowPlan | Refusal:
-    """Plans a device's part of rows that devices share: blocks of the grid hold it, however short it is."""
-    itemsize, operands = problem.widest, len(problem.read)
-    return _grid(problem, target, min(_STAGE[itemsize], operands * max(2048, problem.cols * itemsize)))
 
 
 def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
@@ -110,20 +105,13 @@ def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
     held = stage // (step * itemsize * len(problem.read)) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside a line
     resident = _resident(target, stage)
+    # Blocks would wait for the last slices of such a row with little else to do.
     if 3 * blocks > 4 * resident:  # a row is then more than two thirds of the slices that all blocks hold, each in two stages
         return Refusal(
             f"rows of {cols} entries are {blocks} slices, more than two thirds of the {2 * resident} that the grid holds"
         )
-    return RowPlan(
-        cols,
-        vector,
-        threads,
-        blocks=blocks,
-        storage=Storage.SHARED,
-        unroll=4,
-        persistent_blocks=resident,
-        is_stored=bool(problem.written),
-    )
+    options = {"persistent_blocks": resident, "is_stored": bool(problem.written)}
+    return RowPlan(cols, vector, threads, blocks=blocks, storage=Storage.SHARED, unroll=4, **options)
 
 
 def _resident(target: Target, stage: int) -> int:
@@ -143,7 +131,7 @@ def _bytes_in_a_warp(problem: RowProblem) -> int:
 def _is_plain(problem: RowProblem) -> bool:
     """Tells whether short rows reach the bandwidth as they are, in registers: small arrays of them are then fastest so, too."""
     is_read_once = not problem.written and len(problem.read) == 1
-    return bool(problem.masked) or (problem.widest == 4 and not is_read_once)
+    return problem.is_masked or (problem.widest == 4 and not is_read_once)
 
 
 def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import arithmetic, sync
-from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, keep_loop, of_warps, replicated, unknown
-from jaxsoftmax._gpu.rows.memory import Elements, Memory, RowMemory, Steps
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, fma, keep_loop, of_warps, replicated, unknown
+from jaxsoftmax._gpu.rows.memory import Elements, RowMemory, Steps
 from jaxsoftmax._gpu.rows.plan import Storage
 from jaxsoftmax.online import State
 
@@ -35,15 +35,9 @@ def each(function, *operands: Steps) -> Steps:
 
 @dataclass(frozen=True)
 class Either:
-    """A result that depends on a condition of the whole row, with code of its own for both cases.
+    """A result that depends on a condition of the whole row, with code of its own for both cases."""
 
-    Attributes:
-      condition: scalar bool; there is one row in the block.
-      then: elements of the result if it holds.
-      otherwise: elements of the result if it does not.
-    """
-
-    condition: jax.Array
+    condition: jax.Array  # scalar bool; there is one row in the block
     then: Steps
     otherwise: Steps
 
@@ -53,16 +47,12 @@ class Tile:
     """The rows of a block, for any distribution of rows over threads.
 
     A subclass turns states and sums of warps into states and sums of rows (`merge`, `sum`).
-
-    Attributes:
-      memory: the rows in memory.
-      exchange: float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row.
-      pushed: barriers for the stores of a cluster's blocks to each other's `exchange`, or None.
     """
 
-    memory: Memory
-    exchange: Any
-    pushed: Any
+    memory: Any
+    exchange: Any  # float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row
+    arrivals: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
+    order: Any = None  # float32 in shared memory of `RowPlan.order_shape`, or None
 
     def along(self, row: jax.Array) -> jax.Array:
         """Broadcasts a value for each row, or one for all, along the row."""
@@ -85,10 +75,10 @@ class Tile:
 
     def lift(self, scores: Steps, scale=None) -> State:
         """Computes the states of the scores that a warp holds of each row."""
-        storage = self.memory.plan.storage
-        if storage == Storage.REGISTERS and not self._is_shifted:
-            return online.lift(map(scores, range(self.memory.plan.steps)), scale=scale)
-        if storage == Storage.NOWHERE:
+        plan = self.memory.plan
+        if plan.storage == Storage.REGISTERS and not plan.is_shifted:
+            return online.lift(map(scores, range(plan.steps)), scale=scale)
+        if plan.storage == Storage.NOWHERE:
             return self._push(scores, scale)[0]
         m = self._maximum(self._top(scores))  # elements that are held are cheap to read twice
         weights, alike = self.weights(m, scale)
@@ -104,19 +94,21 @@ class Tile:
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """Returns a function of scores to `online.weights` of them, up to a factor that is alike for all, and this factor.
 
-        So the exponent takes one operation, `score * log2(e) - t`, where `t` is `m * log2(e)` as rounded, and the factor is 2
-        to
-        the error of that, at most 64: weights below 2^-62 may count as 0 where `m` is beyond 2^27. Beyond 1.4e9 scores that
-        differ do so by 128 at least, so that their weights are 0, in whatever unit.
+        In shared memory the exponent takes one operation, `score * log2(e) - t`. `t` is `m * log2(e)`, rounded, and the factor
+        is 2 to the power of its rounding error. The factor is at most 64: where `m` is beyond 2^27, weights below 2^-62 may
+        count as 0. Beyond 1.4e9, two scores that differ do so by at least 128, and the smaller one's weight is 0 in any unit.
         """
         plan, m = self.memory.plan, online.shift(m)
         if scale is not None or plan.storage != Storage.SHARED:
             return functools.partial(online.exponentials, m=m, scale=scale), 1
         unit = jnp.where(jnp.abs(m) < 1.4e9, jnp.float32(math.log2(math.e)), jnp.float32(1))
         t = m * unit
-        off = arithmetic.fma(m, unit, -t, plan.row_layout if m.ndim else SPLAT)
+        off = fma(m, unit, -t, plan.row_layout if m.ndim else SPLAT)
         unit, t = (plgpu.layout_cast(self.along(row), plan.layout) for row in (unit, -t))
-        return lambda scores: jnp.exp2(arithmetic.fma(scores, unit, t, plan.layout)), jnp.exp2(-off)
+        # A kernel in 16 bits keeps up with memory at up to 27 operations for each element, and at 15 if latencies count
+        # (Hopper). A softmax in shared memory takes 11. It took 16 before this multiply-add, two maxima in one operation, and
+        # bfloat16 that is widened by a shift or a mask.
+        return lambda scores: jnp.exp2(fma(scores, unit, t, plan.layout)), jnp.exp2(-off)
 
     def _push(self, scores, scale, *addends: Addends) -> tuple[State, list[jax.Array]]:
         """Computes the states and sums of rows that a warp reads and does not hold."""
@@ -151,12 +143,9 @@ class Tile:
         return jnp.max(top, 1)
 
     @property
-    def _is_shifted(self) -> bool:
-        return False
-
-    @property
     def _product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return _rounded(self.memory.plan.layout)
+        plan = self.memory.plan
+        return operator.mul if plan.is_exact else _rounded(plan.layout)
 
     def _top(self, scores: Steps) -> jax.Array:
         """Computes the maximum over steps at each place of a step."""
@@ -171,8 +160,9 @@ class Tile:
     def _sum(self, values: Steps) -> jax.Array:
         """Sums the values that a warp holds of each row."""
         plan = self.memory.plan
-        if plan.storage != Storage.REGISTERS or self._is_shifted:
-            # Products are added unrounded. From 0 on the first one is not, wherever the row starts.
+        if plan.storage != Storage.REGISTERS or plan.is_shifted:
+            # LLVM adds one of two products unrounded, and which one depends on where the row starts. A sum that starts
+            # with 0 rounds the first product always.
             zeros = self.accumulator(0)
             (total,) = self._fold(lambda steps, total: [functools.reduce(jnp.add, map(values, steps), total)], [zeros])
         else:
@@ -207,6 +197,7 @@ class Tile:
 
         def iteration(i, carry):
             if plan.storage == Storage.SHARED:
+                # ptxas would keep the row in registers if it unrolled the loop, and Pallas cannot limit their number.
                 keep_loop()
             return tuple(function([looped.start + i * unroll + k for k in range(unroll)], *carry))
 
@@ -219,14 +210,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowTile(Tile):
-    """Rows along the last axis: several in a warp, or one that warps, and blocks of a cluster, share.
-
-    Attributes:
-      order: float32 in shared memory of `RowPlan.order_shape`, or None.
-    """
+    """Rows along the last axis: several in a warp, or one that warps, and blocks of a cluster, share."""
 
     memory: RowMemory
-    order: Any = None
 
     def column(self, step) -> jax.Array:
         """Returns the column of each element, int32; outside the row, or the block's slice, a number that is no column."""
@@ -251,10 +237,11 @@ class RowTile(Tile):
         return jnp.where(jnp.logical_and(column >= 0, column < length), column + start, -1)
 
     def merge(self, state: State, scale=None, exchange: int = 0) -> State:
-        if not self.memory.plan.takes_block:
+        plan = self.memory.plan
+        if not plan.takes_block:
             return state
         states = State(*self._exchange(exchange, state.m, state.d))
-        return self.merge_along(states, scale) if self._is_shifted else online.merge_along(states, 0, scale=scale)
+        return self.merge_along(states, scale) if plan.is_shifted else online.merge_along(states, 0, scale=scale)
 
     def merge_along(self, states: State, scale=None) -> State:
         """Computes `online.merge_along` of states, `[n]` that each warp has, or `[4, n]`, a row for each, alike in all lanes.
@@ -279,7 +266,7 @@ class RowTile(Tile):
         Where in a line a row starts depends on the number of the row. Its bits must not, so sums are put in the order of the
         row.
         """
-        if not self._is_shifted:
+        if not self.memory.plan.is_shifted:
             return jnp.sum(sums, 1)
         in_order = self.memory.sums_in_order(self.order, sums)
         return plgpu.layout_cast(jnp.sum(in_order, 1), self.memory.plan.row_layout)
@@ -290,7 +277,7 @@ class RowTile(Tile):
         The elements of a warp then depend on where in the line the row starts; those of the block do not.
         """
         plan, m = self.memory.plan, jnp.max(top, 1)
-        if not self._is_shifted:
+        if not plan.is_shifted:
             return m
         warps = WARPS * plan.warpgroups
         tops = self.order.at[pl.ds(plan.order_shape[0] - warps, warps)]
@@ -298,14 +285,6 @@ class RowTile(Tile):
         sync.block_barrier()
         m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
-
-    @property
-    def _is_shifted(self) -> bool:
-        return self.memory.plan.is_shifted
-
-    @property
-    def _product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return operator.mul if self.memory.plan.is_exact else _rounded(self.memory.plan.layout)
 
     def _exchange(self, number: int, *parts):
         """Exchanges a value, or two, of each warp through shared memory, in a block or a cluster: returns those of all warps.
@@ -320,8 +299,8 @@ class RowTile(Tile):
             if number == 0:
                 sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
             for slot, part in zip(slots, parts, strict=True):
-                sync.push_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.pushed, number)
-            sync.await_pushes(self.pushed, number, 4 * len(parts) * plan.warps)
+                sync.send_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
+            sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.warps)
         else:
             for slot, part in zip(slots, parts, strict=True):
                 slot[pl.ds(group * WARPS, WARPS)] = part
@@ -335,4 +314,4 @@ class RowTile(Tile):
 
 def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns a product of arrays of this layout that is rounded even where it is added to something."""
-    return lambda a, b: arithmetic.fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)
+    return lambda a, b: fma(a, b, plgpu.layout_cast(jnp.zeros(a.shape, jnp.float32), layout), layout)

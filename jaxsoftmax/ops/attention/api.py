@@ -1,6 +1,6 @@
 """Attention, with the signature of `jax.nn.dot_product_attention` and more."""
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +188,7 @@ def dot_product_attention(
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     check_implementation(ATTENTION_FAMILY, _NAME, implementation)
-    query, key, value = _operands(query=query, key=key, value=value)
+    query, key, value = checks.queries_keys_values(_NAME, query=query, key=key, value=value)
     is_causal, deterministic, deterministic_gradients, return_residual, broadcast_dropout = arguments.flags(
         _NAME,
         is_causal=is_causal,
@@ -197,7 +197,7 @@ def dot_product_attention(
         return_residual=return_residual,
         broadcast_dropout=broadcast_dropout,
     )
-    rate = _effective_rate(dropout_rate, deterministic)
+    rate = checks.dropout_rate(_NAME, dropout_rate, deterministic)
     if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
         raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
     query, scale = checks.scaled(_NAME, query, scale)
@@ -206,7 +206,7 @@ def dot_product_attention(
     axes = arguments.axis_names(_NAME, parallel.axis_name, "parallel.axis_name")
     replicated, devices = parallel.replicated_queries, lax.axis_size(axes)
     lengths = length * (1 if replicated else devices), keys * devices  # numbers of queries and keys on all devices
-    sequence = _sequence_params(parallel, lengths)
+    sequence = checks.sequence_params(_NAME, parallel, lengths)
     if axes:
         query = sharding.varying(query, () if replicated else axes)
         key, value = (sharding.varying(array, axes) for array in (key, value))
@@ -214,9 +214,12 @@ def dot_product_attention(
     scales = checks.cache_scales(_NAME, query.dtype, key, (*batch, key.shape[-2]), key=key_scale, value=value_scale)
     operands |= {name: lax.expand_dims(scale, range(len(batch) + 1 - scale.ndim)) for name, scale in scales.items()}
     operands |= checks.operands_of_scores(_NAME, bias, mask, sinks, (*batch, heads, length, lengths[1]))
-    operands |= _sequence_lengths(batch, query=query_seq_lengths, key=key_value_seq_lengths)
+    if query_seq_lengths is not None:
+        operands["query_lengths"] = checks.sequence_lengths(_NAME, "query_seq_lengths", query_seq_lengths, batch)
+    if key_value_seq_lengths is not None:
+        operands["key_lengths"] = checks.sequence_lengths(_NAME, "key_value_seq_lengths", key_value_seq_lengths, batch)
     if query_segment_ids is not None or key_value_segment_ids is not None:
-        operands |= _segments(query_segment_ids, key_value_segment_ids, batch, length, keys)
+        operands |= checks.segments(_NAME, query_segment_ids, key_value_segment_ids, batch, length, keys)
     if rate > 0:
         seeds = checks.dropout_seeds(_NAME, dropout_rng, batch, heads, broadcast_dropout)
         operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # the first query and key have position 0
@@ -246,94 +249,6 @@ def dot_product_attention(
     if means:
         out = _with_means(out, residual, operands, axes, parallel)
     return (out, residual) if return_residual else out
-
-
-def _operands(**arrays: ArrayLike) -> list[jax.Array]:
-    """Returns query, key and value as arrays, whose shapes and dtypes fit each other."""
-    query, key, value = checked = [checks.floating_or_bytes(_NAME, name, array) for name, array in arrays.items()]
-    if query.dtype.name not in checks.DTYPES:
-        raise TypeError(f"{_NAME}: query must be of dtype {', '.join(checks.DTYPES)}, got {query.dtype}")
-    axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
-    for name, array, expected in zip(arrays, checked, axes, strict=True):
-        if array.dtype != query.dtype and array.dtype.name not in checks.BYTES:
-            raise TypeError(
-                f"{_NAME}: {name} must have the dtype of query, or be of dtype {' or '.join(checks.BYTES)},"
-                f" got {array.dtype} and {query.dtype}"
-            )
-        if array.ndim < 3:
-            raise ValueError(f"{_NAME}: {name} must have the axes {expected}, got shape {array.shape}")
-        if array.ndim != query.ndim:
-            raise ValueError(
-                f"{_NAME}: query must have the axes {axes[0]} and {name} {expected}, got shapes {query.shape} and {array.shape}"
-            )
-        if array.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{_NAME}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}")
-        if 0 in array.shape[-2:]:
-            raise ValueError(f"{_NAME}: {name} must have heads of at least size 1, got shape {array.shape}")
-    if value.dtype != key.dtype:
-        raise TypeError(f"{_NAME}: value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"{_NAME}: key must have the head size of query, got shapes {key.shape} and {query.shape}")
-    if value.shape[-3:-1] != key.shape[-3:-1]:
-        raise ValueError(f"{_NAME}: value must have the length and heads of key, got shapes {value.shape} and {key.shape}")
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"{_NAME}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
-            f" in shapes {query.shape} and {key.shape}"
-        )
-    return checked
-
-
-def _effective_rate(value: float, deterministic: bool) -> float:
-    """Checks `dropout_rate`. Returns it, or 0 if dropout is off."""
-    rate = arguments.number(_NAME, "dropout_rate", value)
-    if not 0 <= rate < 1:
-        raise ValueError(f"{_NAME}: dropout_rate must be in [0, 1), got {rate}")
-    return 0.0 if deterministic else rate
-
-
-def _sequence_lengths(batch, *, query, key) -> dict[str, jax.Array]:
-    """Returns the lengths of sequences that are not None, by the names of the operands."""
-    operands = {}
-    if query is not None:
-        operands["query_lengths"] = checks.sequence_lengths(_NAME, "query_seq_lengths", query, batch)
-    if key is not None:
-        operands["key_lengths"] = checks.sequence_lengths(_NAME, "key_value_seq_lengths", key, batch)
-    return operands
-
-
-def _segments(queries, keys, batch, length, keys_length) -> dict[str, jax.Array]:
-    """Returns the segments of queries and of keys, by the names of the operands."""
-    if queries is None:
-        raise ValueError(f"{_NAME}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
-    if keys is None and length != keys_length:
-        raise ValueError(
-            f"{_NAME}: query_segment_ids must come with key_value_segment_ids unless there are as many keys as queries,"
-            f" got {length} queries and {keys_length} keys"
-        )
-    keys = queries if keys is None else keys
-    queries = checks.array_of_shape(_NAME, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
-    keys = checks.array_of_shape(_NAME, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
-    if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
-        queries, keys = queries.astype(np.int32), keys.astype(np.int32)
-    if queries.dtype != keys.dtype:
-        raise TypeError(
-            f"{_NAME}: key_value_segment_ids must have the dtype of query_segment_ids where one has 64 bits,"
-            f" got {keys.dtype} and {queries.dtype}"
-        )
-    return {"query_segments": queries, "key_segments": keys}
-
-
-def _sequence_params(parallel: ContextParallel, lengths) -> dict[str, Any]:
-    """Returns the parameters of the primitive that `parallel` sets, for these numbers of queries and keys."""
-    n = parallel.zigzag
-    if n is not None and any(length % (2 * n) for length in lengths):
-        raise ValueError(
-            f"{_NAME}: parallel.zigzag must divide half of the numbers of queries and of keys, got {n} with"
-            f" {lengths[0]} queries and {lengths[1]} keys"
-        )
-    params = {"strategy": parallel.strategy, "zigzag": n}
-    return {name: param for name, param in params.items() if param is not None}
 
 
 def _over_keys(operands, axes, options):

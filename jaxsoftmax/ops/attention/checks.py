@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments, compat
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -50,6 +51,45 @@ def floating_or_bytes(function: str, name: str, value: ArrayLike) -> jax.Array:
     array = arguments.array(function, name, value)
     hint = "" if name == "query" else f", or of dtype {' or '.join(BYTES)}"
     return array if hint and array.dtype.name in BYTES else arguments.array(function, name, array, "floating", hint)
+
+
+def queries_keys_values(function: str, **arrays: ArrayLike) -> list[jax.Array]:
+    """Returns query, key and value as arrays, whose shapes and dtypes fit each other."""
+    query, key, value = checked = [floating_or_bytes(function, name, array) for name, array in arrays.items()]
+    if query.dtype.name not in DTYPES:
+        raise TypeError(f"{function}: query must be of dtype {', '.join(DTYPES)}, got {query.dtype}")
+    axes = "[*batch, T, N, H]", "[*batch, S, K, H]", "[*batch, S, K, Hv]"
+    for name, array, expected in zip(arrays, checked, axes, strict=True):
+        if array.dtype != query.dtype and array.dtype.name not in BYTES:
+            raise TypeError(
+                f"{function}: {name} must have the dtype of query, or be of dtype {' or '.join(BYTES)},"
+                f" got {array.dtype} and {query.dtype}"
+            )
+        if array.ndim < 3:
+            raise ValueError(f"{function}: {name} must have the axes {expected}, got shape {array.shape}")
+        if array.ndim != query.ndim:
+            raise ValueError(
+                f"{function}: query must have the axes {axes[0]} and {name} {expected},"
+                f" got shapes {query.shape} and {array.shape}"
+            )
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{function}: {name} must have the batch axes of query, got shapes {array.shape} and {query.shape}"
+            )
+        if 0 in array.shape[-2:]:
+            raise ValueError(f"{function}: {name} must have heads of at least size 1, got shape {array.shape}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"{function}: value must have the dtype of key, got {value.dtype} and {key.dtype}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"{function}: key must have the head size of query, got shapes {key.shape} and {query.shape}")
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        raise ValueError(f"{function}: value must have the length and heads of key, got shapes {value.shape} and {key.shape}")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"{function}: query must have a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]} heads"
+            f" in shapes {query.shape} and {key.shape}"
+        )
+    return checked
 
 
 def to_int32(array):
@@ -100,6 +140,28 @@ def sequence_lengths(function, name, value, batch):
     return to_int32(array_of_shape(function, name, arguments.listed(function, name, value), "integers", batch, "[*batch]"))
 
 
+def segments(function, queries, keys, batch, length, keys_length) -> dict[str, jax.Array]:
+    """Returns the segments of queries and of keys, by the names of the operands."""
+    if queries is None:
+        raise ValueError(f"{function}: key_value_segment_ids must come with query_segment_ids, got no query_segment_ids")
+    if keys is None and length != keys_length:
+        raise ValueError(
+            f"{function}: query_segment_ids must come with key_value_segment_ids unless there are as many keys as queries,"
+            f" got {length} queries and {keys_length} keys"
+        )
+    keys = queries if keys is None else keys
+    queries = array_of_shape(function, "query_segment_ids", queries, "integers", (*batch, length), "[*batch, T]")
+    keys = array_of_shape(function, "key_value_segment_ids", keys, "integers", (*batch, keys_length), "[*batch, S]")
+    if max(queries.dtype.itemsize, keys.dtype.itemsize) <= 4:
+        queries, keys = queries.astype(np.int32), keys.astype(np.int32)
+    if queries.dtype != keys.dtype:
+        raise TypeError(
+            f"{function}: key_value_segment_ids must have the dtype of query_segment_ids where one has 64 bits,"
+            f" got {keys.dtype} and {queries.dtype}"
+        )
+    return {"query_segments": queries, "key_segments": keys}
+
+
 def offset(function, value, batch):
     """Returns an offset as int32, clipped so that its sum with a length fits; one for each batch entry, or one for all."""
     array = arguments.array(function, "query_offset", arguments.listed(function, "query_offset", value), "integers")
@@ -117,18 +179,14 @@ def scaled(function, query, scale) -> tuple[jax.Array, float]:
     if scale is None:
         return query, 1 / math.sqrt(query.shape[-1])
     if not isinstance(scale, jax.core.Tracer):
-        return query, _scale(function, scale, kind)
+        number, limits = arguments.number(function, "scale", scale), jnp.finfo(kind)
+        if not abs(number) <= float(limits.max):
+            raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {number}")
+        return query, number
     scale = arguments.array(function, "scale", scale)
     if scale.shape != () or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
         raise TypeError(f"{function}: scale must be a real number, got {arguments.shown(scale)}")
     return (query.astype(kind) * scale.astype(kind)).astype(query.dtype), 1.0
-
-
-def _scale(function, value, kind):
-    scale, limits = arguments.number(function, "scale", value), jnp.finfo(kind)
-    if not abs(scale) <= float(limits.max):
-        raise ValueError(f"{function}: scale must be finite in {limits.dtype}, got {scale}")
-    return scale
 
 
 _PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")  # names of jax.lax.Precision
@@ -171,6 +229,14 @@ def _one_precision(function, value):
             f"{function}: precision must be one that jax.lax.dot takes, None, {names}, or the name of a"
             f" jax.lax.DotAlgorithmPreset such as 'BF16_BF16_F32', got {arguments.shown(value)}"
         ) from None
+
+
+def dropout_rate(function: str, value: float, deterministic: bool) -> float:
+    """Checks `dropout_rate`. Returns it, or 0 if dropout is off."""
+    rate = arguments.number(function, "dropout_rate", value)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{function}: dropout_rate must be in [0, 1), got {rate}")
+    return 0.0 if deterministic else rate
 
 
 def dropout_seeds(
@@ -222,3 +288,15 @@ def _side(side: int | None, length) -> int | None:
     if side is None or (isinstance(length, int) and side >= length - 1):
         return None
     return min(side, 2**30)  # positions have 32 bits, and no sequence is longer
+
+
+def sequence_params(function: str, parallel: ContextParallel, lengths) -> dict[str, Any]:
+    """Returns the parameters of the primitive that `parallel` sets, for these numbers of queries and keys."""
+    n = parallel.zigzag
+    if n is not None and any(length % (2 * n) for length in lengths):
+        raise ValueError(
+            f"{function}: parallel.zigzag must divide half of the numbers of queries and of keys, got {n} with"
+            f" {lengths[0]} queries and {lengths[1]} keys"
+        )
+    params = {"strategy": parallel.strategy, "zigzag": n}
+    return {name: param for name, param in params.items() if param is not None}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def spans(operands, lengths: tuple[int, int], block_q: int, block_kv: int, *, by_keys: bool = False) -> jax.Array | None:
+def find_spans(operands, lengths: tuple[int, int], block_q: int, block_kv: int, *, by_keys: bool = False) -> jax.Array | None:
     """Finds the range of key blocks that each query block can see, from segments and from a mask that all heads share.
 
     Args:
@@ -16,25 +16,25 @@ def spans(operands, lengths: tuple[int, int], block_q: int, block_kv: int, *, by
       by_keys: True to find the range of query blocks that can see each key block.
 
     Returns:
-      The array that `ranges` returns, or None if there are neither segments nor such a mask. With a mask no block counts as
-      visible entirely.
+      The array that `find_segment_spans` returns, or None if there are neither segments nor such a mask. With a mask no block
+      counts as visible entirely.
     """
     limits = None
     if "query_segments" in operands:
         sides = [("query_segments", block_q), ("key_segments", block_kv)]
         (rows, row_block), (cols, col_block) = reversed(sides) if by_keys else sides
-        limits = ranges(operands[rows], operands[cols], row_block, col_block)
-    if "mask" in operands and (visible := seen(operands["mask"], lengths, block_q, block_kv)) is not None:
-        of_mask = ends(visible.mT if by_keys else visible)
-        of_mask = jnp.concatenate([of_mask, jnp.zeros_like(of_mask)], -1)
+        limits = find_segment_spans(operands[rows], operands[cols], row_block, col_block)
+    if "mask" in operands and (visible := mark_visible(operands["mask"], lengths, block_q, block_kv)) is not None:
+        mask_limits = find_ends(visible.mT if by_keys else visible)
+        mask_limits = jnp.concatenate([mask_limits, jnp.zeros_like(mask_limits)], -1)
         if limits is None:
-            return of_mask
-        starts = jnp.maximum(limits[..., 0], of_mask[..., 0])
-        return jnp.stack([starts, *(jnp.minimum(limits, of_mask)[..., i] for i in (1, 2, 3))], -1)
+            return mask_limits
+        starts = jnp.maximum(limits[..., 0], mask_limits[..., 0])
+        return jnp.stack([starts, *(jnp.minimum(limits, mask_limits)[..., i] for i in (1, 2, 3))], -1)
     return limits
 
 
-def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
+def find_segment_spans(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Array:
     """Finds the range of key blocks whose segments each query block can see.
 
     A query block may see a key block if the ranges of their segment ids overlap. If both hold one and the same id, all of
@@ -44,8 +44,8 @@ def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Arr
       int32 `[*batch, query_blocks, 4]`: `(start, stop)` of the key blocks that may be visible, then `(start, stop)` of the
       first run of key blocks that are visible entirely. An empty range has `stop <= start`.
     """
-    q_low, q_high = _extremes(query_segments, block_q)
-    k_low, k_high = _extremes(key_segments, block_kv)
+    q_low, q_high = _find_extremes(query_segments, block_q)
+    k_low, k_high = _find_extremes(key_segments, block_kv)
     blocks_kv = k_low.shape[-1]
     overlap = (k_low[..., None, :] <= q_high[..., None]) & (k_high[..., None, :] >= q_low[..., None])
     index = lax.broadcasted_iota(jnp.int32, overlap.shape, overlap.ndim - 1)
@@ -53,10 +53,10 @@ def ranges(query_segments, key_segments, block_q: int, block_kv: int) -> jax.Arr
     is_whole = overlap & have_one_id
     start = jnp.min(jnp.where(is_whole, index, blocks_kv), -1)
     stop = jnp.min(jnp.where(~is_whole & (index > start[..., None]), index, blocks_kv), -1)
-    return jnp.concatenate([ends(overlap), start[..., None], stop[..., None]], -1)
+    return jnp.concatenate([find_ends(overlap), start[..., None], stop[..., None]], -1)
 
 
-def _extremes(segments, block):
+def _find_extremes(segments, block):
     """Returns the smallest and the largest id of each block of a sequence."""
     *batch, length = segments.shape
     padding = [(0, 0)] * len(batch) + [(0, -length % block)]
@@ -69,7 +69,7 @@ def is_shared(mask) -> bool:
     return mask.shape[-3] == 1
 
 
-def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
+def mark_visible(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
     """Marks the pairs of a query block and a key block where a mask shows at least one key to one query.
 
     Returns:
@@ -87,13 +87,13 @@ def seen(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Arr
     return jnp.broadcast_to(jnp.any(padded.reshape(*batch, *shape), (-3, -1)), (*batch, *counts))
 
 
-def ends(visible):
+def find_ends(visible):
     """Returns `(start, stop)` of the True entries along the last axis, int32 `[..., 2]`; `(n, 0)` if there are none."""
-    reach = _reach(visible, visible.shape[-1])
+    reach = _measure_reach(visible, visible.shape[-1])
     return jnp.where(_is_first(reach.shape), visible.shape[-1] - reach, reach)
 
 
-def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
+def measure_mask(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> jax.Array | None:
     """Measures the keys that a mask shows to each query block from both ends of the keys.
 
     Returns:
@@ -106,12 +106,12 @@ def mask_reach(mask, lengths: tuple[int, int], block_q: int, block_kv: int) -> j
     *batch, _, rows, keys = mask.shape
     end = -(-lengths[1] // block_kv) * block_kv
     if is_shared(mask) and (rows, keys) == (1, lengths[1]):
-        return jnp.broadcast_to(_reach(mask.reshape(*batch, 1, keys), end), (*batch, -(-lengths[0] // block_q), 2))
-    visible = seen(mask, lengths, block_q, block_kv)
-    return None if visible is None else _reach(visible, end, block_kv)
+        return jnp.broadcast_to(_measure_reach(mask.reshape(*batch, 1, keys), end), (*batch, -(-lengths[0] // block_q), 2))
+    visible = mark_visible(mask, lengths, block_q, block_kv)
+    return None if visible is None else _measure_reach(visible, end, block_kv)
 
 
-def _reach(visible, end: int, size: int = 1):
+def _measure_reach(visible, end: int, size: int = 1):
     """Measures the distance from the first True entry to `end`, and from 0 to the last one. An entry has the length `size`."""
     shape = 2, visible.shape[-1]
     index = size * lax.broadcasted_iota(jnp.int32, shape, 1)

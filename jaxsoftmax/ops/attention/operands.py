@@ -1,6 +1,9 @@
-"""The operands and results of attention: their axes behind those of the batch, pages, 8 bits, states, cotangents of rows."""
+"""The operands, results and problems of attention: axes behind the batch, pages, 8 bits, states, cotangents of rows."""
 
+import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.operation import Operand
+from jaxsoftmax._core.problem import Problem
 
 # A letter stands for an axis: query heads N, key heads K, queries T, keys S, head size H (values may have another one), the
 # four numbers of `seeds` 4 (two words, and the positions of the first query and key), pages P, each with a number S of keys,
@@ -108,6 +112,37 @@ def types_without_pages(types):
     return dict.fromkeys(types) | jax.eval_shape(without_pages, present)
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionProblem(Problem):
+    """One call of attention, of attention with pages, or of a derivative of attention."""
+
+    @functools.cached_property
+    def types(self) -> Mapping[str, Any]:
+        """Types of the operands of attention that are present, by name. Pages count as the keys and values gathered from them.
+
+        Results, tangents and cotangents, which derivatives have as operands too, are not among them.
+        """
+        types = types_without_pages(self.operands) if "page_table" in self.operands else self.operands
+        return {operand.name: types[operand.name] for operand in OPERANDS if operand.name in types}
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Sizes of the batch axes that the operands have together."""
+        return batch_of(self.types)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the queries."""
+        return self.types["query"].dtype
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Parameters that say what the scores and weights are: `scale`, `window`, `soft_cap` and `dropout_rate`."""
+        return {"dropout_rate": 0.0} | {
+            name: self.params[name] for name in ("scale", "window", "soft_cap", "dropout_rate") if name in self.params
+        }
+
+
 def state_of(out, lse, dtype) -> Any:
     """Returns the state of queries from out and lse."""
     lse = jnp.swapaxes(lse, -1, -2)
@@ -152,3 +187,9 @@ def cotangents_of_sinks(sinks, lse, delta) -> jax.Array:
     """Computes the cotangents of the sinks, which act as keys without a value."""
     weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
     return -jnp.sum(weight * delta, -1)
+
+
+def summed_to(array, shape):
+    """Sums an array along the axes where `shape` has size 1."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
+    return jnp.sum(array, axes, keepdims=True) if axes else array

@@ -1,8 +1,9 @@
 """Attention as JAX primitives.
 
-    dot_product_attention      out, and with `return_lse` lse dot_product_attention_jvp  tangents of out and lse, from the
-    operands, out, lse and the tangents of `MOVING` dot_product_attention_vjp  cotangents of the `wanted` operands, from the
-    operands, out, lse and the cotangents of out and lse paged_attention            the first, with keys and values in pages
+    dot_product_attention      out, and with `return_lse` lse
+    dot_product_attention_jvp  tangents of out and lse, from the operands, out, lse and the tangents of `MOVING`
+    dot_product_attention_vjp  cotangents of the `wanted` operands, from the operands, out, lse and the cotangents of both
+    paged_attention            the first, with keys and values in pages
 
 The jvp is linear in the tangents, and the vjp is its transpose. So every implementation saves the same arrays: the operands,
 out and lse; out and lse under the names `SAVED_NAMES`, for the policies of `jax.checkpoint`. A policy that saves both names
@@ -45,12 +46,12 @@ from jaxsoftmax.ops.attention.operands import (
     PAGED_OPERANDS,
     RESULTS,
     TANGENTS,
+    AttentionProblem,
     batch_of,
     dequantised,
+    summed_to,
     without_pages,
 )
-from jaxsoftmax.ops.attention.problem import AttentionProblem
-from jaxsoftmax.ops.attention.xla import summed_to
 
 # The names of out and lse where derivatives save them.
 SAVED_NAMES = ("jaxsoftmax_attention_out", "jaxsoftmax_attention_lse")

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.implementation import Plan, Refusal
-from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import attention_launch, availability
 from jaxsoftmax._triton.attention_launch import (
@@ -29,15 +28,15 @@ from jaxsoftmax.ops.attention import dropout, key_blocks
 from jaxsoftmax.ops.attention.operands import (
     AXES,
     OPERANDS,
+    AttentionProblem,
     batch_of,
     cotangents_of_rows,
     cotangents_of_sinks,
     dequantised,
     merged,
-    types_without_pages,
+    summed_to,
     without_pages,
 )
-from jaxsoftmax.ops.attention.xla import summed_to
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
 MAX_HEAD_SIZE_BACKWARD = {"float16": 256, "bfloat16": 256, "float32": 128}
@@ -52,17 +51,11 @@ _BACKWARD: dict[KernelName, tuple[str, ...]] = {"backward_keys": ("key", "value"
 
 @dataclass(frozen=True)
 class TritonForwardPlan:
-    """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened.
+    """Computes attention by one kernel. Keys and values in pages are gathered before, those of 8 bits are widened."""
 
-    Attributes:
-      problem: the problem.
-      target: the GPU.
-      tiling: tiles of a program.
-    """
-
-    problem: Problem
+    problem: AttentionProblem
     target: Target
-    tiling: AttentionTiling
+    tiling: AttentionTiling  # tiles of a program
 
     @property
     def remark(self) -> str | None:
@@ -76,7 +69,7 @@ class TritonForwardPlan:
         present = {name: array for name, array in operands.items() if array is not None}
         arrays = _in_order(dequantised(without_pages(present) if "page_table" in present else present))
         batch, sizes, dtype = batch_of(arrays), _sizes(arrays), arrays["query"].dtype
-        is_partial, earlier = params.get("is_partial", False), params.get("onto")
+        is_partial, earlier = params.get("is_partial", False), params.get("initial")
         results = {
             "out": jax.ShapeDtypeStruct(
                 (*batch, sizes.queries, sizes.heads, sizes.value_size),
@@ -93,17 +86,11 @@ class TritonForwardPlan:
 
 @dataclass(frozen=True)
 class TritonBackwardPlan:
-    """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another.
+    """Computes the wanted cotangents of attention, those of keys and values by one kernel, of queries and biases by another."""
 
-    Attributes:
-      problem: the problem.
-      target: the GPU.
-      tilings: the kernels that run, by name, and the tiles of their programs.
-    """
-
-    problem: Problem
+    problem: AttentionProblem
     target: Target
-    tilings: tuple[tuple[KernelName, AttentionTiling], ...]
+    tilings: tuple[tuple[KernelName, AttentionTiling], ...]  # the kernels that run, by name, and the tiles of their programs
 
     @property
     def remark(self) -> str | None:
@@ -130,12 +117,12 @@ class TritonBackwardPlan:
             computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
             cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
-        if (earlier := params.get("onto")) is not None:  # the sum for queries so far
+        if (earlier := params.get("initial")) is not None:  # the sum for queries so far
             cotangents["query"] += earlier
         return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
+def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     """Plans a problem of attention."""
     name, params = problem.operation.name, problem.params
     if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
@@ -144,7 +131,7 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
         return Refusal("it does not merge over devices")
     if (reason := availability.missing()) is not None:
         return Refusal(reason)
-    types = _in_order(types_without_pages(problem.operands) if name == "paged_attention" else problem.operands)
+    types = problem.types
     is_forward = name != "dot_product_attention_vjp"
     reason = _refused_types(types, params["precision"], MAX_HEAD_SIZE if is_forward else MAX_HEAD_SIZE_BACKWARD)
     reason = reason or _refused_shapes(types) or (None if is_forward else _refused_gradients(types, params))
@@ -270,7 +257,7 @@ def _launch(
     """Launches a kernel on operands, and on rows of a gradient, that are present, by name; `results` are types by name."""
     batch, sizes, blocks = batch_of(_in_order(arrays)), _sizes(arrays), (tiling.block_q, tiling.block_kv)
     # What segments and masks leave to visit is a table that XLA computes before the kernel runs.
-    spans = key_blocks.spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
+    spans = key_blocks.find_spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
     arrays = {**arrays, **({} if spans is None else {"spans": spans})}
     letters = {"N": sizes.heads, "K": sizes.key_heads, "T": sizes.queries, "S": sizes.keys}
     # Spans belong to blocks: there may be several blocks of keys where there is one query.

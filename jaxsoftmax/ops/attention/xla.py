@@ -34,7 +34,7 @@ from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.context_parallel.order import position_of
-from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, without_pages
+from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, summed_to, without_pages
 
 # The scores of all heads are one tile up to this number.
 ONE_TILE = 2**24
@@ -46,13 +46,13 @@ LARGEST_TILE = 2**26
 ROWS, COLS = 0, 1  # the axes of the scores
 
 
-def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **arguments):
+def dot_product_attention(*, return_lse=True, is_partial=False, initial=None, **arguments):
     """Computes `[out, lse]`, or `[out]` without `return_lse`.
 
     Args:
       return_lse: True to return lse too.
       is_partial: True if out is one of several that are merged: it is not rounded to the dtype of the queries.
-      onto: `(out, lse)` of other keys, with which the results are merged, or None.
+      initial: `(out, lse)` of other keys, with which the results are merged, or None.
       **arguments: operands by name, and parameters of the primitive.
     """
     attention = _TiledAttention(dequantised(arguments, accumulator(arguments["query"].dtype)))
@@ -90,7 +90,7 @@ def dot_product_attention(*, return_lse=True, is_partial=False, onto=None, **arg
         state = online.State(*pushed[:2], online.rescale(state, pushed.m).o)
     state = online.finish(state)
     out, lse = _heads_last(state.o if out is None else out), lax.collapse(state.m, -3, -1)
-    out, lse = (out, lse) if onto is None else merged(onto, (out, lse))
+    out, lse = (out, lse) if initial is None else merged(initial, (out, lse))
     out = out if is_partial else out.astype(attention["query"].dtype)
     return [out, lse] if return_lse else [out]
 
@@ -140,14 +140,14 @@ def dot_product_attention_jvp(*, is_partial=False, **arguments):
     return [_heads_last(dout).astype(attention["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
-def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **arguments):
+def dot_product_attention_vjp(*, wanted, is_partial=False, initial=None, **arguments):
     """Computes the cotangents of the `wanted` operands.
 
     Args:
       wanted: names of operands, some of `MOVING`.
       is_partial: True if the keys are a part of the keys that out and lse belong to. The cotangents of queries, keys and values
         are then terms of sums, in the dtype of the arithmetic, and the one of queries must still be multiplied by `scale`.
-      onto: such a cotangent of the queries from other keys, to which the one of these keys is added, or None.
+      initial: such a cotangent of the queries from other keys, to which the one of these keys is added, or None.
       **arguments: operands, out, lse and the cotangents dout and dlse by name, where one of the cotangents may be None, and
         parameters of the primitive.
 
@@ -171,7 +171,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, onto=None, **argument
     if "query" in sums and not is_partial:
         sums["query"] *= attention.scale
     results = [_ungrouped(name, sums[name], arguments[name].shape) for name in wanted]
-    results = [onto + x if onto is not None and name == "query" else x for x, name in zip(results, wanted, strict=True)]
+    results = [initial + x if initial is not None and name == "query" else x for x, name in zip(results, wanted, strict=True)]
     return [x if is_partial else x.astype(arguments[name].dtype) for x, name in zip(results, wanted, strict=True)]
 
 
@@ -211,24 +211,6 @@ class _TiledAttention:
     Operands have five axes behind the batch, and any of them may have size 1: key heads K, query heads of each key head G, then
     rows and columns: queries, keys or the head size. So the query is `[*batch, K, G, T, H]`, the key `[*batch, K, 1, S, H]`,
     the bias `[*batch, K, G, T, S]`, and a number of each query `[*batch, K, G, T, 1]`.
-
-    Attributes:
-      scale, window, soft_cap, dropout_rate, zigzag: parameters of the primitive.
-      dtype: dtype of the arithmetic.
-      lengths: numbers of queries and of keys.
-      batch: shape of the batch.
-      rows: `(*batch, K, G, T)`.
-      arrays: grouped operands by name; None is absent.
-      block: queries and keys of a tile.
-      unit: the scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact,
-        and only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded, by
-        512 at 1e10.
-      has_whole_rows: True if a tile has all keys of its queries. Weights are then normalized anew in derivatives: a large lse
-        cannot hold the logarithm of a sum.
-      is_one_tile: True if the scores are one tile.
-      is_on_gpu: True if the program is for a GPU alone.
-      precision: precision of products with float32 weights.
-      sees_all: True if the scores are one tile, each query sees a key and each key is seen, except for scores of -inf.
     """
 
     def __init__(self, arguments: dict[str, Any], is_partial: bool = False):
@@ -239,18 +221,24 @@ class _TiledAttention:
         )
         self.zigzag = arguments.get("zigzag")
         machine = arguments.get("machine", ONE_DEVICE)
-        self.dtype = accumulator(query.dtype)
+        self.dtype = accumulator(query.dtype)  # of the arithmetic
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
         self.batch = batch_of(operands)
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in operands.items()}
-        self.block = self._block(machine.devices)
+        self.block = self._block(machine.devices)  # queries and keys of a tile
+        # The scores are stored as multiples of this number; None for 1, with a bias. The maximum of such multiples is exact,
+        # and only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded,
+        # by 512 at 1e10.
         self.unit: Any = None
         if self["bias"] is None:
             self.unit = np.asarray(abs(self.scale) if self.soft_cap is None else self.soft_cap, self.dtype)
+        # A tile has all keys of its queries. Derivatives then normalize the weights anew: a large lse cannot hold the logarithm
+        # of a sum.
         self.has_whole_rows = self.block[COLS] == self.lengths[COLS] and not is_partial
         self.is_one_tile = self.block == self.lengths
+        # The program is for a GPU alone.
         self.is_on_gpu = machine.target is not None and machine.target.platform in ("cuda", "rocm")
         # Three bfloat16 products err by 2^-16 each, which is enough if operands have 16 bits: the gradient of [1, 512, 8, 64]
         # takes 56 us on an H100 with them, 85 in float32, and 42 with `jax.nn`, which rounds more.
@@ -258,6 +246,7 @@ class _TiledAttention:
         gpu = machine.target  # it has a name if it is known: a program without a known GPU must run on all
         has_three = gpu is not None and gpu.name is not None and (gpu.compute_capability or (0, 0)) >= (8, 0)
         self.precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if is_coarse and has_three else lax.Precision.HIGHEST
+        # Each query sees a key and each key is seen, except for scores of -inf.
         self.sees_all = self.is_one_tile and self._sees_all()
 
     def __getitem__(self, name) -> Any:
@@ -280,6 +269,7 @@ class _TiledAttention:
         block = min(queries, rows * max(1, cols // keys)), min(keys, cols * max(1, rows // queries))
         if devices == 1 or devices * np.mean(self._visible(block)) < 1:
             return block
+        # A causal mask leaves out no such tile: devices that share batch entries or heads do up to twice the work.
         return queries, min(keys, max(BLOCK[1] // 4, rows * cols // queries))
 
     def over_tiles(self, step, carry):
@@ -378,14 +368,10 @@ class _ScoreTile:
 
     All tiles have one size. If the size does not divide a length, the last tile begins earlier, and the rows or columns that it
     shares with the tile before count as not seen.
-
-    Attributes:
-      attention: the operands, and the size of the tiles.
-      index: index of the tile along rows and along columns.
     """
 
     attention: _TiledAttention
-    index: tuple[Any, Any]
+    index: tuple[Any, Any]  # of the tile along rows and along columns
 
     def _first(self, axis):
         size, length = self.attention.block[axis], self.attention.lengths[axis]
@@ -517,6 +503,8 @@ class _ScoreTile:
         if unit is not None and unit < jnp.finfo(unit.dtype).tiny:
             weights = online.weights(scores, m[..., 0], scale=unit)
         else:
+            # One subtraction makes the exponentials, without the selects of `online.weights`: XLA:CPU then compiles one
+            # vectorised loop (see `ops/softmax/xla.py`).
             exponent = scores - online.finite(m)
             weights = jnp.exp(exponent if unit is None else unit * exponent)
         return m, weights, jnp.sum(weights, -1, keepdims=True)
@@ -576,12 +564,6 @@ def _ungrouped(name, array, shape):
 def _heads_last(array):
     """Returns `[*batch, T, N, H]` from `[*batch, K, G, T, H]`."""
     return jnp.swapaxes(lax.collapse(array, -4, -2), -2, -3)
-
-
-def summed_to(array, shape):
-    """Sums an array along the axes where `shape` has size 1."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
-    return jnp.sum(array, axes, keepdims=True) if axes else array
 
 
 def _product(a, b, attention=None):

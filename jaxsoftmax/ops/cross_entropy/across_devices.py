@@ -103,10 +103,5 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
 
 
 # The rules by the names of the operations.
-_ALL = (
-    cross_entropy,
-    cross_entropy_jvp,
-    cross_entropy_vjp,
-    cross_entropy_gradient,
-)
+_ALL = cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient
 RULES = {rule.__name__: rule for rule in _ALL}

@@ -30,23 +30,16 @@ def combined(nll, lse, total=None, *, label_smoothing, z_loss, classes):
 class LossHead:
     """The loss behind a linear layer: computes losses, and the gradient of the logits, from logits `[rows, classes]`.
 
-    Equal heads have equal hashes, so that JAX compiles equal calls once.
-
-    Attributes:
-      class_axis: axis of the weight that has the classes, 0 or 1.
-      label_smoothing: share of the label's probability that is spread over the classes.
-      z_loss: factor of `lse**2` in the loss.
-      logits_soft_cap: cap of the scores, or None.
-      implementation: name of the implementation that must run, or None.
-      axis_name: mesh axes over which devices share the classes. The losses that devices return add up to the loss of a row.
+    Equal heads have equal hashes, so that JAX compiles equal calls once. If devices share the classes, the losses that they
+    return add up to the loss of a row.
     """
 
-    class_axis: int
-    label_smoothing: float
-    z_loss: float
+    class_axis: int  # of the weight, 0 or 1
+    label_smoothing: float  # share of the label's probability that is spread over the classes
+    z_loss: float  # factor of `lse**2` in the loss
     logits_soft_cap: float | None
-    implementation: str | None
-    axis_name: tuple[str, ...] = ()
+    implementation: str | None  # name of the one that must run, or None
+    axis_name: tuple[str, ...] = ()  # mesh axes over which devices share the classes
 
     @property
     def is_plain(self) -> bool:

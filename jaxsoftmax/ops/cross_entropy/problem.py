@@ -13,7 +13,7 @@ from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 class CrossEntropyProblem(RowwiseProblem):
     """A problem of cross_entropy, or of a primitive that its gradient needs."""
 
-    @property
+    @functools.cached_property
     def has_total(self) -> bool:
         """True if the sum of the scores of each row is a result, as smoothing needs it."""
         return self.params.get("return_total", False) or self.params.get("label_smoothing", 0) > 0

@@ -110,16 +110,8 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
 def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_loss, classes, **params):
     """Computes the results of `cross_entropy_gradient` from those of `cross_entropy` and its vjp.
 
-    Args:
-      forward: `forward(operands, **params)`, which computes `cross_entropy`.
-      backward: `backward(operands, **params)`, which computes `cross_entropy_vjp`.
-      operands: `x`, `labels` and `t`, by name.
-      axes: the axis of the classes.
-      dtype: dtype of the results of rows.
-      label_smoothing: a parameter of the loss.
-      z_loss: a parameter of the loss.
-      classes: number of classes on all devices.
-      **params: the other parameters of both operations.
+    These are computed by `forward(operands, **params)` and `backward(operands, **params)`. `classes` is the number of classes
+    on all devices, `params` are the other parameters of both operations.
     """
     x, labels, t = (operands[name] for name in ("x", "labels", "t"))
     options = {"axes": axes, "return_total": label_smoothing > 0, "return_state": True}
@@ -228,10 +220,8 @@ def _is_at(values, index, axes):
     return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == index
 
 
-_FUNCTIONS = {
-    function.__name__: function
-    for function in (cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient, linear_cross_entropy)
-}
+_ALL = cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient, linear_cross_entropy
+_FUNCTIONS = {function.__name__: function for function in _ALL}
 
 
 def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:

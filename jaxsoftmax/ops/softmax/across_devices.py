@@ -210,16 +210,5 @@ def _inside(x, over) -> jax.Array | None:
 
 
 # The rules by the names of the operations.
-RULES = {
-    rule.__name__: rule
-    for rule in (
-        softmax,
-        log_softmax,
-        logsumexp,
-        softmax_jacobian,
-        log_softmax_jvp,
-        log_softmax_vjp,
-        logsumexp_jvp,
-        logsumexp_vjp,
-    )
-}
+_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
+RULES = {rule.__name__: rule for rule in _ALL}

@@ -41,15 +41,10 @@ _MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "lo
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """Runs a problem of the softmax family by one kernel over rows.
-
-    Attributes:
-      problem: the problem.
-      rows: how rows are distributed over threads.
-    """
+    """Runs a problem of the softmax family by one kernel over rows."""
 
     problem: SoftmaxProblem
-    rows: RowPlan | ColumnPlan
+    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
@@ -109,7 +104,7 @@ def slower_rows(problem: RowwiseProblem) -> str | None:
     rows = problem.rows
     is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
     reason = profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=is_forward)
-    if reason is None and is_forward and not rows.exponentiates_twice:
+    if reason is None and is_forward and not rows.keeps_scores:
         reason = profit.cast_favours_xla(problem)
     return reason
 
@@ -129,7 +124,7 @@ def _softmax(problem, x, where, scale) -> RowKernel:
         weights, alike = tile.weights(local.m, size)
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
-        if where is None or not tile.memory.plan.tells_rows_apart:
+        if where is None or not tile.memory.plan.allows_either:
             return [apply_mask(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then masked elements have weight 0 by themselves
         return [Either(finite, y, apply_mask(where, y, 0))]

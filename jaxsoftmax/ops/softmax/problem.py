@@ -17,7 +17,7 @@ _OF_ROWS = ("logsumexp", "logsumexp_jvp")  # whose results are numbers of rows
 class SoftmaxProblem(RowwiseProblem):
     """A problem of softmax, log_softmax, logsumexp or one of their derivatives."""
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
         """Dtype of the result."""
         return jnp.dtype(self.params["dtype"])
@@ -40,5 +40,5 @@ class SoftmaxProblem(RowwiseProblem):
             needs_end=name != "softmax_jacobian" and "scale" in self.operands,
             reduces="nothing" if name == "logsumexp_vjp" else "sum" if name in _SUMS else "state",
             n_exchanges=0 if name == "logsumexp_vjp" else 1,
-            exponentiates_twice=name == "log_softmax",
+            keeps_scores=name == "log_softmax",
         )

@@ -29,6 +29,7 @@ def softmax(x, where, scale, *, axes, dtype):
     acc = accumulator(x.dtype, dtype)
     m = _max(x, where, scale, axes, acc)
     weights = jnp.exp(_exponent(_directed(x, where, scale, acc) - m, where, scale))
+    # XLA's partitioner reduces `m` and this sum over a sharded axis: two all-reduces, and no all-gather.
     y = weights / sum_along(weights, axes)
     return select(where, y, 0).astype(dtype)
 
@@ -69,8 +70,8 @@ def softmax_jacobian(y, t, scale, *, axes, dtype, axis_name=(), machine=ONE_DEVI
         result = weights * (scaled - sum_along(weights * scaled, axes, axis_name))
         return select(counts(result), result, 0).astype(dtype)
 
-    # Several devices would have to exchange the flag of `_finite_or`. For a small gradient its loop gains nothing, and the
-    # first call would take 1.4 times as long.
+    # Several devices would have to exchange the flag of `_finite_or`, and on a GPU its loop would make the host wait. For a
+    # small gradient the loop gains nothing, and the first call would take 1.4 times as long.
     is_on_one_cpu = machine == Machine(1, CPU) and not axis_name
     is_large = all(isinstance(size, int) for size in y.shape) and y.size >= 2**14
     if not (is_on_one_cpu and is_large):
@@ -96,6 +97,7 @@ def _finite_or(result, axes, recompute):
 def log_softmax_jvp(x, m, d, t, where, scale, *, axes, dtype, scale_tangent, axis_name=()):
     """Computes `t - sum(p * t)` with `p = exp(s - m) / d`; `t` is the tangent of the scores, or of `x` with `scale_tangent`."""
     p, t = weights_of_state(x, m, d, where, scale), _tangent(select(where, t, 0), m, scale, scale_tangent)
+    # A tangent whose weight is 0 has no effect on other entries, even if it is NaN.
     return select(where, t - sum_along(p * select(p != 0, t, 0), axes, axis_name), 0).astype(dtype)
 
 
@@ -214,19 +216,8 @@ def select(where, values, otherwise):
     return (lax.select if where.shape == values.shape else jnp.where)(where, values, other)
 
 
-_FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        softmax,
-        log_softmax,
-        logsumexp,
-        softmax_jacobian,
-        log_softmax_jvp,
-        log_softmax_vjp,
-        logsumexp_jvp,
-        logsumexp_vjp,
-    )
-}
+_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
+_FUNCTIONS = {function.__name__: function for function in _ALL}
 
 
 def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:

@@ -12,8 +12,7 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import api
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode, forward
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST
-from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, LOG2E
 
 
 def played(plan, given):

@@ -257,14 +257,14 @@ def check_parts(
         parts = [{n: split[n][i] for n in split} for i in range(count)]
         results, shared = None, {"query": given["query"]} | offset
         for i, part in enumerate(parts):
-            results = forward(shared | part, **options, is_partial=i + 1 < count, onto=results)
+            results = forward(shared | part, **options, is_partial=i + 1 < count, initial=results)
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
         if not wanted:
             return results, []
         shared |= {"d_out": d_out, "d_lse": d_lse} | dict(zip(("out", "lse"), results, strict=True))
         query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
         for part in parts:
-            more = {"wanted": wanted, "is_partial": True, "onto": query}
+            more = {"wanted": wanted, "is_partial": True, "initial": query}
             query, *own = backward(shared | part, **options, **more)
             of_keys.append(own)
         found = [options["scale"] * query, *(jnp.concatenate(own, -3) for own in zip(*of_keys, strict=True))]

@@ -10,8 +10,7 @@ cotangents:
 
 The other files: `settings` has the public `ContextParallel`, `order` the zigzag order, `cut` says how a sequence is cut over
 devices, `visible` finds which keys a query sees and so the steps of a ring, `choose` picks the strategy by a model of its time,
-`shard` is the record that the strategies take, `attend` runs an operation for a part of the queries and of the keys, and `loop`
-repeats a step.
+`shard` is the record that the strategies take, and `attend` runs an operation for a part of the queries and of the keys.
 
 A cut sequence has a shard on each device. A shard has pieces of neighbouring positions: one, or two in zigzag order. Kernels
 know nothing of devices: `query_offset`, lengths and seeds tell them where their operands are in the sequence. With the

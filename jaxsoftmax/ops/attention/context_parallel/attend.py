@@ -8,6 +8,7 @@ same shapes run one compiled kernel. Kernels skip what positions rule out.
 The derivatives take the log-sum-exp and the output of all keys, so those of parts add up. Sums are float32, or float64.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,33 +25,25 @@ from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH, OF_KEYS, OF_Q
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart
 
+MOST_UNROLLED = 16  # steps that are written out; each traces and lowers a kernel call
+
 
 @dataclass(frozen=True, eq=False)
 class KeyShard:
-    """Keys that queries attend to.
+    """Keys that queries attend to."""
 
-    Attributes:
-      arrays: keys, values and their segments by name, with an axis of pieces.
-      device: number of the device that these keys belong to. None if they are the keys of all devices in the usual order.
-    """
-
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, jax.Array]  # keys, values and their segments by name, with an axis of pieces
+    # Number of the device that these keys belong to. None if they are the keys of all devices in the usual order.
     device: jax.Array | None
 
 
 @dataclass(frozen=True, eq=False)
 class _PartStarts:
-    """Says where a part is in the sequences, int32 `[pieces]` each.
+    """Says where a part is in the sequences, int32 `[pieces]` each."""
 
-    Attributes:
-      queries: first positions of the pieces of queries.
-      keys: first positions of the pieces of keys.
-      places: first columns of the pieces of keys in masks and biases. None if these keys are all keys.
-    """
-
-    queries: jax.Array
+    queries: jax.Array  # first positions
     keys: jax.Array
-    places: jax.Array | None
+    places: jax.Array | None  # first columns of the pieces of keys in masks and biases; None if these keys are all keys
 
 
 def attend(
@@ -126,12 +119,12 @@ def _columns(shard, x, part, places):
     x = cut.take_pieces(x, part.queries, at) if x.shape[at] > 1 else x
     if places is None or x.shape[-1] == 1:
         return x
-    pieces = [x] if places.shape[0] == 1 else [cut.take_piece(x, i, at) for i in range(places.shape[0])]
+    pieces = [x] if places.shape[0] == 1 else [cut.take_pieces(x, slice(i, i + 1), at) for i in range(places.shape[0])]
     columns = [lax.dynamic_slice_in_dim(piece, places[i], size, -1) for i, piece in enumerate(pieces)]
     return jnp.concatenate(columns, at)
 
 
-def _attend_by_lengths(shard, part, keys, operands, *, onto, **options):
+def _attend_by_lengths(shard, part, keys, operands, *, initial, **options):
     """Attends to halves of keys: early and late queries are entries of a batch, and a length says how many keys each sees.
 
     The entries share the keys, and nothing is copied. (Forward on an H100, 16384 queries and keys, head size 128: 1812 us
@@ -142,8 +135,8 @@ def _attend_by_lengths(shard, part, keys, operands, *, onto, **options):
     lengths = jnp.where(is_behind, np.array([size // 2] * 2, np.int32), np.array([0, size], np.int32))
     operands["key_lengths"] = lengths.reshape(*(1,) * at, 2)
     names = ("out", "lse")
-    before = [cut.split_pieces(name, jnp.squeeze(x, at), 2, at) for name, x in zip(names, onto, strict=True)]
-    results = shard.run(primitive.ATTENTION, operands, part.window, onto=before, **options)
+    before = [cut.split_pieces(name, jnp.squeeze(x, at), 2, at) for name, x in zip(names, initial, strict=True)]
+    results = shard.run(primitive.ATTENTION, operands, part.window, initial=before, **options)
     return [jnp.expand_dims(cut.join_pieces(name, x, at), at) for name, x in zip(names, results, strict=True)]
 
 
@@ -167,9 +160,7 @@ def add_tangents(shard: AttentionShard, sums, keys: KeyShard, parts: Iterable[At
     """
     at, n_pieces = shard.n_batch_axes, shard.sequences.queries.n_pieces
     for part in parts:
-        extra = {}
-        if d_sinks is not None and sums is None:
-            extra = {"d_sinks": jnp.expand_dims(d_sinks, at)}
+        extra = {"d_sinks": jnp.expand_dims(d_sinks, at)} if d_sinks is not None and sums is None else {}
         results = attend(shard, primitive.ATTENTION_JVP, part, keys, extra, is_partial=True)
         results = [cut.pad_pieces(x.astype(shard.sum_dtype), part.queries, n_pieces, at) for x in results]
         sums = results if sums is None else [a + b for a, b in zip(sums, results, strict=True)]
@@ -218,7 +209,7 @@ def add_cotangents(shard: AttentionShard, wanted: Sequence[str], sums, keys: Key
         # Kernels add to the sum of the queries in place.
         options: dict[str, Any] = {"wanted": names, "is_partial": True}
         if "query" in names:
-            options["onto"] = cut.take_pieces(sums["query"], part.queries, at)
+            options["initial"] = cut.take_pieces(sums["query"], part.queries, at)
         results = attend(shard, primitive.ATTENTION_VJP, part, keys, **options) if names else ()
         for name, x in zip(names, results, strict=True):
             if name == "bias":
@@ -243,7 +234,7 @@ def _with_columns(shard, sums, x, part, device):
         return sums + (cut.pad_pieces(x, part.queries, queries.n_pieces, at) if does_vary else x)
     places = keys.places(device)[part.keys]
     for i in range(places.shape[0]):
-        piece, start = x if places.shape[0] == 1 else cut.take_piece(x, i, at), [np.int32(0)] * x.ndim
+        piece, start = x if places.shape[0] == 1 else cut.take_pieces(x, slice(i, i + 1), at), [np.int32(0)] * x.ndim
         start[at] = np.int32(part.queries.indices(queries.n_pieces)[0] + i if does_vary else 0)
         start[-1] = places[i]
         sums = lax.dynamic_update_slice(sums, lax.dynamic_slice(sums, start, piece.shape) + piece, start)
@@ -255,3 +246,13 @@ def finish_cotangent(shard: AttentionShard, name: str, x) -> jax.Array:
     x = x * shard.scale if name == "query" else x
     x = x if name == "sinks" else cut.join_pieces(name, x, shard.n_batch_axes)
     return shard.summed(name, x).astype(shard.operands[name].dtype)
+
+
+def repeat(step, start: int, stop: int, carry):
+    """Repeats `carry = step(i, carry)` for `i` in `range(start, stop)`, in a loop if there are `MOST_UNROLLED` or more.
+
+    The body of the loop has two steps, which swap their buffers, so that XLA copies none.
+    """
+    if stop - start < MOST_UNROLLED:
+        return functools.reduce(lambda carry, i: step(i, carry), range(start, stop), carry)
+    return lax.fori_loop(start, stop, step, carry, unroll=2)

@@ -34,19 +34,12 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Says how a sequence is cut over devices, and the shard of each into pieces.
+    """Says how a sequence is cut over devices, and the shard of each into pieces."""
 
-    Attributes:
-      axes: mesh axes that the sequence is sharded over; empty if every device has all of it.
-      devices: number of devices along these axes.
-      length: number of tokens in a shard.
-      zigzag: the `n` of the zigzag order, or None for the usual order.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    length: int
-    zigzag: int | None
+    axes: tuple[str, ...]  # mesh axes that the sequence is sharded over; empty if every device has all of it
+    devices: int  # along these axes
+    length: int  # tokens in a shard
+    zigzag: int | None  # the `n` of the zigzag order, or None for the usual order
 
     @property
     def n_pieces(self) -> int:
@@ -104,11 +97,6 @@ def take_pieces(x, pieces: slice, at: int):
     """Returns some pieces of an array, which lie along axis `at`; all of it if they do not differ."""
     start, stop, _ = pieces.indices(x.shape[at])
     return x if pieces == EVERYTHING or x.shape[at] == 1 else lax.slice_in_dim(x, start, stop, axis=at)
-
-
-def take_piece(x, i: int, at: int):
-    """Returns one piece of an array, and keeps the axis of pieces."""
-    return take_pieces(x, slice(i, i + 1), at)
 
 
 def put_pieces(x, pieces: slice, part, at: int):

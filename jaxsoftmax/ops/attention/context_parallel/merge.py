@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.context_parallel import attend, cut, loop
+from jaxsoftmax.ops.attention.context_parallel import attend, cut
 from jaxsoftmax.ops.attention.context_parallel.attend import KeyShard
 from jaxsoftmax.ops.attention.context_parallel.cut import EVERYTHING
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named, without_sinks
@@ -99,4 +99,4 @@ def _merged_over_devices(shard, state) -> online.State:
     def state_of_device(i):
         return state_of(o[i], jnp.swapaxes(m[i, ..., 0], -1, -2), shard.sum_dtype)
 
-    return loop.repeat(lambda i, state: online.merge(state, state_of_device(i)), 1, keys.devices, state_of_device(0))
+    return attend.repeat(lambda i, state: online.merge(state, state_of_device(i)), 1, keys.devices, state_of_device(0))

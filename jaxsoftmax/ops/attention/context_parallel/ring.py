@@ -28,13 +28,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
+from jaxsoftmax._core import compat
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.context_parallel import attend, cut, loop, packing, visible
+from jaxsoftmax.ops.attention.context_parallel import attend, cut, visible
 from jaxsoftmax.ops.attention.context_parallel.attend import KeyShard
 from jaxsoftmax.ops.attention.context_parallel.cut import EVERYTHING, SequenceCut
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named, without_sinks
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart, RingSchedule
+
+_COMBINED_BYTES = 30 << 20  # bytes that XLA sends by one collective, unless XLA_FLAGS has another number
 
 # Computes a step: `carry, derivatives = compute(carry, keys, parts, shift)`. `keys` is a `KeyShard`. `derivatives` are those of
 # these keys by name, if there are any. `shift` is None in a loop, where only the program knows it.
@@ -57,7 +61,7 @@ def attention(shard: AttentionShard) -> list[jax.Array]:
         for part in parts:
             options, extra = {}, None
             if state is not None:
-                options = {"onto": [cut.take_pieces(x, part.queries, at) for x in state]}
+                options = {"initial": [cut.take_pieces(x, part.queries, at) for x in state]}
             elif sinks is not None:
                 extra = {"sinks": jnp.expand_dims(sinks, at)}
             # The last call rounds the output itself, if it has all queries.
@@ -113,22 +117,17 @@ def cotangents(shard: AttentionShard, wanted: Sequence[str]) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive steps of a ring with the same parts. A stretch of several is a loop, in which devices hand keys on.
+    """Consecutive steps of a ring with the same parts. A stretch of several is a loop, in which devices hand keys on."""
 
-    Attributes:
-      shifts: shifts of the steps.
-      parts: parts of each step.
-    """
-
-    shifts: range
-    parts: tuple[AttentionPart, ...]
+    shifts: range  # shifts of the steps
+    parts: tuple[AttentionPart, ...]  # parts of each step
 
 
 def _stretches(schedule: RingSchedule) -> list[_Stretch]:
-    """Groups steps into stretches: a stretch for each step unless there are more than `loop.MOST_UNROLLED` steps."""
+    """Groups steps into stretches: a stretch for each step unless there are more than `attend.MOST_UNROLLED` steps."""
     stretches: list[_Stretch] = []
     for step in schedule.steps:
-        before = stretches[-1] if stretches and len(schedule.steps) > loop.MOST_UNROLLED else None
+        before = stretches[-1] if stretches and len(schedule.steps) > attend.MOST_UNROLLED else None
         if before and before.shifts[0] and before.shifts.stop == step.shift and before.parts == step.parts:
             stretches[-1] = _Stretch(range(before.shifts[0], step.shift + 1), step.parts)
         else:
@@ -163,14 +162,14 @@ def _around(shard, schedule: RingSchedule, compute: _Compute, carry, receive=_no
     arriving = _send_first(shard, stretches[0], home)
     outgoing: dict[str, jax.Array] = {}
     if any(stretch.shifts[0] for stretch in stretches[1:]):
-        outgoing = home if packing.are_sent_together(home) else packing.packed(home)
+        outgoing = home if _are_sent_together(home) else _pack(home)
     derivatives: dict[str, jax.Array] = {}
     for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
         shift, sums = stretch.shifts[-1], {}
         if len(stretch.shifts) > 1:
             carry, arriving, sums = _loop(shard, compute, receive(carry, derivatives), arriving, home, stretch)
             derivatives = {}
-        keys = packing.unpacked(arriving, home) if shift else home
+        keys = _unpack(arriving, home) if shift else home
         arriving = _send_first(shard, following, outgoing)  # started before the attention, which runs meanwhile
         carry, visiting = compute(carry, KeyShard(keys, _before(queries, index, shift)), stretch.parts, shift)
         sent = _send_home(shard, visiting, sums, stretch)
@@ -200,13 +199,13 @@ def _loop(shard, compute: _Compute, carry, arriving, home, stretch: _Stretch):
         carry, keys, sums = state
         following = _send(queries, keys, key_hops)  # started before the attention, which runs meanwhile
         device = _before(queries, index, jnp.asarray(shift, jnp.int32))
-        carry, visiting = compute(carry, KeyShard(packing.unpacked(keys, home), device), stretch.parts, None)
-        visiting = packing.packed(visiting) if visiting else {}
+        carry, visiting = compute(carry, KeyShard(_unpack(keys, home), device), stretch.parts, None)
+        visiting = _pack(visiting) if visiting else {}
         sums = jax.tree.map(jnp.add, sums, visiting) if sums else visiting
         return lax.optimization_barrier((carry, following, _send(queries, sums, sum_hops)))
 
     first, *_, last = stretch.shifts
-    return loop.repeat(run, first + 1, last, run(first, (carry, arriving, {})))
+    return attend.repeat(run, first + 1, last, run(first, (carry, arriving, {})))
 
 
 def _before(queries: SequenceCut, index, shift):
@@ -238,10 +237,49 @@ def _send_home(shard, derivatives, sums, stretch: _Stretch):
     if shift == 0 or not derivatives:
         return derivatives
     if sums:
-        before = packing.unpacked(sums, derivatives)
+        before = _unpack(sums, derivatives)
         derivatives = {name: before[name] + x for name, x in derivatives.items()}
         devices = shard.sequences.queries.devices
         pairs = [((j + shift) % devices, j) for j in range(devices)]
     else:
         pairs = [(i, j) for j, i in visible.key_routes(shard.sequences, shift, stretch.parts)]
-    return packing.unpacked(_send(shard.sequences.queries, packing.packed(derivatives), pairs), derivatives)
+    return _unpack(_send(shard.sequences.queries, _pack(derivatives), pairs), derivatives)
+
+
+def _are_sent_together(arrays: dict[str, jax.Array]) -> bool:
+    """Tells whether XLA sends these arrays by one collective. It is unknown, so False, if their sizes are symbolic."""
+    most = compat.xla_flags().get("xla_gpu_collective_permute_combine_threshold_bytes", _COMBINED_BYTES)
+    size = sum(x.nbytes for x in arrays.values())
+    return isinstance(size, int) and size <= int(most)
+
+
+def _pack(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Packs arrays by name into one flat array of each dtype, by the name of the dtype, which one collective sends.
+
+    XLA's scheduler lets one collective at a time run beside kernels, and would wait for a second one. Up to a number of bytes
+    XLA combines several arrays into one collective. Larger ones are packed before they are sent: that is a copy of 64 us, where
+    the collective takes 540 us (keys and values of 134 MB). Slices of the packed array that arrives are no copies in the
+    forward pass. Segments have a dtype of their own, and are small.
+
+    It returns the arrays as they are if automatic mesh axes may shard them too: flat arrays have no axes that such a sharding
+    fits, and XLA would gather them.
+    """
+    mesh = jax.typeof(next(iter(arrays.values()))).sharding.mesh
+    if any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)):
+        return arrays
+    flat = {}
+    for name in sorted(arrays):
+        flat.setdefault(arrays[name].dtype.name, []).append(arrays[name].ravel())
+    return {dtype: jnp.concatenate(parts) for dtype, parts in flat.items()}
+
+
+def _unpack(arrays: dict[str, jax.Array], like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Undoes `_pack`: returns arrays with the names and shapes of `like`. Arrays that are not packed stay as they are."""
+    if arrays.keys() == like.keys():
+        return arrays
+    result, starts = {}, dict.fromkeys(arrays, 0)
+    for name in sorted(like):
+        dtype, shape, size = like[name].dtype.name, like[name].shape, like[name].size
+        result[name] = arrays[dtype][starts[dtype] :][:size].reshape(shape)
+        starts[dtype] += size
+    return result

@@ -16,25 +16,17 @@ from jaxsoftmax.ops.attention.context_parallel.visible import Sequences, Window
 
 @dataclass(frozen=True, eq=False)
 class AttentionShard:
-    """One device's shard of an attention, or of a derivative of it.
+    """One device's shard of an attention, or of a derivative of it."""
 
-    Attributes:
-      run: `run(operation, operands, window, **options)` computes the results of an operation on this device, from operands by
-        name.
-      operands: shards of the operands by name. Masks and biases have this device's queries, and all keys.
-      sequences: cuts of the queries and of the keys.
-      scale: factor of the scores.
-      is_manual: True if the user has cut the sequences, in a `shard_map`. It adds up what devices have of the derivative of an
-        operand that they share.
-      is_partial: True if the output is one of several that are merged, which is not rounded.
-    """
-
+    # Computes the results of `run(operation, operands, window, **options)` on this device, from operands by name.
     run: Callable[..., list[jax.Array]]
-    operands: Mapping[str, jax.Array]
+    operands: Mapping[str, jax.Array]  # masks and biases have this device's queries, and all keys
     sequences: Sequences
     scale: float
+    # True if the user has cut the sequences, in a `shard_map`. It adds up what devices have of the derivative of an operand
+    # that they share.
     is_manual: bool
-    is_partial: bool
+    is_partial: bool  # the output is one of several that are merged, which is not rounded
 
     @property
     def n_batch_axes(self) -> int:

@@ -21,65 +21,44 @@ _DEPEND_ON_POSITIONS = frozenset(["query_offset", "seeds", "query_lengths", "key
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Pairs pieces of queries with pieces of keys, which one call of a kernel attends to.
-
-    Attributes:
-      queries: the pieces of queries.
-      keys: the pieces of keys. Several are paired with the pieces of queries one by one, and one serves all of these.
-      window: window of the call. It hides all that the window of the attention hides of this part.
-      is_halved: True if each query sees all of one half of the keys of another device, or none: see `Sequences.sees_halves`.
-      takes_tickets: True if the blocks of threads of the kernel take tickets for their tiles, even if nothing depends on
-        positions. They do if the kernel gets an offset.
-    """
+    """Pairs pieces of queries with pieces of keys, which one call of a kernel attends to."""
 
     queries: slice
-    keys: slice
-    window: Window
+    keys: slice  # several pieces are paired with the pieces of queries one by one, and one serves all of these
+    window: Window  # it hides all that the window of the attention hides of this part
+    # True if each query sees all of one half of the keys of another device, or none: see `Sequences.sees_halves`.
     is_halved: bool = False
+    # True if the blocks of threads of the kernel take tickets for their tiles, even if nothing depends on positions. They
+    # do if the kernel gets an offset.
     takes_tickets: bool = False
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of a ring, in which a device has the keys of the device `shift` before it.
+    """One step of a ring, in which a device has the keys of the device `shift` before it."""
 
-    Attributes:
-      shift: number of devices between the two, 0 for a device's own keys.
-      parts: the parts that attend to these keys.
-    """
-
-    shift: int
+    shift: int  # number of devices between the two, 0 for a device's own keys
     parts: tuple[AttentionPart, ...]
 
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """The steps of a ring, without those in which no device sees anything.
+    """The steps of a ring, without those in which no device sees anything."""
 
-    Attributes:
-      sequences: the sequences. If queries see keys by halves, they are in the usual order here: a shard is one piece then.
-      steps: the steps in the order of their shifts. The first one has a device's own keys, and its first part all queries.
-    """
-
+    # If queries see keys by halves, the sequences are in the usual order here: a shard is one piece then.
     sequences: "Sequences"
+    # In the order of their shifts. The first step has a device's own keys, and its first part all queries.
     steps: tuple[RingStep, ...]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Says how devices share the queries and the keys of one attention, and which keys a query may see.
-
-    Attributes:
-      queries: cut of the queries.
-      keys: cut of the keys.
-      window: numbers of positions before and after its own that a query sees; None for a side without a limit.
-      names: names of the operands of the attention.
-    """
+    """Says how devices share the queries and the keys of one attention, and which keys a query may see."""
 
     queries: SequenceCut
     keys: SequenceCut
-    window: Window
-    names: frozenset[str]
+    window: Window  # numbers of positions before and after its own that a query sees; None for a side without a limit
+    names: frozenset[str]  # of the operands
 
     @property
     def can_ring(self) -> bool:

@@ -17,8 +17,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
-from jaxsoftmax.ops.attention.operands import dequantised, without_pages
-from jaxsoftmax.ops.attention.problem import AttentionProblem
+from jaxsoftmax.ops.attention.operands import AttentionProblem, dequantised, without_pages
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)
@@ -29,11 +28,12 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     """Plans attention, attention with pages, or the cotangents of attention."""
     name = problem.operation.name
     if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
+        # The tangent makes five products of a tile, where attention makes two; the reference runs it.
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
     is_gradient = name == "dot_product_attention_vjp"
-    if (reason := _unserved_types(problem) or _unserved_sizes(problem)) is not None:
+    if (reason := _unserved(problem)) is not None:
         return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
     result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
     if isinstance(result, Refusal) or result.kernel is None or result.kernel.shared_memory <= target.shared_memory:
@@ -42,8 +42,8 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
 
 
-def _unserved_types(problem: AttentionProblem) -> str | None:
-    """Returns why dtypes, or the head sizes that they allow, are not served."""
+def _unserved(problem: AttentionProblem) -> str | None:
+    """Returns why dtypes, head sizes, numbers of queries and keys, or the scale, are not served, or None."""
     types, dtype = problem.types, problem.dtype
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
@@ -60,12 +60,7 @@ def _unserved_types(problem: AttentionProblem) -> str | None:
     for name in ("query_segments", "key_segments"):
         if name in types and types[name].dtype.itemsize > 4:
             return f"segment ids must have at most 32 bits, got {types[name].dtype.name}"
-    return None
-
-
-def _unserved_sizes(problem: AttentionProblem) -> str | None:
-    """Returns why numbers of queries and keys, or the scale, are not served."""
-    batch, query, key = problem.batch, problem.types["query"].shape, problem.types["key"].shape
+    batch, query, key = problem.batch, types["query"].shape, types["key"].shape
     rows, keys = math.prod(batch) * query[-2] * query[-3], math.prod(batch) * key[-3]
     if not (rows and keys):
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
@@ -85,7 +80,7 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     if "page_table" in types and not decode.serves_pages(types):
         prepare.append(without_pages)
         types = problem.types
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("onto") is None
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("initial") is None
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)
@@ -93,4 +88,4 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
     n_results = 2 if params.get("return_lse", True) else 1
     plan_type = decode.DecodePlan if is_few else ForwardPlan
-    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("onto"))
+    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("initial"))

@@ -15,8 +15,8 @@ arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
 scores between 2^-25 and 65504: scale the loss.
 
-This file has the launch and the division of work among warpgroups, `backward_pipeline` what these do, `backward_plan` which
-blocks of queries a block of keys visits, and `backward_scores` what becomes of products in registers.
+This file has the launch, the division of work among warpgroups, and the producer; `backward_pipeline` has the consumers, and
+`backward_plan` which blocks of queries a block of keys visits.
 """
 
 import functools
@@ -33,44 +33,32 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu import schedule, tickets
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.attention import key_blocks as blocks
+from jaxsoftmax.ops.attention import key_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
-    BackwardProducer,
     BackwardRole,
     DerivativesConsumer,
     HalfConsumer,
-    TurnAdder,
     WeightsConsumer,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardKernel, plan_backward
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import laid_out
-from jaxsoftmax.ops.attention.operands import OPERANDS, cotangents_of_rows, cotangents_of_sinks
-from jaxsoftmax.ops.attention.problem import AttentionProblem
-from jaxsoftmax.ops.attention.xla import summed_to
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
+from jaxsoftmax.ops.attention.operands import OPERANDS, AttentionProblem, cotangents_of_rows, cotangents_of_sinks, summed_to
 
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Cotangents of attention by the backward kernel.
+    """Cotangents of attention by the backward kernel."""
 
-    Attributes:
-      kernel: how the kernel runs. None if the cotangent of the sinks alone is wanted, which needs no kernel.
-      wanted: names of the operands whose cotangents are computed.
-      window: see `AttentionKernel`.
-      is_partial: True if the cotangents, which are parts of sums, stay in float32, and the one of the queries is not multiplied
-        by the scale.
-      initial: such a part of the cotangent of the queries, from other keys, to which the kernel adds. None for 0.
-    """
-
-    kernel: BackwardKernel | None
-    wanted: tuple[str, ...]
+    kernel: BackwardKernel | None  # None if the cotangent of the sinks alone is wanted, which needs no kernel
+    wanted: tuple[str, ...]  # names of the operands whose cotangents are computed
     window: tuple[int | None, int | None]
+    # True if the cotangents, which are parts of sums, stay in float32, and the one of queries is not multiplied by the scale.
     is_partial: bool = False
-    initial: Any = None
+    initial: Any = None  # such a part of the cotangent of queries, from other keys, to which the kernel adds. None for 0
     remark = None
 
     def describe(self) -> str:
@@ -109,27 +97,18 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     kernel = None
     if set(wanted) - {"sinks"}:
         kernel = plan_backward(types, target, wanted, is_deterministic, **problem.options)
-    return BackwardPlan(kernel, tuple(wanted), params["window"], params.get("is_partial", False), params.get("onto"))
+    return BackwardPlan(kernel, tuple(wanted), params["window"], params.get("is_partial", False), params.get("initial"))
 
 
 def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False, initial=None) -> dict[str, jax.Array]:
-    """Runs the kernel for the whole batch.
+    """Runs the kernel for the whole batch, on operands by name; `lse` and `delta` are those of `BackwardKernel.lines`.
 
-    Args:
-      kernel: how it runs.
-      operands: its operands by name.
-      lse: log-sum-exp of the queries, see `BackwardKernel.lines`.
-      delta: deltas of the queries, see there.
-      d_out: cotangent of the output.
-      is_partial: True for cotangents in float32, and that of the queries not multiplied by the scale.
-      initial: such a cotangent of the queries, to which the kernel adds, or None for 0.
+    `is_partial` and `initial` are those of `BackwardPlan`.
 
     Returns:
       The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
     """
-    tables = {}
-    if kernel.is_varying:
-        tables["spans"] = _spans(kernel, operands)
+    tables = {"spans": _spans(kernel, operands)} if kernel.is_varying else {}
     refs, records = _laid_out(kernel, operands | tables, lse, delta, d_out)
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
@@ -168,7 +147,7 @@ def _spans(kernel: BackwardKernel, operands):
     """Computes from operands which blocks of queries each block of keys visits."""
     seen = None
     if "mask" in operands:
-        seen = blocks.seen(operands["mask"], kernel.lengths, kernel.config.block_q, kernel.block_kv)
+        seen = key_blocks.mark_visible(operands["mask"], kernel.lengths, kernel.config.block_q, kernel.block_kv)
     return kernel.spans(operands, seen)
 
 
@@ -187,7 +166,7 @@ def _laid_out(kernel: BackwardKernel, operands, lse, delta, d_out):
     (length, heads, _), (keys, key_heads, _) = kernel.query, kernel.key
     value_size, padding = operands["value"].shape[-1], -length % kernel.config.block_q
     main = ("query", "key", "value")
-    extras, records = laid_out(kernel.batch, {name: array for name, array in operands.items() if name not in main})
+    extras, records = lay_out(kernel.batch, {name: array for name, array in operands.items() if name not in main})
 
     def line(array):
         array = jnp.broadcast_to(array, (*kernel.batch, heads, length)).reshape(-1, heads, length)
@@ -284,3 +263,94 @@ def _kernel(kernel: BackwardKernel, records, waves, refs, results, **memory) -> 
             for index, kind in enumerate(kinds):
                 pl.when(warpgroup == index)(functools.partial(work.each, kind(*shared, index)))
         plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class BackwardProducer(BackwardRole):
+    """The producer warpgroup: copies keys and values of tiles, and their queries and output cotangents block by block."""
+
+    def __call__(self, tile, steps):
+        """Copies what a tile needs; returns the number of steps so far."""
+        first, total = tile.block * self.kernel.block_kv, self.kernel.groups * tile.count
+        pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
+        self._copy_keys_and_values(tile, first)
+        pl.when(total > 0)(lambda: self._copy_cotangents(tile, steps, 0))
+
+        @pl.loop(1, total)
+        def _(i):
+            self._copy_queries(tile, steps, i)
+            self._copy_cotangents(tile, steps, i)
+
+        return steps + total
+
+    def _copy_keys_and_values(self, tile, first):
+        """Copies keys and values of a tile, from key `first` on."""
+        refs, memory, kernel = self.refs, self.memory, self.kernel
+        halves, width = memory["k"].shape[0], kernel.part_size
+        plgpu.barrier_wait(memory["kv_empty"])
+        for half in range(halves):
+            rows = pl.ds(first + half * ROWS, ROWS)
+            for part in range(kernel.parts[1]):
+                source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
+                plgpu.copy_gmem_to_smem(source, memory["k"].at[half, part], memory["k_full"])
+        for half in range(halves):
+            source = refs["value"].at[tile.b, pl.ds(first + half * ROWS, ROWS), tile.head]
+            plgpu.copy_gmem_to_smem(source, memory["v"].at[half], memory["v_full"])
+
+    def _copy_queries(self, tile, steps, i):
+        """Copies queries and log-sum-exp of step `i` of a tile."""
+        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
+        head, block = self.head_and_block(tile, i)
+        rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
+        full = memory["q_full"].at[stage]
+        plgpu.barrier_wait(memory["q_empty"].at[stage])
+        plgpu.copy_gmem_to_smem(refs["query"].at[tile.b, rows, head], memory["q"].at[stage], full)
+        plgpu.copy_gmem_to_smem(refs["lse"].at[tile.b, head, rows], self.line("q_lse", stage), full)
+
+    def _copy_cotangents(self, tile, steps, i):
+        """Copies output cotangents and delta of step `i` of a tile."""
+        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
+        head, block = self.head_and_block(tile, i)
+        rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
+        plgpu.barrier_wait(memory["do_empty"].at[stage])
+        plgpu.copy_gmem_to_smem(refs["d_out"].at[tile.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
+        line, full = self.line("do_delta", stage), memory["delta_full"].at[stage]
+        plgpu.copy_gmem_to_smem(refs["delta"].at[tile.b, head, rows], line, full)
+
+
+@dataclass(frozen=True)
+class TurnAdder(BackwardRole):
+    """A warp that adds dQ of every `ADDERS`-th step to global memory, each when it is the block of keys' turn.
+
+    A counter for each block of queries says how many blocks of keys have added, and each waits until those before it have.
+    The warps take steps in turn: one waits for the counter while what the other added arrives. A second pass for dQ would make
+    seven products in place of five, with the forward pass nine in place of seven: 0.78 of the speed at best.
+    """
+
+    index: int  # number of the warp among those that add
+
+    def __call__(self, tile, steps):
+        """Adds what consumers stage in the steps of a tile; returns the number of steps so far."""
+        kernel, total = self.kernel, self.kernel.groups * tile.count
+        first = lax.rem(self.index + (ADDERS - 1) * steps, jnp.int32(ADDERS))
+
+        @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))
+        def _(i):
+            i = first + i * ADDERS
+            head, block = self.head_and_block(tile, i)
+            turn = (tile.b * kernel.query[1] + head) * kernel.blocks_q + block
+            if "before" in self.refs:
+                before = self.refs["before"][tile.b, tile.block, block]
+            else:
+                before = tile.block - kernel.first_key_block(block, KERNEL)
+            tickets.await_count(self.refs["turns"], turn, before)
+            for piece in range(kernel.config.pieces):
+                plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
+                for consumer in range(CONSUMERS):
+                    self.add_to_dq(consumer, tile.b, head, block, piece)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(self.memory["sums_empty"])
+            plgpu.wait_smem_to_gmem(0)
+            tickets.add_one(self.refs["turns"], turn)
+
+        return steps + total

@@ -1,4 +1,4 @@
-"""The backward kernel's warpgroups: a producer copies blocks of queries, consumers keep the sums of their keys' derivatives.
+"""The backward kernel's consumer warpgroups, which keep the sums of their keys' derivatives while blocks of queries pass.
 
     consumer with 64 keys of its own              consumers that share 64 keys (head size 256)
                                                   of the weights                of the derivatives
@@ -12,6 +12,9 @@
 
 The steps of all tiles are counted through: step `i` uses stage `i % stages`. A barrier is full when copies have landed, and
 empty when all have read them.
+
+Weights are made anew from the log-sum-exp. Rows of products are keys, columns queries. Limits, segments and masks are looked at
+while the products run, as loads take long.
 """
 
 import functools
@@ -24,11 +27,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxsoftmax._gpu import sync, tickets, wgmma
+from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SLOTS, BackwardKernel
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_scores import BackwardScores, along_rows, where_kept
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import KERNEL, ROWS, GlobalOperand
-from jaxsoftmax.ops.attention.mosaic_sm90.scores import LAYOUT
+from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    COL_LAYOUT,
+    KERNEL,
+    LAYOUT,
+    LOG2E,
+    ROW_LAYOUT,
+    ROWS,
+    GlobalOperand,
+    dropout_keeps,
+    in_one_segment,
+    tanh,
+)
 
 # Named barriers. Mosaic GPU uses those before: a test holds it to that.
 _BOTH = 8  # at which both consumers meet
@@ -40,67 +52,39 @@ _meet = sync.meeting(_BOTH, CONSUMERS)
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward kernel, as its warpgroups know it.
+    """A tile of the backward kernel, as its warpgroups know it."""
 
-    Attributes:
-      b: index of the batch entry.
-      head: index of the key head.
-      block: number of the block of keys.
-      low: first block of queries that the tile visits.
-      count: number of blocks of queries of each query head.
-      whole_from: first of the blocks whose queries see all keys.
-      whole_to: the one behind the last of those.
-      lengths: numbers of queries and keys of the batch entry.
-      offset: position of query 0.
-    """
-
-    b: Any
-    head: Any
-    block: Any
-    low: Any
-    count: Any
-    whole_from: Any
-    whole_to: Any
-    lengths: tuple[Any, Any]
-    offset: Any
+    b: Any  # batch entry
+    head: Any  # key head
+    block: Any  # of keys
+    low: Any  # first block of queries that the tile visits
+    count: Any  # blocks of queries of each query head
+    whole_from: Any  # first of the blocks whose queries see all keys
+    whole_to: Any  # the one behind the last of those
+    lengths: tuple[Any, Any]  # numbers of queries and keys of the batch entry
+    offset: Any  # position of query 0
 
 
 @dataclass(frozen=True)
 class BackwardStep:
-    """A step of a tile: one block of queries of one head.
+    """A step of a tile: one block of queries of one head."""
 
-    Attributes:
-      head: index of the query head.
-      block: number of the block of queries.
-      banded: False, or an array that says whether some query does not see some key.
-      index: number of the step among those of all tiles.
-      stage: stage of the queries.
-      stage_do: stage of the output cotangents.
-    """
-
-    head: Any
-    block: Any
-    banded: Any
-    index: Any
-    stage: Any
-    stage_do: Any
+    head: Any  # query head
+    block: Any  # of queries
+    banded: Any  # False, or an array that says whether some query does not see some key
+    index: Any  # of the step among those of all tiles
+    stage: Any  # of the queries
+    stage_do: Any  # of the output cotangents
 
 
 @dataclass(frozen=True)
 class BackwardRole:
-    """Knowledge and addresses that all roles of warpgroups and warps of the backward kernel share.
-
-    Attributes:
-      kernel: how the kernel runs.
-      refs: operands and results in global memory, by name.
-      operands: records of the optional operands, by name.
-      memory: arrays and barriers in shared memory, by name.
-    """
+    """Knowledge and addresses that all roles of warpgroups and warps of the backward kernel share."""
 
     kernel: BackwardKernel
-    refs: dict[str, Any]
-    operands: dict[str, GlobalOperand]
-    memory: dict[str, Any]
+    refs: dict[str, Any]  # operands and results in global memory
+    operands: dict[str, GlobalOperand]  # records of the optional operands
+    memory: dict[str, Any]  # arrays and barriers in shared memory
 
     def tile(self, number) -> BackwardTile:
         """Returns a tile."""
@@ -154,71 +138,134 @@ class BackwardRole:
         plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, columns], reduction_op="add")
 
 
-@dataclass(frozen=True)
-class BackwardProducer(BackwardRole):
-    """The producer warpgroup: copies keys and values of tiles, and their queries and output cotangents block by block."""
+class BackwardScores:
+    """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other."""
 
-    def __call__(self, tile, steps):
-        """Copies what a tile needs; returns the number of steps so far."""
-        first, total = tile.block * self.kernel.block_kv, self.kernel.groups * tile.count
-        pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
-        self._copy_keys_and_values(tile, first)
-        pl.when(total > 0)(lambda: self._copy_cotangents(tile, steps, 0))
+    def __init__(self, role, tile, first, *, needs_segments):
+        self.kernel, self.operands, self.refs = role.kernel, role.operands, role.refs
+        self.tile, self.first = tile, first
+        kernel, names = role.kernel, role.kernel.names
+        self.shape = ROWS, kernel.config.block_q
+        has_lengths = not {"query_lengths", "key_lengths"}.isdisjoint(names)
+        self.is_limited = kernel.window != (None, None) or kernel.is_ragged or has_lengths
+        # Some block of queries has to be masked by lengths, the window or segments.
+        self.is_banded = self.is_limited or "query_segments" in names
+        self.kept_factor = 1 / (1 - kernel.dropout_rate) if "seeds" in names else 1.0
+        self.segments: Any = None
+        if "key_segments" in names and needs_segments:
+            ids, keys = self.operands["key_segments"], kernel.key[0]
+            start = ids.index(tile.b) * keys + first
+            self.segments = wgmma.load_product_rows(ids.ref, start, keys - first, self.shape)
 
-        @pl.loop(1, total)
-        def _(i):
-            self._copy_queries(tile, steps, i)
-            self._copy_cotangents(tile, steps, i)
+    def load(self, at):
+        """Loads what global memory has on the block of queries of a step: bias, mask and segments."""
+        loaded = {}
+        for name in ("bias", "mask"):
+            if name in self.operands:
+                operand = self.operands[name]
+                place = self._place(operand, at)
+                loaded[name] = wgmma.load_transposed(operand.ref, *place, self.shape, varies=operand.varies)
+        if "query_segments" in self.operands:
+            ids, queries, start = self.operands["query_segments"], self.kernel.query[0], at.block * self.shape[1]
+            first = ids.index(self.tile.b) * queries + start
+            loaded["segments"] = lax.cond(
+                at.banded,
+                lambda: wgmma.load_product_cols(ids.ref, first, queries - start, self.shape),
+                lambda: plgpu.layout_cast(jnp.zeros(self.shape[1:], ids.ref.dtype), COL_LAYOUT),
+            )
+        return loaded
 
-        return steps + total
+    def weights(self, s, lse, loaded, at):
+        """Returns the weights of a block of queries, and the derivative of the soft cap, or None if there is none."""
+        slope, factor = None, self.kernel.scale
+        if self.kernel.soft_cap is not None:
+            s = tanh(s * (self.kernel.scale / self.kernel.soft_cap))
+            slope, factor = 1 - s * s, self.kernel.soft_cap
+        if "bias" in loaded:
+            bias = loaded["bias"].astype(jnp.float32)
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
+        if "mask" in loaded:
+            s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
+        if "bias" in loaded:  # scores may be as large as `finfo.min`
+            p = jnp.exp2((s - along_rows(lse, s.shape)) * LOG2E)
+        else:
+            s = s * (factor * LOG2E)
+            p = jnp.exp2(s if self.kernel.is_seeded else s - along_rows(lse, s.shape))
+        if self.is_banded:
+            p = lax.cond(at.banded, lambda p: self._masked(p, loaded, at), lambda p: p, p)
+        return p, slope
 
-    def _copy_keys_and_values(self, tile, first):
-        """Copies keys and values of a tile, from key `first` on."""
-        refs, memory, kernel = self.refs, self.memory, self.kernel
-        halves, width = memory["k"].shape[0], kernel.part_size
-        plgpu.barrier_wait(memory["kv_empty"])
-        for half in range(halves):
-            rows = pl.ds(first + half * ROWS, ROWS)
-            for part in range(kernel.parts[1]):
-                source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
-                plgpu.copy_gmem_to_smem(source, memory["k"].at[half, part], memory["k_full"])
-        for half in range(halves):
-            source = refs["value"].at[tile.b, pl.ds(first + half * ROWS, ROWS), tile.head]
-            plgpu.copy_gmem_to_smem(source, memory["v"].at[half], memory["v_full"])
+    def _masked(self, p, loaded, at):
+        """Returns the weights of a block of queries, 0 where segments, the window or the lengths hide a key.
 
-    def _copy_queries(self, tile, steps, i):
-        """Copies queries and log-sum-exp of step `i` of a tile."""
-        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
-        head, block = self.head_and_block(tile, i)
-        rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
-        full = memory["q_full"].at[stage]
-        plgpu.barrier_wait(memory["q_empty"].at[stage])
-        plgpu.copy_gmem_to_smem(refs["query"].at[tile.b, rows, head], memory["q"].at[stage], full)
-        plgpu.copy_gmem_to_smem(refs["lse"].at[tile.b, head, rows], self.line("q_lse", stage), full)
+        On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to 4 percent at
+        head size 128.
+        """
+        if "segments" in loaded:
+            p = in_one_segment(p, self.segments, loaded["segments"], hidden=0.0)
+        return wgmma.band(p, *self._limits(at.block * self.shape[1]), hidden=0.0) if self.is_limited else p
 
-    def _copy_cotangents(self, tile, steps, i):
-        """Copies output cotangents and delta of step `i` of a tile."""
-        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
-        head, block = self.head_and_block(tile, i)
-        rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
-        plgpu.barrier_wait(memory["do_empty"].at[stage])
-        plgpu.copy_gmem_to_smem(refs["d_out"].at[tile.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
-        line, full = self.line("do_delta", stage), memory["delta_full"].at[stage]
-        plgpu.copy_gmem_to_smem(refs["delta"].at[tile.b, head, rows], line, full)
+    def kept(self, at):
+        """Tells which weights dropout keeps; None if it keeps all."""
+        if "seeds" not in self.operands:
+            return None
+        seeds, rate = self.operands["seeds"], self.kernel.dropout_rate
+        return dropout_keeps(seeds, self.tile.b, at.head, self.first, at.block, self.shape, rate, is_transposed=True)
+
+    def less_delta(self, dp, delta, kept):
+        """Returns the derivatives of the weights that dropout keeps less `delta`, or less nothing if it is None."""
+        if kept is not None:
+            dp = where_kept(kept, dp * self.kept_factor)
+        return dp if delta is None else dp - along_rows(delta, dp.shape)
+
+    def derivatives(self, p, slope, dp, delta, kept, at):
+        """Returns the derivatives of the products of keys and queries."""
+        ds = p * self.less_delta(dp, delta, kept)
+        self.add_to_bias(ds, at)
+        return ds if slope is None else ds * slope
+
+    def add_to_bias(self, ds, at) -> None:
+        """Adds the derivatives of scores to that of the bias in global memory, if it is wanted.
+
+        In float32, to an array of the bias's own shape: sums along axes along which the bias does not vary are made in
+        registers first. Additions come in any order.
+        """
+        if self.kernel.adds_bias:
+            operand = self.operands["bias"]
+            wgmma.add_transposed(self.refs["dbias"], *self._place(operand, at), ds, varies=operand.varies)
+
+    def _limits(self, start):
+        """Returns the first and the last column that each row sees; None for no limit. Columns are queries from `start` on."""
+        (left, right), (queries, keys) = self.kernel.window, self.tile.lengths
+        position = self.first + lax.iota(jnp.int32, ROWS)
+        start_at = start + self.tile.offset  # where windows count from
+        low, high = None if right is None else position - (right + start_at), None
+        if "query_lengths" in self.operands:
+            high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
+        if left is not None:
+            window_end = position + (left - start_at)
+            high = window_end if high is None else jnp.minimum(high, window_end)
+        if self.kernel.is_ragged or "key_lengths" in self.operands:
+            high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)
+        return low, high
+
+    def _place(self, operand, at):
+        """Returns row and column of the elements of a bias or mask for a block of queries, and their numbers."""
+        start = at.block * self.shape[1]
+        return (
+            operand.row(self.tile.b, at.head, start),
+            self.first if operand.varies[1] else 0,
+            (self.kernel.query[0] - start, self.kernel.key[0] - self.first),
+        )
 
 
 @dataclass(frozen=True)
 class BackwardConsumer(BackwardRole):
-    """A consumer warpgroup. Its kinds have a `step` each, which adds a block of queries to their sums.
+    """A consumer warpgroup. Its kinds have a `step` each, which adds a block of queries to their sums."""
 
-    Attributes:
-      index: its number.
-    """
-
-    index: Any
-
-    # Names of the sums.
-    SUMS = ()
+    index: Any  # number of the consumer
+    SUMS = ()  # names of the sums
+    WEIGHS = True  # it makes weights, which segments mask
 
     def start(self) -> None:
         """Says that all of shared memory is empty."""
@@ -227,17 +274,15 @@ class BackwardConsumer(BackwardRole):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
 
-    def scores(self, tile) -> BackwardScores:
-        """Returns the scores of its keys."""
-        raise NotImplementedError
-
     def step(self, tile, scores, at, sums) -> None:
         """Adds a block of queries to the sums, and the part of dQ that the consumer makes to dQ."""
         raise NotImplementedError
 
     def __call__(self, tile, steps):
         """Computes and stores the sums of a tile; returns the number of steps so far."""
-        kernel, scores = self.kernel, self.scores(tile)
+        kernel, first = self.kernel, tile.block * self.kernel.block_kv
+        first = first if kernel.config.roles else first + self.index * ROWS
+        scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
 
         def visit_head(sums, end, i, _):
             head = tile.head * kernel.groups + i
@@ -362,9 +407,6 @@ class HalfConsumer(BackwardConsumer):
 
     SUMS = ("dk", "dv")
 
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv + self.index * ROWS)
-
     def step(self, tile, scores, at, sums):
         kernel, memory, keys_first = self.kernel, self.memory, self.kernel.config.keys_first
         dk_acc, dv_acc = sums
@@ -431,9 +473,6 @@ class WeightsConsumer(BackwardConsumer):
 
     SUMS = ("dv",)
 
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv)
-
     def step(self, tile, scores, at, sums):
         memory, (dv_acc,) = self.memory, sums
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, at), plgpu.ACC(scores.shape, jnp.float32))
@@ -474,9 +513,7 @@ class DerivativesConsumer(BackwardConsumer):
     """
 
     SUMS = ("dk",)
-
-    def scores(self, tile):
-        return BackwardScores(self, tile, tile.block * self.kernel.block_kv, needs_segments=False)
+    WEIGHS = False
 
     def step(self, tile, scores, at, sums):
         kernel, memory, (dk_acc,) = self.kernel, self.memory, sums
@@ -516,50 +553,19 @@ class DerivativesConsumer(BackwardConsumer):
         return scores.less_delta(dp, delta, kept)
 
 
-@dataclass(frozen=True)
-class TurnAdder(BackwardRole):
-    """A warp that adds dQ of every `ADDERS`-th step to global memory, each when it is the block of keys' turn.
-
-    A counter for each block of queries says how many blocks of keys have added, and each waits until those before it have.
-    The warps take steps in turn: one waits for the counter while what the other added arrives. A second pass for dQ would make
-    seven products in place of five, with the forward pass nine in place of seven: 0.78 of the speed at best.
-
-    Attributes:
-      index: number of the warp among those that add.
-    """
-
-    index: int
-
-    def __call__(self, tile, steps):
-        """Adds what consumers stage in the steps of a tile; returns the number of steps so far."""
-        kernel, total = self.kernel, self.kernel.groups * tile.count
-        first = lax.rem(self.index + (ADDERS - 1) * steps, jnp.int32(ADDERS))
-
-        @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))
-        def _(i):
-            i = first + i * ADDERS
-            head, block = self.head_and_block(tile, i)
-            turn = (tile.b * kernel.query[1] + head) * kernel.blocks_q + block
-            if "before" in self.refs:
-                before = self.refs["before"][tile.b, tile.block, block]
-            else:
-                before = tile.block - kernel.first_key_block(block, KERNEL)
-            tickets.await_count(self.refs["turns"], turn, before)
-            for piece in range(kernel.config.pieces):
-                plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
-                for consumer in range(CONSUMERS):
-                    self.add_to_dq(consumer, tile.b, head, block, piece)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(self.memory["sums_empty"])
-            plgpu.wait_smem_to_gmem(0)
-            tickets.add_one(self.refs["turns"], turn)
-
-        return steps + total
-
-
 def _hidden_zero(step, use: int):
     """Returns 0 in a form that the compiler cannot fold, a different one for each use.
 
     It then recomputes addresses instead of keeping them in registers.
     """
     return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
+
+
+def where_kept(kept, array):
+    """Returns an array with 0 where dropout keeps nothing; `kept` is None if it keeps all."""
+    return array if kept is None else jnp.where(kept, array, 0.0)
+
+
+def along_rows(line, shape):
+    """Returns a value for each column, in all rows."""
+    return lax.broadcast_in_dim(line, shape, (1,))

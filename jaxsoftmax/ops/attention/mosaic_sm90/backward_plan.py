@@ -13,9 +13,8 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention import key_blocks as blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, KERNEL, ROWS, Arithmetic, AttentionKernel, shapes_of
-from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
+from jaxsoftmax.ops.attention import key_blocks
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionKernel, shapes_of
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -26,27 +25,19 @@ _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Settings of a block of threads of the backward kernel.
+    """Settings of a block of threads of the backward kernel."""
 
-    Attributes:
-      block_q: queries of a step.
-      stages: number of blocks of queries, and of output cotangents, that shared memory has room for.
-      roles: True if the consumers share the 64 keys of a tile and compute different products. Otherwise each has 64 keys.
-      pieces: number of pieces, one after the other, in which a consumer's part of dQ goes through shared memory.
-      keys_first: True if dK's product is started before the consumers meet for dQ's. Otherwise it is started behind dQ's, and
-        runs while dQ is added.
-      one_program: True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`.
-        Otherwise each has a program of its own, in which its number is a constant.
-      registers: registers of a thread of the producer, and of a consumer.
-    """
-
-    block_q: int
-    stages: tuple[int, int]
-    roles: bool = False
-    pieces: int = 1
+    block_q: int  # queries of a step
+    stages: tuple[int, int]  # blocks of queries, and of output cotangents, that shared memory has room for
+    roles: bool = False  # the consumers share the 64 keys of a tile and compute different products; else each has 64 keys
+    pieces: int = 1  # pieces, one after the other, in which a consumer's part of dQ goes through shared memory
+    # True if dK's product is started before the consumers meet for dQ's. Else it is started behind dQ's, and runs while dQ is
+    # added.
     keys_first: bool = False
+    # True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`. Else each has
+    # a program of its own, in which its number is a constant.
     one_program: bool = False
-    registers: tuple[int, int] = (24, 240)
+    registers: tuple[int, int] = (24, 240)  # of a thread of the producer, and of a consumer
 
 
 # Registers of a thread that hold arrays, and KiB of shared memory. There are 240 registers (two warpgroups of 240 and one of
@@ -82,42 +73,27 @@ class BackwardKernel(AttentionKernel):
 
     A tile is a block of keys of a key head. Its steps are the blocks of queries that see the keys, of all query heads that
     share the key head.
-
-    Attributes:
-      config: a `BackwardConfig`.
-      size: head size on chip.
-      adds_bias: True if the derivative of the bias is wanted.
-      is_deterministic: True if dQ has the same bits in every run: blocks of keys add to it in the order of turns.
-      is_varying: True if operands say which queries a block of keys visits.
-      lengths: T and S: numbers of queries and keys.
-      groups: number of query heads of a key head.
-      block_kv: keys of a tile.
-      blocks_q: number of blocks of queries.
-      blocks_kv: number of blocks of keys.
-      parts: number of parts of dQ's rows and of its columns that the consumers share.
-      part_size: columns of dQ that a consumer makes.
-      is_ragged: True if the last block of keys has rows behind the last key.
-      is_seeded: True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of
-        S' with `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is
-        less.
-      passes_both: True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
     """
 
-    size: int
-    adds_bias: bool
-    is_deterministic: bool
-    is_varying: bool
+    config: BackwardConfig
+    size: int  # head size on chip
+    adds_bias: bool  # the derivative of the bias is wanted
+    is_deterministic: bool  # dQ has the same bits in every run: blocks of keys add to it in the order of turns
+    is_varying: bool  # operands say which queries a block of keys visits
 
     # These follow from the others.
-    lengths: tuple[int, int] = field(init=False)
-    groups: int = field(init=False)
-    block_kv: int = field(init=False)
+    lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
+    groups: int = field(init=False)  # query heads of a key head
+    block_kv: int = field(init=False)  # keys of a tile
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
-    parts: tuple[int, int] = field(init=False)
-    part_size: int = field(init=False)
-    is_ragged: bool = field(init=False)
+    parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
+    part_size: int = field(init=False)  # columns of dQ that a consumer makes
+    is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
+    # True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of S' with
+    # `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is less.
     is_seeded: bool = field(init=False)
+    # True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
     passes_both: bool = field(init=False)
 
     def __post_init__(self):
@@ -192,11 +168,11 @@ class BackwardKernel(AttentionKernel):
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, lengths, mixed, offset))
         if "query_segments" in operands:
             segments = operands["key_segments"], operands["query_segments"]
-            ranges = blocks.ranges(*segments, self.block_kv, self.config.block_q)
+            ranges = key_blocks.find_segment_spans(*segments, self.block_kv, self.config.block_q)
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if seen is not None:
-            ends = blocks.ends(jnp.swapaxes(seen, -1, -2))
+            ends = key_blocks.find_ends(jnp.swapaxes(seen, -1, -2))
             low, high = jnp.maximum(low, ends[..., 0]), jnp.minimum(high, ends[..., 1])
         high = jnp.maximum(low, high)
         whole_from = jnp.clip(whole_from, low, high)
@@ -231,8 +207,8 @@ class BackwardKernel(AttentionKernel):
     def group(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together: as in the forward kernel, with queries for keys.
 
-        With turns it is larger, though L2 may not hold them: fewer blocks of keys of one head start together then, each of
-        which starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
+        With turns it is larger, though L2 may not hold them: fewer blocks of keys of one head start together then, and
+        each starts later than the one before. What is best on an H200 grows with the room in L2 and where tiles get shorter.
         """
         equal = len(set(costs)) == 1
         if equal and not self.is_deterministic:
@@ -299,5 +275,5 @@ def plan_backward(
         size=size,
         adds_bias="bias" in wanted,
         is_deterministic=is_deterministic,
-        is_varying=has_limits or ("mask" in types and blocks.is_shared(types["mask"])),
+        is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )

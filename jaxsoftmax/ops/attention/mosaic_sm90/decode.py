@@ -7,7 +7,7 @@ divides the key blocks that it sees evenly: a cache of 32768 keys with 4096 in u
 reads a full one. What a sequence's own queries see decides where its splits begin, so its bits do not depend on the other
 sequences of its batch. A split without a key block that a row sees is neither read nor computed.
 
-Keys and values may be in pages (`pages`), and of 8 bits (`eight_bits`).
+Keys and values may be in pages, and of 8 bits (`forward_formats`).
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -29,9 +29,10 @@ from jaxsoftmax import online
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention.mosaic_sm90 import forward
-from jaxsoftmax.ops.attention.mosaic_sm90.folding import FoldedRows
+from jaxsoftmax.ops.attention.mosaic_sm90.common import LOG2E, ROWS
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FACTS,
+    FoldedRows,
     ForwardConfig,
     ForwardKernel,
     Pages,
@@ -39,8 +40,6 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     padded,
     with_tables,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import ROWS
-from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
 from jaxsoftmax.ops.attention.operands import batch_of
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # keys of a page that is read where it is: it fits a key block, or a block fits it

@@ -10,9 +10,8 @@ masked. Tiles come in an order by which keys and values stay in the L2 cache and
 Reads Q once and writes O and lse once; reads K and V, mostly from L2, once for each tile: `4 * T * S * H` operations a head.
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
-This file has the launch and the division of work among warpgroups, `forward_pipeline` what these do, `forward_tiles` which key
-blocks they visit, and `forward_scores` what becomes of products in registers. Parts that plug in: `folding` (rows of several
-heads), `pages`, `float32`, `eight_bits`.
+This file has the launch and the division of work among warpgroups, `forward_pipeline` what these do, `forward_formats` how they
+get pages, float32 and 8 bits, and `forward_plan` which rows are in a tile and which key blocks they visit.
 """
 
 import functools
@@ -30,33 +29,22 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.attention.mosaic_sm90.eight_bits import ByteConverter, empty_byte_slots
-from jaxsoftmax.ops.attention.mosaic_sm90.float32 import TermCopies, TermSlots
+from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import ByteConverter, PagedCopies, TermCopies, TermSlots
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, HeadRows, tables
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTiles
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import laid_out
-from jaxsoftmax.ops.attention.mosaic_sm90.pages import PagedCopies
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, ForwardTiles, HeadRows, make_tables
 from jaxsoftmax.ops.attention.operands import OPERANDS, dequantised, without_pages
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Attention by the forward kernel.
-
-    Attributes:
-      kernel: how the kernel runs.
-      prepare: functions of the operands by name, which XLA computes before the kernel.
-      n_results: 1 for the output alone, 2 for the output and the log-sum-exp.
-      is_partial: True if the output, which is one of several that are merged, stays in float32.
-      initial: output and log-sum-exp of other keys, arrays, from which rows start. None if they start from nothing.
-    """
+    """Attention by the forward kernel."""
 
     kernel: ForwardKernel
-    prepare: tuple[Callable[..., Any], ...] = ()
-    n_results: int = 2
-    is_partial: bool = False
-    initial: Any = None
+    prepare: tuple[Callable[..., Any], ...] = ()  # functions of the operands by name, which XLA computes before the kernel
+    n_results: int = 2  # 1 for the output alone, 2 for the output and the log-sum-exp
+    is_partial: bool = False  # the output, which is one of several that are merged, stays in float32
+    initial: Any = None  # output and log-sum-exp of other keys, arrays, from which rows start; None if they start from nothing
     remark = None
 
     def describe(self) -> str:
@@ -64,21 +52,16 @@ class ForwardPlan:
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does."""
-        return self.attend(self.prepared(operands))[: self.n_results]
-
-    def prepared(self, operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
-        """Returns the operands of the kernel by name."""
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
         for function in self.prepare:
             present = function(present)
         order = present if "page_table" in present else [operand.name for operand in OPERANDS]
-        return {name: present[name] for name in order if name in present}
+        return self.attend({name: present[name] for name in order if name in present})[: self.n_results]
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`."""
         kernel = self.kernel
-        # Beside a step of a ring a collective may run.
-        waves = schedule.waves(kernel) if self.is_partial else 1
+        waves = schedule.waves(kernel) if self.is_partial else 1  # beside a step of a ring a collective may run
         out, lse = launch(kernel, operands, self.is_partial, self.initial, waves)
         (length, heads, _), batch = kernel.query, kernel.batch
         return [out.reshape(*batch, length, heads, kernel.value_size), lse.reshape(*batch, heads, length)]
@@ -88,21 +71,16 @@ _PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits conver
 
 
 def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, waves=1, is_ordered=True) -> list[jax.Array]:
-    """Runs the kernel.
+    """Runs the kernel on operands by name, in several `waves` of blocks of threads.
 
-    Args:
-      kernel: how it runs.
-      operands: its operands by name.
-      is_partial: True for an output in float32.
-      initial: output and log-sum-exp of other keys, from which rows start, or None.
-      waves: number of waves of blocks of threads.
-      is_ordered: True if tiles come in the order of `schedule.table`, False if they come by number.
+    `is_partial` and `initial` are those of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless
+    `is_ordered`.
 
     Returns:
       The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
       and `d`, see `ForwardKernel`.
     """
-    refs, records = _laid_out(kernel, operands, initial)
+    refs, records = _lay_out(kernel, operands, initial)
     if is_ordered and (table := schedule.table(kernel)) is not None:
         refs["table"] = table
     results = kernel_of(
@@ -120,9 +98,9 @@ def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, wave
     return [results[name] for name in result_types]
 
 
-def _laid_out(kernel: ForwardKernel, operands, initial):
+def _lay_out(kernel: ForwardKernel, operands, initial):
     """Reshapes operands as the kernel addresses them."""
-    refs, records = laid_out(kernel.batch, {**operands, **tables(kernel, operands)})
+    refs, records = lay_out(kernel.batch, {**operands, **make_tables(kernel, operands)})
     if kernel.pages is not None:
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
@@ -168,8 +146,6 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        if kernel.config.byte_stages:
-            empty_byte_slots(slots, warpgroup)
         consumer = ForwardConsumer(warpgroup, kernel, operands, results, slots, tiles, initial)
         consumer.start()
         work.each(consumer)
@@ -178,12 +154,8 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
 
 def _producers(kernel, operands, slots):
     """Lists what the warpgroups beside the consumers do with a tile."""
-    copies = (TermCopies if kernel.config.split else TmaCopies if kernel.pages is None else PagedCopies)(
-        kernel, operands, slots
-    )
-    letters = {1: ["kqv"], 2: ["kq", "v"]}[kernel.config.producers]
+    kind = TermCopies if kernel.config.split else TmaCopies if kernel.pages is None else PagedCopies
+    copies, letters = kind(kernel, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[kernel.config.producers]
+    producers = [ForwardProducer(kernel, copies, copied) for copied in letters]
     converted = ("key", "value") if kernel.config.byte_stages else ()
-    return [
-        *(ForwardProducer(kernel, copies, own) for own in letters),
-        *(ByteConverter(kernel, operands, slots, name) for name in converted),
-    ]
+    return producers + [ByteConverter(kernel, operands, slots, name) for name in converted]

@@ -6,8 +6,12 @@
         copy its K, and V of the one behind           S = Q K'; O += P V of the one behind; state and weights P, rescale O
     copy V of the first key block                 O += P V; store O / d and lse
 
-A slot is full when a copy has landed, and empty when all consumers have read it. Consumers hand the tensor cores over to each
-other (ping-pong): while one multiplies, another exponentiates.
+Consumers hand the tensor cores over to each other (ping-pong): while one multiplies, another exponentiates.
+
+A score is multiplied by `scale * log2(e)` and the maximum subtracted in one multiply-add. Key blocks that all rows see are not
+masked. In the others the column of each score, which is a constant, is compared with the limits of its row. Masks and biases
+are read from global memory in their own shape: a bias by each thread for its scores; a mask, a step before it is needed, in
+vectors by the four threads that share rows, which make bits of it and exchange those.
 """
 
 import functools
@@ -22,13 +26,122 @@ from jax.experimental import pallas as pl
 from jaxsoftmax import online
 from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax.online import State
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_scores import ForwardScores
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_tiles import ForwardTile, ForwardTiles
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import ROWS, SWIZZLED, GlobalOperand
+from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    LOG2E,
+    ROWS,
+    SWIZZLED,
+    GlobalOperand,
+    dropout_keeps,
+    in_one_segment,
+    tanh,
+)
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, ForwardTile, ForwardTiles
 
 # The first of the named barriers for ping-pong, one for each consumer. Mosaic GPU uses those before: a test holds it to that.
 _PING_PONG = 8
+# Powers of two by which a maximum grows before sums are rescaled, and by which it stays below the largest score. Warps in which
+# no maximum grows skip the multiplication of their sums. Nothing is lost by either: the same maximum is in all weights and in
+# the log-sum-exp. Weights are at most 2 to the power of their sum. float16 holds up to 2^15, and loses bits below 2^-14.
+_SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)}
+
+
+@dataclass(frozen=True)
+class ForwardSlots:
+    """Slots of the queries "q" of each consumer, of keys "k" and values "v", and of the output "o".
+
+    A slot is full when a copy has landed, and empty when all consumers have read it. The key blocks of all tiles of a block of
+    threads are counted through: step `i` uses stage `i % stages` of keys and values.
+    """
+
+    kernel: ForwardKernel
+    memory: dict[str, Any]
+
+    def stage(self, step):
+        """Returns the stage of keys and values of a step."""
+        return lax.rem(step, jnp.int32(self.kernel.config.stages))
+
+    def slabs(self, letter, slot) -> list[Any]:
+        """Lists the slabs of columns of a slot, as the tensor cores take them."""
+        if not self.kernel.is_ragged:
+            return [self.memory[letter].at[slot]]
+        _, tiled = self.memory[letter]
+        return [tiled.at[slot, slab] for slab in range(tiled.shape[1])]
+
+    def copy_slabs(self, letter, slot, copy) -> None:
+        """Does `copy(columns, slab)` for each slab of a slot, as TMA takes it."""
+        if not self.kernel.is_ragged:
+            copy(slice(None), self.memory[letter].at[slot])
+            return
+        untiled, _ = self.memory[letter]
+
+        @pl.loop(0, untiled.shape[1])  # not written out: a slab behind the last column must not be known while tracing
+        def _(slab):
+            copy(pl.ds(slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
+
+    def multiply_keys(self, s_acc, consumer, step) -> None:
+        """Starts S += Q K'."""
+        for q, k in self.pairs(self.slabs("q", consumer), self.slabs("k", self.stage(step))):
+            plgpu.wgmma(s_acc, q, k.T)
+
+    def multiply_values(self, o_acc, weights, step) -> None:
+        """Starts O += P V once the values are there. `weights` are `rounded`."""
+        stage, width = self.stage(step), self.kernel.value_width
+        plgpu.barrier_wait(self.memory["v_full"].at[stage])
+        values = self.slabs("v", stage)
+        if width < values[0].shape[1]:
+            values = [v.at[:, pl.ds(start, width)] for v in values for start in range(0, v.shape[1], width)]
+        for i, v in enumerate(values):
+            plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
+
+    def pairs(self, left, right):
+        """Pairs the slabs of two operands that are multiplied with each other."""
+        return zip(left, right, strict=True)
+
+    def rounded(self, weights):
+        """Returns weights as the tensor cores take them, from registers."""
+        return weights.astype(self.kernel.dtype)
+
+
+@dataclass(frozen=True)
+class TmaCopies:
+    """Copies queries, keys and values to their slots by TMA, once these are empty."""
+
+    kernel: ForwardKernel
+    operands: dict[str, GlobalOperand]
+    slots: ForwardSlots
+
+    def look_up(self, tile, block) -> list[Any]:
+        """Loads what a copy of a key block has to know, a step before: nothing."""
+        del tile, block
+        return []
+
+    def copy(self, name, slot, tile, first, rows, head, looked_up=()) -> None:
+        """Copies rows of an operand, from `first` on, to a slot. For keys and values `looked_up` is what `look_up` loaded."""
+        del looked_up
+        operand, letter, memory = self.operands[name], self.letter(name), self.slots.memory
+        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
+        full = memory[f"{letter}_full"].at[slot]
+
+        def copy_slab(columns, slab):
+            at = pl.ds(first, rows), head
+            if name == "query":
+                at = self.kernel.rows.at(*at)
+            plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
+
+        self.slots.copy_slabs(letter, slot, copy_slab)
+
+    def letter(self, name) -> str:
+        """Returns the name of the slots that an operand is copied to: with 8 bits they are converted from there."""
+        return f"{name[0]}_bytes" if self.kernel.config.byte_stages and name != "query" else name[0]
+
+
+def visit(tile: ForwardTile, steps, work) -> Any:
+    """Does `work()` unless the tile visits no key block; returns the number of steps so far, `steps` before this tile."""
+    if tile.is_empty is False:
+        work()
+        return steps + tile.high - tile.low
+    pl.when(~tile.is_empty)(work)
+    return jnp.where(tile.is_empty, steps, steps + tile.high - tile.low)
 
 
 @dataclass(frozen=True)
@@ -36,13 +149,12 @@ class ForwardProducer:
     """A producer warpgroup, which copies what its `letters` name: queries "q", keys "k" and values "v"."""
 
     kernel: ForwardKernel
-    copies: "TmaCopies"
+    copies: TmaCopies
     letters: str
 
     def __call__(self, tile, steps):
         """Copies what a tile needs, the last key block first; returns the number of steps so far."""
-        tile.unless_empty(lambda: self._copy_tile(tile, steps))
-        return tile.after(steps)
+        return visit(tile, steps, lambda: self._copy_tile(tile, steps))
 
     def _copy_tile(self, tile, steps):
         kernel, config, copies = self.kernel, self.kernel.config, self.copies
@@ -62,16 +174,16 @@ class ForwardProducer:
             """Copies keys `i`, the queries behind the first keys, and values `i - 1`, with what was looked up before."""
             following = copies.look_up(tile, jnp.maximum(tile.high - 1 - i, 0))
             if "k" in self.letters:
-                _when(has_keys, lambda: copy_block("key", i, following))
+                pl.when(has_keys)(lambda: copy_block("key", i, following))
             if "q" in self.letters:
-                _when(has_queries, copy_queries)
+                pl.when(has_queries)(copy_queries)
             if "v" in self.letters:
-                _when(has_values, lambda: copy_block("value", i - 1, before))
+                pl.when(has_values)(lambda: copy_block("value", i - 1, before))
             return following
 
         if kernel.pages is not None:  # the code of a copy is long: it is there once, and lowered once
             # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
-            none = [jnp.int32(0)] * kernel.pages.of_block(config.block_kv)
+            none = [jnp.int32(0)] * kernel.pages.count_in_block(config.block_kv)
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
         copy_step(0, [], has_queries=True, has_values=False)
@@ -79,39 +191,126 @@ class ForwardProducer:
         copy_step(count, [], has_keys=False)
 
 
-def _when(condition, work):
-    """Does `work()` if the condition holds, which may be known while tracing."""
-    if condition is True:
-        work()
-    elif condition is not False:
-        pl.when(condition)(work)
+class ForwardScores:
+    """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
+
+    def __init__(self, kernel: ForwardKernel, operands: dict[str, GlobalOperand], tile: ForwardTile, first):
+        self.kernel, self.operands, self.tile, self.first = kernel, operands, tile, first
+        self.shape, self.unit = (ROWS, kernel.config.block_kv), kernel.unit
+        slack, self.headroom = _SLACK_AND_HEADROOM[kernel.dtype.name]
+        self.factor = kernel.scale if kernel.soft_cap is None else kernel.soft_cap
+        scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
+        options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
+        # It pushes scores in these units, and gives their weights.
+        self.push = functools.partial(online.push_log2, **options)
+        left, right = kernel.window
+        has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(kernel.names)
+        is_ragged = kernel.key[0] % self.shape[1] != 0
+        # Some key block has to be masked by lengths, the window or segments.
+        self.is_banded = left is not None or right is not None or is_ragged or has_limits
+        scales = (operands.get(f"{name}_scale") for name in ("key", "value"))
+        self.key_scale, self.value_scale = (None if scale is None else scale[tile.b, tile.head] for scale in scales)
+        self.first_key: Any = None  # int32 of the rows, the first key that each sees; None if no window limits it
+        self.last_key: Any = None  # int32 of the rows, the last key that each sees; None unless `is_banded`
+        if self.is_banded:
+            position = kernel.rows.query_of(first + lax.iota(jnp.int32, ROWS))
+            last_key = jnp.where(position < tile.lengths[0], tile.lengths[1] - 1, -1)
+            position += tile.offset
+            self.first_key = None if left is None else position - left
+            self.last_key = last_key if right is None else jnp.minimum(last_key, position + right)
+        self.segments: Any = None
+        if "query_segments" in operands:
+            ids, queries = operands["query_segments"], kernel.query[0]
+            start = ids.index(tile.b) * queries + first
+            self.segments = wgmma.load_product_rows(ids.ref, start, queries - first, self.shape)
+
+    def masked(self, s, mask, block, *, banded):
+        """Returns the scores of a key block from its products, `-inf` for keys that are not seen.
+
+        Values are multiplied by weights of 0 there, so that NaN in values of a key block that is visited shows.
+
+        Args:
+          s: the products.
+          mask: what `packed` returns for the key block.
+          block: number of the key block.
+          banded: True, or an array, if lengths, the window or segments hide some of its keys from some row.
+        """
+        if self.key_scale is not None:
+            s = s * self.key_scale
+        if self.kernel.soft_cap is not None:
+            s = tanh(s * (self.kernel.scale / self.kernel.soft_cap))
+        if "bias" in self.operands:
+            s = s * self.factor
+            bias = self._tile_of("bias", block, wgmma.load_product).astype(jnp.float32)
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
+        if "mask" in self.operands:
+            s = wgmma.select_bits(s, mask)
+        if not self.is_banded:
+            return s
+        return self._banded(s, block) if banded is True else lax.cond(banded, lambda s: self._banded(s, block), lambda s: s, s)
+
+    def _banded(self, s, block):
+        """Returns the scores of a key block, `-inf` where segments, the window or the lengths hide the key."""
+        start = block * self.shape[1]
+        if self.tile.ranges:
+            _, _, whole_from, whole_to = self.tile.ranges
+            several = (block < whole_from) | (block >= whole_to)
+            s = lax.cond(several, lambda s: self._in_one_segment(s, start), lambda s: s, s)
+        return wgmma.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
+
+    def _in_one_segment(self, s, start):
+        """Returns the scores of the keys from `start` on, `-inf` for keys of another segment."""
+        ids, keys = self.operands["key_segments"], self.kernel.key[0]
+        key_ids = wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * keys + start, keys - start, self.shape)
+        return in_one_segment(s, self.segments, key_ids)
+
+    def kept(self, weights, block):
+        """Returns the weights of a key block that dropout keeps, and 0 for the others."""
+        rate = self.kernel.dropout_rate
+        if not rate:
+            return weights
+        tile, seeds = self.tile, self.operands["seeds"]
+        return jnp.where(dropout_keeps(seeds, tile.b, tile.head, self.first, block, self.shape, rate), weights, 0.0)
+
+    def load_mask(self, block, is_there):
+        """Loads the mask of a key block if the block is there: a step before it is needed, as loads take long."""
+        return self._tile_of("mask", block, wgmma.load_mask, is_there) if "mask" in self.operands else []
+
+    def packed(self, loaded):
+        """Returns what `load_mask` loaded in bits."""
+        return wgmma.pack_mask(loaded, self.shape) if loaded else []
+
+    def _tile_of(self, name, block, load, is_there=True):
+        """Loads the elements of a bias or mask that belong to the scores of a key block, none if it is not there."""
+        operand = self.operands[name]
+        row = operand.row(self.tile.b, self.tile.head, self.first)
+        start = block * self.shape[1]
+        limits = jnp.where(is_there, self.kernel.query[0] - self.first, 0), self.kernel.key[0] - start
+        return load(operand.ref, row, start, limits, self.shape, varies=operand.varies)
 
 
 @dataclass(frozen=True)
 class ForwardConsumer:
-    """A consumer warpgroup, which computes 64 rows of each tile.
+    """A consumer warpgroup, which computes 64 rows of each tile."""
 
-    Attributes:
-      index: its number.
-      kernel: how the kernel runs.
-      operands: its operands by name.
-      results: its results by name.
-      slots: what producers fill.
-      tiles: the tiles.
-      initial: output and log-sum-exp of other keys, from which rows start, or None.
-    """
-
-    index: Any
+    index: Any  # number of the consumer
     kernel: ForwardKernel
     operands: dict[str, GlobalOperand]
     results: dict[str, Any]
-    slots: "ForwardSlots"
+    slots: ForwardSlots  # what producers fill
     tiles: ForwardTiles
-    initial: Any
+    initial: Any  # output and log-sum-exp of other keys, from which rows start, or None
 
     def start(self) -> None:
         """Says that all slots are empty, and that the first consumer has the tensor cores first."""
         config, memory = self.kernel.config, self.slots.memory
+        for stage in range(config.byte_stages):
+
+            @pl.when(self.index == 0)
+            def _(stage=stage):
+                for letter in "kv":
+                    plgpu.barrier_arrive(memory[f"{letter}_bytes_empty"].at[stage])
+
         for stage in range(config.stages):
             plgpu.barrier_arrive(memory["k_empty"].at[stage])
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
@@ -122,10 +321,8 @@ class ForwardConsumer:
     def __call__(self, tile, steps):
         """Computes the rows of a tile; returns the number of steps so far."""
         first = tile.block * self.kernel.block_q + self.index * ROWS
-        if tile.is_empty is not None:
-            pl.when(tile.is_empty)(lambda: self._store_nothing(tile, first))
-        tile.unless_empty(lambda: self._attend(tile, first, steps))
-        return tile.after(steps)
+        pl.when(tile.is_empty)(lambda: self._store_nothing(tile, first))
+        return visit(tile, steps, lambda: self._attend(tile, first, steps))
 
     def _attend(self, tile, first, steps):
         """Computes the rows from `first` on, and leaves key blocks that only other rows of the tile see to their consumers."""
@@ -330,93 +527,3 @@ class ForwardRows:
         if not self.consumer.kernel.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.consumer.slots.memory["q_empty"].at[self.consumer.index])
-
-
-@dataclass(frozen=True)
-class ForwardSlots:
-    """Slots of the queries "q" of each consumer, of keys "k" and values "v", and of the output "o".
-
-    The key blocks of all tiles of a block of threads are counted through: step `i` uses stage `i % stages` of keys and values.
-    """
-
-    kernel: ForwardKernel
-    memory: dict[str, Any]
-
-    def stage(self, step):
-        """Returns the stage of keys and values of a step."""
-        return lax.rem(step, jnp.int32(self.kernel.config.stages))
-
-    def slabs(self, letter, slot) -> list[Any]:
-        """Lists the slabs of columns of a slot, as the tensor cores take them."""
-        if not self.kernel.is_ragged:
-            return [self.memory[letter].at[slot]]
-        _, tiled = self.memory[letter]
-        return [tiled.at[slot, slab] for slab in range(tiled.shape[1])]
-
-    def copy_slabs(self, letter, slot, copy) -> None:
-        """Does `copy(columns, slab)` for each slab of a slot, as TMA takes it."""
-        if not self.kernel.is_ragged:
-            copy(slice(None), self.memory[letter].at[slot])
-            return
-        untiled, _ = self.memory[letter]
-
-        @pl.loop(0, untiled.shape[1])  # not written out: a slab behind the last column must not be known while tracing
-        def _(slab):
-            copy(pl.ds(slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
-
-    def multiply_keys(self, s_acc, consumer, step) -> None:
-        """Starts S += Q K'."""
-        for q, k in self.pairs(self.slabs("q", consumer), self.slabs("k", self.stage(step))):
-            plgpu.wgmma(s_acc, q, k.T)
-
-    def multiply_values(self, o_acc, weights, step) -> None:
-        """Starts O += P V once the values are there. `weights` are `rounded`."""
-        stage, width = self.stage(step), self.kernel.value_width
-        plgpu.barrier_wait(self.memory["v_full"].at[stage])
-        values = self.slabs("v", stage)
-        if width < values[0].shape[1]:
-            values = [v.at[:, pl.ds(start, width)] for v in values for start in range(0, v.shape[1], width)]
-        for i, v in enumerate(values):
-            plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
-
-    def pairs(self, left, right):
-        """Pairs the slabs of two operands that are multiplied with each other."""
-        return zip(left, right, strict=True)
-
-    def rounded(self, weights):
-        """Returns weights as the tensor cores take them, from registers."""
-        return weights.astype(self.kernel.dtype)
-
-
-@dataclass(frozen=True)
-class TmaCopies:
-    """Copies queries, keys and values to their slots by TMA, once these are empty."""
-
-    kernel: ForwardKernel
-    operands: dict[str, GlobalOperand]
-    slots: ForwardSlots
-
-    def look_up(self, tile, block) -> list[Any]:
-        """Loads what a copy of a key block has to know, a step before: nothing."""
-        del tile, block
-        return []
-
-    def copy(self, name, slot, tile, first, rows, head, looked_up=()) -> None:
-        """Copies rows of an operand, from `first` on, to a slot. For keys and values `looked_up` is what `look_up` loaded."""
-        del looked_up
-        operand, letter, memory = self.operands[name], self.letter(name), self.slots.memory
-        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
-        full = memory[f"{letter}_full"].at[slot]
-
-        def copy_slab(columns, slab):
-            at = pl.ds(first, rows), head
-            if name == "query":
-                at = self.kernel.rows.at(*at)
-            plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
-
-        self.slots.copy_slabs(letter, slot, copy_slab)
-
-    def letter(self, name) -> str:
-        """Returns the name of the slots that an operand is copied to: with 8 bits they are converted from there."""
-        letter = name[0]
-        return f"{letter}_bytes" if self.kernel.config.byte_stages and letter in "kv" else letter

@@ -1,4 +1,4 @@
-"""How the forward kernel runs a problem: tiles, the key blocks that they visit, and shared memory."""
+"""How the forward kernel runs a problem: rows, tiles, the key blocks that they visit, and shared memory."""
 
 import math
 from collections.abc import Mapping
@@ -8,14 +8,24 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention import key_blocks as blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.operands import HOST, ROWS, SWIZZLED, Arithmetic, AttentionKernel, shapes_of
-from jaxsoftmax.ops.attention.mosaic_sm90.scores import LOG2E
+from jaxsoftmax._gpu import schedule, wgmma
+from jaxsoftmax.ops.attention import key_blocks
+from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    HOST,
+    KERNEL,
+    LOG2E,
+    ROWS,
+    SWIZZLED,
+    Arithmetic,
+    AttentionKernel,
+    GlobalOperand,
+    shapes_of,
+)
 
 # Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands. `query_offset` is an
 # operand, as a cache grows from step to step.
@@ -24,30 +34,17 @@ FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Settings of a block of threads of the forward kernel.
+    """Settings of a block of threads of the forward kernel."""
 
-    Attributes:
-      consumers: number of consumer warpgroups, each with 64 rows of a tile.
-      block_kv: keys of a step.
-      stages: number of key blocks, and of value blocks, that shared memory has room for.
-      own_output: True if the output has shared memory of its own. Otherwise it takes the place of the queries, which are as
-        large then.
-      registers: registers of a thread of a producer, and of a consumer.
-      ping_pong: True if consumers take turns at the tensor cores, so that one multiplies while another exponentiates.
-      split: True if operands are float32, each the sum of two terms. The output needs no shared memory then.
-      producers: number of warpgroups that copy: one, or one for queries and keys and one for values.
-      byte_stages: number of key blocks of 8 bits, and of value blocks, in shared memory; 0 if keys and values have more bits.
-    """
-
-    consumers: int
-    block_kv: int
-    stages: int
-    own_output: bool = True
-    registers: tuple[int, int] = (24, 240)
-    ping_pong: bool = True
-    split: bool = False
-    producers: int = 1
-    byte_stages: int = 0
+    consumers: int  # warpgroups, each with 64 rows of a tile
+    block_kv: int  # keys of a step
+    stages: int  # key blocks, and value blocks, that shared memory has room for
+    own_output: bool = True  # else the output takes the place of the queries, which are as large then
+    registers: tuple[int, int] = (24, 240)  # of a thread of a producer, and of a consumer
+    ping_pong: bool = True  # consumers take turns at the tensor cores, so that one multiplies while another exponentiates
+    split: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
+    producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
+    byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
 
     @property
     def converters(self) -> int:
@@ -57,15 +54,10 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of a query head: row `i` belongs to query `i`. Queries and output are `[entries, rows, heads, size]`.
+    """Rows of a query head: row `i` belongs to query `i`. Queries and output are `[entries, rows, heads, size]`."""
 
-    Attributes:
-      group: number of rows of a query.
-      box: number of rows that a box of TMA takes from each of several queries; None if a box takes rows of one head.
-    """
-
-    group: int = 1
-    box: int | None = None
+    group: int = 1  # rows of a query
+    box: int | None = None  # rows that a box of TMA takes from each of several queries; None if it takes rows of one head
 
     def queries_from(self, first: Any, n_rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
         """Returns the first query that rows from `first` on belong to, and the number of queries that they may belong to."""
@@ -96,19 +88,49 @@ class HeadRows:
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Pages of keys and values, `[*batch, count, size, heads, head size]`.
+class FoldedRows(HeadRows):
+    """Rows of all query heads that share a key head: a tile reads these keys once for all of them.
 
-    Attributes:
-      size: keys of a page, a power of two.
-      count: number of pages of a batch entry.
+    Row `i` belongs to query `i // group`, and to head `i % group` of the group. Heads of a kernel with such rows are key heads.
+    If the group divides 64, TMA copies a box of queries, heads and columns to rows that follow one another, and the output
+    back: `box` is `group` then. Otherwise, and in float32, XLA transposes both to `[entries, key heads, rows, size]`.
     """
 
-    size: int
-    count: int
+    def queries_from(self, first: Any, n_rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
+        return arithmetic.divide(first, self.group), (n_rows + self.group - 2) // self.group + 1
 
-    def of_block(self, block_kv: int) -> int:
-        """Returns the number of pages that a key block has keys of: 1 if a page has several key blocks."""
+    def query_of(self, row):
+        return lax.div(row, jnp.int32(self.group))
+
+    def at(self, rows, head):
+        if self.box is None:
+            return head, rows
+        return pl.ds(lax.div(rows.start, jnp.int32(self.group)), rows.size // self.group), pl.ds(head * self.group, self.group)
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the shape of queries, or the output, as a matrix of rows: `[entries * heads * rows, size]`."""
+        return math.prod(shape[:-1]), shape[-1]
+
+    def in_matrix(self, entry, head, heads: int) -> tuple[Any, Any, int]:
+        return entry * heads + head, 0, 1
+
+    def sinks(self, operand, tile, first, kernel):
+        """Loads the sinks of the rows. They belong to the first split alone: the others have no sink."""
+        length, heads, _ = kernel.query
+        start = (operand.index(tile.b) * heads + tile.head) * length + first
+        sinks = wgmma.load_product_rows(operand.ref, start, length - first, (ROWS, kernel.config.block_kv))
+        return jnp.where(jnp.broadcast_to(tile.split, (ROWS,)) == 0, sinks, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of keys and values, `[*batch, count, size, heads, head size]`."""
+
+    size: int  # keys of a page, a power of two
+    count: int  # pages of a batch entry
+
+    def count_in_block(self, block_kv: int) -> int:
+        """Counts the pages that a key block has keys of: 1 if a page has several key blocks."""
         return max(1, block_kv // self.size)
 
 
@@ -139,51 +161,30 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
-    """The forward kernel for one problem.
+    """The forward kernel for one problem. A tile is a block of rows of one head, and of one split of the keys."""
 
-    A tile is a block of rows of one head, and of one split of the keys.
-
-    Attributes:
-      config: a `ForwardConfig`.
-      value_size: head size of the values.
-      rows: how rows stand for queries.
-      splits: number of parts of the key blocks that rows see. The results of more than one are states: for each split of a row
-        `o`, `m` and `d` in float32, where `o` has no meaning if `d` is 0.
-      pages: where keys and values are if they are in pages, else None.
-      bytes_dtype: dtype of keys and values if they have 8 bits; they come as int8 with the same bits then.
-      n_warpgroups: number of warpgroups of a block of threads.
-      queries: number of queries.
-      block_q: rows of a tile.
-      blocks_q: number of blocks of rows of a head.
-      blocks_kv: number of key blocks.
-      sizes: head sizes of keys and values in shared memory.
-      is_ragged: True if lengths or head sizes are no multiples of a swizzled tile's. TMA copies several such tiles at once.
-      slabs: number of slabs of columns of queries and keys, and of values and the output, in shared memory.
-      value_width: columns of values of one product.
-      n_products: number of products of the tensor cores that multiply weights and values.
-      unit: unit of `m`, see `online.push_log2`.
-      n_facts: number of int32 that operands say of a tile. Blocks of threads take tickets if there are any.
-    """
-
+    config: ForwardConfig
     value_size: int
     rows: HeadRows = field(default_factory=HeadRows)
+    # Number of parts of the key blocks that rows see. The results of more than one are states: for each split of a row `o`, `m`
+    # and `d` in float32, where `o` has no meaning if `d` is 0.
     splits: int = 1
     pages: Pages | None = None
-    bytes_dtype: str | None = None
+    bytes_dtype: str | None = None  # of keys and values if they have 8 bits; they come as int8 with the same bits then
 
     # These follow from the others.
     n_warpgroups: int = field(init=False)
     queries: int = field(init=False)
-    block_q: int = field(init=False)
+    block_q: int = field(init=False)  # rows of a tile
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
-    sizes: tuple[int, int] = field(init=False)
-    is_ragged: bool = field(init=False)
-    slabs: tuple[int, int] = field(init=False)
-    value_width: int = field(init=False)
-    n_products: int = field(init=False)
-    unit: float = field(init=False)
-    n_facts: int = field(init=False)
+    sizes: tuple[int, int] = field(init=False)  # head sizes of keys and values in shared memory
+    is_ragged: bool = field(init=False)  # lengths or head sizes are no multiples of a swizzled tile's: TMA copies slabs
+    slabs: tuple[int, int] = field(init=False)  # slabs of columns of queries and keys, and of values and the output
+    value_width: int = field(init=False)  # columns of values of one product
+    n_products: int = field(init=False)  # products of the tensor cores that multiply weights and values
+    unit: float = field(init=False)  # of `m`, see `online.push_log2`
+    n_facts: int = field(init=False)  # int32 that operands say of a tile; blocks of threads take tickets if there are any
 
     def __post_init__(self):
         (n_rows, heads, size), keys, config = self.query, self.key[0], self.config
@@ -276,7 +277,7 @@ class ForwardKernel(AttentionKernel):
         config = self.config
         (head_size, head_slabs), (value_size, value_slabs) = zip(self.sizes, self.slabs, strict=True)
         everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
-        copies = [slabs * (1 if self.pages is None else self.pages.of_block(config.block_kv)) for slabs in self.slabs]
+        copies = [slabs * (1 if self.pages is None else self.pages.count_in_block(config.block_kv)) for slabs in self.slabs]
         memory: dict[str, Any] = {}
         if self.by_ticket:
             memory |= schedule.ticket_memory(1 + self.n_facts, self.n_warpgroups - 1)
@@ -321,18 +322,18 @@ def plan_forward(types: Mapping[str, Any], target: Target, **options: Any) -> Fo
     """Plans the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     config = forward_config(query.shape[-1], value_size, options["window"], query.dtype)
-    has_reach = "mask" in types and blocks.is_shared(types["mask"])
+    has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
     return ForwardKernel(**shapes, **options, value_size=value_size, config=config)
 
 
 def with_tables(names, has_reach: bool) -> frozenset[str]:
-    """Returns the names of operands, and of the `tables` that XLA makes of them."""
+    """Returns the names of operands, and of the tables that XLA makes of them."""
     made = {"ranges": "query_segments" in names, "mask_reach": has_reach}
     return frozenset(names) | {name for name, is_made in made.items() if is_made}
 
 
-def tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def make_tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name.
 
     Key blocks that such a mask hides cost nothing then. A mask of its own for each head would cost as much to look through as
@@ -340,7 +341,102 @@ def tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str
     """
     lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.block_q, kernel.config.block_kv), {}
     if "ranges" in kernel.names:
-        result["ranges"] = blocks.ranges(operands["query_segments"], operands["key_segments"], *sizes)
+        result["ranges"] = key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes)
     if "mask_reach" in kernel.names:
-        result["mask_reach"] = blocks.mask_reach(operands["mask"], lengths, *sizes)
+        result["mask_reach"] = key_blocks.measure_mask(operands["mask"], lengths, *sizes)
     return result
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A tile of the forward kernel, as its warpgroups know it."""
+
+    b: Any  # batch entry
+    head: Any
+    block: Any  # of rows
+    split: Any  # of the keys
+    lengths: list[Any]  # numbers of queries and keys of the batch entry
+    offset: Any  # position of query 0
+    # By segments, the first key block that some query may see, the one behind the last, and the same for the key blocks that
+    # all queries see. Empty if there are no segments.
+    ranges: list[Any]
+    low: Any  # first key block that the tile visits
+    high: Any  # the one behind the last; there is at least one
+    is_empty: Any  # the tile is of a split that has no key block which a row sees, and visits none. False if there is one split
+
+
+@dataclass(frozen=True)
+class ForwardTiles:
+    """The tiles of the forward kernel, by number."""
+
+    kernel: ForwardKernel
+    operands: dict[str, GlobalOperand]
+
+    def look_up(self, number) -> list[Any]:
+        """Loads what operands say of a tile: those of its `FACTS` that there are."""
+        b, _, block, _ = self._coordinates(number)
+        facts = []
+        for name, count in FACTS.items():
+            if name in self.operands:
+                operand = self.operands[name]
+                facts += [operand[b]] if count == 1 else [operand[b, block, i] for i in range(count)]
+        return facts
+
+    def tile(self, number, *facts) -> ForwardTile:
+        """Returns a tile with the facts that were looked up."""
+        kernel, facts, lengths = self.kernel, list(facts), []
+        b, head, block, split = self._coordinates(number)
+        for name, size in (("query_lengths", kernel.queries), ("key_lengths", kernel.key[0])):
+            lengths.append(jnp.clip(facts.pop(0), 0, size) if name in self.operands else jnp.int32(size))
+        offset = facts.pop(0) if "query_offset" in self.operands else 0
+        ranges = facts[:4] if "ranges" in self.operands else []
+        shown = []
+        if "mask_reach" in self.operands:
+            size = jnp.int32(kernel.config.block_kv)
+            to_end, from_start = (lax.div(keys + size - 1, size) for keys in facts[-2:])
+            shown = [kernel.blocks_kv - to_end, from_start]
+        low, high = self.seen(lengths, offset, block * kernel.block_q, kernel.block_q)
+        for start, end in (limits[:2] for limits in (ranges, shown) if limits):
+            low, high = jnp.maximum(low, start), jnp.minimum(high, end)
+        if kernel.splits > 1:
+            low, high = kernel.part(low, high, split, KERNEL)
+        is_empty = False if kernel.splits == 1 else high <= low
+        if is_empty is not False and "sinks" in self.operands:
+            is_empty &= split > 0  # the first one starts with the sinks
+        low = jnp.clip(low, 0, kernel.blocks_kv - 1)
+        high = jnp.clip(high, low + 1, kernel.blocks_kv)
+        return ForwardTile(b, head, block, split, lengths, offset, ranges, low, high, is_empty)
+
+    def _coordinates(self, number):
+        """Returns batch entry, head, block of rows, and split of the keys of a tile."""
+        kernel = self.kernel
+        heads, splits = jnp.int32(kernel.query[1]), jnp.int32(kernel.splits)
+        blocks = jnp.int32(kernel.blocks_q * kernel.splits)
+        pair, part = lax.div(number, blocks), lax.rem(number, blocks)
+        block, split = (part, jnp.int32(0)) if kernel.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
+        return lax.div(pair, heads), lax.rem(pair, heads), block, split
+
+    def seen(self, lengths, offset, first, rows):
+        """Returns the key blocks that some of the rows from `first` on see: see `ForwardKernel.seen`."""
+        kernel = self.kernel
+        limits = kernel.seen(lengths, *kernel.rows.queries_from(first, rows, KERNEL), KERNEL, offset)
+        return tuple(map(jnp.int32, limits))
+
+    def seen_whole(self, tile, first, rows):
+        """Returns the first of the key blocks whose keys all these rows see, and the one behind the last.
+
+        The end may be before the start.
+        """
+        kernel, (queries, keys), (left, right) = self.kernel, tile.lengths, self.kernel.window
+        size = jnp.int32(kernel.config.block_kv)
+        first, rows = kernel.rows.queries_from(first, rows, KERNEL)
+        low, high, position = jnp.int32(0), lax.div(keys, size), first + tile.offset
+        if left is not None:
+            low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)
+        if right is not None:
+            high = jnp.minimum(high, lax.div(jnp.maximum(position + right + 1, 0), size))
+        if "query_lengths" in self.operands:
+            high = jnp.where(first + rows <= queries, high, 0)
+        if tile.ranges:
+            low, high = jnp.maximum(low, tile.ranges[2]), jnp.minimum(high, tile.ranges[3])
+        return low, high

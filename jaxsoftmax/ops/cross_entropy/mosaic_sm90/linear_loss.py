@@ -34,15 +34,10 @@ _LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class LinearLossPlan:
-    """Runs linear_cross_entropy without writing the logits.
-
-    Attributes:
-      problem: the problem.
-      blocks: number of blocks, one for each multiprocessor.
-    """
+    """Runs linear_cross_entropy without writing the logits."""
 
     problem: Problem
-    blocks: int
+    blocks: int  # one for each multiprocessor
     remark = None
 
     def describe(self) -> str:
@@ -119,9 +114,10 @@ def _padded(array, *units):
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
 
-def _kernel(hidden, weight, labels, has_label, maxima, sums, scores, *slots, class_axis, classes):
-    """Of each tile of classes the maxima, sums, and where there are any the scores of labels, `[tiles of classes, rows]`."""
-    hidden_slots, weight_slots, full, empty = slots
+def _kernel(*refs, class_axis, classes):
+    """Computes for each tile of classes the maxima, the sums, and the scores of labels in it: `[tiles of classes, rows]`."""
+    hidden, weight, labels, has_label, *refs = refs
+    results, slots = refs[:3], refs[3:]  # stages of both operands; barriers that tell that they are full, and empty again
     steps = hidden.shape[1] // _DEPTH
     tiles = hidden.shape[0] // (_CONSUMERS * _ROWS), pl.cdiv(classes, _CLASSES)
     warpgroup = lax.axis_index("warpgroup")
@@ -135,72 +131,89 @@ def _kernel(hidden, weight, labels, has_label, maxima, sums, scores, *slots, cla
 
         return end
 
-    def slot(step):
-        return lax.rem(step, jnp.int32(_STAGES))
+    pl.when(warpgroup == _CONSUMERS)(lambda: _produce(hidden, weight, slots, class_axis, each_tile))
+    multiply = functools.partial(_multiply, slots, warpgroup, steps, class_axis)
+    consume = functools.partial(_consume, labels, has_label, results, slots[-1], classes, warpgroup, multiply, each_tile)
+    pl.when(warpgroup < _CONSUMERS)(consume)
 
-    @pl.when(warpgroup == _CONSUMERS)
-    def _produce():
-        plgpu.set_max_registers(40, action="decrease")
 
-        def copy(row, column, before):
-            rows = pl.ds(row * (_CONSUMERS * _ROWS), _CONSUMERS * _ROWS)
-            columns = pl.ds(column * _CLASSES, _CLASSES)
+def _slot(step):
+    return lax.rem(step, jnp.int32(_STAGES))
 
-            @pl.loop(0, steps)
-            def _(k):
-                at, deep = slot(before + k), pl.ds(k * _DEPTH, _DEPTH)
-                plgpu.barrier_wait(empty.at[at])
-                plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
-                part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
-                plgpu.copy_gmem_to_smem(part, weight_slots.at[at], full.at[at])
 
-        end = each_tile(copy)
+def _produce(hidden, weight, slots, class_axis, each_tile):
+    """Copies operands to shared memory."""
+    hidden_slots, weight_slots, full, empty = slots
+    plgpu.set_max_registers(40, action="decrease")
 
-        @pl.loop(0, _STAGES)  # a barrier may not go while others arrive there
+    def copy(row, column, before):
+        rows = pl.ds(row * (_CONSUMERS * _ROWS), _CONSUMERS * _ROWS)
+        columns = pl.ds(column * _CLASSES, _CLASSES)
+
+        @pl.loop(0, hidden.shape[1] // _DEPTH)
         def _(k):
-            plgpu.barrier_wait(empty.at[slot(end + k)])
+            at, deep = _slot(before + k), pl.ds(k * _DEPTH, _DEPTH)
+            plgpu.barrier_wait(empty.at[at])
+            plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
+            part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
+            plgpu.copy_gmem_to_smem(part, weight_slots.at[at], full.at[at])
 
-    @pl.when(warpgroup < _CONSUMERS)
-    def _consume():
-        plgpu.set_max_registers(232, action="increase")
-        for at in range(_STAGES):
-            plgpu.barrier_arrive(empty.at[at])
+    end = each_tile(copy)
 
-        def compute(row, column, before):
-            number = row * _CONSUMERS + warpgroup
-            own, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
+    @pl.loop(0, _STAGES)  # a barrier may not go while others arrive there
+    def _(k):
+        plgpu.barrier_wait(empty.at[_slot(end + k)])
 
-            def multiply(product):
-                @pl.loop(0, steps)
-                def _(k):
-                    at = slot(before + k)
-                    plgpu.barrier_wait(full.at[at])
-                    part = weight_slots.at[at]
-                    part = part.transpose((1, 0)) if class_axis == 0 else part
-                    plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
-                    plgpu.wgmma_wait(1)  # the step before has ended
-                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[slot(before + k - 1)]))
 
-                return product[...]
+def _multiply(slots, warpgroup, steps, class_axis, before):
+    """Multiplies the rows of a consumer by a tile of classes, whose first step is the number `before`."""
+    hidden_slots, weight_slots, full, empty = slots
 
-            product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
-            plgpu.barrier_arrive(empty.at[slot(before + steps - 1)])
+    def multiply(product):
+        @pl.loop(0, steps)
+        def _(k):
+            at = _slot(before + k)
+            plgpu.barrier_wait(full.at[at])
+            part = weight_slots.at[at]
+            part = part.transpose((1, 0)) if class_axis == 0 else part
+            plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
+            plgpu.wgmma_wait(1)  # the step before has ended
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_slot(before + k - 1)]))
 
-            def columns():
-                return plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=_LAYOUT)
+        return product[...]
 
-            @pl.when(has_label[column, number] > 0)
-            def _():
-                label = plgpu.load(labels.at[own], layout=_LAYOUT.reduce(1), optimized=False) - first
-                is_label = columns() == lax.broadcast_in_dim(label, product.shape, (0,))
-                scores[column, own] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
+    product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
+    plgpu.barrier_arrive(empty.at[_slot(before + steps - 1)])
+    return product
 
-            if classes % _CLASSES:
-                is_last = first + _CLASSES > classes
-                product = lax.cond(is_last, lambda x: jnp.where(columns() < classes - first, x, -jnp.inf), lambda x: x, product)
-            m = jnp.max(product, 1)
-            maxima[column, own] = m
-            shifted = lax.broadcast_in_dim(online.shift(m) * _LOG2E, product.shape, (0,))
-            sums[column, own] = jnp.sum(jnp.exp2(product * _LOG2E - shifted), 1)
 
-        each_tile(compute)
+def _consume(labels, has_label, results, empty, classes, warpgroup, multiply, each_tile):
+    """Reduces the scores of each tile to the states of its rows."""
+    plgpu.set_max_registers(232, action="increase")
+    maxima, sums, scores = results
+    for at in range(_STAGES):
+        plgpu.barrier_arrive(empty.at[at])
+
+    def compute(row, column, before):
+        number = row * _CONSUMERS + warpgroup
+        own, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
+        product = multiply(before)
+
+        def columns():
+            return plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=_LAYOUT)
+
+        @pl.when(has_label[column, number] > 0)
+        def _():
+            label = plgpu.load(labels.at[own], layout=_LAYOUT.reduce(1), optimized=False) - first
+            is_label = columns() == lax.broadcast_in_dim(label, product.shape, (0,))
+            scores[column, own] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
+
+        if classes % _CLASSES:
+            is_last = first + _CLASSES > classes
+            product = lax.cond(is_last, lambda x: jnp.where(columns() < classes - first, x, -jnp.inf), lambda x: x, product)
+        m = jnp.max(product, 1)
+        maxima[column, own] = m
+        shifted = lax.broadcast_in_dim(online.shift(m) * _LOG2E, product.shape, (0,))
+        sums[column, own] = jnp.sum(jnp.exp2(product * _LOG2E - shifted), 1)
+
+    each_tile(compute)

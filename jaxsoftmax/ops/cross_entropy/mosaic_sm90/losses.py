@@ -32,15 +32,10 @@ from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select,
 
 @dataclass(frozen=True)
 class LossPlan:
-    """Runs a problem of cross-entropy by one kernel over rows.
-
-    Attributes:
-      problem: the problem.
-      rows: how rows are distributed over threads.
-    """
+    """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: RowPlan | ColumnPlan
+    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
@@ -92,22 +87,22 @@ def _cross_entropy(plan: LossPlan, x, labels, where):
     return xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"], return_state=params["return_state"])
 
 
-def _cross_entropy_vjp(plan: LossPlan, x, m, d, a, b, c, labels, where):
+def _cross_entropy_vjp(plan: LossPlan, x, where, **of_rows):
     """Computes `(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if it `replaces` that."""
     params = plan.problem.params
     soft_cap = params["soft_cap"]
 
-    def body(tile, x, m, d, a, b, c, labels, inside, where):
+    def body(tile, x, m, d, labels, inside, where, **numbers):
         weights = None
-        if a is not None:
+        if numbers["a"] is not None:
             scores = _scores(tile, x, inside, None, soft_cap)
-            weights = weights_of_state(tile, scores, m, d, None, where, None, factor=a)
-        return [_gradient(tile, x, weights, a, b, c, labels, where, soft_cap)]
+            weights = weights_of_state(tile, scores, m, d, None, where, None, factor=numbers["a"])
+        return [_gradient(tile, x, weights, numbers, labels, where, soft_cap)]
 
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
     if replaced:  # of a loop, see `_cross_entropy_gradient`
-        x, m, d, a, b, c, labels = lax.optimization_barrier((x, m, d, a, b, c, labels))
-    of_rows = {"m": m, "d": d, "a": a, "b": b, "c": c, "labels": labels}
+        x, *arrays = lax.optimization_barrier((x, *of_rows.values()))
+        of_rows = dict(zip(of_rows, arrays, strict=True))
     of_rows = {name: None if array is None else PerRow(array) for name, array in of_rows.items()}
     (gradient,) = _launch(plan, "cross_entropy_vjp", body, x, where, of_rows, replaced=replaced)
     return lax.optimization_barrier(gradient) if replaced else gradient
@@ -122,12 +117,12 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
         scores = _scores(tile, x, inside, where, soft_cap)
         local = tile.lift(scores)
         m, d = tile.merge(local)[:2]
-        of_row = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, params["z_loss"], classes)
+        numbers = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, params["z_loss"], classes)
         of_score, alike = tile.weights(local.m)
-        factor = of_row["a"] * online.weights(local.m, m, axis=()) * alike / (d + (m - m))  # NaN if the maximum is infinite
+        factor = numbers["a"] * online.weights(local.m, m, axis=()) * alike / (d + (m - m))  # NaN if the maximum is infinite
         along = tile.along(factor)
         weights = each(lambda s: of_score(s) * along, scores)
-        gradient = _gradient(tile, x, weights, **of_row, labels=labels, where=where, soft_cap=soft_cap)
+        gradient = _gradient(tile, x, weights, numbers, labels, where, soft_cap)
         total = [tile.sum(apply_mask(inside, scores, 0), exchange=1)] if label_smoothing else []
         return [gradient, online.shift(m), d, *total]
 
@@ -167,9 +162,9 @@ def _scores(tile, x, inside, where, soft_cap):
     return apply_mask(where, x, -jnp.inf)
 
 
-def _gradient(tile, x, weights, a, b, c, labels, where, soft_cap):
-    """Returns `(a * p + b * onehot(label) + c) * ds/dx`, from `weights`, which are `a * p`; `a`, `b` and `c` may be None."""
-    parts = []
+def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
+    """Returns `(a * p + b * onehot(label) + c) * ds/dx`, from `weights`, which are `a * p`, and numbers that may be None."""
+    parts, (a, b, c) = [], (numbers[name] for name in "abc")
     if a is not None:
         counts = tile.along(a) != 0
         parts.append(each(lambda weight: select(counts, weight, 0), weights))

@@ -26,7 +26,6 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from jaxsoftmax._gpu import arithmetic
 from jaxsoftmax._gpu.emit import (
     SCALAR,
     SPLAT,
@@ -38,6 +37,7 @@ from jaxsoftmax._gpu.emit import (
     emit,
     i64,
     integer,
+    larger_of_words,
     shared_address,
     utils,
     words_of,
@@ -152,7 +152,7 @@ class Candidates:
             scalars = operands[:n_scalars]
             *arrays, top = [list(array.registers.flat) for array in operands[n_scalars:]]
             bound, least = self._load_bound(head, columns.in_order)
-            larger = functools.partial(arithmetic.larger_of_words, self.memory_dtype)
+            larger = functools.partial(larger_of_words, self.memory_dtype)
             largest = functools.reduce(larger, _words(top))
             may_be_above = compare("ne", self._no_less([largest], least), constant(0))
             branch: Any = scf.IfOp(may_be_above, [integer(32)], has_else=True)
@@ -263,7 +263,7 @@ class Candidates:
         there are at least twice as many groups as entries are wanted. Groups with NaN do not count, as the maximum does not
         keep the order of NaN, and neither do groups of -inf alone, which may be beyond the row.
         """
-        parts, larger = self.parts_of(len(values)), functools.partial(arithmetic.larger_of_words, self.memory_dtype)
+        parts, larger = self.parts_of(len(values)), functools.partial(larger_of_words, self.memory_dtype)
 
         def make(entries, _, *arrays):
             for part in range(parts):

@@ -26,8 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import arithmetic, sync
-from jaxsoftmax._gpu.emit import SCALAR, SPLAT, compare, constant, emit, i64, integer, utils
+from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu.emit import SCALAR, SPLAT, compare, constant, emit, i64, integer, least_halves, utils
 from jaxsoftmax._gpu.fused import fused, product
 from jaxsoftmax.ops.top_k import noise
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import start_of
@@ -239,7 +239,7 @@ class Drawing:
         """
         step_noise = _SweepNoise(self, sweep, kept)
         top, groups = tops
-        least = arithmetic.least_halves(step_noise.words, self.layout)
+        least = least_halves(step_noise.words, self.layout)
 
         @pl.when(step_noise.may_win(step_noise.at_temperature(top), jnp.minimum(*least)))
         def _():

@@ -29,8 +29,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import arithmetic
-from jaxsoftmax._gpu.emit import constant
+from jaxsoftmax._gpu.emit import before_row, constant
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP, LOGSUMEXP_VJP
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
@@ -289,7 +288,7 @@ def _first_columns(swept_row: SweptRow, row, *steps):
     for step in steps:
         (((first, _), *_),) = swept_row.memory.places((row, 0), step)
         firsts.append(first)
-    return firsts, arithmetic.before_row(firsts[0], steps[0], row_plan.step_cols) if row_plan.is_joined else constant(0)
+    return firsts, before_row(firsts[0], steps[0], row_plan.step_cols) if row_plan.is_joined else constant(0)
 
 
 # The gradient.

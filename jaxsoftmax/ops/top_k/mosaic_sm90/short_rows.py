@@ -31,8 +31,19 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from jaxsoftmax._gpu import arithmetic
-from jaxsoftmax._gpu.emit import WARP, both, compare, constant, emit, i64, integer, load_words, store_words, utils
+from jaxsoftmax._gpu.emit import (
+    WARP,
+    both,
+    compare,
+    constant,
+    emit,
+    i64,
+    integer,
+    larger_of_words,
+    load_words,
+    store_words,
+    utils,
+)
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.top_k.mosaic_sm90 import network, warp_rows
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import KEY, VALUE, kernel_dtype
@@ -206,7 +217,7 @@ def _numbers_of_pairs(plan, warp) -> Iterator[Any]:
 
 def _numbers_of_halves(plan, words, column: int):
     """Returns the numbers, signed, of two pairs of 16-bit elements in two words, which start with this column."""
-    larger = arithmetic.larger_of_words(plan.dtype, *words)
+    larger = larger_of_words(plan.dtype, *words)
     places = [constant(plan.last ^ (column + q)) for q in (0, 1)]
     signs = utils.inline_ptx("prmt.b32 $0, $1, $1, 0xbb99;", larger, result_types=integer(32))  # 0xFFFF in each negative half
     keys = arith.xori(larger, arith.andi(signs, constant(0x7FFF7FFF)))
@@ -216,7 +227,7 @@ def _numbers_of_halves(plan, words, column: int):
 
 def _number(plan, words, place):
     """Returns the number, signed, of the larger of 32-bit elements, or of a single one, with the bits of `place` below."""
-    word, mask = functools.reduce(functools.partial(arithmetic.larger_of_words, plan.dtype), words), -(2**plan.bits)
+    word, mask = functools.reduce(functools.partial(larger_of_words, plan.dtype), words), -(2**plan.bits)
     place = constant(place) if isinstance(place, int) else place
     number = arith.ori(arith.andi(word, constant(mask)), place)
     if plan.dtype == jnp.uint32:

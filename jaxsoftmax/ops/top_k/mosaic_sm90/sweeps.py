@@ -23,7 +23,7 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import sync
 from jaxsoftmax._gpu.emit import WARPS, replicated
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax._gpu.rows.memory import Elements, Ring, RowMemory
+from jaxsoftmax._gpu.rows.memory import CopyRing, Elements, RowMemory
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
 from jaxsoftmax._gpu.rows.tile import RowTile
 from jaxsoftmax.online import State
@@ -212,7 +212,7 @@ class _Sweeping:
     def __init__(self, row: SweptRow, ref, elements, visit, states, is_ahead):
         plan = row.plan
         self.row, self.plan, self.elements, self.visit, self.states = row, plan, elements, visit, states
-        self.ring: Any = Ring(row.memory, ref, row.slots, plan.ring_steps) if plan.copied else None
+        self.ring: Any = CopyRing(row.memory, ref, row.slots, plan.ring_steps) if plan.copied else None
         self.is_ahead = is_ahead and self.ring is None
 
     def visit_whole_sweeps(self, carry) -> tuple[Any, Any]:

@@ -1,19 +1,28 @@
-"""What the kernels of attention have in common: what they compute, and how they address operands in global memory."""
+"""What the kernels of attention have in common: the problem, operands in global memory, and operations on scores.
 
+The forward kernel has queries as rows of a product, the backward kernel keys: S = Q K' and S' = K Q'.
+"""
+
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu import fused, schedule
+from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.operands import AXES, batch_of
 
+LOG2E = math.log2(math.e)
+LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT, COL_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 ROWS = 64  # rows of a product of the tensor cores, which a warpgroup holds
 SWIZZLED = 64  # columns of 16 bits that a swizzled tile of shared memory has: 128 bytes
 
@@ -32,65 +41,18 @@ KERNEL = Arithmetic(lambda a, b: lax.div(jnp.int32(a), jnp.int32(b)), jnp.minimu
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
-    """A kernel of attention for one problem: what it computes, and how its work is cut into tiles.
+class AttentionKernel(schedule.TiledKernel):
+    """A kernel of attention for one problem: what it computes, and how its work is cut into tiles."""
 
-    Attributes:
-      batch: sizes of the batch axes that the operands have together.
-      query: T, N and H: rows of scores of a head, heads, and head size.
-      key: S, K and H: keys, key heads, and head size.
-      dtype: dtype of the queries.
-      names: names of the operands that are present, and of the tables that XLA makes of them for the kernel.
-      scale: factor of the products of queries and keys.
-      window: numbers of keys before and after its own position that a query sees; None for a side without a limit.
-      soft_cap: bound of the scores, or None.
-      dropout_rate: share of the weights that dropout drops.
-      multiprocessors: number of blocks of threads that run at a time.
-      config: how a block of threads works.
-      n_tiles: number of tiles.
-      n_blocks: number of blocks of threads of a wave. Each works through several tiles.
-      by_ticket: True if blocks of threads take tickets for tiles, because operands decide how long a tile takes.
-    """
-
-    batch: tuple[int, ...]
-    query: tuple[int, int, int]
-    key: tuple[int, int, int]
-    dtype: Any
-    names: frozenset[str]
+    batch: tuple[int, ...]  # sizes of the batch axes that the operands have together
+    query: tuple[int, int, int]  # T, N and H: rows of scores of a head, heads, and head size
+    key: tuple[int, int, int]  # S, K and H: keys, key heads, and head size
+    dtype: Any  # of the queries
+    names: frozenset[str]  # of the operands that are present, and of the tables that XLA makes of them for the kernel
     scale: float
-    window: tuple[int | None, int | None]
+    window: tuple[int | None, int | None]  # numbers of keys before and after its own position that a query sees, None for all
     soft_cap: float | None
     dropout_rate: float
-    multiprocessors: int
-    config: Any
-
-    # Subclasses say what follows from the others.
-    n_tiles: int = field(init=False)
-    n_blocks: int = field(init=False)
-    by_ticket: bool = field(init=False)
-
-    def _derive(self, n_tiles: int, **others: Any) -> None:
-        """Sets the attributes that follow from the others."""
-        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    def costs(self) -> tuple[int, ...]:
-        """Counts the steps of each of the tiles of a head."""
-        raise NotImplementedError
-
-    def group(self, costs: tuple[int, ...]) -> int:
-        """Returns the number of heads whose tiles are handed out together."""
-        raise NotImplementedError
-
-    def scratch(self) -> dict[str, Any]:
-        """Describes the arrays and barriers in the shared memory of a block of threads."""
-        raise NotImplementedError
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of shared memory of a block of threads."""
-        return schedule.bytes_of(self.scratch())
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -103,19 +65,12 @@ def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GlobalOperand:
-    """An operand in global memory, as kernels address it.
+    """An operand in global memory, as kernels address it."""
 
-    Attributes:
-      index: function from the index of a batch entry to the index in the operand, which may have size 1 along batch axes.
-      heads: number of heads of a mask or bias; 1 if it is the same for all.
-      rows: number of its queries; 1 if it is the same for all.
-      ref: the operand, `[entries, ...]`. Masks and biases are rows, `[entries * heads * rows, cols]`; segments are one line.
-    """
-
-    index: Callable[[Any], Any]
-    heads: int = 1
-    rows: int = 1
-    ref: Any = None
+    index: Callable[[Any], Any]  # from the index of a batch entry to the one in the operand, whose batch axes may have size 1
+    heads: int = 1  # of a mask or bias; 1 if it is the same for all
+    rows: int = 1  # its queries; 1 if it is the same for all
+    ref: Any = None  # `[entries, ...]`; masks and biases are `[entries * heads * rows, cols]`, segments are one line
 
     def __getitem__(self, at):
         """Loads an element. The first index is that of the batch entry."""
@@ -133,7 +88,7 @@ class GlobalOperand:
         return entry * self.rows + (query if self.rows > 1 else 0)
 
 
-def laid_out(
+def lay_out(
     batch: tuple[int, ...], operands: Mapping[str, jax.Array]
 ) -> tuple[OrderedDict[str, jax.Array], dict[str, GlobalOperand]]:
     """Reshapes operands as kernels address them. Tables that XLA makes of operands are `[*batch, blocks, numbers]`."""
@@ -165,3 +120,28 @@ def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any
         return total
 
     return index
+
+
+def in_one_segment(s, row_ids, col_ids, hidden=-jnp.inf):
+    """Returns scores or weights, with `hidden` for queries and keys of different segments."""
+    same = lax.broadcast_in_dim(row_ids, s.shape, (0,)) == lax.broadcast_in_dim(col_ids, s.shape, (1,))
+    return jnp.where(same, s, hidden)
+
+
+def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=False):
+    """Tells which weights dropout keeps, of rows from `first` on and a block of columns.
+
+    Rows are queries and columns keys unless transposed. `seeds` are two words and the positions of the first query and key.
+    """
+    query_start, key_start = (seeds[b, head, i] for i in (2, 3))
+    origins = (key_start, query_start) if is_transposed else (query_start, key_start)
+    starts = origins[0] + jnp.uint32(first), origins[1] + jnp.uint32(block * shape[1])
+    positions = [start + plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=LAYOUT) for axis, start in enumerate(starts)]
+    row, col = reversed(positions) if is_transposed else positions
+    first_word, second_word = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
+    return dropout.keep(first_word, second_word, row, col, rate)
+
+
+def tanh(x):
+    """Returns `tanh` of scores."""
+    return fused.fused(fused.tanh, (), [x], LAYOUT)
