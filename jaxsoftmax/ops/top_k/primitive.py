@@ -97,6 +97,8 @@ def _results(*names):
 
 def _operation(name, operands, types, results, linear=()) -> Operation:
     """Describes an operation whose reference runs on shards, too: XLA would gather the rows of a `lax.top_k`."""
+    # A reference that sorts whole rows would gather nothing. But jax 0.11.2 partitions its gradient wrongly if columns
+    # are sharded and another mesh axis is idle.
     return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, problem=TopKProblem, is_cut=True)
 
 
