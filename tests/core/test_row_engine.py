@@ -11,9 +11,9 @@ import pytest
 from jaxsoftmax import online
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._gpu import rows
-from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.kernel import PerRow, RowKernel, Whole
 from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
+from jaxsoftmax._gpu.rows.staged import StagedPlan
 from jaxsoftmax._gpu.rows.tile import each
 
 from ..support import cases, kernels, oracle

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import ANY_HOPPER, HOPPER
-from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.kernel import scratch_of
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
 from jaxsoftmax._gpu.rows.plans_sm90 import most_blocks, plan_rows
+from jaxsoftmax._gpu.rows.staged import StagedPlan
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 

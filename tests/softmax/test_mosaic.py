@@ -27,9 +27,9 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu import rows as row_kernels
 from jaxsoftmax._gpu import sync
 from jaxsoftmax._gpu.rows.columns import ColumnTile, places_of_vector
-from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.kernel import RowKernel, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
+from jaxsoftmax._gpu.rows.staged import StagedPlan
 from jaxsoftmax._gpu.rows.tile import RowTile
 from jaxsoftmax.ops.softmax import mosaic_sm90 as mosaic
 
@@ -266,9 +266,9 @@ def test_rows_of_several_axes_lower_for_cuda(name):
 
 def test_staged_rows_refuse_what_must_know_their_columns():
     staged = StagedPlan(69, 4, 2)
-    with pytest.raises(NotImplementedError, match="in_warp: masks along the columns"):
+    with pytest.raises(NotImplementedError, match="staged: masks along the columns"):
         lower("softmax", (3, 69), "float32", mask=(3, 69), rows=staged)
-    with pytest.raises(NotImplementedError, match="in_warp: elements beyond the end of a row"):
+    with pytest.raises(NotImplementedError, match="staged: elements beyond the end of a row"):
         lower("softmax", (3, 69), "float32", scale=(1, 1), rows=staged)
 
 

@@ -1,6 +1,6 @@
 """How kernels distribute rows over threads, and where they keep them: plans, and the geometry that follows from them.
 
-`RowPlan` is for rows along the last axis, `ColumnPlan` for rows along another one. `in_warp.StagedPlan` is for short rows that
+`RowPlan` is for rows along the last axis, `ColumnPlan` for rows along another one. `staged.StagedPlan` is for short rows that
 pass through shared memory. `plans_sm90` chooses the numbers.
 """
 

@@ -10,8 +10,8 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.emit import WARP
-from jaxsoftmax._gpu.rows.in_warp import StagedPlan
 from jaxsoftmax._gpu.rows.plan import MOST_OF_A_CLUSTER, ColumnPlan, RowPlan, Storage
+from jaxsoftmax._gpu.rows.staged import StagedPlan
 
 _RESERVED = 6144  # bytes of shared memory for everything except rows and their states
 # Columns of rows, by bytes of an element and the number of operands that are held: how many registers hold; then from how many

@@ -9,9 +9,9 @@ import pytest
 
 from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax._gpu.rows import in_warp
-from jaxsoftmax._gpu.rows.in_warp import StagedPlan
+from jaxsoftmax._gpu.rows import staged
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
+from jaxsoftmax._gpu.rows.staged import StagedPlan
 
 THREADS = np.arange(128)
 COMPARED = {"ult": operator.lt, "uge": operator.ge}
@@ -42,7 +42,7 @@ class Machine:
             "utils": SimpleNamespace(thread_idx=lambda: THREADS, bytewidth=lambda size: size),
             "Vector": self.vector,
         }.items():
-            monkeypatch.setattr(in_warp, name, value)
+            monkeypatch.setattr(staged, name, value)
         self.ref = SimpleNamespace(type=SimpleNamespace(element_type=itemsize))
 
     def places(self, address, offset, inside, size, space):
@@ -99,11 +99,11 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
     machine = Machine(plan.itemsize, monkeypatch)
     array, results = np.arange(count * cols), np.full(count * cols, -1)
     for first in range(0, count, plan.rows):
-        memory = in_warp.StagedMemory(plan, np.int64(first), count, False)
+        memory = staged.StagedMemory(plan, np.int64(first), count, False)
         block = array[first * cols : (first + plan.rows) * cols]
         slot = np.full(plan.slot_elements, -1)
         machine.spaces = {"global": array, "shared": slot}
-        in_warp._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_in()
+        staged._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_in()
         computed, touched = np.full_like(slot, -2), []
         for step, k in itertools.product(range(plan.steps), range(plan.words)):
             word = (step * plan.words + k) * plan.lanes
@@ -120,7 +120,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
                 touched.append(slot[found][own].ravel())
         np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
         machine.spaces = {"global": results, "shared": computed}
-        in_warp._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_out()
+        staged._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_out()
         expected = np.where(array < (first + plan.rows) * cols, 2 * array, -1)
         np.testing.assert_array_equal(results, expected)
 

@@ -197,10 +197,10 @@ class StagedMemory(RowMemory):
     # No plan for masks along the columns, or for scales, which ask for `inside`, has such rows.
 
     def load_mask(self, ref, source):
-        raise NotImplementedError("in_warp: masks along the columns are not read this way")
+        raise NotImplementedError("staged: masks along the columns are not read this way")
 
     def inside(self):
-        raise NotImplementedError("in_warp: elements beyond the end of a row are not told")
+        raise NotImplementedError("staged: elements beyond the end of a row are not told")
 
     def _places(self, slot, row, step):
         """Yields for each row of this thread its words in a step: an address, offsets from it, whether each is in the row."""
