@@ -146,6 +146,13 @@ def random_key(function: str, name: str, value: Any) -> jax.Array:
         raise ValueError(f"{function}: {name} must be a key of jax.random, got uint32 of shape {value.shape}") from None
 
 
+def check_choice(function: str, name: str, value: Any, *allowed: str) -> None:
+    """Raises ValueError unless `value` is one of the strings `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        *first, last = map(repr, allowed)
+        raise ValueError(f"{function}: {name} must be {', '.join(first)} or {last}, got {shown(value)}")
+
+
 def callback(function: str, name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a function."""
     if not callable(value):

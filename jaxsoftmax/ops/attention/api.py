@@ -198,8 +198,7 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
     )
     rate = checks.dropout_rate(_NAME, dropout_rate, deterministic)
-    if not isinstance(fully_masked_rows, str) or fully_masked_rows not in ("zero", "mean"):
-        raise ValueError(f"{_NAME}: fully_masked_rows must be 'zero' or 'mean', got {arguments.shown(fully_masked_rows)}")
+    arguments.check_choice(_NAME, "fully_masked_rows", fully_masked_rows, "zero", "mean")
     query, scale = checks.scaled(_NAME, query, scale)
     batch, (length, heads), keys = query.shape[:-3], query.shape[-3:-1], key.shape[-3]
     parallel = as_context_parallel(_NAME, parallel)
@@ -224,10 +223,9 @@ def dot_product_attention(
         seeds = checks.dropout_seeds(_NAME, dropout_rng, batch, heads, broadcast_dropout)
         operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # the first query and key have position 0
     window = checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
-    if query_offset is not None:
-        offset = checks.offset(_NAME, query_offset, batch)
-        if window != (None, None):
-            operands["query_offset"] = offset
+    offset = None if query_offset is None else checks.offset(_NAME, query_offset, batch)
+    if offset is not None and window != (None, None):
+        operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
     options = {
         "scale": scale,

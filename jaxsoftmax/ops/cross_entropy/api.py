@@ -387,8 +387,7 @@ def linear_cross_entropy(
     name = _LINEAR
     check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
     hidden, weight, labels, axis = _linear_layer(hidden, weight, labels, class_axis)
-    if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {arguments.shown(reduction)}")
+    arguments.check_choice(name, "reduction", reduction, "mean", "sum", "none")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     options = _options(name, kind, label_smoothing, z_loss, logits_soft_cap)
     labels = _broadcast("labels", labels, rows, name)

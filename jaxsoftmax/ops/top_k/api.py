@@ -183,8 +183,7 @@ def softmax_top_k(
     name = "softmax_top_k"
     check_implementation(TOP_K_FAMILY, name, implementation)
     (return_lse,) = arguments.flags(name, return_lse=return_lse)
-    if not isinstance(normalize, str) or normalize not in ("all", "selected"):
-        raise ValueError(f"{name}: normalize must be 'all' or 'selected', got {arguments.shown(normalize)}")
+    arguments.check_choice(name, "normalize", normalize, "all", "selected")
     x, where, axis = _rows(name, "logits", _floating(name, "logits", logits), axis, where)
     k, kind = _checked_k(name, k, x.shape[-1]), accumulator(x.dtype)
     scale = None if scale is None else scalar_scale(name, scale, x.ndim, kind)
