@@ -37,7 +37,7 @@ def softmax(
     replaces `jax.nn.softmax`. In addition it takes `scale`, `dtype`, `axis_name` and `implementation`.
 
     The arithmetic is float32, for any dtype of `x` and of the result, or float64 if one of the two is float64. On NVIDIA
-    Hopper GPUs a kernel reads each element once and writes it once, except in the longest rows. The result can be
+    Hopper GPUs a kernel reads and writes each element once; the longest rows run on the reference. The result can be
     differentiated with respect to `x` and `scale`, any number of times, in forward and reverse mode.
 
     Args:
@@ -108,7 +108,7 @@ def log_softmax(
     `jax.nn.log_softmax`. In addition it takes `scale`, `dtype`, `axis_name` and `implementation`.
 
     The arithmetic is float32, for any dtype of `x` and of the result, or float64 if one of the two is float64. On NVIDIA
-    Hopper GPUs a kernel reads each element once and writes it once, except in the longest rows. The result can be
+    Hopper GPUs a kernel reads and writes each element once; the longest rows run on the reference. The result can be
     differentiated with respect to `x` and `scale`, any number of times, in forward and reverse mode.
 
     Args:
