@@ -246,6 +246,23 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _imported(module: types.ModuleType) -> Iterator[None]:
+    """Gives imports of a module's name this one.
+
+    `mock.patch.dict` would drop the modules that are first imported meanwhile. Imported once more they have classes of their own,
+    and no plan is an instance of those.
+    """
+    name, before = module.__name__, sys.modules.get(module.__name__)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+@contextlib.contextmanager
 def without_triton() -> Iterator[None]:
     """Lowers calls of Triton kernels to something else, as if the packages that compile them were installed."""
 
@@ -260,7 +277,7 @@ def without_triton() -> Iterator[None]:
         patches.enter_context(mock.patch.object(custom_call, "launch", something))
         patches.enter_context(mock.patch.object(availability, "missing", return_value=None))
         for name, module in modules.items():
-            patches.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
+            patches.enter_context(_imported(module))
             patches.enter_context(mock.patch.object(_triton, name, module, create=True))
         patches.enter_context(anew())
         yield
