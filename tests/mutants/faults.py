@@ -375,8 +375,8 @@ FAULTS = (
     Fault(
         "block: a cluster ends before its blocks run",
         f"{_ROWS}/block.py",
-        "if plan.cluster > 1 and kernel.n_exchanges == 0:",
-        "if plan.cluster > 1 and kernel.n_exchanges < 0:",
+        "if plan.cluster > 1 and kernel.problem.n_exchanges == 0:",
+        "if plan.cluster > 1 and kernel.problem.n_exchanges < 0:",
         "tests/softmax/test_mosaic.py -k know_how_often",
     ),
     Fault(

@@ -48,7 +48,7 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
             sync.await_copies()
             memory.fill_around(*copies)
         kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
-        if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
+        if plan.cluster > 1 and kernel.problem.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
             sync.cluster_wait()
 
     in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]

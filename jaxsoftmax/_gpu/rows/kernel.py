@@ -95,7 +95,6 @@ class RowKernel:
     problem: RowProblem
     whole: Sequence[Any] = ()  # dtypes of the results as large as the rows
     per_row: Sequence[Any] = ()  # dtypes of the results with a value for each row
-    n_exchanges: int = 1  # number of times that the body merges or sums over the warps of a row
     replaced: str | None = None
     devices: tuple[tuple[str, int], ...] = ()  # mesh axes, with sizes, whose devices share the rows: then the grid does, too
 

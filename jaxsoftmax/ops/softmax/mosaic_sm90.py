@@ -237,8 +237,7 @@ _KERNELS = {
 
 def _kernel(problem: SoftmaxProblem, name: str, body, operands: Mapping[str, RowOperand | None], per_row=()) -> RowKernel:
     whole = [problem.dtype] if problem.rows.written else []
-    n_exchanges, devices = problem.rows.n_exchanges, problem.devices
-    return RowKernel(f"{name}_mosaic", body, operands, problem.rows, whole, per_row, n_exchanges, devices=devices)
+    return RowKernel(f"{name}_mosaic", body, operands, problem.rows, whole, per_row, devices=problem.devices)
 
 
 def _with_scores(operands, x, where, scale) -> dict[str, RowOperand | None]:

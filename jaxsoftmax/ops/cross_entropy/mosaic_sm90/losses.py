@@ -149,8 +149,7 @@ def _launch(plan: LossPlan, name: str, body, x, where, of_rows, per_row=(), repl
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **of_rows}
     operands["inside"] = Inside() if problem.rows.needs_end else None
     operands["where"] = None if where is None else Mask(where)
-    n_exchanges = problem.rows.n_exchanges
-    kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, n_exchanges, replaced)
+    kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, replaced)
     return rows.launch(kernel, plan.rows)
 
 
