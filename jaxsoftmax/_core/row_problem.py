@@ -49,7 +49,7 @@ class RowProblem:
         )
 
     @property
-    def rows(self) -> int:
+    def n_rows(self) -> int:
         return self.outer * self.inner
 
     @functools.cached_property

@@ -313,7 +313,7 @@ def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
         return
     plan = plan.plan if isinstance(plan, Refusal) else plan
     name = f"softmax {primitive} {dtype} {cols}{f'x{inner}' if inner > 1 else ''} {masked or ''}"
-    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.rows)), functools.partial(_run_plan, plan), _there(given))
+    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.row_plan)), functools.partial(_run_plan, plan), _there(given))
 
 
 def _run_plan(plan, given):
@@ -357,7 +357,7 @@ def cross_entropy_cases() -> Iterator[Case]:
             if isinstance(plan, Refusal) and plan.plan is None:
                 continue
             plan = plan.plan if isinstance(plan, Refusal) else plan
-            key = (primitive, dtype, masked, *_of_layout(plan.rows))
+            key = (primitive, dtype, masked, *_of_layout(plan.row_plan))
             name = f"cross_entropy {primitive} {dtype} {cols} {masked or ''}"
             yield Case(name, key, functools.partial(_run_plan, plan), _there(given))
     for dtype, class_axis, cap, sizes in itertools.product(

@@ -74,7 +74,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is(coun
     cols = plan.cols
     touched = np.zeros(count * cols, int)
     numbers(max(plan.threads, 128))
-    for first in range(0, count, plan.rows):
+    for first in range(0, count, plan.block_rows):
         for rank in range(plan.blocks):
             held = memory.RowMemory(plan, np.int64(first), count, False, np.int64(rank))
             for step in range(plan.steps):

@@ -321,7 +321,7 @@ def test_problems_know_how_often_kernels_exchange(name, params, monkeypatch):
     monkeypatch.setattr(RowTile, "_exchange", noted)
     operands = plans.operands_of(name, (3, 2**19 if name == "cross_entropy" else 32768), "float32")
     problem = plans.problem_of(name, operands, **params)
-    assert plans.plan_of(problem).rows.cluster > 1
+    assert plans.plan_of(problem).row_plan.cluster > 1
     kernels.lowered_for_cuda(functools.partial(plans.run, lambda _: problem), operands)
     assert numbers == list(range(problem.rows.n_exchanges))
 

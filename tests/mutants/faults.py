@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "block: each block has one row",
         f"{_ROWS}/block.py",
-        'lax.axis_index("block") * jnp.int32(plan.rows)',
+        'lax.axis_index("block") * jnp.int32(plan.block_rows)',
         'lax.axis_index("block")',
         "tests/core/test_row_engine.py -k the_state_alone_is",
     ),
@@ -473,7 +473,7 @@ FAULTS = (
     Fault(
         "memory: rows behind the last are there",
         f"{_ROWS}/memory.py",
-        """yield here, (None if self.count % plan.rows == 0 else compare("ult", here, constant(self.count)))""",
+        """yield here, (None if self.count % plan.block_rows == 0 else compare("ult", here, constant(self.count)))""",
         """yield here, None""",
         "tests/core/test_memory.py",
     ),

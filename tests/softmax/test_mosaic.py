@@ -844,7 +844,7 @@ def test_interpreted_kernels_are_right(name, kind, option):
 def least_rows(name, kind, dtype):
     """The least number of rows that fill a block."""
     (n_rows, cols), plan = RUNS[kind]
-    return n_rows if plan else plans.rows_of(name, cols, jnp.dtype(dtype).itemsize).rows
+    return n_rows if plan else plans.rows_of(name, cols, jnp.dtype(dtype).itemsize).block_rows
 
 
 @pytest.mark.parametrize("kind", ["rows inside a warp", "a warpgroup a row", "looped"])

@@ -103,7 +103,7 @@ class RowKernel:
         return {name: operand for name, operand in self.operands.items() if operand is not None}
 
     @functools.cached_property
-    def rows(self) -> dict[str, jax.Array]:
+    def whole_arrays(self) -> dict[str, jax.Array]:
         """Operands as large as the rows, by name."""
         return {name: operand.array for name, operand in self.present.items() if isinstance(operand, Whole)}
 
@@ -122,7 +122,7 @@ class RowKernel:
     def split(self, refs: Sequence[Any]) -> tuple[dict[str, Any], list[Any], Scratch]:
         """Splits the references that a kernel gets into operands by name, results and scratch."""
         *refs, slots, exchange, arrivals, order, answer = refs
-        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.rows, *self.others]
+        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.whole_arrays, *self.others]
         operands, results = dict(zip(names, refs, strict=False)), refs[len(names) :]
         if self.replaced is not None:
             results.insert(0, operands[self.replaced])
@@ -173,10 +173,10 @@ class RowKernel:
         rows, `scratch` the types of a block's shared memory. If the call `is_sequential`, the examples of a `vmap` do not share
         it. `states` are types of further results, which are dropped.
         """
-        arrays = [array.reshape(view) for array in self.rows.values()]
+        arrays = [array.reshape(view) for array in self.whole_arrays.values()]
         arrays += [self._flat(self.present[name], view) for name in self.others]
         results = [jax.ShapeDtypeStruct(view, dtype) for dtype in self.whole if self.replaced is None]
-        results += [jax.ShapeDtypeStruct((self.problem.rows,), dtype) for dtype in self.per_row]
+        results += [jax.ShapeDtypeStruct((self.problem.n_rows,), dtype) for dtype in self.per_row]
         options: dict[str, Any] = {}
         if plan.warpgroups > 1:
             options |= {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
@@ -200,7 +200,7 @@ class RowKernel:
 
     def _call_in_place(self, call, arrays, results) -> Sequence[jax.Array]:
         """Calls a kernel that writes its first result in the memory of an operand."""
-        at = [*self.rows].index(str(self.replaced))
+        at = [*self.whole_arrays].index(str(self.replaced))
 
         def in_place(refs):  # which has no way out for results except references
             made = call(*arrays[:at], refs[0], *arrays[at + 1 :])

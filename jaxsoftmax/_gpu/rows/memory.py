@@ -317,13 +317,13 @@ class RowMemory(Memory):
         if plan.takes_block:
             return ref[self.row]
         if self.exact:
-            return plgpu.load(ref.at[pl.ds(self.row, plan.rows)], layout=plan.row_layout, optimized=False)
+            return plgpu.load(ref.at[pl.ds(self.row, plan.block_rows)], layout=plan.row_layout, optimized=False)
 
         def load(ref, row):
             register = plan.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
             return [entry.load(register) for entry in self._row_entries(ref, row, itemsize)]
 
-        kind = plgpu.ShapeDtypeStruct((plan.rows,), ref.dtype, layout=plan.row_layout)
+        kind = plgpu.ShapeDtypeStruct((plan.block_rows,), ref.dtype, layout=plan.row_layout)
         return emit(load, ref, [self.row], results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
@@ -335,7 +335,7 @@ class RowMemory(Memory):
             tickets.store_by_first_thread(ref, self.row, values)
             return
         if self.exact:
-            compat.store(ref.at[pl.ds(self.row, plan.rows)], values)
+            compat.store(ref.at[pl.ds(self.row, plan.block_rows)], values)
             return
 
         def store(ref, row, values):
@@ -361,7 +361,7 @@ class RowMemory(Memory):
         if plan.takes_block:
             return ref.at[(self.row * plan.steps + step) * plan.warpgroups + self.group()]
         width = plan.shape[1]
-        return ref.at[pl.ds(self.row, plan.rows), pl.ds(step * width, width)]
+        return ref.at[pl.ds(self.row, plan.block_rows), pl.ds(step * width, width)]
 
     def _entry(self, step):
         """Returns the number, in a slot of shared memory, of the warpgroup's part of a step."""
@@ -446,7 +446,7 @@ class RowMemory(Memory):
         own = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
         for i in range(plan.rows_per_lanes):
             here = arith.addi(own, constant(i * WARPS * (WARP // plan.lanes)))
-            yield here, (None if self.count % plan.rows == 0 else compare("ult", here, constant(self.count)))
+            yield here, (None if self.count % plan.block_rows == 0 else compare("ult", here, constant(self.count)))
 
     # Rows that start inside a line: steps of a loop, and sums, in the order of the row.
 

@@ -33,18 +33,18 @@ class TritonLossPlan:
     """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: TritonRowPlan  # of the kernel
+    row_plan: TritonRowPlan  # of the kernel
 
     @property
     def remark(self) -> str | None:
-        return self.rows.remark
+        return self.row_plan.remark
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         compute = _COMPUTE[self.problem.operation.name]
-        return compute(self.rows, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
+        return compute(self.row_plan, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
 
 
 def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:

@@ -44,17 +44,17 @@ class SoftmaxPlan:
     """Runs a problem of the softmax family by one kernel over rows."""
 
     problem: SoftmaxProblem
-    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
+    row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
         arrays = dict.fromkeys(problem.operation.by_name) | operands
         kernel = _KERNELS[problem.operation.name](problem, **arrays)
-        return rows.launch(kernel, self.rows)
+        return rows.launch(kernel, self.row_plan)
 
 
 def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
@@ -92,7 +92,7 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     reference and 70 with `jax.nn`. Blocks of many short rows wait for each other most of the time: [32768, 2048] takes 101, 92
     and 98, and in float32 98, 111 and 118. No part under 1 KiB was measured, and no number of rows between these.
     """
-    least = 1024 if problem.rows.rows <= 2**14 else 2048
+    least = 1024 if problem.rows.n_rows <= 2**14 else 2048
     size = problem.rows.cols * problem.rows.read[0]
     if problem.operation.name not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"

@@ -35,11 +35,11 @@ class LossPlan:
     """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
+    row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> Any:
         arrays = dict.fromkeys(self.problem.operation.by_name) | operands
@@ -150,7 +150,7 @@ def _launch(plan: LossPlan, name: str, body, x, where, of_rows, per_row=(), repl
     operands["inside"] = Inside() if problem.rows.needs_end else None
     operands["where"] = None if where is None else Mask(where)
     kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, replaced)
-    return rows.launch(kernel, plan.rows)
+    return rows.launch(kernel, plan.row_plan)
 
 
 def _scores(tile, x, inside, where, soft_cap):
