@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu import fused, sync
 from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, fma, keep_loop, of_warps, replicated, unknown
 from jaxsoftmax._gpu.rows.memory import Elements, RowMemory, Steps
 from jaxsoftmax._gpu.rows.plan import Storage
@@ -53,6 +53,16 @@ class Tile:
     exchange: Any  # float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row
     arrivals: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
     order: Any = None  # float32 in shared memory of `RowPlan.order_shape`, or None
+
+    @property
+    def allows_either(self) -> bool:
+        """True if results may be `Either`."""
+        return self.memory.plan.allows_either
+
+    def each_fused(self, function, static: tuple[Any, ...], *operands: Steps) -> Steps:
+        """Applies an elementwise function to static arguments and the operands' elements, step by step: see `fused`."""
+        layout = self.memory.plan.layout
+        return each(lambda *elements: fused.fused(function, static, elements, layout), *operands)
 
     def along(self, row: jax.Array) -> jax.Array:
         """Broadcasts a value for each row, or one for all, along the row."""

@@ -69,7 +69,7 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
     loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))
-    reason = availability.unless_forced(target) or slower(problem)
+    reason = availability.refused_unless_forced(target) or slower(problem)
     return loss if reason is None else Refusal(reason, loss)
 
 

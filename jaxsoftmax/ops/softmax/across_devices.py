@@ -32,7 +32,7 @@ def softmax(runner, x, where, scale, *, axes, dtype, over):
     operands = {"x": x, "where": local_mask(x, where, over), "scale": scale}
     if results := runner.on_all_devices(primitive.SOFTMAX, operands, over, axes=axes, dtype=dtype):
         return results
-    runner = runner.unless(unprofitable(x))
+    runner = runner.unless(slower_states(x))
     m, d = _row_states(runner, operands, axes, dtype, over)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # masked entries are 0 all the same
     operands |= {"m": m, "d": d, "t": jnp.ones_like(d)}
@@ -44,7 +44,7 @@ def log_softmax(runner, x, where, scale, *, axes, dtype, return_state, over):
     params = {"axes": axes, "dtype": dtype, "return_state": return_state}
     if results := runner.on_all_devices(primitive.LOG_SOFTMAX, operands, over, **params):
         return results
-    runner = runner.unless(unprofitable(x))
+    runner = runner.unless(slower_states(x))
     m, d = _row_states(runner, operands, axes, dtype, over)
     d += d - d  # NaN where it is infinite
     out = select(operands["where"], xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
@@ -52,7 +52,7 @@ def log_softmax(runner, x, where, scale, *, axes, dtype, return_state, over):
 
 
 def logsumexp(runner, x, where, scale, *, axes, dtype, return_state, over):
-    runner = runner.unless(unprofitable(x))
+    runner = runner.unless(slower_states(x))
     m, d = _row_states(runner, {"x": x, "where": local_mask(x, where, over), "scale": scale}, axes, dtype, over)
     lse = xla.lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
@@ -105,7 +105,7 @@ OF_ONE_KERNEL = (
 )
 
 
-def unprofitable(x) -> str | None:
+def slower_states(x) -> str | None:
     """Says why the reference should be faster than kernels that compute the states of this part of the rows, or None."""
     size = x.size * x.dtype.itemsize
     if size >= LEAST_FOR_STATES:

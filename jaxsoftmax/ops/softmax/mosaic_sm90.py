@@ -77,7 +77,7 @@ def refused_rows(dtypes, where, problem: RowProblem) -> str | None:
     for name in [dtype.name for dtype in dtypes]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    if (reason := problem.unsupported(2**31 - 1)) is not None:
+    if (reason := problem.refused(2**31 - 1)) is not None:
         return reason
     if where is not None and entries(where.shape, problem.axes) not in (1, problem.cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {problem.shape}"
@@ -103,9 +103,9 @@ def slower_rows(problem: RowwiseProblem) -> str | None:
     """Says why the reference should be faster at the rows of a problem, or returns None."""
     rows = problem.rows
     is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
-    reason = profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=is_forward)
+    reason = profit.slower_shape(problem) or profit.slower_if_fused(problem, wins_if_wide=is_forward)
     if reason is None and is_forward and not rows.keeps_scores:
-        reason = profit.cast_favours_xla(problem)
+        reason = profit.slower_if_cast(problem)
     return reason
 
 
@@ -124,7 +124,7 @@ def _softmax(problem, x, where, scale) -> RowKernel:
         weights, alike = tile.weights(local.m, size)
         factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
-        if where is None or not tile.memory.plan.allows_either:
+        if where is None or not tile.allows_either:
             return [apply_mask(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then masked elements have weight 0 by themselves
         return [Either(finite, y, apply_mask(where, y, 0))]

@@ -14,7 +14,7 @@ from jaxsoftmax._core.row_problem import RowwiseProblem
 FUSED_COLS = {4: 16384, 2: 8192}
 
 
-def shape_favours_xla(problem: RowwiseProblem) -> str | None:
+def slower_shape(problem: RowwiseProblem) -> str | None:
     """Checks for rows of one entry, and for short rows with few others beside them."""
     rows = problem.rows
     if rows.cols == 1:
@@ -25,7 +25,7 @@ def shape_favours_xla(problem: RowwiseProblem) -> str | None:
     return None
 
 
-def fusion_favours_xla(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | None:
+def slower_if_fused(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | None:
     """Checks for an operand that XLA computes together with the reference, and then does not write to memory.
 
     With 2^26 elements in 4096 columns softmax(x * c + b) takes 150 us with XLA in float32, and 257 us if the operand is written
@@ -41,7 +41,7 @@ def fusion_favours_xla(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | 
     return None
 
 
-def cast_favours_xla(problem: RowwiseProblem) -> str | None:
+def slower_if_cast(problem: RowwiseProblem) -> str | None:
     """Checks for a cast to float32 before softmax, which mostly has one back behind it.
 
     What reads a result is not known while lowering, and XLA may fuse that too. Other readers, such as dropout or a product, are

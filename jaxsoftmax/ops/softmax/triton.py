@@ -40,9 +40,9 @@ def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     formula = replace(_FORMULAS[name], rescales=params.get("scale_tangent", _FORMULAS[name].rescales))
     results = problem.operation.types(operands, **params)
     rows = plan_rows(formula, problem.rows, operands, results, target)
-    reason = availability.unless_forced(target) or slower(problem, wins_if_wide=name in ("softmax", "log_softmax"))
+    reason = availability.refused_unless_forced(target) or slower(problem, wins_if_wide=name in ("softmax", "log_softmax"))
     if reason is None and name == "softmax":
-        reason = profit.cast_favours_xla(problem)
+        reason = profit.slower_if_cast(problem)
     return rows if reason is None else Refusal(reason, rows)
 
 
@@ -55,7 +55,7 @@ def refused(problem: RowwiseProblem, dtypes: Iterable[Any], scale: Any = None) -
     for name in [dtype.name for dtype in dtypes if dtype.name != "bool"]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    if (reason := problem.rows.unsupported(MOST_ROWS)) is not None:
+    if (reason := problem.rows.refused(MOST_ROWS)) is not None:
         return reason
     axes = problem.params["axes"]
     if is_along(scale, axes):
@@ -65,4 +65,4 @@ def refused(problem: RowwiseProblem, dtypes: Iterable[Any], scale: Any = None) -
 
 def slower(problem: RowwiseProblem, *, wins_if_wide: bool = False) -> str | None:
     """Says why the reference should be faster although the kernel could run, or returns None."""
-    return profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=wins_if_wide)
+    return profit.slower_shape(problem) or profit.slower_if_fused(problem, wins_if_wide=wins_if_wide)

@@ -156,8 +156,7 @@ def _launch(plan: LossPlan, name: str, body, x, where, of_rows, per_row=(), repl
 def _scores(tile, x, inside, where, soft_cap):
     """Returns the scores, and `-inf` where there are none; a cap is finite beyond the end, too."""
     if soft_cap is not None:
-        layout = tile.memory.plan.layout
-        x = apply_mask(inside, each(lambda x: fused.fused(_capped, (soft_cap,), [x], layout), x), -jnp.inf)
+        x = apply_mask(inside, tile.each_fused(_capped, (soft_cap,), x), -jnp.inf)
     return apply_mask(where, x, -jnp.inf)
 
 
@@ -175,8 +174,7 @@ def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
         total = tile.plus_at(total, labels, b)
     if soft_cap is None:
         return total
-    layout = tile.memory.plan.layout
-    return each(lambda total, x: fused.fused(_sloped, (soft_cap,), [total, x], layout), total, x)
+    return tile.each_fused(_sloped, (soft_cap,), total, x)
 
 
 def _capped(soft_cap, x):
