@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, fusion, sharding
 from jaxsoftmax._core.choose import Choice, choose, record
-from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.operation import OnShards, Operation
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax._core.target import ONE_DEVICE, Machine, Target, target_for
 
@@ -222,9 +222,9 @@ class Placement:
         operation = self.site.operation
         if self.n_devices == 1:
             return False
-        is_cut = operation.is_cut and self.obstacle is None
+        runs_all = operation.on_shards is OnShards.EVERYTHING and self.obstacle is None
         # Types that say how arrays are sharded are in the way of a reference that reshapes.
-        return not choice.is_reference or is_cut or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
+        return not choice.is_reference or runs_all or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
 
 
 def _placement(platform, ctx, site: Site) -> Placement:
@@ -233,7 +233,7 @@ def _placement(platform, ctx, site: Site) -> Placement:
     target = target_for(platform or platforms[0])
     manual = _manual_cuts(operation, ctx.avals_in[0], site.axis_name, params) if site.axis_name else {}
     n_devices, obstacle = sharding.partitioning(ctx)
-    if n_devices > 1 and operation.is_uncut:
+    if n_devices > 1 and operation.on_shards is OnShards.NOTHING:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     pairs = zip(site.names, ctx.avals_in, site.dtypes, strict=True)
     runner = Runner(

@@ -1,5 +1,6 @@
 """Declares ops: their operands and results, from which batching, sharding and derivatives derive, and what implements them."""
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,14 @@ class Op:
         return (*self.kernels, "xla")
 
 
+class OnShards(enum.Enum):
+    """Parts of an implementation that run on shards where XLA may cut the operands."""
+
+    NOTHING = enum.auto()  # kernels need one device or a shard_map over all mesh axes; XLA partitions the reference
+    KERNELS = enum.auto()  # XLA partitions the reference
+    EVERYTHING = enum.auto()  # the reference too, because XLA would gather the batch
+
+
 @dataclass(frozen=True)
 class Operand:
     """Describes an operand or a result of an operation.
@@ -71,9 +80,7 @@ class Operation:
       results: `results(**params)` describes the results; None if they have the axes of the operands.
       linear: names of the operands in which the operation is linear, all of them together.
       problem: class of the problems that implementations plan.
-      is_uncut: True if kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
-        and XLA shards it.
-      is_cut: True if the reference too runs on shards, as kernels do, because XLA would gather the batch.
+      on_shards: the parts of an implementation that run on shards where XLA may cut the operands.
       knows_machine: True if the reference takes `machine`, the devices that XLA runs it on.
       joined: names of the axes along which devices merge their parts, by the rule in `op.across_devices`. If all operands
         have the same axes, the parameter `axes` names them.
@@ -90,8 +97,7 @@ class Operation:
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
     problem: type[Problem] = Problem
-    is_uncut: bool = False
-    is_cut: bool = False
+    on_shards: OnShards = OnShards.KERNELS
     knows_machine: bool = False
     joined: tuple[str, ...] = ()
     is_reordered: Callable[..., bool] = lambda **params: False

@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "lower: on one device, too, what is uncut is left to XLA",
         f"{_CORE}/lower.py",
-        "if n_devices > 1 and operation.is_uncut:",
-        "if operation.is_uncut:",
+        "if n_devices > 1 and operation.on_shards is OnShards.NOTHING:",
+        "if operation.on_shards is OnShards.NOTHING:",
         "tests/cross_entropy/test_linear_mosaic.py -k it_is_lowered",
     ),
     Fault(

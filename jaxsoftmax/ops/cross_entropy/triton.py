@@ -23,7 +23,8 @@ from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.triton import refused, slower
+from jaxsoftmax.ops.softmax.profit import slower_rows
+from jaxsoftmax.ops.softmax.triton import refused
 
 _GRADIENT = "a * p + b * onehot + c"
 
@@ -69,7 +70,7 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
     loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))
-    reason = availability.refused_unless_forced(target) or slower(problem)
+    reason = availability.refused_unless_forced(target) or slower_rows(problem, wins_if_wide=False)
     return loss if reason is None else Refusal(reason, loss)
 
 

@@ -22,16 +22,16 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, entries
+from jaxsoftmax._core.row_problem import RowProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
-from jaxsoftmax.ops.softmax import profit
 from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
+from jaxsoftmax.ops.softmax.profit import slower_softmax
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,7 +68,7 @@ def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
     if isinstance(row_plan, Refusal):
         return row_plan
-    reason = slower_rows(problem)
+    reason = slower_softmax(problem)
     return SoftmaxPlan(problem, row_plan) if reason is None else Refusal(reason, SoftmaxPlan(problem, row_plan))
 
 
@@ -97,16 +97,6 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     if problem.operation.name not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
-
-
-def slower_rows(problem: RowwiseProblem) -> str | None:
-    """Says why the reference should be faster at the rows of a problem, or returns None."""
-    rows = problem.rows
-    is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
-    reason = profit.slower_shape(problem) or profit.slower_if_fused(problem, wins_if_wide=is_forward)
-    if reason is None and is_forward and not rows.keeps_scores:
-        reason = profit.slower_if_cast(problem)
-    return reason
 
 
 # The kernels. A body computes in float32: `x`, `y` and `t` are functions of a step that give the elements of a vector of each

@@ -7,11 +7,24 @@ a reason in words, or None.
 import jax.numpy as jnp
 
 from jaxsoftmax._core.row_problem import RowwiseProblem
+from jaxsoftmax.ops.softmax.primitive import LOG_SOFTMAX, SOFTMAX
 
 # Columns of the longest rows at which XLA's fused forward is faster, by the bytes of an element. XLA computes longer rows more
 # slowly: at 32768 columns softmax(x * c + b) takes as long either way in float32 (260 us). In bfloat16 the kernel is faster:
 # 149 to 168 us, and 147 to 212 us at 16384 columns.
 FUSED_COLS = {4: 16384, 2: 8192}
+
+
+def slower_softmax(problem: RowwiseProblem) -> str | None:
+    """Checks a problem of the softmax family for all reasons."""
+    is_forward = problem.operation in (SOFTMAX, LOG_SOFTMAX)
+    return slower_rows(problem, wins_if_wide=is_forward, checks_cast=problem.operation == SOFTMAX)
+
+
+def slower_rows(problem: RowwiseProblem, *, wins_if_wide: bool, checks_cast: bool = False) -> str | None:
+    """Checks for the reasons below: see `slower_if_fused` for `wins_if_wide`."""
+    reason = slower_shape(problem) or slower_if_fused(problem, wins_if_wide=wins_if_wide)
+    return slower_if_cast(problem) if reason is None and checks_cast else reason
 
 
 def slower_shape(problem: RowwiseProblem) -> str | None:

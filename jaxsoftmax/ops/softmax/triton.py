@@ -13,8 +13,8 @@ from jaxsoftmax._core.row_problem import RowwiseProblem, is_along
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import MOST_ROWS, RowFormula, TritonRowPlan, plan_rows
-from jaxsoftmax.ops.softmax import profit
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
+from jaxsoftmax.ops.softmax.profit import slower_softmax
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -40,9 +40,7 @@ def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     formula = replace(_FORMULAS[name], rescales=params.get("scale_tangent", _FORMULAS[name].rescales))
     results = problem.operation.types(operands, **params)
     rows = plan_rows(formula, problem.rows, operands, results, target)
-    reason = availability.refused_unless_forced(target) or slower(problem, wins_if_wide=name in ("softmax", "log_softmax"))
-    if reason is None and name == "softmax":
-        reason = profit.slower_if_cast(problem)
+    reason = availability.refused_unless_forced(target) or slower_softmax(problem)
     return rows if reason is None else Refusal(reason, rows)
 
 
@@ -61,8 +59,3 @@ def refused(problem: RowwiseProblem, dtypes: Iterable[Any], scale: Any = None) -
     if is_along(scale, axes):
         return f"scale must be one number for each row, got shape {scale.shape} for axes {axes}"
     return None
-
-
-def slower(problem: RowwiseProblem, *, wins_if_wide: bool = False) -> str | None:
-    """Says why the reference should be faster although the kernel could run, or returns None."""
-    return profit.slower_shape(problem) or profit.slower_if_fused(problem, wins_if_wide=wins_if_wide)

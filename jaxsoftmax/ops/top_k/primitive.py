@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operation import Operand, Operation
+from jaxsoftmax._core.operation import OnShards, Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import primitive as softmax
 from jaxsoftmax.ops.softmax import xla
@@ -99,7 +99,8 @@ def _operation(name, operands, types, results, linear=()) -> Operation:
     """Describes an operation whose reference runs on shards, too: XLA would gather the rows of a `lax.top_k`."""
     # A reference that sorts whole rows would gather nothing. But jax 0.11.2 partitions its gradient wrongly if columns
     # are sharded and another mesh axis is idle.
-    return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, problem=TopKProblem, is_cut=True)
+    options = {"problem": TopKProblem, "on_shards": OnShards.EVERYTHING}
+    return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, **options)
 
 
 TOP_K = define(_operation("top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices")))

@@ -27,7 +27,8 @@ from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, slower_rows, weights_of_state
+from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, weights_of_state
+from jaxsoftmax.ops.softmax.profit import slower_rows
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
         return row_plan
     if problem.has_total and row_plan.persistent_blocks:  # blocks tell each other one state of a row, and no sum
         return Refusal(f"the sum of the scores, for smoothing, is not computed of rows of {problem.rows.cols} entries")
-    reason = slower_rows(problem)
+    reason = slower_rows(problem, wins_if_wide=False)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
 
