@@ -190,7 +190,7 @@ def _across_devices(
     """Computes an operation whose rows devices share, by the rule of its op, from each device's part."""
     if operation.op.across_devices is None:
         raise AssertionError(f"{operation.name} has no rule for rows that devices share")
-    rule = operation.op.across_devices()[operation.name]
+    rule = operation.op.across_devices()[operation]
     options = {} if operation.is_aligned else {"is_manual": is_manual, "knows_cuts": knows_cuts}
     return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, over=cuts, **params, **options))
 

@@ -30,8 +30,8 @@ class Op:
     name: str  # of the folder in `ops`
     kernels: dict[str, Kernels]  # implementations with kernels by name, the preferred one first
     reference: Callable[[], Any]  # loads the module of the reference, which is called "xla" and runs everywhere
-    # Loads the rules for operations whose rows, or sequences, devices share, by name; None if devices never share any.
-    across_devices: Callable[[], Mapping[str, Callable[..., Any]]] | None = None
+    # Loads the rules for operations whose rows, or sequences, devices share; None if devices never share any.
+    across_devices: Callable[[], Mapping["Operation", Callable[..., Any]]] | None = None
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Operation:
       types: `types(operands, **params)` returns shapes and dtypes of the results, from the operands by name.
       results: `results(**params)` describes the results; None if they have the axes of the operands.
       linear: names of the operands in which the operation is linear, all of them together.
-      problem: class of the problems that implementations plan.
+      problem: makes the problem of a call, of `Problem` or a subclass.
       on_shards: the parts of an implementation that run on shards where XLA may cut the operands.
       knows_machine: True if the reference takes `machine`, the devices that XLA runs it on.
       joined: names of the axes along which devices merge their parts, by the rule in `op.across_devices`. If all operands
@@ -96,7 +96,7 @@ class Operation:
     types: Callable[..., Sequence[Any]]
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
-    problem: type[Problem] = Problem
+    problem: Callable[..., Any] = Problem
     on_shards: OnShards = OnShards.KERNELS
     knows_machine: bool = False
     joined: tuple[str, ...] = ()

@@ -45,7 +45,6 @@ from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax import primitive as softmax_primitive
-from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import kernel_dtype
 from jaxsoftmax.ops.top_k.mosaic_sm90.long_rows import plan_sweeps
@@ -308,7 +307,8 @@ def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
         given["where"] = shaped(*whole, dtype=bool) if masked is True else None
     given["scale"] = shaped(*row) if masked == "end" else None
     options = options | {"axes": (1,), "dtype": jnp.dtype("float32" if primitive == "logsumexp_jvp" else dtype)}
-    plan = softmax.plan(SoftmaxProblem(OF_SOFTMAX[primitive], _there(given), options), HOPPER)
+    operation = OF_SOFTMAX[primitive]
+    plan = softmax.plan(operation.problem(operation, _there(given), options), HOPPER)
     if isinstance(plan, Refusal) and plan.plan is None:
         return
     plan = plan.plan if isinstance(plan, Refusal) else plan

@@ -1434,14 +1434,14 @@ FAULTS = (
     Fault(
         "softmax problem: logsumexp stores as many results as it reads",
         f"{_SOFTMAX}/problem.py",
-        "written=() if name in _OF_ROWS else (self.dtype.itemsize,)",
+        "written=(self.dtype.itemsize,) if self.writes_rows else ()",
         "written=(self.dtype.itemsize,)",
         "tests/core/test_row_plans.py -k each_way",
     ),
     Fault(
         "softmax problem: every kernel exchanges",
         f"{_SOFTMAX}/problem.py",
-        'n_exchanges=0 if name == "logsumexp_vjp" else 1',
+        'n_exchanges=0 if self.reduces == "nothing" else 1',
         "n_exchanges=1",
         "tests/softmax/test_mosaic.py -k know_how_often",
     ),

@@ -600,7 +600,7 @@ def test_axes_of_size_1_decide_nothing(shape, axes, same, axis):
             explanation = explain(lambda x, op=op: jax.vjp(op, x)[1](jnp.sin(op(x))), x, platform="cuda")
             decided.append([(d.primitive, d.implementation, dict(d.refusals).get("mosaic")) for d in explanation])
         assert decided[0] == decided[1], name
-    for name in mosaic._MERGING:
+    for name in [operation.name for operation in mosaic._MERGING]:
         refusals = []
         for sizes, along in ((shape, axes), (same, (axis,))):
             operands = plans.operands_of(name, sizes, "bfloat16", axes=along)

@@ -61,5 +61,8 @@ def _chosen(runner, operation, arguments):
     return _STRATEGIES[choose.strategy_of(shard, requested)], shard
 
 
-# The rules by the names of the operations.
-RULES = {rule.__name__: rule for rule in (dot_product_attention, dot_product_attention_jvp, dot_product_attention_vjp)}
+RULES = {
+    primitive.ATTENTION: dot_product_attention,
+    primitive.ATTENTION_JVP: dot_product_attention_jvp,
+    primitive.ATTENTION_VJP: dot_product_attention_vjp,
+}

@@ -18,19 +18,13 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
+from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states
 
 
 def cross_entropy(run, x, labels, where, *, axes, return_state, over, **params):
     own_labels = local_labels(labels, x.shape[axes[0]], over)
     terms = local_terms(run, x, own_labels, local_mask(x, where, over), axes=axes, **params)
     return merge_terms(terms, labels, params["dtype"], over, return_state)
-
-
-def cross_entropy_jvp(run, x, labels, where, *, axes, over, **others):
-    del run
-    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], over), "where": local_mask(x, where, over)}
-    return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(over)))
 
 
 def cross_entropy_vjp(run, x, labels, where, *, axes, over, dtype, soft_cap, replaces=False, **of_rows):
@@ -102,6 +96,8 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
     return [*results, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
 
 
-# The rules by the names of the operations.
-_ALL = cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient
-RULES = {rule.__name__: rule for rule in _ALL}
+RULES = {
+    primitive.CROSS_ENTROPY: cross_entropy,
+    primitive.CROSS_ENTROPY_VJP: cross_entropy_vjp,
+    primitive.CROSS_ENTROPY_GRADIENT: cross_entropy_gradient,
+}

@@ -209,6 +209,13 @@ def _inside(x, over) -> jax.Array | None:
     return inside
 
 
-# The rules by the names of the operations.
-_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
-RULES = {rule.__name__: rule for rule in _ALL}
+RULES = {
+    primitive.SOFTMAX: softmax,
+    primitive.LOG_SOFTMAX: log_softmax,
+    primitive.LOGSUMEXP: logsumexp,
+    primitive.SOFTMAX_JACOBIAN: softmax_jacobian,
+    primitive.LOG_SOFTMAX_JVP: log_softmax_jvp,
+    primitive.LOG_SOFTMAX_VJP: log_softmax_vjp,
+    primitive.LOGSUMEXP_JVP: logsumexp_jvp,
+    primitive.LOGSUMEXP_VJP: logsumexp_vjp,
+}

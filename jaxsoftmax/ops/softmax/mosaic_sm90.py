@@ -29,14 +29,23 @@ from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOper
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
-from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
+from jaxsoftmax.ops.softmax.primitive import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_JVP,
+    LOG_SOFTMAX_VJP,
+    LOGSUMEXP,
+    LOGSUMEXP_JVP,
+    LOGSUMEXP_VJP,
+    SOFTMAX,
+    SOFTMAX_JACOBIAN,
+)
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.softmax.profit import slower_softmax
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 # The operations whose kernel merges over the devices that share rows: the others lose nothing by a collective of states.
-_MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp")
+_MERGING = (SOFTMAX, LOG_SOFTMAX, SOFTMAX_JACOBIAN, LOG_SOFTMAX_JVP, LOG_SOFTMAX_VJP)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class SoftmaxPlan:
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
         arrays = dict.fromkeys(problem.operation.by_name) | operands
-        kernel = _KERNELS[problem.operation.name](problem, **arrays)
+        kernel = _KERNELS[problem.operation](problem, **arrays)
         return rows.launch(kernel, self.row_plan)
 
 
@@ -94,7 +103,7 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     """
     least = 1024 if problem.rows.n_rows <= 2**14 else 2048
     size = problem.rows.cols * problem.rows.read[0]
-    if problem.operation.name not in _MERGING or problem.rows.inner > 1:
+    if problem.operation not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
 
@@ -214,14 +223,14 @@ def _logsumexp_vjp(problem, x, m, d, t, where, scale) -> RowKernel:
 
 
 _KERNELS = {
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "logsumexp": _logsumexp,
-    "softmax_jacobian": _softmax_jacobian,
-    "log_softmax_jvp": _log_softmax_jvp,
-    "log_softmax_vjp": _log_softmax_vjp,
-    "logsumexp_jvp": _logsumexp_jvp,
-    "logsumexp_vjp": _logsumexp_vjp,
+    SOFTMAX: _softmax,
+    LOG_SOFTMAX: _log_softmax,
+    LOGSUMEXP: _logsumexp,
+    SOFTMAX_JACOBIAN: _softmax_jacobian,
+    LOG_SOFTMAX_JVP: _log_softmax_jvp,
+    LOG_SOFTMAX_VJP: _log_softmax_vjp,
+    LOGSUMEXP_JVP: _logsumexp_jvp,
+    LOGSUMEXP_VJP: _logsumexp_vjp,
 }
 
 
@@ -333,7 +342,7 @@ def _softmax_backward(y, cotangent):
 
 def _run_alone(operation, axis, dtype, operands):
     types = {name: jax.typeof(operand) for name, operand in operands.items()}
-    chosen = plan(SoftmaxProblem(operation, types, {"axes": (axis,), "dtype": dtype}), target_for("cuda"))
+    chosen = plan(operation.problem(operation, types, {"axes": (axis,), "dtype": dtype}), target_for("cuda"))
     if isinstance(chosen, Refusal):
         if chosen.plan is None:
             raise NotImplementedError(f"softmax_with_vjp: {chosen.reason}")

@@ -13,6 +13,16 @@ from jaxsoftmax._core.row_problem import RowwiseProblem, is_along
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import MOST_ROWS, RowFormula, TritonRowPlan, plan_rows
+from jaxsoftmax.ops.softmax.primitive import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_JVP,
+    LOG_SOFTMAX_VJP,
+    LOGSUMEXP,
+    LOGSUMEXP_JVP,
+    LOGSUMEXP_VJP,
+    SOFTMAX,
+    SOFTMAX_JACOBIAN,
+)
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.softmax.profit import slower_softmax
 
@@ -20,24 +30,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # The scale of softmax_jacobian multiplies the tangent. The parameter `scale_tangent` tells whether the other derivatives do so.
 _FORMULAS = {
-    "softmax": RowFormula("softmax", "p"),
-    "log_softmax": RowFormula("log_softmax", "log p"),
-    "logsumexp": RowFormula("logsumexp", "m + log d"),
-    "softmax_jacobian": RowFormula("softmax_jacobian", "p * (t - sum)", "sum", operand="y", tangent="weighted", rescales=True),
-    "log_softmax_jvp": RowFormula("log_softmax_jvp", "t - sum", "sum", tangent="seen"),
-    "log_softmax_vjp": RowFormula("log_softmax_vjp", "t - p * sum", "sum", summand="t", tangent="seen"),
-    "logsumexp_jvp": RowFormula("logsumexp_jvp", "sum", "sum", tangent="weighted"),
-    "logsumexp_vjp": RowFormula("logsumexp_vjp", "p * t", "nothing"),
+    SOFTMAX: RowFormula("softmax", "p"),
+    LOG_SOFTMAX: RowFormula("log_softmax", "log p"),
+    LOGSUMEXP: RowFormula("logsumexp", "m + log d"),
+    SOFTMAX_JACOBIAN: RowFormula("softmax_jacobian", "p * (t - sum)", "sum", operand="y", tangent="weighted", rescales=True),
+    LOG_SOFTMAX_JVP: RowFormula("log_softmax_jvp", "t - sum", "sum", tangent="seen"),
+    LOG_SOFTMAX_VJP: RowFormula("log_softmax_vjp", "t - p * sum", "sum", summand="t", tangent="seen"),
+    LOGSUMEXP_JVP: RowFormula("logsumexp_jvp", "sum", "sum", tangent="weighted"),
+    LOGSUMEXP_VJP: RowFormula("logsumexp_vjp", "p * t", "nothing"),
 }
 
 
 def plan(problem: SoftmaxProblem, target: Target) -> TritonRowPlan | Refusal:
     """Plans a problem of the softmax family."""
-    name, operands, params = problem.operation.name, problem.operands, problem.params
+    operands, params = problem.operands, problem.params
     dtypes = [operand.dtype for operand in operands.values()] + [problem.dtype]
     if (reason := refused(problem, dtypes, operands.get("scale"))) is not None:
         return Refusal(reason)
-    formula = replace(_FORMULAS[name], rescales=params.get("scale_tangent", _FORMULAS[name].rescales))
+    formula = _FORMULAS[problem.operation]
+    formula = replace(formula, rescales=params.get("scale_tangent", formula.rescales))
     results = problem.operation.types(operands, **params)
     rows = plan_rows(formula, problem.rows, operands, results, target)
     reason = availability.refused_unless_forced(target) or slower_softmax(problem)

@@ -26,6 +26,7 @@ from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, weights_of_state
 from jaxsoftmax.ops.softmax.profit import slower_rows
@@ -44,17 +45,18 @@ class LossPlan:
 
     def run(self, **operands: jax.Array | None) -> Any:
         arrays = dict.fromkeys(self.problem.operation.by_name) | operands
-        return _RUN[self.problem.operation.name](self, **arrays)
+        return _RUN[self.problem.operation](self, **arrays)
 
 
 def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     """Plans a problem of cross-entropy."""
-    name = problem.operation.name
-    if name not in _RUN:
-        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    if problem.operation not in _RUN:
+        return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    dtypes = [problem.operands["x"].dtype, *([] if name == "cross_entropy_gradient" else [jnp.dtype(problem.params["dtype"])])]
+    dtypes = [problem.operands["x"].dtype]
+    if problem.operation is not CROSS_ENTROPY_GRADIENT:
+        dtypes.append(jnp.dtype(problem.params["dtype"]))
     if (reason := refused_rows(dtypes, problem.operands.get("where"), problem.rows)) is not None:
         return Refusal(reason)
     row_plan = plan_rows(problem.rows, target)
@@ -139,9 +141,9 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
 
 
 _RUN = {
-    "cross_entropy": _cross_entropy,
-    "cross_entropy_vjp": _cross_entropy_vjp,
-    "cross_entropy_gradient": _cross_entropy_gradient,
+    CROSS_ENTROPY: _cross_entropy,
+    CROSS_ENTROPY_VJP: _cross_entropy_vjp,
+    CROSS_ENTROPY_GRADIENT: _cross_entropy_gradient,
 }
 
 
