@@ -148,8 +148,8 @@ def on_reference(
     names, types = list(operands), list(_types_of(operands).values())
     manual = _manual_cuts(operation, types[0], axis_name, params) if axis_name else {}
 
-    def run(*arrays, over=None, machine=ONE_DEVICE):
-        named, cuts = dict(zip(names, arrays, strict=True)), (over or {}) | manual
+    def run(*arrays, cuts=None, machine=ONE_DEVICE):
+        named, cuts = dict(zip(names, arrays, strict=True)), (cuts or {}) | manual
         if cuts:
             return _across_devices(operation, ReferenceRunner(), named, cuts, params, is_manual=bool(manual))
         problem = operation.problem(operation, _types_of(named), params, machine=machine)
@@ -192,7 +192,7 @@ def _across_devices(
         raise AssertionError(f"{operation.name} has no rule for rows that devices share")
     rule = operation.op.across_devices()[operation]
     options = {} if operation.is_aligned else {"is_manual": is_manual, "knows_cuts": knows_cuts}
-    return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, over=cuts, **params, **options))
+    return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, cuts=cuts, **params, **options))
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class Placement:
     depends_on_cuts: bool  # True if a parameter depends on how sequences are cut, and it is known which axes are whole
     is_reordered: bool  # True if operands are in an order that only the rule for shared sequences undoes
 
-    def on_shard(self, *operands, over) -> list[Any]:
-        """Computes the results from shards of the operands, which are cut as `over` says."""
-        site, cuts, params = self.site, over | self.manual, dict(self.site.params)
+    def on_shard(self, *operands, cuts) -> list[Any]:
+        """Computes the results from shards of the operands, which are cut as `cuts` says."""
+        site, cuts, params = self.site, cuts | self.manual, dict(self.site.params)
         named = site.named(operands)
         knows_cuts = bool(cuts) or self.depends_on_cuts
         if not (knows_cuts or self.is_reordered):
@@ -257,7 +257,7 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if placement.manual and operation.is_aligned:
-        return _emit(functools.partial(placement.on_shard, over={}), bare, operands)
+        return _emit(functools.partial(placement.on_shard, cuts={}), bare, operands)
     runner, n_devices = placement.runner, placement.n_devices
     choice = runner.choose(operation, site.named(ctx.avals_in), n_devices, placement.obstacle, **params)
     if placement.is_partitioned(choice, ctx.avals_in):
@@ -270,7 +270,7 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
         # One device, too, may need the rule for shared sequences.
         is_reordered = placement.is_reordered and not choice.is_reference
         if placement.manual or placement.depends_on_cuts or is_reordered:
-            return placement.on_shard(*operands, over={})
+            return placement.on_shard(*operands, cuts={})
         return runner.run(choice, site.named(operands))
 
     if operation.is_aligned or (placement.manual and n_devices > 1):
