@@ -133,7 +133,7 @@ def vectors(held, step):
         inside = np.repeat(is_there[:, None], plan.vector, 1)
         if vector.partial is not None:
             assert not np.any(vector.partial & is_there)
-            own = np.stack([np.broadcast_to(part, threads) for part in vector.own()], 1)
+            own = np.stack([np.broadcast_to(part, threads) for part in vector.inside_each()], 1)
             inside = inside | (vector.partial[:, None] & own)
         if inside.any():
             assert np.all((vector.address + vector.offset)[is_there] % (plan.vector * ITEMSIZE) == 0)

@@ -319,8 +319,8 @@ FAULTS = (
     Fault(
         "emit: a part of a vector is stored from its first element on",
         f"{_GPU}/emit.py",
-        "store_words(self.address, offset, own, one)",
-        "store_words(self.address, self.offset, own, one)",
+        "store_words(self.address, offset, is_inside, one)",
+        "store_words(self.address, self.offset, is_inside, one)",
         "tests/softmax/test_emulated.py",
     ),
     Fault(
@@ -550,8 +550,8 @@ FAULTS = (
     Fault(
         "tile: columns of all warps are those of the first",
         f"{_ROWS}/tile.py",
-        "column += share * jnp.int32(width) + self.memory.group()",
-        "column += self.memory.group()",
+        "column += share * jnp.int32(width) + self.memory.warpgroup()",
+        "column += self.memory.warpgroup()",
         "tests/core/test_row_engine.py -k columns_of_integers",
     ),
     Fault(
@@ -1385,7 +1385,7 @@ FAULTS = (
     Fault(
         "softmax on devices: sums of derivatives are those of each device",
         f"{_SOFTMAX}/across_devices.py",
-        "return lax.psum(mean, mesh_axes(over)).astype(dtype)",
+        "return lax.psum(mean, mesh_axes(cuts)).astype(dtype)",
         "return mean.astype(dtype)",
         "tests/core/test_sharding.py -k 'run_on_shards_of_rows_whose_states or sharded_softmax_axis'",
     ),

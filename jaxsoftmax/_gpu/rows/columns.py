@@ -211,7 +211,7 @@ class ColumnTile(Tile):
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
         width = WARPS * plan.width
         for slot, part in zip(slots, parts, strict=True):
-            compat.store(slot.at[pl.ds(self.memory.group() * width, width)], part)
+            compat.store(slot.at[pl.ds(self.memory.warpgroup() * width, width)], part)
         sync.block_barrier()
         parts = function(plan.warps, *(functools.partial(self._load_kth, slot, 0, plan.warps) for slot in slots))
         if plan.cluster == 1:

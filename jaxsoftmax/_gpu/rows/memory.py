@@ -98,7 +98,7 @@ class Memory:
     def place(self) -> list[Any]:
         return [self.row, self.rank]
 
-    def group(self):
+    def warpgroup(self):
         """Returns the number of the warpgroup in its block."""
         return lax.axis_index("warpgroup") if self.plan.warpgroups > 1 else jnp.int32(0)
 
@@ -136,10 +136,11 @@ class Memory:
         """
 
         def copy(copies):
-            for own, *where, _, last in copies:
-                own.among_others(last).copy(*where)
-            for own, *where, last in copies:  # last, because a thread waits for what it loads of the array's last vector
-                own.among_others(last).copy_rest(*where)
+            for own_vector, *where, _, last in copies:
+                own_vector.among_others(last).copy(*where)
+            # These are last, because a thread waits for what it loads of the array's last vector.
+            for own_vector, *where, last in copies:
+                own_vector.among_others(last).copy_rest(*where)
 
         self._each_copy(copy, refs, slots, fills)
 
@@ -163,8 +164,8 @@ class Memory:
                 place = arith.addi(utils.thread_idx(), arith.muli(stage, constant(plan.steps * plan.threads)))
                 target = shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(plan.steps):
-                    own = self._vector(step, start, itemsize)
-                    copies.append((own, register, target, step * plan.threads * size, fill, last))
+                    own_vector = self._vector(step, start, itemsize)
+                    copies.append((own_vector, register, target, step * plan.threads * size, fill, last))
             function(copies)
 
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
@@ -219,15 +220,16 @@ class Memory:
             # Rows that repeat are not aligned as the rows of the scores are.
             singly = source is not None and not plan.has_whole_vectors
 
-            def held(step, start, whole=False):
-                held = self._vector(step, start, dtype.itemsize, whole, singly)
-                return held.load(register, fill, policy) if refs else held.touched(register)
+            def load_vector(step, start, whole=False):
+                own_vector = self._vector(step, start, dtype.itemsize, whole, singly)
+                return own_vector.load(register, fill, policy) if refs else own_vector.touched(register)
 
             if step is None:
-                return [[held(i, start) for start in starts] for i in range(plan.steps)]
+                return [[load_vector(i, start) for start in starts] for i in range(plan.steps)]
             if isinstance(step, int):
-                return [[held(step, start) for start in starts]]
-            return [[held(operands[-1], start, plan.looped_steps == plan.whole_steps) for start in starts]]
+                return [[load_vector(step, start) for start in starts]]
+            is_whole = plan.looped_steps == plan.whole_steps
+            return [[load_vector(operands[-1], start, is_whole) for start in starts]]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, dtype, layout=plan.layout)
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
@@ -242,7 +244,7 @@ class Memory:
         def add(row, rank, step, values, columns, addends):
             places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
-            return [plus_where(register, *own) for register, *own in registers]
+            return [plus_where(*operands) for operands in registers]
 
         of_rows = plan.row_layout if columns.ndim else SPLAT
         arrays = [(values, plan.layout), (columns, of_rows), (addends, of_rows)]
@@ -273,8 +275,8 @@ class RowMemory(Memory):
 
     def fill_around(self, refs, slots, fills) -> None:
         def fill(copies):
-            for own, *where, _ in copies:
-                own.fill_around(*where)
+            for own_vector, *where, _ in copies:
+                own_vector.fill_around(*where)
 
         # Neighbours that came along at both ends are filled, so that a loop over the row needs no predicates.
         if self.plan.is_shifted and not self.plan.has_whole_vectors:
@@ -359,13 +361,13 @@ class RowMemory(Memory):
         """Returns the part of an array that the warpgroup has in a step."""
         plan = self.plan
         if plan.takes_block:
-            return ref.at[(self.row * plan.steps + step) * plan.warpgroups + self.group()]
+            return ref.at[(self.row * plan.steps + step) * plan.warpgroups + self.warpgroup()]
         width = plan.shape[1]
         return ref.at[pl.ds(self.row, plan.block_rows), pl.ds(step * width, width)]
 
     def _entry(self, step):
         """Returns the number, in a slot of shared memory, of the warpgroup's part of a step."""
-        return (self.stage * self.plan.steps + step) * self.plan.warpgroups + self.group()
+        return (self.stage * self.plan.steps + step) * self.plan.warpgroups + self.warpgroup()
 
     def _slice_start(self, rank):
         plan = self.plan
@@ -419,11 +421,11 @@ class RowMemory(Memory):
             made = functools.partial(Vector, arith.addi(address, arith.muli(i64(further), i64(itemsize))), 0, itemsize)
             first = arith.addi(first, further)
 
-        def own():
+        def inside_each():
             return [compare("ult", arith.addi(first, constant(q)), length) for q in range(plan.vector)]
 
         if singly:
-            return made(None, utils.c(1, integer(1)), own)
+            return made(None, utils.c(1, integer(1)), inside_each)
         if whole:
             return made(inside)
         if not plan.is_shifted:
@@ -434,7 +436,7 @@ class RowMemory(Memory):
         if plan.has_whole_vectors:
             return made(complete)
         touched = compare("ult", arith.addi(first, last), arith.addi(length, last))
-        return made(complete, arith.xori(complete, touched), own)
+        return made(complete, arith.xori(complete, touched), inside_each)
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
@@ -443,9 +445,9 @@ class RowMemory(Memory):
     def _own_rows(self, row):
         """Yields the rows inside a warp whose elements this thread holds, and whether each row exists, None if always."""
         plan = self.plan
-        own = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
+        first = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
         for i in range(plan.rows_per_lanes):
-            here = arith.addi(own, constant(i * WARPS * (WARP // plan.lanes)))
+            here = arith.addi(first, constant(i * WARPS * (WARP // plan.lanes)))
             yield here, (None if self.count % plan.block_rows == 0 else compare("ult", here, constant(self.count)))
 
     # Rows that start inside a line: steps of a loop, and sums, in the order of the row.
@@ -462,18 +464,18 @@ class RowMemory(Memory):
             register = plan.layout.to_mgpu().registers_element_type(ref.type.element_type)
             (start,) = self._starts(ref, (row, rank), itemsize)
             following = arith.addi(steps[0], constant(1)) if steps else step + 1
-            own, further = (
+            current, further = (
                 self._vector(k, start, itemsize, bool(steps)).load(register, bits)
                 for k in (steps[0] if steps else step, following)
             )
-            return [self.join(row, own, further)]
+            return [self.join(row, current, further)]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
         return emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
 
-    def join(self, row, own, further):
-        """Returns a thread's vector of a step, `own`, whose elements before the row are replaced by those of `further`."""
-        words = words_of(own.type)
+    def join(self, row, current, further):
+        """Returns a thread's vector of a step, `current`, whose elements before the row are replaced by those of `further`."""
+        words = words_of(current.type)
         per_word = self.plan.vector // words.shape[0]  # elements
         first = arith.subi(arith.muli(utils.thread_idx(), constant(self.plan.vector)), self._before(row))
         joined = llvm.mlir_undef(words)
@@ -483,10 +485,10 @@ class RowMemory(Memory):
                 inside = compare("sge", arith.addi(first, constant(k * per_word + q)), constant(0))
                 ones = constant(-1) if per_word == 1 else constant(0xFFFF << 16 * q)
                 kept = arith.ori(kept, arith.select(inside, ones, constant(0)))
-            a, b = (llvm.extractelement(vector.bitcast(words, part), constant(k)) for part in (own, further))
+            a, b = (llvm.extractelement(vector.bitcast(words, part), constant(k)) for part in (current, further))
             word = arith.ori(arith.andi(a, kept), arith.andi(b, arith.xori(kept, constant(-1))))
             joined = llvm.insertelement(joined, word, constant(k))
-        return vector.bitcast(own.type, joined)
+        return vector.bitcast(current.type, joined)
 
     def _inside_joined(self, step) -> jax.Array:
         """Flags the elements of a step, as `_load_joined` gives them, that are of the row: int8. In a loop all are."""

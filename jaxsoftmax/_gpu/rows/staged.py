@@ -188,9 +188,9 @@ class StagedMemory(RowMemory):
             places = self._places(slot, row, step)
             for register, (address, offsets, inside) in zip(values.registers.flat, places, strict=True):
                 words = vector.bitcast(ir.VectorType.get((plan.words,), kind), register)
-                for k, (offset, own) in enumerate(zip(offsets, inside, strict=True)):
+                for k, (offset, is_inside) in enumerate(zip(offsets, inside, strict=True)):
                     value = vector.broadcast(word, llvm.extractelement(words, constant(k)))
-                    store_words(address, offset, own, value, "shared")
+                    store_words(address, offset, is_inside, value, "shared")
 
         emit(store, ref, [self.row], [(values, plan.layout)])
 
@@ -205,16 +205,16 @@ class StagedMemory(RowMemory):
     def _places(self, slot, row, step):
         """Yields for each row of this thread its words in a step: an address, offsets from it, whether each is in the row."""
         plan, itemsize = self.plan, utils.bytewidth(slot.type.element_type)
-        own = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
+        first = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
         before, apart = self.before(row, itemsize), plan.lanes * plan.word
         # Words count from the start of the row: an element has the same lane and place wherever its row starts in
         # memory, and so a row always has the same bits.
         offsets = [(step * plan.words + k) * apart for k in range(plan.words)]
         whole = [offset + apart <= plan.cols for offset in offsets]
         ends = [constant(max(0, plan.cols - offset)) for offset in offsets]
-        inside = [None if every else compare("ult", own, end) for every, end in zip(whole, ends, strict=True)]
+        inside = [None if every else compare("ult", first, end) for every, end in zip(whole, ends, strict=True)]
         for local in self._local_rows():
-            start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), own), before)
+            start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), first), before)
             address = shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 

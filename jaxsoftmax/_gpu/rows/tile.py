@@ -232,7 +232,7 @@ class RowTile(Tile):
         first, size = jnp.int32(step), width  # of a step
         if plan.takes_block:
             share = plgpu.broadcasted_iota(jnp.int32, plan.shape, 0, layout=plan.layout)
-            column += share * jnp.int32(width) + self.memory.group() * (shares * width)
+            column += share * jnp.int32(width) + self.memory.warpgroup() * (shares * width)
             size = plan.threads * plan.vector
         if plan.is_shifted:  # what overflows here does not matter below the size of a line
             column -= (self.memory.row * plan.cols) & (plan.line - 1)
@@ -291,7 +291,7 @@ class RowTile(Tile):
             return m
         warps = WARPS * plan.warpgroups
         tops = self.order.at[pl.ds(plan.order_shape[0] - warps, warps)]
-        tops[pl.ds(self.memory.group() * WARPS, WARPS)] = m
+        tops[pl.ds(self.memory.warpgroup() * WARPS, WARPS)] = m
         sync.block_barrier()
         m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
@@ -302,18 +302,18 @@ class RowTile(Tile):
         Exchanges take turns with two buffers. A warp that writes in one exchange has read what was written in the one before;
         so all warps have read what was written two before.
         """
-        plan, group = self.memory.plan, self.memory.group()
+        plan, warpgroup = self.memory.plan, self.memory.warpgroup()
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
         if plan.cluster > 1:
-            group = self.memory.rank * plan.warpgroups + group
+            warpgroup = self.memory.rank * plan.warpgroups + warpgroup
             if number == 0:
                 sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
             for slot, part in zip(slots, parts, strict=True):
-                sync.send_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
+                sync.send_to_cluster(slot, warpgroup * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
             sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.warps)
         else:
             for slot, part in zip(slots, parts, strict=True):
-                slot[pl.ds(group * WARPS, WARPS)] = part
+                slot[pl.ds(warpgroup * WARPS, WARPS)] = part
             if plan.warpgroups > 1:
                 sync.block_barrier()
             else:

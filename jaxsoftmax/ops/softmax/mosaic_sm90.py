@@ -116,12 +116,12 @@ def _softmax(problem, x, where, scale) -> RowKernel:
     """Computes `exp(s - m) / d`."""
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        local = tile.lift(scores, size)
-        state = tile.merge(local, size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        local = tile.lift(scores, magnitude)
+        state = tile.merge(local, magnitude)
         d = state.d + (state.m - state.m)  # NaN if the maximum is infinite
-        weights, alike = tile.weights(local.m, size)
-        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
+        weights, alike = tile.weights(local.m, magnitude)
+        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=magnitude) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
         if where is None or not tile.allows_either:
             return [apply_mask(where, y, 0)]
@@ -136,12 +136,12 @@ def _log_softmax(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        state = tile.merge(tile.lift(scores, size), size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = state.m if where is None else jnp.where(state.m != -jnp.inf, state.m, 0)
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
-        out = each(lambda s: _times(s - along_m, size) - log_d, scores)
+        out = each(lambda s: _times(s - along_m, magnitude) - log_d, scores)
         return [apply_mask(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
     state = [jnp.float32] * (2 * return_state)
@@ -153,10 +153,10 @@ def _logsumexp(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        state = tile.merge(tile.lift(scores, size), size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = online.shift(state.m)
-        return [_times(m, size) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
+        return [_times(m, magnitude) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
 
     results = [problem.dtype, *[jnp.float32] * (2 * return_state)]
     return _kernel(problem, "logsumexp_forward", body, _with_scores({}, x, where, scale), per_row=results)
@@ -258,7 +258,7 @@ def _factor(scale) -> RowOperand | None:
 
 
 def _directed(tile, x, inside, where, scale):
-    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the size of `scale`."""
+    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`."""
     if scale is None:
         return apply_mask(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
@@ -270,8 +270,8 @@ def weights_of_state(tile, x, m, d, inside, where, scale, factor=1):
     """Computes the softmax weights times a factor for each row, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, size = _directed(tile, x, inside, where, scale)
-    weights, alike = tile.weights(m, size)
+    scores, magnitude = _directed(tile, x, inside, where, scale)
+    weights, alike = tile.weights(m, magnitude)
     factor = tile.along(alike * factor / d)
     return each(lambda s: weights(s) * factor, scores)
 
