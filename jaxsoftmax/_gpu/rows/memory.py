@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -92,7 +92,7 @@ class Memory:
     count: int  # rows, or tiles, of the arrays
     exact: bool = False  # Pallas can load and store the rows
     rank: Any = 0  # number of the block among those that share the row
-    stage: Any = 0  # of shared memory, that holds the rows
+    stage: Any = 0  # number of the stage of shared memory that holds the rows
 
     @functools.cached_property
     def place(self) -> list[Any]:
@@ -102,7 +102,7 @@ class Memory:
         """Returns the number of the warpgroup in its block."""
         return lax.axis_index("warpgroup") if self.plan.warpgroups > 1 else jnp.int32(0)
 
-    def _starts(self, ref, place, itemsize, source=None) -> Iterator[tuple[Any, ...]]:
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[Any]:
         raise NotImplementedError
 
     def _vector(self, step, start, itemsize, whole=False, singly=False) -> Vector:
@@ -267,6 +267,15 @@ class Memory:
         return emit(make, None, [*self.place, step], results=kind)
 
 
+class RowStart(NamedTuple):
+    """The place where a thread's vectors of a row start. Values are of MLIR."""
+
+    address: Any
+    element: Any  # the number, in the slice, of the element at the address
+    exists: Any  # True if there is such a row; None if always
+    length: Any  # elements of the slice
+
+
 @dataclass(frozen=True)
 class RowMemory(Memory):
     """Rows along the last axis, of a `RowPlan`."""
@@ -349,7 +358,8 @@ class RowMemory(Memory):
 
     def places(self, place, step) -> Iterator[list[tuple[Any, int]]]:
         plan = self.plan
-        for _, first, *_ in self._starts(None, place, 1):
+        for start in self._starts(None, place, 1):
+            first = start.element
             if plan.blocks > 1:
                 first = arith.addi(first, self._slice_start(place[1]))
             first = arith.addi(first, arith.muli(step, constant(plan.threads * plan.vector)))
@@ -374,11 +384,8 @@ class RowMemory(Memory):
         lines = arith.addi(arith.muli(rank, constant(plan.slice_lines)), arith.minsi(rank, constant(plan.n_longer_slices)))
         return arith.muli(lines, constant(plan.line))
 
-    def _starts(self, ref, place, itemsize, source=None) -> Iterator[tuple[Any, ...]]:
-        """Yields for each of a thread's rows where its vectors start.
-
-        That is an address, the element of the slice at the address, whether it is a row at all, and the elements of the slice.
-        """
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[RowStart]:
+        """Yields for each of a thread's rows where its vectors start."""
         plan = self.plan
         position = utils.thread_idx() if plan.takes_block else arith.remui(utils.thread_idx(), constant(plan.lanes))
         element = first = arith.muli(position, constant(plan.vector))
@@ -398,20 +405,20 @@ class RowMemory(Memory):
                 start = arith.subi(start, i64(before))
                 in_slice = arith.subi(element, before)
             base = i64(0) if ref is None else address_of(ref)
-            yield arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length
+            yield RowStart(arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length)
 
     def _before(self, row):
         """Returns the number of elements from the start of its first line to a row, int32."""
         line = self.plan.line  # a power of two, so what overflows does not matter
         return arith.remui(arith.muli(row, constant(self.plan.cols % line)), constant(line))
 
-    def _vector(self, step, start, itemsize, whole=False, singly=False) -> Vector:
+    def _vector(self, step, start: RowStart, itemsize, whole=False, singly=False) -> Vector:
         """Returns the vector that a thread has in a step, an int or an int32 in a loop.
 
         `whole` says that all threads have whole vectors then, `singly` that elements are touched one by one.
         """
         plan = self.plan
-        address, first, inside, length = start
+        address, first, exists, length = start
         if isinstance(step, int):
             made = functools.partial(Vector, address, step * plan.step_cols * itemsize, itemsize)
             whole = whole or step in plan.whole_steps
@@ -427,9 +434,9 @@ class RowMemory(Memory):
         if singly:
             return made(None, utils.c(1, integer(1)), inside_each)
         if whole:
-            return made(inside)
+            return made(exists)
         if not plan.is_shifted:
-            return made(both(inside, compare("slt", first, length)))
+            return made(both(exists, compare("slt", first, length)))
         last = constant(plan.vector - 1)
         most = arith.maxsi(arith.subi(length, last), constant(0))
         complete = compare("ult", first, most)  # a negative number counts as a large one
@@ -498,13 +505,13 @@ class RowMemory(Memory):
             register = plan.layout.to_mgpu().registers_element_type(integer(8))
             if not isinstance(step, int):
                 return [utils.c(1, register)]
-            ((_, first, _, length),) = self._starts(None, (row, rank), 1)
+            (start,) = self._starts(None, (row, rank), 1)
             flags = utils.c(0, register)
             for q in range(plan.vector):
-                element = arith.addi(first, constant(q))
+                element = arith.addi(start.element, constant(q))
                 is_later = compare("slt", element, constant(0))
                 element = arith.addi(element, arith.select(is_later, constant(plan.step_cols), constant(0)))
-                inside = compare("ult", arith.addi(element, constant(step * plan.step_cols)), length)
+                inside = compare("ult", arith.addi(element, constant(step * plan.step_cols)), start.length)
                 flags = llvm.insertelement(flags, arith.extui(register.element_type, inside), constant(q))
             return [flags]
 

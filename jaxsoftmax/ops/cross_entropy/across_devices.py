@@ -1,7 +1,7 @@
 """Cross-entropy of rows that devices share: a vocabulary-parallel loss.
 
 Forward one collective merges the states of all parts of a row, and brings the score of its label from the device that has it.
-Cotangents are numbers of rows, which every device has, so that the backward pass needs no collective.
+A cotangent is one number for each row, which every device has, so that the backward pass needs no collective.
 
 The rules for primitives take the same arguments as those of `ops/softmax/across_devices.py`. `cross_entropy_of_parts` is for
 calls inside a `shard_map` of the user.

@@ -1,4 +1,6 @@
-"""The softmax family on Hopper, for rows of any length: `plan` distributes rows over threads, and each kernel has a function.
+"""The softmax family on Hopper, for rows up to those that the grid holds.
+
+`plan` distributes rows over threads, and each kernel has a function.
 
 1. A block loads its rows, its one row or its slice of one, into registers or shared memory; rows that are read once only are
    held nowhere.

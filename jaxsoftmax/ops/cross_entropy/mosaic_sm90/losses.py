@@ -1,4 +1,6 @@
-"""Cross-entropy of rows of logits on Hopper, for rows of any length: softmax's kernels (`ops/softmax/mosaic_sm90`) with labels.
+"""Cross-entropy of rows of logits on Hopper, for rows up to those that the grid holds.
+
+The kernels are those of softmax (`ops/softmax/mosaic_sm90`), with labels.
 
 1. Forward, the state of each row is computed as for logsumexp, of capped scores if there is a cap. What belongs to a row, the
    label's logit among it, is left to XLA, which computes it together with what reads the loss.
@@ -63,7 +65,9 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     if isinstance(row_plan, Refusal):
         return row_plan
     if problem.has_total and row_plan.persistent_blocks:  # blocks tell each other one state of a row, and no sum
-        return Refusal(f"the sum of the scores, for smoothing, is not computed of rows of {problem.rows.cols} entries")
+        return Refusal(
+            f"no kernel computes the sum of the scores, which smoothing needs, for rows of {problem.rows.cols} entries"
+        )
     reason = slower_rows(problem, wins_if_wide=False)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
@@ -103,7 +107,7 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, **of_rows):
         return [_gradient(tile, x, weights, numbers, labels, where, soft_cap)]
 
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
-    if replaced:  # of a loop, see `_cross_entropy_gradient`
+    if replaced:  # in a loop XLA must not fuse the kernel: see `_cross_entropy_gradient`
         x, *arrays = lax.optimization_barrier((x, *of_rows.values()))
         of_rows = dict(zip(of_rows, arrays, strict=True))
     of_rows = {name: None if array is None else PerRow(array) for name, array in of_rows.items()}
