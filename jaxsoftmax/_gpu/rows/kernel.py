@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxsoftmax._core.row_problem import RowProblem, is_along
 from jaxsoftmax._gpu.kernel import kernel_of
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 
@@ -66,7 +67,7 @@ class Scratch(NamedTuple):
     answer: Any = None  # an int32 through which one thread tells the others what it read, or None
 
 
-def scratch_of(plan, dtypes: Sequence[Any]) -> Scratch:
+def scratch_of(plan: RowPlan | ColumnPlan, dtypes: Sequence[Any]) -> Scratch:
     """Returns the types of the shared memory of a block that holds operands of these dtypes."""
     order_shape = plan.order_shape
     return Scratch(
@@ -165,7 +166,7 @@ class RowKernel:
     # Around the kernel.
 
     def call(
-        self, run, plan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
+        self, run, plan: RowPlan | ColumnPlan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
     ) -> list[jax.Array]:
         """Calls the kernel on a grid of blocks or clusters.
 

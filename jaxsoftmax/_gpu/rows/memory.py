@@ -43,7 +43,7 @@ from jaxsoftmax._gpu.emit import (
     widened,
     words_of,
 )
-from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
 
 # Values that are as large as the rows: a function of a step to the elements of that step. What is computed from it twice need
 # not stay in registers meanwhile.
@@ -57,7 +57,7 @@ class Elements:
     load: Steps  # to elements as they are in memory
     of: Any  # dtype in memory
     dtype: Any
-    plan: Any
+    plan: RowPlan | ColumnPlan
 
     def __call__(self, step) -> jax.Array:
         return self.converted(self.load(step))
@@ -87,7 +87,7 @@ class Memory:
     columns the elements of that vector have (`places`). `row`, `rank` and `stage` are scalars, int32.
     """
 
-    plan: Any
+    plan: RowPlan | ColumnPlan
     row: Any  # number of the first row, or of the tile of rows
     count: int  # rows, or tiles, of the arrays
     exact: bool = False  # Pallas can load and store the rows

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxsoftmax._gpu.emit import WARP, WARPS, tiled
 
@@ -187,9 +187,14 @@ class ColumnPlan:
     unroll: int = 1
     persistent_blocks: int = 0
 
-    # As in a `RowPlan`; tiles count as rows.
-    block_rows, takes_block, allows_either = 1, True, False
-    has_whole_vectors, is_shifted, is_exact, order_shape = True, False, False, None
+    # What a `RowPlan` says of rows, said of tiles.
+    block_rows: ClassVar[int] = 1  # a block has one tile
+    takes_block: ClassVar[bool] = True
+    allows_either: ClassVar[bool] = False  # the rows of a tile may differ in the condition
+    has_whole_vectors: ClassVar[bool] = True  # `vector` divides `inner`
+    is_shifted: ClassVar[bool] = False  # slices start where vectors may
+    is_exact: ClassVar[bool] = False
+    order_shape: ClassVar[None] = None  # the lane of an element does not depend on the number of the tile
 
     def describe(self) -> str:
         how = f"tiles of {self.width} neighbouring rows, {self.threads} threads a block"

@@ -20,7 +20,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._gpu import fused, sync
 from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, fma, keep_loop, of_warps, replicated, unknown
-from jaxsoftmax._gpu.rows.memory import Elements, RowMemory, Steps
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, RowMemory, Steps
 from jaxsoftmax._gpu.rows.plan import Storage
 from jaxsoftmax.online import State
 
@@ -49,7 +49,7 @@ class Tile:
     A subclass turns states and sums of warps into states and sums of rows (`merge`, `sum`).
     """
 
-    memory: Any
+    memory: Memory
     exchange: Any  # float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row
     arrivals: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
     order: Any = None  # float32 in shared memory of `RowPlan.order_shape`, or None
