@@ -273,6 +273,8 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
             return placement.on_shard(*operands, cuts={})
         return runner.run(choice, site.named(operands))
 
+    # A reference that reshapes takes operands of no mesh; that of an aligned operation does not, and keeps their shardings.
+    # Where a `shard_map` around leaves some axes automatic, collectives need the mesh of the context.
     if operation.is_aligned or (placement.manual and n_devices > 1):
         return _emit(whole, bare, operands)
     with sharding.on_no_mesh():

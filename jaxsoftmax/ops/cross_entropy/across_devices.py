@@ -18,7 +18,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states
+from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
 
 
 def cross_entropy(runner, x, labels, where, *, axes, return_state, cuts, **params):
@@ -26,6 +26,13 @@ def cross_entropy(runner, x, labels, where, *, axes, return_state, cuts, **param
     own_labels = local_labels(labels, x.shape[axes[0]], cuts)
     terms = local_terms(runner, x, own_labels, local_mask(x, where, cuts), axes=axes, **params)
     return merge_terms(terms, labels, params["dtype"], cuts, return_state)
+
+
+def cross_entropy_jvp(runner, x, labels, where, *, axes, cuts, **others):
+    """Computes the tangents of rows that devices share, by the reference."""
+    del runner
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], cuts), "where": local_mask(x, where, cuts)}
+    return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(cuts)))
 
 
 def cross_entropy_vjp(runner, x, labels, where, *, axes, cuts, dtype, soft_cap, replaces=False, **of_rows):
@@ -104,6 +111,7 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
 
 RULES = {
     primitive.CROSS_ENTROPY: cross_entropy,
+    primitive.CROSS_ENTROPY_JVP: cross_entropy_jvp,
     primitive.CROSS_ENTROPY_VJP: cross_entropy_vjp,
     primitive.CROSS_ENTROPY_GRADIENT: cross_entropy_gradient,
 }
